@@ -270,7 +270,7 @@ def disk(spec: Json) -> Json:
     buffers = HostMemory(_BUFFERS * PIECE).bytes.view(_BUFFERS, PIECE)
     reader = DirectReader(path)
     ready()
-    reads = [Read(buffers[number % _BUFFERS], offset=number * PIECE) for number in range(count)]
+    reads = [Read(target=buffers[number % _BUFFERS], offset=number * PIECE) for number in range(count)]
     start = time.perf_counter()
     for read in reads:
         reader.submit(read)

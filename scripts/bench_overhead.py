@@ -35,12 +35,13 @@ from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.engine import EngineParts, HostEngine
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import State, Transfer
 
 LAYERS, EXPERTS, TOP_K, SLOTS = 48, 128, 8, 512
 HIDDEN = 16
@@ -51,10 +52,13 @@ class NoLink(Link):
 
     name = "none"
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        return Copy(key, slot, urgent, started=True, done=True)
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
+        return Transfer(key, slot, urgent, state=State.DONE)
 
-    def wait(self, copy: Copy) -> None:
+    def start(self, copy: Transfer) -> None:
+        del copy
+
+    def wait(self, copy: Transfer) -> None:
         del copy
 
 

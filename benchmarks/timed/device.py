@@ -22,10 +22,11 @@ from torch import Tensor
 
 from benchmarks.timed.costs import DriverCosts
 from benchmarks.timed.streams import CopyEngine, Direction, Span, TimedEvent, TimedStream, Work
+from expertcast.runtime.links.driver import CudaDevice
 
 
-class TimedDevice:
-    """Stands for :class:`expertcast.runtime.links.driver.CudaDevice`, in host memory.
+class TimedDevice(CudaDevice):
+    """Stands for a CUDA device, in host memory.
 
     Args:
         bandwidth: bytes per second of each copy engine.
@@ -35,7 +36,7 @@ class TimedDevice:
     """
 
     def __init__(self, bandwidth: float, costs: DriverCosts | None = None, *, sticky: bool = True) -> None:
-        self.device = torch.device("cpu")
+        super().__init__(torch.device("cpu"))
         self.bandwidth, self.costs = bandwidth, costs or DriverCosts()
         self.sticky = sticky
         self._scaled: list[tuple[range, float]] = []
@@ -66,6 +67,15 @@ class TimedDevice:
     def current_stream(self) -> TimedStream:
         return self._current
 
+    def clock(self) -> float:
+        """The host's."""
+        return self.now
+
+    def record(self, stream: TimedStream, *, timing: bool = False) -> TimedEvent:
+        event = self.new_event(timing=timing)
+        event.record(stream)
+        return event
+
     def new_event(self, *, timing: bool = False) -> TimedEvent:
         del timing
         return TimedEvent(self)
@@ -90,8 +100,15 @@ class TimedDevice:
     def to_device(self, target: Tensor, source: Tensor, stream: TimedStream) -> None:
         self._copy(target.data_ptr(), source.data_ptr(), source.nbytes, stream, "to_device")
 
-    def to_host(self, target: Tensor, source: Tensor, stream: TimedStream) -> None:
-        self._copy(target.data_ptr(), source.data_ptr(), source.nbytes, stream, "to_host")
+    def to_host(self, source: Tensor, stream: TimedStream) -> Tensor:
+        host = torch.empty_like(source)
+        self._copy(host.data_ptr(), source.data_ptr(), source.nbytes, stream, "to_host")
+        return host
+
+    def send(self, values: Tensor, stream: TimedStream) -> Tensor:
+        sent = torch.empty_like(values)
+        self.to_device(sent, values, stream)
+        return sent
 
     # the clock
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +10,22 @@ from torch import Tensor
 
 from benchmarks.timed.device import TimedDevice
 from benchmarks.timed.streams import Span, Work
-from expertcast.runtime.storage.reader import Arrival
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class TimedRead(Arrival):
+class TimedRead(Transfer):
     """One expert; `start` and `end` in seconds of the device's clock."""
 
-    key: int
+    target: Tensor
+
+    @property
+    def bytes_read(self) -> int:
+        return self.target.numel()
 
 
-class TimedDisk:
+class TimedDisk(TransferQueue[TimedRead]):
     """Stands for a store's file and for its reader, as :mod:`expertcast.runtime.links.disk_cuda` asks them.
 
     Requests are begun up to `depth` at a time, urgent ones first; the bytes of one come after those of the one begun
@@ -42,14 +45,13 @@ class TimedDisk:
         self, device: TimedDevice, store: ExpertStore, block_bytes: int, bandwidth: float, *, access_s: float = 80e-6,
         depth: int = 2,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._device, self._store = device, store
         self._seconds, self._access_s, self._depth = block_bytes / bandwidth, access_s, depth
         self._size = block_bytes
-        self._queued: deque[TimedRead] = deque()
         self._under_way = 0
         self._free_at = 0.0
         """When the last byte comes of what has been begun."""
-        self._closed = False
 
     # what a store's file offers
 
@@ -57,39 +59,28 @@ class TimedDisk:
         del threads, pace
         return self
 
-    def read(self, key: int, block: Tensor, arrival: Callable[[Any], None], urgent: bool) -> TimedRead:
-        return TimedRead(block, arrival, urgent, key=key)
+    def read(
+        self, key: int, block: Tensor, *, urgent: bool, slot: int = -1, then: Callable[[Any], None] | None = None
+    ) -> TimedRead:
+        return TimedRead(key, slot, urgent, target=block, then=then)
 
     # what its reader does
 
-    def submit(self, read: TimedRead) -> None:
-        read.expect()
-        self._queued.append(read)
+    def submit(self, read: TimedRead, *, front: bool = False) -> None:
+        super().submit(read, front=front)
         self._next()
-
-    def promote(self, read: TimedRead) -> None:
-        read.urgent = True
-
-    def cancel(self, read: TimedRead) -> bool:
-        if read.begun:
-            return False
-        read.cancelled = True
-        self._queued.remove(read)
-        return True
 
     def close(self) -> None:
         """What is under way comes to its end."""
-        self._closed = True
-        self._queued.clear()
+        super().close()
         if self._under_way:
             self._device.wait_until(lambda: not self._under_way)
 
     def _next(self) -> None:
         device = self._device
-        while self._queued and self._under_way < self._depth:
-            read = min(self._queued, key=lambda queued: not queued.urgent)
-            self._queued.remove(read)
-            read.begun, now = 1, device.at
+        while self._under_way < self._depth and (read := self.first()) is not None:
+            read.begin()
+            now = device.at
             self._under_way += 1
             read.start = now
             first = max(now + self._access_s, self._free_at)
@@ -111,6 +102,5 @@ class TimedDisk:
         assert work.begun is not None
         self._device.spans.append(Span(name="read", stream=-1, start=work.begun, end=now, size=self._size))
         self._under_way -= 1
-        read.arrive(now)
-        if not self._closed:
-            self._next()
+        read.finish(now)
+        self._next()

@@ -8,8 +8,8 @@ from benchmarks.timed.device import TimedDevice
 from benchmarks.timed.disk import TimedDisk
 from expertcast.runtime.experimental.kernel_link import BlockCopier, KernelLink, Moves
 from expertcast.runtime.links.cuda import CudaLink, window_of
-from expertcast.runtime.links.disk_cuda import CudaDiskLink, File, Staging, places_of
-from expertcast.runtime.links.driver import CudaDevice
+from expertcast.runtime.links.disk_cuda import CudaDiskLink, places_of
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.reader import THREADS
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -28,19 +28,13 @@ class TimedCudaLink(CudaLink):
 
     def __init__(self, timed: TimedDevice, block_bytes: int, window: int | None = None) -> None:
         super().__init__(window or window_of(block_bytes))
-        self.timed, self._stands_for = timed, block_bytes
+        self.driver = self.timed = timed
+        self._stands_for = block_bytes
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         start, size = pool.block(0).data_ptr(), store.layout.block_bytes
         self.timed.scale(range(start, start + pool.count * size), self._stands_for / size)
         super().attach(store, pool)
-
-    def _device_of(self, pool: SlotPool) -> CudaDevice:
-        return cast(CudaDevice, self.timed)
-
-    def clock(self) -> float:
-        """The host's, on the device in virtual time."""
-        return self.timed.now
 
 
 class TimedDiskLink(CudaDiskLink):
@@ -60,25 +54,19 @@ class TimedDiskLink(CudaDiskLink):
         self, timed: TimedDevice, block_bytes: int, disk: float, places: int | None = None, **options: Any
     ) -> None:
         super().__init__(places=places or places_of(block_bytes, THREADS))
-        self.timed, self._stands_for, self._disk, self._options = timed, block_bytes, disk, options
+        self.driver = self.timed = timed
+        self._stands_for, self._disk, self._options = block_bytes, disk, options
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         start, size = pool.block(0).data_ptr(), store.layout.block_bytes
         self.timed.scale(range(start, start + pool.count * size), self._stands_for / size)
         super().attach(store, pool)
 
-    def _file_of(self, store: ExpertStore) -> File:
-        return TimedDisk(self.timed, store, self._stands_for, self._disk, **self._options)
+    def _file_of(self, store: ExpertStore) -> DiskStore:
+        return cast(DiskStore, TimedDisk(self.timed, store, self._stands_for, self._disk, **self._options))
 
-    def _until_read(self, staging: Staging) -> None:
-        self.timed.wait_until(lambda: staging.ready)
-
-    def _device_of(self, pool: SlotPool) -> CudaDevice:
-        return cast(CudaDevice, self.timed)
-
-    def clock(self) -> float:
-        """The host's, on the device in virtual time."""
-        return self.timed.now
+    def _until_read(self) -> None:
+        self.timed.wait_until(lambda: not self._come.empty())
 
 
 class TimedKernelLink(KernelLink):
@@ -93,18 +81,12 @@ class TimedKernelLink(KernelLink):
 
     def __init__(self, timed: TimedDevice, block_bytes: int) -> None:
         super().__init__()
-        self.timed, self._stands_for = timed, block_bytes
+        self.driver = self.timed = timed
+        self._stands_for = block_bytes
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         super().attach(store, pool)
         self._copier = _TimedCopier(self._copier, self.timed, self._stands_for)
-
-    def _device_of(self, pool: SlotPool) -> CudaDevice:
-        return cast(CudaDevice, self.timed)
-
-    def clock(self) -> float:
-        """The host's, on the device in virtual time."""
-        return self.timed.now
 
 
 class _TimedCopier(BlockCopier):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -25,7 +24,7 @@ from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProce
 from expertcast.runtime.benchmarking.shapes import SHAPES, Shape, random_model
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.driver import CudaDevice, Readback
+from expertcast.runtime.links.driver import Readback
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
@@ -163,7 +162,7 @@ def _decode(offloaded: OffloadedModel, clockwork: Clockwork, case: TimedCase) ->
         clockwork: lets time pass.
         case: how many tokens, and what they cost.
     """
-    device, costs, readback = clockwork.device, clockwork.costs, Readback(cast(CudaDevice, clockwork.device))
+    device, costs, readback = clockwork.device, clockwork.costs, Readback(clockwork.device)
     cache = DynamicCache(config=offloaded.model.config)
     *before, inputs = torch.split(torch.zeros(1, case.prompt, dtype=torch.int64), case.piece, dim=1)
     start, busy = device.now, device.host_busy_s

@@ -87,7 +87,7 @@ def _read_all(reader: DirectReader, memory: Sequence[Tensor], count: int) -> Non
         if number >= len(memory):
             reads[number - len(memory)].wait()
         target = memory[number % len(memory)]
-        reads.append(Read(target, None, True, offset=number * len(target)))
+        reads.append(Read(urgent=True, target=target, offset=number * len(target)))
         reader.submit(reads[-1])
     for read in reads[-len(memory) :]:
         read.wait()

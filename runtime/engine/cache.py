@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.eviction import Eviction
 from expertcast.runtime.recording.recorder import Observer, Observers
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL, is_better
 from expertcast.runtime.storage.slots import SlotPool, SlotState
+from expertcast.runtime.storage.transfer import Transfer
 
 
 class Window:
@@ -110,7 +111,7 @@ class ExpertCache:
         self._held_by = [0] * len(eviction.by_layer)
         """Slots that each layer's experts have; kept only where layers have shares."""
         self._block_bytes = pool.layout.block_bytes
-        self.copies: dict[int, Copy] = {}
+        self.copies: dict[int, Transfer] = {}
         """Copies not known to have arrived."""
         self._packed: dict[int, str] = {}
         """Precision of the experts that are held, or on their way, in less than the full one."""
@@ -503,7 +504,7 @@ class ExpertCache:
         if self.paced:
             self._busy_until_s = max(self._busy_until_s, self.link.clock()) + self._link_s(nbytes)
 
-    def _arrive(self, key: int, copy: Copy, *, needed: bool = True) -> None:
+    def _arrive(self, key: int, copy: Transfer, *, needed: bool = True) -> None:
         """Wait for a copy; the expert of one that failed loses its slot before the error goes on, if it is `needed`."""
         try:
             self.link.wait(copy)
@@ -516,7 +517,7 @@ class ExpertCache:
             return
         self._arrived(key, copy)
 
-    def _arrived(self, key: int, copy: Copy) -> None:
+    def _arrived(self, key: int, copy: Transfer) -> None:
         del self.copies[key]
         if copy.precision != FULL:
             self.link.expand(copy)

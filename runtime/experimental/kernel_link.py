@@ -16,19 +16,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.links.base import Copy, Link
-from expertcast.runtime.links.driver import CudaDevice, EventPool, ForwardOrder
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
-from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import Transfer
 
 FEW_IDS = 64
 """Up to so many ids are compared with each other; more are counted in a row of all experts."""
@@ -289,16 +287,15 @@ def block_copier(store: ExpertStore, pool: SlotPool) -> BlockCopier:
         return HostCopier(store, pool)
     if not has_triton():
         raise ExpertcastError("link 'kernel' needs the package triton: install it, or use link 'cuda'")
-    device = CudaDevice(pool.device)
-    addresses = []
-    for key in range(store.layers * store.experts):
-        address = device.address_of(store.block(key).data_ptr())
-        if address is None:
-            raise ExpertcastError(
-                f"link 'kernel' reads page-locked memory only, and expert {key} of the store lies elsewhere: use link "
-                "'cuda', or free memory for the page lock"
-            )
-        addresses.append(address)
+    blocks = [store.block(key) for key in range(store.layers * store.experts)]
+    unlocked = next((key for key, block in enumerate(blocks) if not block.is_pinned()), None)
+    if unlocked is not None:
+        raise ExpertcastError(
+            f"link 'kernel' reads page-locked memory only, and expert {unlocked} of the store lies elsewhere: use link "
+            "'cuda', or free memory for the page lock"
+        )
+    # one address space for host and device: kernels find page-locked memory where the host does
+    addresses = [block.data_ptr() for block in blocks]
     multiprocessors = torch.cuda.get_device_properties(pool.device).multi_processor_count
     programs = max(1, min(_PROGRAMS, multiprocessors // _SHARE))
     return KernelCopier(torch.tensor(addresses, device=pool.device), pool, programs)
@@ -339,20 +336,7 @@ class CarveOut:
             torch._C._set_sm_carveout_experimental(self._before.pop())
 
 
-_TIMED = 256
-"""Calls whose times may be outstanding before they are counted."""
 _COPIED = [COUNTS.index("misses"), COUNTS.index("prefetched")]
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    arrived: torch.cuda.Event
-    moves: Moves | None
-    """The call's tables until compute has waited for it: freed before, they could be written over."""
-    layer: int
-    urgent: bool
-    begun: torch.cuda.Event | None
-    """None in a graph's call, which is not timed and whose events are the graph's."""
 
 
 class KernelLink(Link):
@@ -362,8 +346,7 @@ class KernelLink(Link):
     call waits for the compute stream first (for its table, and for the last readers of the slots it overwrites);
     compute waits for the calls whose slots it reads. Fork and join are events, which a CUDA graph records.
 
-    It keeps its own tables (`residency`); `DeviceEngine` drives it. Used as a
-    plain link, it copies one block a call.
+    It keeps its own tables (`residency`); `DeviceEngine` drives it by :meth:`move` and :meth:`join`, not by transfers.
 
     `bytes_moved` and `copies` are counted on the device and read when they are asked for. `busy_s` is the time
     between events around each call; a CUDA graph's calls are not in it.
@@ -373,8 +356,6 @@ class KernelLink(Link):
     decides_on_device = True
 
     def __init__(self) -> None:
-        self._plain = 0
-        """Copies made one at a time."""
         self._counts = torch.zeros(0, len(COUNTS))
         super().__init__()
 
@@ -384,14 +365,13 @@ class KernelLink(Link):
         tables = KernelResidency if pool.device.type == "cuda" else DeviceResidency
         self.residency = tables(layers=store.layers, experts=store.experts, slots=pool.count, device=pool.device)
         self._counts = self.residency.counts
-        self._stream = None if self.driver is None else self.driver.new_stream()
+        self._stream = None
         if self.driver is not None:
-            self._order = ForwardOrder(self.driver)
-            self._forks, self._events = EventPool(self.driver), EventPool(self.driver, timing=True)
-        self._under_way: list[_Call] = []
-        """Calls that compute has not waited for."""
-        self._timed: deque[_Call] = deque()
-        """Calls whose times are not counted, in the same order."""
+            self._stream, self._last = self.driver.new_stream(), self.driver.current_stream()
+        self._under_way: list[tuple[torch.cuda.Event, Moves]] = []
+        """Calls that compute has not waited for, each with its tables: freed before, they could be written over."""
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int, bool]] = deque()
+        """Calls whose times are not counted: events before and behind, layer, urgent."""
         self.carve_out = CarveOut(self._copier.programs)
         """Entered where experts run beside copies: their grouped matmul leaves the copies' multiprocessors alone."""
 
@@ -408,25 +388,20 @@ class KernelLink(Link):
             self._copier.copy(moves)
             self._took(layer, start, time.perf_counter(), urgent)
             return
-        assert self.driver is not None
-        begun = None
-        if self.driver.capturing():
-            self._stream.wait_stream(self.driver.current_stream())
-            arrived = self.driver.new_event()
-        else:
-            self._fork(self.driver.current_stream())
-            begun, arrived = self._events.take(), self._events.take()
-        with self.driver.use(self._stream):
-            if begun is not None:
-                begun.record(self._stream)
-            self._copier.copy(moves)
-            arrived.record(self._stream)
-        call = _Call(arrived, moves, layer, urgent, begun)
-        self._under_way.append(call)
-        if begun is not None:
-            self._timed.append(call)
-            if len(self._timed) > _TIMED:
+        device, stream = self.driver, self._stream
+        assert device is not None
+        stream.wait_stream(device.current_stream())
+        with device.use(stream):
+            if device.capturing():  # a graph's calls are not timed
+                self._copier.copy(moves)
+                arrived = device.record(stream)
+            else:
+                begun = device.record(stream, timing=True)
+                self._copier.copy(moves)
+                arrived = device.record(stream, timing=True)
+                self._timed.append((begun, arrived, layer, urgent))
                 self._collect()
+        self._under_way.append((arrived, moves))
 
     def ticket(self) -> int:
         """Number of calls under way: what :meth:`join` waits for."""
@@ -436,8 +411,8 @@ class KernelLink(Link):
         """Make the current stream wait for the first `ticket` calls under way."""
         if self.driver is None or not ticket:
             return
-        self.driver.current_stream().wait_event(self._under_way[ticket - 1].arrived)
-        self._joined(ticket)
+        self.driver.current_stream().wait_event(self._under_way[ticket - 1][0])
+        del self._under_way[:ticket]
 
     def beside_copies(self) -> AbstractContextManager[object]:
         """To run kernels in that read slots: :attr:`carve_out` while calls are under way, else nothing."""
@@ -445,35 +420,25 @@ class KernelLink(Link):
 
     def follow(self) -> None:
         if self.driver is not None:
-            self._order.enter()
+            self._last = self.driver.follow(self._last)
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        if precision != FULL:
-            raise ExpertcastError(f"link 'kernel' moves experts in full, not as {precision}: take link 'cuda'")
-        moved = torch.ones(1, dtype=torch.bool, device=self._pool.device)
-        numbers = torch.tensor([key, slot], device=self._pool.device)
-        self.move(Moves(numbers[:1], numbers[1:], moved), key // self._store.experts, urgent=urgent)
-        self.join(self.ticket())
-        self._plain += 1
-        return Copy(key, slot, urgent, started=True, done=True)
-
-    def wait(self, copy: Copy) -> None:
-        assert copy.done
+    def start(self, copy: Transfer) -> None:
+        raise ExpertcastError("link 'kernel' copies what tables on the device say, and no transfer of its own")
 
     def synchronize(self) -> None:
         """Wait on the host until everything that was launched has run."""
         if self.driver is not None:
             self.driver.synchronize()
-            self._joined(len(self._under_way))
+            self._under_way.clear()
             self._collect()
 
     @property
     def copies(self) -> int:
-        return self._plain + int(self._counts[:, _COPIED].sum())
+        return int(self._counts[:, _COPIED].sum())
 
     @copies.setter
     def copies(self, value: int) -> None:
-        self._plain = value
+        assert not value
         self._counts[:, _COPIED] = 0
 
     @property
@@ -493,29 +458,12 @@ class KernelLink(Link):
         self.synchronize()
         self.__dict__.pop("_copier", None)  # it may hold the slots' memory, which the experts need to be put back
 
-    def _fork(self, stream: torch.cuda.Stream) -> None:
-        """Copies come after what a stream has been given; its `wait_stream` would make an event of its own."""
-        event = self._forks.take()
-        event.record(stream)
-        assert self._stream is not None
-        self._stream.wait_event(event)
-        self._forks.give(event)
-
-    def _joined(self, count: int) -> None:
-        """Compute comes after the first `count` calls under way."""
-        for call in self._under_way[:count]:
-            call.moves = None
-        del self._under_way[:count]
-
     def _collect(self) -> None:
-        """Count the times of calls that are over and waited for: nobody asks their events anything from then on."""
-        while self._timed and self._timed[0].moves is None and self._timed[0].arrived.query():  # type: ignore[no-untyped-call]
-            call = self._timed.popleft()
-            assert call.begun is not None
-            self._events.give(call.begun)
-            self._events.give(call.arrived)
-            start = self.observer.device_time(call.begun)
-            self._took(call.layer, start, start + call.begun.elapsed_time(call.arrived) / 1e3, call.urgent)
+        """Count the times of calls that are over."""
+        while self._timed and self._timed[0][1].query():  # type: ignore[no-untyped-call]
+            begun, arrived, layer, urgent = self._timed.popleft()
+            start = self.observer.device_time(begun)
+            self._took(layer, start, start + begun.elapsed_time(arrived) / 1e3, urgent)
 
     def _took(self, layer: int, start: float, end: float, urgent: bool) -> None:
         self.busy_s += end - start

@@ -1,7 +1,8 @@
 """What moves experts from the store into slots: the base of all links, and the simplest one.
 
-Order of copies, for every link: urgent ones (this layer's misses) first, then forecasts in the order in
-which they were asked for. A forecast's copy that has not started can be promoted or cancelled.
+A link implements :meth:`Link.start`, which starts one transfer, and completes it. The base has the queue: urgent
+transfers (this layer's misses) first, then forecasts in the order in which they were asked for. A forecast's transfer
+that has not started can be promoted or cancelled.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.links.driver import CudaDevice, Sent
 from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.layout import FULL
-from expertcast.runtime.storage.reader import Arrival, TransferQueue
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import State, Transfer, TransferQueue
 
 MOST_LATENCY_S = 3600
 
@@ -40,24 +42,6 @@ def check_rate(bandwidth: float | None, latency: float = 0.0) -> None:
         raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second, 1 or more, such as 4e9")
     if not 0 <= latency <= MOST_LATENCY_S:
         raise ExpertcastError(f"latency={latency}: give seconds, 0 to {MOST_LATENCY_S}")
-
-
-@dataclass(slots=True, eq=False)
-class Copy:
-    """One expert on its way into a slot."""
-
-    key: int
-    slot: int
-    urgent: bool
-    started: bool = False
-    done: bool = False
-    cancelled: bool = False
-    error: BaseException | None = None
-    precision: str = FULL
-    held_s: float = 0.0
-    """Seconds for which the request held the model's thread up."""
-    read: Arrival | None = None
-    """The read of a disk that it waits for."""
 
 
 class Link(ABC):
@@ -82,6 +66,9 @@ class Link(ABC):
     write_back_s: float = 0.0
     """Seconds of the link that an evicted expert takes: a store keeps all weights, and nothing is copied back."""
 
+    driver: CudaDevice | None = None
+    """Through which everything about this link is asked of a CUDA device; known once attached."""
+
     def __init__(self) -> None:
         self.bytes_moved = 0
         self.bytes_read = 0
@@ -90,8 +77,8 @@ class Link(ABC):
         self.busy_s = 0.0
         """Seconds in which a copy was under way."""
         self.observer = Observer()
-        self.driver: CudaDevice | None = None
-        """Through which everything about this link is asked of a CUDA device; known once attached."""
+        self._queue: TransferQueue[Any] = TransferQueue()
+        self._counting = threading.Lock()
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         """Called once, before the first copy.
@@ -106,15 +93,12 @@ class Link(ABC):
             )
         self._store = store
         self._pool = pool
-        self.driver = self._device_of(pool)
-
-    def _device_of(self, pool: SlotPool) -> CudaDevice | None:
-        """The CUDA device of the slots; None on the CPU."""
-        return CudaDevice(pool.device) if pool.device.type == "cuda" else None
+        if pool.device.type == "cuda":
+            self.driver = CudaDevice(pool.device)
 
     def clock(self) -> float:
         """Seconds, from any start."""
-        return time.perf_counter()
+        return time.perf_counter() if self.driver is None else self.driver.clock()
 
     @property
     def copy_s(self) -> float:
@@ -135,7 +119,7 @@ class Link(ABC):
         """
         return self._store.layout.block_bytes if precision == FULL else self._store.copies(precision).block_bytes
 
-    def expand(self, copy: Copy) -> None:
+    def expand(self, copy: Transfer) -> None:
         """A packed copy has arrived: make it the block that kernels read, in its slot.
 
         Called once, after :meth:`wait` or when the copy is done, with compute's stream the current one.
@@ -156,9 +140,8 @@ class Link(ABC):
     def write_back(self) -> None:
         """An expert lost its slot to another one; called where it takes time."""
 
-    @abstractmethod
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        """Queue a copy; returns at once where the link can.
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
+        """Queue a transfer, and start what may start; returns at once where the link can.
 
         Args:
             key: the expert.
@@ -167,34 +150,47 @@ class Link(ABC):
             precision: in less than the full one the packed block goes to the slot's first bytes: :meth:`expand` it.
 
         Raises:
-            ExpertcastError: the store holds no copies in this precision, or the link moves full ones only.
+            ExpertcastError: the store holds no copies in this precision.
         """
+        if precision != FULL:
+            self.block_bytes(precision)  # refuses one that is not there
+        copy = Transfer(key, slot, urgent, precision)
+        with self._queue.changed:
+            self._queue.submit(copy)
+            self._pump()
+        return copy
 
     @abstractmethod
-    def wait(self, copy: Copy) -> None:
+    def start(self, copy: Transfer) -> None:
+        """Start one transfer, and complete it sooner or later: call :meth:`_complete` when it has arrived.
+
+        What is raised here fails the transfer.
+        """
+
+    def wait(self, copy: Transfer) -> None:
         """Make compute wait until the copy has arrived.
 
         Raises:
             whatever the copy failed with.
         """
+        assert copy.state is not State.CANCELLED
+        self._queue.wait(copy)
 
-    def promote(self, copy: Copy) -> None:
+    def promote(self, copy: Transfer) -> None:
         """Make a queued forecast urgent."""
-        copy.urgent = True
+        self._queue.promote(copy)
+        self._pump()
 
-    def cancel(self, copy: Copy) -> bool:
+    def cancel(self, copy: Transfer) -> bool:
         """Drop a copy that has not started. True if nothing was or will be moved."""
-        del copy
-        return False
+        return self._queue.cancel(copy)
 
-    def poll(self, copy: Copy) -> bool:
+    def poll(self, copy: Transfer) -> bool:
         """Whether the copy has arrived."""
         return copy.done
 
     def send(self, values: Sequence[int]) -> Sent:
         """Small integers to where the slots are, behind the copies that have been asked for so far.
-
-        What the call before gave must have been read by kernels that are launched.
 
         Args:
             values: they arrive as int64 [n].
@@ -239,13 +235,51 @@ class Link(ABC):
 
     def close(self) -> None:
         """Stop; no copy is under way afterwards. A second call does nothing."""
+        self._queue.clear()
 
-    def _count(self, copy: Copy, start: float, end: float) -> None:
-        """A copy has arrived; `start` and `end` in seconds of the observer's clock."""
-        self.bytes_moved += self.block_bytes(copy.precision)
-        self.copies += 1
-        self.busy_s += end - start
-        self._tell(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
+    def _pump(self) -> None:
+        """Start what may start, in the queue's order."""
+        with self._queue.changed:
+            while (copy := self._queue.first()) is not None and self._may_start(copy):
+                self._run(copy)
+
+    def _may_start(self, copy: Transfer) -> bool:
+        """Whether the first transfer of the queue may start now."""
+        del copy
+        return True
+
+    def _run(self, copy: Transfer) -> None:
+        copy.begin()
+        try:
+            self.start(copy)
+        except Exception as error:  # handed to whoever waits
+            copy.finish(self.clock(), error)
+
+    def _source(self, copy: Transfer) -> Tensor:
+        """What is copied, uint8 [bytes]."""
+        if copy.precision != FULL:
+            return self._store.copies(copy.precision).block(copy.key)
+        return self._store.block(copy.key)
+
+    def _copy(self, copy: Transfer) -> None:
+        """Copy in the calling thread."""
+        source = self._source(copy)
+        self._pool.block(copy.slot)[: len(source)].copy_(source)
+
+    def _complete(self, copy: Transfer, start: float, end: float) -> None:
+        """A transfer has arrived, in whatever thread; `start` and `end` in seconds of the observer's clock."""
+        try:
+            self._count(copy, start, end)
+        finally:
+            copy.start = start
+            copy.finish(end)
+
+    def _count(self, copy: Transfer, start: float, end: float) -> None:
+        with self._counting:
+            self.bytes_moved += self.block_bytes(copy.precision)
+            self.copies += 1
+            self.busy_s += end - start
+            self._tell(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
 
     def _tell(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
         """Tell the observer of a copy, in whatever thread; what it raises is kept for :meth:`check`."""
@@ -262,63 +296,14 @@ class InstantLink(Link):
     overlaps = False
     by_address = False
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        start = time.perf_counter()
-        if precision == FULL:
-            self._pool.block(slot).copy_(self._store.block(key))
-        else:
-            packed = self._store.copies(precision).block(key)
-            self._pool.block(slot)[: packed.numel()] = packed
-        end = time.perf_counter()
-        copy = Copy(key, slot, urgent, started=True, done=True, precision=precision, held_s=end - start)
-        self._count(copy, start, end)
-        return copy
+    def start(self, copy: Transfer) -> None:
+        start = self.clock()
+        self._copy(copy)
+        copy.held_s = self.clock() - start
+        self._complete(copy, start, start + copy.held_s)
 
     def twin(self) -> Link:
         return InstantLink()
 
-    def wait(self, copy: Copy) -> None:
-        assert copy.done
-
     def restart(self) -> None:
         """Nothing is ever queued."""
-
-
-class QueuedLink(Link):
-    """A link with a queue: urgent copies overtake those of forecasts, and copies that have not started can be dropped.
-
-    Subclasses start copies in `_pump`, in the queue's order; one that has started comes after all that started before.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._queue = TransferQueue[Copy](lambda copy: not copy.started)
-        self._changed = threading.Condition()
-        """Guards the queue, and `started` of its copies."""
-
-    @abstractmethod
-    def _pump(self) -> None:
-        """Start what may start; called with the lock."""
-
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        return self._enqueue(Copy(key, slot, urgent, precision=precision))
-
-    def _enqueue(self, copy: Copy) -> Copy:
-        if copy.precision != FULL:
-            self.block_bytes(copy.precision)  # refuses one that is not there
-        with self._changed:
-            self._queue.push(copy)
-            self._pump()
-        return copy
-
-    def promote(self, copy: Copy) -> None:
-        with self._changed:
-            if not copy.started and not copy.urgent:
-                copy.urgent = True
-                self._queue.push(copy)
-                self._pump()
-
-    def cancel(self, copy: Copy) -> bool:
-        with self._changed:
-            copy.cancelled = not copy.started
-            return copy.cancelled

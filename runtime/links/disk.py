@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.links.base import Copy, Link, check_rate
+from expertcast.runtime.links.base import Link, check_rate
 from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.pools.schedule import makespan, schedule
 from expertcast.runtime.pools.states import Costs, ExpertBytes, State
@@ -16,9 +15,10 @@ from expertcast.runtime.storage.codecs import Codec
 from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN, CodedRead, CodedReader, Kinds
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL
-from expertcast.runtime.storage.reader import THREADS, Arrival, Reader
+from expertcast.runtime.storage.reader import THREADS, Read
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import Transfer
 
 # Coded parts that are kept in memory beside the slots, as the pools decide.
 
@@ -163,8 +163,6 @@ class DiskLink(Link):
         self._memory, self._passing = pools, passing
         self._kept: KeptParts | None = None
         self._threads, self.bandwidth = threads, bandwidth
-        self._reader: Reader | None = None
-        self._counting = threading.Lock()
         self._free_at = 0.0
         """When the last read that was counted ended."""
 
@@ -191,11 +189,11 @@ class DiskLink(Link):
         self._free_at = 0.0
 
     def _open(self) -> None:
-        """Read by a new reader from now on."""
-        kept = self._kept
-        self._reader = self._file.reader(self._threads, self.bandwidth) if kept is None else kept.reader
-        if isinstance(self._reader, CodedReader):
-            self._reader.jobs.held_back = True
+        """The queue is a new reader's, which carries out what is in it."""
+        reader = self._file.reader(self._threads, self.bandwidth) if self._kept is None else self._kept.reader
+        if isinstance(reader, CodedReader):
+            reader.held_back = True
+        self._queue = reader
 
     def twin(self) -> Link:
         return DiskLink(self._threads, bandwidth=self.bandwidth, pools=self._memory, passing=self._passing)
@@ -206,51 +204,38 @@ class DiskLink(Link):
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         return keys if self._kept is None else self._kept.in_order(keys)
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        block = self._pool.block(slot)
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
         if self._kept is not None:
             self._kept.fills(slot, full=precision == FULL)
-        if precision != FULL:  # lies in memory
-            packed = self._store.copies(precision).block(key)
-            block[: packed.numel()] = packed
-            copy = Copy(key, slot, urgent, started=True, done=True, precision=precision)
-            start = self.clock()
-            with self._counting:
-                self._count(copy, start, start)
-            return copy
-        copy = Copy(key, slot, urgent)
-
-        def arrived(read: Arrival) -> None:
-            try:
-                if read.error is None:
-                    with self._counting:  # reads overlap: the time in which any was under way is counted once
-                        start, self._free_at = max(read.start, self._free_at), max(read.end, self._free_at)
-                        self._count(copy, min(start, read.end), read.end)
-                        self.bytes_read += read.bytes_read
-            finally:
-                copy.error, copy.done = read.error, True
-
-        copy.read = self._file.read(key, block, arrived, urgent)
-        self._open_reader.submit(copy.read)
+        copy: Transfer
+        if precision == FULL:
+            copy = self._file.read(key, self._pool.block(slot), urgent=urgent, slot=slot, then=self._count_read)
+            self._queue.submit(copy)
+        else:
+            copy = Transfer(key, slot, urgent, precision)
+            self._run(copy)
         return copy
 
-    def wait(self, copy: Copy) -> None:
-        assert not copy.cancelled
+    def start(self, copy: Transfer) -> None:
+        """Of less than full precision, which lies in memory: it is copied at once, and takes no time of the disk's."""
+        self._copy(copy)
+        now = self.clock()
+        self._complete(copy, now, now)
+
+    def _pump(self) -> None:
+        """The reader starts what is queued."""
+
+    def _count_read(self, read: Read | CodedRead) -> None:
+        if read.error is None:
+            with self._counting:  # reads overlap: the time in which any was under way is counted once
+                start, self._free_at = max(read.start, self._free_at), max(read.end, self._free_at)
+                self.bytes_read += read.bytes_read
+            self._count(read, min(start, read.end), read.end)
+
+    def wait(self, copy: Transfer) -> None:
         if self._kept is not None:
             self._kept.take_apart()
-        if isinstance(copy.read, CodedRead) and isinstance(self._reader, CodedReader):
-            self._reader.wait(copy.read)
-        elif copy.read is not None:
-            copy.read.wait()
-
-    def promote(self, copy: Copy) -> None:
-        copy.urgent = True
-        if copy.read is not None:
-            self._open_reader.promote(copy.read)
-
-    def cancel(self, copy: Copy) -> bool:
-        copy.cancelled = copy.read is not None and self._open_reader.cancel(copy.read)
-        return copy.cancelled
+        super().wait(copy)
 
     def read_ahead(self, keys: object) -> None:
         """Nothing to do: pages of the mapped file are not used."""
@@ -263,14 +248,7 @@ class DiskLink(Link):
             self._open()
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-
-    @property
-    def _open_reader(self) -> Reader:
-        assert self._reader is not None, "the link is closed"
-        return self._reader
+        self._queue.close()
 
 
 def file_of(store: ExpertStore) -> DiskStore:

@@ -11,12 +11,13 @@ import random
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 
-from expertcast.runtime.links.base import Copy, Link, QueuedLink, check_rate
-from expertcast.runtime.storage.layout import FULL
+from torch import Tensor
+
+from expertcast.runtime.links.base import Link, check_rate
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 _SPIN_S = 60e-6
 _NEGLIGIBLE_S = 5e-6
@@ -29,12 +30,7 @@ _memmove_locked = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_v
 )
 
 
-@dataclass(slots=True, eq=False)
-class _DueCopy(Copy):
-    submitted: float = field(default_factory=time.perf_counter)
-
-
-class EmulatedLink(QueuedLink):
+class EmulatedLink(Link):
     """A link with `bandwidth` bytes per second and `latency` seconds per copy.
 
     Args:
@@ -53,15 +49,16 @@ class EmulatedLink(QueuedLink):
         self.latency = latency
         self._jitter = jitter
         self._random = random.Random(seed)
-        self._closed = False
+        self._free_at = 0.0
+        """When the last copy that has begun arrives."""
         self._awaited = False
         """Compute is blocked on a copy: only then the thread may hold the interpreter to be on time."""
         self._thread: threading.Thread | None = None
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         super().attach(store, pool)
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="expertcast-link", daemon=True)
+        self._queue, self._free_at = TransferQueue(), 0.0
+        self._thread = threading.Thread(target=self._work, name="expertcast-link", daemon=True)
         self._thread.start()
 
     @property
@@ -71,49 +68,33 @@ class EmulatedLink(QueuedLink):
     def twin(self) -> Link:
         return EmulatedLink(self.bandwidth, self.latency)
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        return self._enqueue(_DueCopy(key, slot, urgent, precision=precision))
-
     def _pump(self) -> None:
-        self._changed.notify_all()
+        """The thread takes what is queued."""
 
-    def wait(self, copy: Copy) -> None:
-        assert not copy.cancelled
-        if not copy.done:
-            with self._changed:
-                self._awaited = True
-                self._changed.wait_for(lambda: copy.done)
-                self._awaited = False
-        if copy.error is not None:
-            raise copy.error
+    def start(self, copy: Transfer) -> None:
+        # from the moment it was due, not from when this thread woke up: a late wake-up costs no bandwidth
+        start = max(copy.asked, self._free_at)
+        self._free_at = start + self._duration(copy)
+        self._transfer(copy, self._free_at)
+        self._complete(copy, start, self._free_at)
+
+    def wait(self, copy: Transfer) -> None:
+        self._awaited = True
+        super().wait(copy)
+        self._awaited = False
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._queue.clear()
-            self._changed.notify()
-        if self._thread is not None and self._thread.is_alive():
+        self._queue.close()
+        if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         _fine_timer()
-        free_at = 0.0
-        while (copy := self._next()) is not None:
-            try:
-                # from the moment it was due, not from when this thread woke up: a late wake-up costs no bandwidth
-                start = max(copy.submitted, free_at)
-                free_at = start + self._duration(copy)
-                self._transfer(copy, free_at)
-                self._count(copy, start, free_at)
-            except BaseException as error:  # handed to the thread that waits for it
-                copy.error = error
-            finally:
-                with self._changed:
-                    copy.done = True
-                    self._changed.notify_all()
+        while (copy := self._queue.take()) is not None:
+            self._run(copy)
 
-    def _transfer(self, copy: Copy, end: float) -> None:
+    def _transfer(self, copy: Transfer, end: float) -> None:
         """Half of the block at once, half at the end: whoever computes without waiting finds a torn block."""
         half = self.block_bytes(copy.precision) // 2
         begun = time.perf_counter()
@@ -123,18 +104,8 @@ class EmulatedLink(QueuedLink):
         if end - time.perf_counter() > _NEGLIGIBLE_S:
             self._sleep_until(end)
 
-    def _move(self, copy: Copy, start: int, end: int | None = None) -> None:
-        move(self._store, self._pool, copy, start, end)
-
-    def _next(self) -> _DueCopy | None:
-        with self._changed:
-            while (copy := self._queue.first()) is None:
-                if self._closed:
-                    return None
-                self._changed.wait()
-            copy.started = True
-            assert isinstance(copy, _DueCopy)
-            return copy
+    def _move(self, copy: Transfer, start: int, end: int | None = None) -> None:
+        move(self._source(copy), self._pool.block(copy.slot), start, end)
 
     def _sleep_until(self, deadline: float) -> None:
         """Sleep; while compute is blocked, yield in a short loop at the end: late by 10 us instead of 60 and more."""
@@ -144,7 +115,7 @@ class EmulatedLink(QueuedLink):
             else:
                 time.sleep(0 if self._awaited else left)
 
-    def _duration(self, copy: Copy) -> float:
+    def _duration(self, copy: Transfer) -> float:
         extra = self._random.random() * self._jitter if self._jitter else 0.0
         return self.latency + self.block_bytes(copy.precision) / self.bandwidth + extra
 
@@ -155,18 +126,18 @@ def _fine_timer() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
-def move(store: ExpertStore, pool: SlotPool, copy: Copy, start: int, end: int | None = None) -> None:
+def move(source: Tensor, target: Tensor, start: int, end: int | None = None) -> None:
     """memmove of bytes of a block to the same place in its slot, with the interpreter's lock released unless the copy
     is small. `Tensor.copy_` would start a second team of OpenMP threads in the copying thread and take cores from
     compute.
 
     Args:
-        store: on the host.
-        pool: on the host.
-        copy: which block, and which slot.
+        source: uint8 on the host.
+        target: uint8 on the host.
         start: of the bytes within the block.
         end: behind the last of them; None: all that follow.
     """
-    source = store.block(copy.key) if copy.precision == FULL else store.copies(copy.precision).block(copy.key)
-    target, count = pool.block(copy.slot).data_ptr() + start, (len(source) if end is None else end) - start
-    (_memmove_locked if count <= _SMALL_COPY else ctypes.memmove)(target, source.data_ptr() + start, count)
+    count = (len(source) if end is None else end) - start
+    (_memmove_locked if count <= _SMALL_COPY else ctypes.memmove)(
+        target.data_ptr() + start, source.data_ptr() + start, count
+    )

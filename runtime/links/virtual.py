@@ -17,7 +17,7 @@ from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.links.base import Copy, QueuedLink
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.disk import KeptParts
 from expertcast.runtime.pools.states import POOLS, State, pools_text
 from expertcast.runtime.storage.codecs import Codec, make_codec
@@ -36,83 +36,70 @@ from expertcast.runtime.storage.coded_reader import (
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.reader import PIECE, THREADS
 from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.transfer import Transfer
 
 
-class VirtualLink(QueuedLink):
+class VirtualLink(Link):
     """Copies take as long as they are said to; nothing is moved.
 
     Args:
-        copy_s: seconds of one expert's copy in full precision.
-        lower: bytes and seconds of one expert's copy in each lower precision that there is.
+        block_bytes: of one expert, by precision; the full one is among them.
+        bandwidth: bytes per second.
+        latency: seconds per copy.
         window: copies of forecasts that have been issued and can no longer be overtaken or cancelled.
         blocking: copies are made in the model's own thread (the instant link).
         expand_s: seconds that unpacking a copy in lower precision takes of the model's thread.
-        write_back_s: seconds of the link that an evicted expert takes, before whatever is copied after it.
+        write_back: share of an expert's copy that its eviction takes of the link, before whatever is copied after it.
+
+    Raises:
+        ExpertcastError: no bandwidth, or a negative latency.
     """
 
     name = "virtual"
 
     def __init__(
-        self, copy_s: float, *, lower: Mapping[str, tuple[int, float]] | None = None, window: int = 1,
-        blocking: bool = False, expand_s: float = 0.0, write_back_s: float = 0.0,
+        self, block_bytes: Mapping[str, int], bandwidth: float, latency: float = 0.0, *, window: int = 1,
+        blocking: bool = False, expand_s: float = 0.0, write_back: float = 0.0,
     ) -> None:  # fmt: skip
+        if not 0 < bandwidth < math.inf:
+            raise ExpertcastError(f"bandwidth={bandwidth:g}: give bytes per second above 0, such as 4e9")
+        if not latency >= 0:
+            raise ExpertcastError(f"latency={latency:g}: give seconds of 0 or more")
         super().__init__()
         self.now = 0.0
-        self._lower = dict(lower or {})
-        self._seconds = {FULL: copy_s, **{name: seconds for name, (_, seconds) in self._lower.items()}}
-        self._window, self.overlaps, self._expand_s, self.write_back_s = window, not blocking, expand_s, write_back_s
+        self.latency = latency
+        self._block_bytes = block_bytes
+        self._seconds = {name: latency + count / bandwidth for name, count in block_bytes.items()}
+        self._window, self.overlaps, self._expand_s = window, not blocking, expand_s
+        self.write_back_s = write_back * self._seconds[FULL]
         self._free_at = 0.0
         """When the last issued copy arrives."""
-        self._issued: deque[tuple[float, Copy]] = deque()
+        self._issued: deque[tuple[float, Transfer]] = deque()
         """Copies under way, each with the time at which it arrives, which nothing changes any more."""
-
-    @classmethod
-    def of(
-        cls, block_bytes: Mapping[str, int], bandwidth: float, latency: float = 0.0, *, expand_s: float = 0.0,
-        write_back: float = 0.0, window: int = 1, blocking: bool = False,
-    ) -> VirtualLink:  # fmt: skip
-        """A link on which a copy takes latency + bytes / bandwidth.
-
-        Args:
-            block_bytes: of one expert, by precision; the full one is among them.
-            bandwidth: bytes per second.
-            latency: seconds per copy.
-            write_back: share of an expert's copy that its eviction takes.
-            expand_s, window, blocking: as for the class.
-
-        Raises:
-            ExpertcastError: no bandwidth, or a negative latency.
-        """
-        check_speed(bandwidth, latency)
-        seconds = {name: latency + count / bandwidth for name, count in block_bytes.items()}
-        lower = {name: (count, seconds[name]) for name, count in block_bytes.items() if name != FULL}
-        return cls(
-            seconds[FULL], lower=lower, window=window, blocking=blocking, expand_s=expand_s,
-            write_back_s=write_back * seconds[FULL],
-        )  # fmt: skip
 
     @property
     def copy_s(self) -> float:
         return self._seconds[FULL]
 
     def block_bytes(self, precision: str) -> int:
-        """Bytes of one expert in a lower precision."""
-        return self._lower[precision][0]
+        return self._block_bytes[precision]
 
     def clock(self) -> float:
         return self.now
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
         copy = super().submit(key, slot, urgent=urgent, precision=precision)
         if not self.overlaps:
             self.wait(copy)
         return copy
 
-    def _pump(self) -> None:
-        while (copy := self._queue.first()) is not None and (copy.urgent or len(self._issued) < self._window):
-            self._issue(copy, self.now)
+    def _may_start(self, copy: Transfer) -> bool:
+        return copy.urgent or len(self._issued) < self._window
 
-    def wait(self, copy: Copy) -> None:
+    def start(self, copy: Transfer) -> None:
+        self._issue(copy, self.now)
+
+    def wait(self, copy: Transfer) -> None:
         """Let time pass until the copy has arrived."""
         while not copy.done:
             self.run_until(self._issued[0][0])
@@ -120,7 +107,7 @@ class VirtualLink(QueuedLink):
     def read_ahead(self, keys: Sequence[int]) -> None:
         """There is no store."""
 
-    def expand(self, copy: Copy) -> None:
+    def expand(self, copy: Transfer) -> None:
         """There is nothing to unpack, it only takes its time."""
         self.spend(self._expand_s)
 
@@ -139,37 +126,22 @@ class VirtualLink(QueuedLink):
         issued = self._issued
         while issued and issued[0][0] <= time:
             at, copy = issued.popleft()
-            copy.done = True
-            self._came(copy)
+            copy.finish(at)
             if len(issued) < self._window and (waiting := self._queue.first()) is not None:
+                waiting.begin()
                 self._issue(waiting, at)
-
-    def _came(self, copy: Copy) -> None:
-        """A copy has arrived."""
 
     def spend(self, seconds: float) -> None:
         """The model's thread does something else for so long; copies go on."""
         self.run_until(self.now + seconds)
 
-    def _issue(self, copy: Copy, time: float) -> None:
+    def _issue(self, copy: Transfer, time: float) -> None:
         """Behind everything that was issued before, at `time` at the earliest."""
-        copy.started = True
         seconds = self._seconds[copy.precision]
         self._free_at = max(self._free_at, time) + seconds
         self._issued.append((self._free_at, copy))
         self.copies += 1
         self.busy_s += seconds
-
-
-def check_speed(bandwidth: float, latency: float) -> None:
-    """
-    Raises:
-        ExpertcastError: no bandwidth, or a negative latency.
-    """
-    if not 0 < bandwidth < math.inf:
-        raise ExpertcastError(f"bandwidth={bandwidth:g}: give bytes per second above 0, such as 4e9")
-    if not latency >= 0:
-        raise ExpertcastError(f"latency={latency:g}: give seconds of 0 or more")
 
 
 # A reader of coded experts without a file.
@@ -307,8 +279,7 @@ class VirtualDisk(VirtualLink):
         stored: how experts lie there.
         rate: bytes per second that the disk reads.
         latency: seconds of the disk per expert.
-        block_bytes: of one expert in memory.
-        lower: bytes of copies in each lower precision, which lie in memory and take no time.
+        block_bytes: of one expert in memory, by precision; copies in a lower one lie in memory and take no time.
 
     Raises:
         ExpertcastError: no rate, or a negative latency.
@@ -316,14 +287,9 @@ class VirtualDisk(VirtualLink):
 
     name = "virtual disk"
 
-    def __init__(
-        self, stored: Stored, rate: float, latency: float = 0.0, *, block_bytes: int,
-        lower: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
-        check_speed(rate, latency)
-        in_memory = {name: (nbytes, 0.0) for name, nbytes in (lower or {}).items()}
-        super().__init__(latency + stored.copy_s(rate), lower=in_memory, window=stored.window)
-        self._stored, self._rate, self.latency, self._block_bytes = stored, rate, latency, block_bytes
+    def __init__(self, stored: Stored, rate: float, latency: float = 0.0, *, block_bytes: Mapping[str, int]) -> None:
+        super().__init__(block_bytes, rate, latency, window=stored.window)
+        self._stored, self._rate = stored, rate
         self._kept: KeptParts | None = None
         self._threads: list[list[tuple[float, float]]] = [[] for _ in range(stored.threads)]
         """What each is going to do: first and last second, in order."""
@@ -342,17 +308,20 @@ class VirtualDisk(VirtualLink):
         memory = {state: count for state, count in self._stored.pools.items() if count}
         if not memory:
             return
-        seconds = self._stored.decoding_s
-        rates = Rates(
-            disk=self._rate, decoding=self._block_bytes / seconds if seconds else math.inf, threads=self._stored.threads
-        )
+        stored, nbytes = self._stored, self._block_bytes[FULL]
+        decoding = nbytes / stored.decoding_s if stored.decoding_s else math.inf
+        rates = Rates(disk=self._rate, decoding=decoding, threads=stored.threads)
         # of a reader it asks no more than these parts have
         opened = cast(Callable[..., CodedReader], partial(VirtualParts, rates, shape.layers * shape.experts))
         self._kept = KeptParts(
-            virtual_codec(self._stored.codec, self._block_bytes), shape, (self._stored.plain, max(self._stored.coded)),
-            slots, memory, passing=passing, opened=opened,
+            virtual_codec(stored.codec, nbytes), shape, (stored.plain, max(stored.coded)), slots, memory,
+            passing=passing, opened=opened,
         )  # fmt: skip
         self.pools = self._kept.pools
+
+    @property
+    def copy_s(self) -> float:
+        return self.latency + self._stored.copy_s(self._rate)
 
     @property
     def _parts(self) -> VirtualParts | None:
@@ -364,7 +333,7 @@ class VirtualDisk(VirtualLink):
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         return keys if self._kept is None else self._kept.in_order(keys)
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
         for thread in self._threads:  # no copy is begun before now any more
             while thread and thread[0][1] <= self.now:
                 del thread[0]
@@ -372,7 +341,7 @@ class VirtualDisk(VirtualLink):
             self._kept.fills(slot, full=precision == FULL)
         return super().submit(key, slot, urgent=urgent, precision=precision)
 
-    def wait(self, copy: Copy) -> None:
+    def wait(self, copy: Transfer) -> None:
         if self._kept is not None:
             self._kept.take_apart()
         super().wait(copy)
@@ -384,22 +353,18 @@ class VirtualDisk(VirtualLink):
         if self._kept is not None:
             self._kept.restart()
 
-    def _came(self, copy: Copy) -> None:
-        parts = self._parts
-        if parts is not None and copy.precision == FULL:
-            parts.finish(copy.key)
-
-    def _issue(self, copy: Copy, time: float) -> None:
+    def _issue(self, copy: Transfer, time: float) -> None:
         """Behind everything that the disk was asked for before, at `time` at the earliest."""
-        copy.started = True
         self.copies += 1
-        arrives = time if copy.precision != FULL else self._read(copy.key, time)
+        arrives = time if copy.precision != FULL else self._read(copy, time)
         insort(self._issued, (arrives, copy), key=itemgetter(0))
 
-    def _read(self, key: int, begin: float) -> float:
+    def _read(self, copy: Transfer, begin: float) -> float:
         """Have an expert read and decoded; returns when it is there."""
-        stored, parts = self._stored, self._parts
-        held = NOTHING if parts is None else parts.begin(key)
+        stored, parts, key, held = self._stored, self._parts, copy.key, NOTHING
+        if parts is not None:
+            held = parts.begin(key)
+            copy.then = lambda _copy: parts.finish(key)
         plain = 0 if PLAIN in held else stored.plain
         coded = 0 if PACKED in held else stored.coded_of(key)
         there = begin

@@ -57,11 +57,8 @@ class Machine:
             ExpertcastError: no bandwidth, or a negative latency.
         """
         if self.stored is not None:
-            lower = {name: count for name, count in self.block_bytes.items() if name != FULL}
-            return VirtualDisk(
-                self.stored, self.bandwidth, self.latency, block_bytes=self.block_bytes[FULL], lower=lower
-            )  # fmt: skip
-        return VirtualLink.of(
+            return VirtualDisk(self.stored, self.bandwidth, self.latency, block_bytes=self.block_bytes)
+        return VirtualLink(
             self.block_bytes, self.bandwidth, self.latency, expand_s=self.expand_s, write_back=self.write_back,
             window=self.window, blocking=self.blocking,
         )  # fmt: skip

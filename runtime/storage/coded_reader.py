@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +23,8 @@ from expertcast.data.machine import usable_processors
 from expertcast.runtime.storage.codecs import Codec, Part
 from expertcast.runtime.storage.expert_file import ExpertFile
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.reader import SECTOR, Arrival, DirectReader, Read, TransferQueue, sectors
+from expertcast.runtime.storage.reader import SECTOR, DirectReader, Read, sectors
+from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 # The plan of a codec: the pieces in which an expert is read, and the jobs that decode it.
 #
@@ -158,16 +161,13 @@ class PartPlaces:
         return starts
 
 
-class Taken:
+class Taken(NamedTuple):
     """The buffers of one expert that is under way."""
 
-    __slots__ = ("buffers", "held")
-
-    def __init__(self, buffers: list[Tensor | None], held: Kinds) -> None:
-        self.buffers = buffers
-        """By kind."""
-        self.held = held
-        """Kinds whose parts were there already, and have been compared with their digests."""
+    buffers: list[Tensor | None]
+    """By kind."""
+    held: Kinds
+    """Kinds whose parts were there already, and have been compared with their digests."""
 
 
 class PartMemory:
@@ -265,10 +265,11 @@ class PartMemory:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class CodedRead(Arrival):
-    """One expert; the target is its block, uint8 [block_bytes]."""
+class CodedRead(Transfer):
+    """One expert, into its block."""
 
-    key: int
+    target: Tensor
+    """uint8 [block_bytes] in host memory."""
     taken: Taken | None = None
     """While it is under way, the memory of its parts."""
     parts: list[Part] = field(default_factory=list)
@@ -280,7 +281,7 @@ class CodedRead(Arrival):
     needs: list[int] = field(default_factory=list)
     """Pieces that have not come, of each job."""
     ready: deque[Job] = field(default_factory=deque)
-    """Jobs that no thread has taken."""
+    """Jobs whose pieces have come and that no thread has taken."""
     undone: int = 0
     """Jobs that are not done."""
     running: int = 0
@@ -288,6 +289,7 @@ class CodedRead(Arrival):
 
     @property
     def bytes_read(self) -> int:
+        """Bytes of the file that were read for it."""
         return sum(part.bytes_read for part in self.reads)
 
     @property
@@ -313,69 +315,6 @@ class Rates:
     """That decode."""
 
 
-# Priority queue of decode jobs.
-
-
-class ReadyJobs:
-    """Jobs whose pieces have been read, in the order of their reads.
-
-    Args:
-        changed: guards this and the reads; notified when there may be something to do.
-    """
-
-    def __init__(self, changed: threading.Condition) -> None:
-        self._changed, self._processors = changed, usable_processors()
-        self._reads = TransferQueue[CodedRead](lambda read: bool(read.ready))
-        self.held_back = False
-        """Whether the model computes on these processors: forecasts are decoded while somebody waits, at other times
-        only by processors that torch leaves free. To decode beside the model costs it more than it saves."""
-        self.awaited = 0
-        """Threads that wait for a read, and compute nothing meanwhile."""
-        self._early = 0
-        """Threads that are at a forecast's job."""
-        self._closed = False
-
-    def add(self, read: CodedRead, job: Job) -> None:
-        """One more can be done."""
-        read.ready.append(job)
-        if len(read.ready) == 1:
-            self._reads.push(read)
-        self._changed.notify()
-
-    def promote(self, read: CodedRead) -> None:
-        """The read has become urgent."""
-        if read.ready:
-            self._reads.push(read)
-            self._changed.notify_all()
-
-    def take(self) -> tuple[CodedRead, Job, bool] | None:
-        """The next one, and whether it is a forecast's; None: no more come."""
-        with self._changed:
-            while True:
-                read = self._reads.first()
-                if read is not None and (read.urgent or self._may_be_early()):
-                    read.running += 1
-                    self._early += not read.urgent
-                    return read, read.ready.popleft(), not read.urgent
-                if self._closed:
-                    return None
-                self._changed.wait()
-
-    def done(self, early: bool) -> None:
-        """One that was taken has been done."""
-        self._early -= early
-
-    def close(self) -> None:
-        """Forget all; who takes gets nothing from now on."""
-        self._closed = True
-        self._reads.clear()
-        self._changed.notify_all()
-
-    def _may_be_early(self) -> bool:
-        free = self._processors - torch.get_num_threads()
-        return not self.held_back or self.awaited > 0 or self._early < free
-
-
 UNDER_WAY = 4
 """Experts that are read or decoded at a time."""
 SPARE = 2
@@ -394,7 +333,7 @@ def decoding_bytes(codec: Codec) -> int:
     return decoders_of(plan) * plan.scratch_bytes
 
 
-class CodedReader:
+class CodedReader(TransferQueue[CodedRead]):
     """Threads that read and decode experts of one file.
 
     Args:
@@ -413,6 +352,7 @@ class CodedReader:
         self, file: ExpertFile, codec: Codec, *, threads: int, pace: float | None = None,
         kept: tuple[int, int] = (0, 0), wanted: Callable[[int], Kinds] = lambda _key: NOTHING,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._file, self._codec, self._wanted = file, codec, wanted
         self._places, self._plan = PartPlaces(file, codec), DecodePlan(codec)
         scratch = [
@@ -424,10 +364,13 @@ class CodedReader:
             for piece in range(len(self._plan.pieces))
         ]
         self._memory = PartMemory(self._places.nbytes, under_way=UNDER_WAY, kept=kept)
-        self._waiting = TransferQueue[CodedRead](lambda read: not read.begun)
-        self._changed = threading.Condition()
-        self.jobs = ReadyJobs(self._changed)
-        self._closed = False
+        self._under_way: list[CodedRead] = []
+        """Experts that have begun, in that order."""
+        self.held_back = False
+        """Whether the model computes on these processors: forecasts are decoded while somebody waits, at other times
+        only by processors that torch leaves free. To decode beside the model costs it more than it saves."""
+        self._processors, self._awaited = usable_processors(), 0
+        """Threads that wait for an expert compute nothing meanwhile."""
         self._decoded, self._decoding_s = 0.0, 0.0
         """Bytes of blocks, and the seconds of threads that they took."""
         self._decoders = [
@@ -442,60 +385,44 @@ class CodedReader:
         """Of the memory for parts, under way and kept."""
         return self._memory.nbytes
 
-    def submit(self, read: CodedRead) -> None:
-        """Queue an expert, behind those that are as urgent."""
-        read.expect()
-        with self._changed:
-            self._waiting.push(read)
+    def submit(self, read: CodedRead, *, front: bool = False) -> None:
+        with self.changed:
+            super().submit(read, front=front)
             self._begin()
 
     def promote(self, read: CodedRead) -> None:
-        """It comes before all forecasts; of one that has been begun, what the disk and the threads have not."""
-        with self._changed:
-            if read.urgent:
-                return
+        """It comes before all forecasts; of one that has begun, what the disk and the threads have not."""
+        with self.changed:
+            super().promote(read)
             read.urgent = True
-            if not read.begun:
-                self._waiting.push(read)
-                self._begin()
-            self.jobs.promote(read)
             for part in read.reads:
                 self._disk.promote(part)
-
-    def cancel(self, read: CodedRead) -> bool:
-        """Drop an expert that has not been begun. True if nothing of it was or will be read."""
-        with self._changed:
-            read.cancelled = not read.begun
-            return read.cancelled
+            self.changed.notify_all()
 
     def wait(self, read: CodedRead) -> None:
-        """Return when all of an expert has come; the thread that asks computes nothing meanwhile.
-
-        Raises:
-            ExpertcastError: it could not be read.
-        """
-        with self._changed:
-            self.jobs.awaited += 1
-            self._changed.notify_all()
+        """Return when an expert has come; the thread that asks computes nothing meanwhile."""
+        with self.changed:
+            self._awaited += 1
+            self.changed.notify_all()
         try:
             read.wait()
         finally:
-            with self._changed:
-                self.jobs.awaited -= 1
+            with self.changed:
+                self._awaited -= 1
 
     def held(self, key: int) -> Kinds:
         """Which parts of an expert that is not under way are in memory."""
-        with self._changed:
+        with self.changed:
             return self._memory.held(key)
 
     def drop(self, key: int, keep: Kinds = NOTHING) -> None:
         """Forget the kept parts of an expert, but for some kinds; of one under way `wanted` says it at its end."""
-        with self._changed:
+        with self.changed:
             self._memory.drop(key, keep)
 
     def keep_plain(self, key: int, block: Tensor) -> None:
         """Keep the plain parts of an expert that is not under way, taken from its block, if there is room."""
-        with self._changed:
+        with self.changed:
             buffer = self._memory.put(key, PLAIN)
         if buffer is not None:
             (plain,) = (shard for shard in self._codec.shards if not self._codec.planes[shard.plane].compressed)
@@ -512,25 +439,25 @@ class CodedReader:
 
     def close(self) -> None:
         """Drop what is queued, and return when nothing is being read or decoded."""
-        with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self.jobs.close()
+        super().close()
         self._disk.close()
         for decoder in self._decoders:
             decoder.join()
 
     def _begin(self) -> None:
         """Begin what there is memory for."""
-        while not self._closed and (read := self._waiting.first()) is not None:
-            read.taken = self._memory.take(read.key, 0 if read.urgent else SPARE)
-            if read.taken is None:
+        while (read := self.first()) is not None:
+            taken = self._memory.take(read.key, 0 if read.urgent else SPARE)
+            if taken is None:
                 return
-            read.begun, read.start = 1, time.perf_counter()
-            self._ask(read, read.taken)
+            read.begin()
+            read.start = time.perf_counter()
+            self._under_way.append(read)
+            self._ask(read, taken)
 
     def _ask(self, read: CodedRead, taken: Taken) -> None:
         """Ask for the pieces that are not in memory; jobs that need none are ready at once."""
+        read.taken = taken
         file, key, plan = self._file, read.key, self._plan
         offsets, sizes, digests = file.offsets[key].tolist(), file.nbytes[key].tolist(), file.digests[key].tolist()
         kinds, areas = self._places.kinds, []
@@ -546,46 +473,60 @@ class CodedReader:
             piece = plan.pieces[number]
             target = areas[piece.part][piece.start : piece.stop]
             offset = offsets[piece.part] + piece.start
-            read.reads.append(Read(target, self._come(read, number), read.urgent, offset=offset))
-        for job, left in zip(plan.jobs, read.needs, strict=True):
-            if not left:
-                self.jobs.add(read, job)
+            then = partial(self._come, read, number)
+            read.reads.append(Read(urgent=read.urgent, target=target, offset=offset, then=then))
+        read.ready.extend(job for job, left in zip(plan.jobs, read.needs, strict=True) if not left)
+        self.changed.notify_all()
         for part in read.reads:
             self._disk.submit(part)
 
-    def _come(self, read: CodedRead, number: int) -> Callable[[Read], None]:
-        """What a thread of the disk does when it has read a piece."""
+    def _come(self, read: CodedRead, number: int, part: Read) -> None:
+        """A thread of the disk has read a piece."""
+        with self.changed:
+            read.reading -= 1
+            if part.error is not None:
+                read.fail(part.error)
+            for index in self._jobs_of[number]:
+                read.needs[index] -= 1
+                if not read.needs[index] and read.error is None:
+                    read.ready.append(self._plan.jobs[index])
+                    self.changed.notify()
+            over = read.over
+        if over:
+            self._finish(read)
 
-        def arrived(part: Read) -> None:
-            with self._changed:
-                read.reading -= 1
-                if part.error is not None:
-                    read.fail(part.error)
-                for index in self._jobs_of[number]:
-                    read.needs[index] -= 1
-                    if not read.needs[index] and read.error is None:
-                        self.jobs.add(read, self._plan.jobs[index])
-                over = read.over
-            if over:
-                self._finish(read)
+    def _next(self) -> tuple[CodedRead, Job] | None:
+        """The next job, of urgent experts first; None: no more come."""
+        with self.changed:
+            while not self._closed:
+                ready = [read for read in self._under_way if read.ready]
+                read = min(ready, key=lambda read: not read.urgent, default=None)
+                if read is not None and (read.urgent or self._may_be_early()):
+                    read.running += 1
+                    return read, read.ready.popleft()
+                self.changed.wait()
+        return None
 
-        return arrived
+    def _may_be_early(self) -> bool:
+        """Whether a thread may decode a forecast's expert now."""
+        early = sum(read.running for read in self._under_way if not read.urgent)
+        free = self._processors - torch.get_num_threads()
+        return not self.held_back or self._awaited > 0 or early < free
 
     def _run(self, scratch: Tensor) -> None:
-        while (taken := self.jobs.take()) is not None:
-            read, job, early = taken
+        while (following := self._next()) is not None:
+            read, job = following
             error, start = None, time.perf_counter()
             try:
                 self._plan.run(job, read.parts, scratch, read.target)
             except BaseException as caught:  # handed to whoever waits for it
                 error = caught
-            with self._changed:
+            with self.changed:
                 read.running -= 1
                 read.undone -= 1
-                self.jobs.done(early)
                 if error is None:
                     self._decoding_s += time.perf_counter() - start  # first: rates are asked for meanwhile
-                    self._decoded += read.nbytes / len(self._plan.jobs)
+                    self._decoded += read.target.numel() / len(self._plan.jobs)
                 else:
                     read.fail(error)
                 over = read.over
@@ -593,18 +534,20 @@ class CodedReader:
                 self._finish(read)
 
     def _finish(self, read: CodedRead) -> None:
+        error: BaseException | None = None
         try:
-            with self._changed:  # whoever wants something else from now on drops it after this
+            with self.changed:  # whoever wants something else from now on drops it after this
                 assert read.taken is not None
                 taken, read.taken, keep = read.taken, None, NOTHING
                 read.parts.clear()
+                self._under_way.remove(read)
                 try:
                     if read.error is None:
                         keep = self._wanted(read.key)
                 finally:
                     self._memory.give(read.key, taken, keep)
                     self._begin()
-        except BaseException as error:  # handed to whoever waits for it
-            read.error = read.error or error
+        except BaseException as raised:  # handed to whoever waits for it
+            error = raised
         finally:
-            read.arrive(time.perf_counter())
+            read.finish(time.perf_counter(), error)

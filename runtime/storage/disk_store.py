@@ -37,7 +37,7 @@ from expertcast.runtime.storage.expert_file import (
 )
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.memory import HostMemory, give_back_freed
-from expertcast.runtime.storage.reader import Arrival, DirectReader, Read, Reader
+from expertcast.runtime.storage.reader import DirectReader, Read
 from expertcast.runtime.storage.store import ExpertStore, Write
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class DiskStore(ExpertStore):
             raise ExpertcastError(f"{str(self.path)!r} cannot be read: {error.strerror or error}") from error
         self.codec.decode(parts, block)
 
-    def reader(self, threads: int, pace: float | None) -> Reader:
+    def reader(self, threads: int, pace: float | None) -> DirectReader | CodedReader:
         """A new reader of the file, past the system's page cache, for what :meth:`read` makes.
 
         Args:
@@ -207,18 +207,21 @@ class DiskStore(ExpertStore):
         self._mapped.forget()
         return DirectReader(self.path, threads=threads, pace=pace, handle=self.file.handle, stamp=self.file.stamp)
 
-    def read(self, key: int, block: Tensor, arrival: Callable[[Any], None] | None, urgent: bool) -> Arrival:
+    def read(
+        self, key: int, block: Tensor, *, urgent: bool, slot: int = -1, then: Callable[[Any], None] | None = None
+    ) -> Read | CodedRead:
         """What is to be asked of a :meth:`reader` for one expert's block.
 
         Args:
             key: the expert.
             block: uint8 [block_bytes] in host memory, to be filled.
-            arrival: called by the thread that filled it.
             urgent: it comes before all forecasts.
+            slot: where the block lies, or goes afterwards.
+            then: called by the thread that filled it.
         """
         if self._mapped is None:
-            return CodedRead(block, arrival, urgent, key=key)
-        return Read(block, arrival, urgent, offset=int(self.file.offsets[key, 0]))
+            return CodedRead(key, slot, urgent, target=block, then=then)
+        return Read(key, slot, urgent, target=block, then=then, offset=int(self.file.offsets[key, 0]))
 
     def read_ahead(self, keys: Iterable[int]) -> None:
         """Have the system read these experts' pages; nothing to do for coded ones."""

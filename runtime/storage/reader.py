@@ -7,144 +7,20 @@ thread has begun can be cancelled.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import ctypes
-import heapq
-import itertools
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.memory import HostMemory
-
-# Requests to a reader.
-
-
-@dataclass(slots=True, eq=False)
-class Arrival:
-    """One request to a :class:`Reader`."""
-
-    target: Tensor
-    """uint8, contiguous, in host memory: what is filled."""
-    arrival: Callable[[Any], None] | None = None
-    """Called with this by the thread that filled the last of it, before anybody who waits goes on."""
-    urgent: bool = False
-    cancelled: bool = False
-    begun: int = 0
-    """Parts of the work that a thread has taken."""
-    error: BaseException | None = None
-    start: float = 0.0
-    end: float = 0.0
-    """Seconds of the clock in which it was under way."""
-    _arrived: _thread.LockType = field(default_factory=_thread.allocate_lock, repr=False)
-    """Held until all of it has come."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are filled."""
-        return self.target.numel()
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of the file that are read for it."""
-        return self.nbytes
-
-    def expect(self) -> None:
-        """It has been asked for: whoever waits does so until `arrive`."""
-        self._arrived.acquire()
-
-    def arrive(self, end: float) -> None:
-        """All of it has come, or failed with `error`; `end` in seconds of the clock."""
-        self.end = end
-        try:
-            if self.arrival is not None:
-                self.arrival(self)
-        except BaseException as error:  # raised by whoever waits
-            self.error = self.error or error
-        finally:
-            self._arrived.release()
-
-    def wait(self) -> None:
-        """Return when all of it has come.
-
-        Raises:
-            ExpertcastError: it could not be read.
-            BaseException: whatever `arrival` raised.
-        """
-        with self._arrived:
-            pass
-        if self.error is not None:
-            raise self.error
-
-
-class Reader(Protocol):
-    """Threads that fill what is asked for, urgent ones first."""
-
-    def submit(self, read: Any) -> None:
-        """Queue one, behind those that are as urgent."""
-
-    def promote(self, read: Any) -> None:
-        """What has not been begun of it comes before all forecasts."""
-
-    def cancel(self, read: Any) -> bool:
-        """Drop one that no thread has begun. True if nothing of it was or will be read."""
-
-    def close(self) -> None:
-        """Drop what is queued, and return when nothing is being read."""
-
-
-# The queue of every reader and link: urgent transfers first, then forecasts, each in the order of their requests.
-
-
-class Transfer(Protocol):
-    """What a queue knows of a transfer."""
-
-    urgent: bool
-    cancelled: bool
-
-
-T = TypeVar("T", bound=Transfer)
-
-
-class TransferQueue(Generic[T]):
-    """Transfers that have not started. Where several threads use a queue, they hold a lock.
-
-    Args:
-        waiting: whether something of a transfer is left to start; a transfer of which nothing is leaves the queue.
-    """
-
-    def __init__(self, waiting: Callable[[T], bool]) -> None:
-        self._waiting = waiting
-        self._heap: list[tuple[bool, int, T]] = []
-        self._order = itertools.count()
-
-    def push(self, transfer: T, *, front: bool = False) -> None:
-        """Behind (`front`: before) those that are as urgent. One that has become urgent is pushed again."""
-        order = next(self._order)
-        heapq.heappush(self._heap, (not transfer.urgent, -order if front else order, transfer))
-
-    def first(self) -> T | None:
-        """The next one, which stays in the queue as long as something of it is left; None: there is none."""
-        while self._heap:
-            later, _, transfer = self._heap[0]
-            if later != transfer.urgent and not transfer.cancelled and self._waiting(transfer):
-                return transfer
-            heapq.heappop(self._heap)  # it became urgent, and was pushed again
-        return None
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._heap.clear()
-
+from expertcast.runtime.storage.transfer import State, Transfer, TransferQueue
 
 # Direct reads of a file.
 
@@ -155,17 +31,39 @@ PIECE = 2 << 20
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Read(Arrival):
+class Read(Transfer):
     """As many bytes as the target has, from `offset` of the file on."""
 
+    target: Tensor
+    """uint8, contiguous, in host memory: what is filled."""
     offset: int
+    taken: int = 0
+    """Pieces that a thread has begun."""
     left: int = 0
     """Pieces that have not come."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return self.target.numel()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the file that were read for it."""
+        return self.nbytes
 
     @property
     def pieces(self) -> int:
         """Requests that it is read by."""
         return -(-self.nbytes // PIECE)
+
+    @property
+    def waiting(self) -> bool:
+        return self.taken < self.pieces and self.state is not State.CANCELLED
+
+    def begin(self) -> None:
+        self.state = State.RUNNING
+        self.taken += 1
 
     @property
     def aligned(self) -> bool:
@@ -187,7 +85,7 @@ def sectors(nbytes: int) -> int:
 THREADS = 4
 
 
-class DirectReader:
+class DirectReader(TransferQueue[Read]):
     """Threads that read one file. Where its file system refuses direct reads they are ordinary ones, whose pages are
     given back at once, and a warning says so.
 
@@ -208,15 +106,13 @@ class DirectReader:
     ) -> None:  # fmt: skip
         if not can_read_directly():
             raise ExpertcastError("this system reads no file directly: use link 'instant', which reads it mapped")
+        super().__init__()
         self.path, self._pace = path, pace
         staging = [HostMemory(PIECE + 2 * SECTOR).bytes for _ in range(threads)]  # before any thread could lack it
         self._file, self.direct = _open(path, handle)
         self._stamp = stamp or stamp_of(self._file)
-        self._queue = TransferQueue[Read](lambda read: read.begun < read.pieces)
         self._next_at: dict[int, Read] = {}
         """Ranges that no thread has begun, by their first byte."""
-        self._changed = threading.Condition()
-        self._closed = False
         self._paced_until = 0.0
         self.bytes_read, self.busy_s = 0, 0.0
         """So far, and the seconds in which any request was under way."""
@@ -228,50 +124,24 @@ class DirectReader:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, read: Read) -> None:
-        """Queue a range, behind those that are as urgent."""
+    def submit(self, read: Read, *, front: bool = False) -> None:
         read.left = read.pieces
-        read.expect()
-        with self._changed:
+        with self.changed:
             self._next_at[read.offset] = read
-            self._queue.push(read)
-            self._changed.notify_all()
-
-    def promote(self, read: Read) -> None:
-        """What has not been begun of it comes before all forecasts."""
-        with self._changed:
-            if not read.urgent:
-                read.urgent = True
-                self._queue.push(read)
-
-    def cancel(self, read: Read) -> bool:
-        """Drop a range that no thread has begun. True if nothing of it was or will be read."""
-        with self._changed:
-            if read.begun:
-                return False
-            read.cancelled = True
-            self._forget(read)
-            return True
+            super().submit(read, front=front)
 
     def close(self) -> None:
-        """Drop what is queued, and return when nothing is being read."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._queue.clear()
-            self._next_at.clear()
-            self._changed.notify_all()
+        """Drop what is queued, and return when nothing is being read. A second call does nothing."""
+        if self._closed:
+            return
+        super().close()
+        self._next_at.clear()
         for thread in self._threads:
             thread.join()
         os.close(self._file)
 
-    def _forget(self, read: Read) -> None:
-        if self._next_at.get(read.offset) is read:
-            del self._next_at[read.offset]
-
     def _run(self, staging: Tensor) -> None:
-        while (request := self._take()) is not None:
+        while (request := self._next()) is not None:
             reads, piece = request
             start, nbytes = self._count(1, 0), 0
             try:
@@ -286,7 +156,7 @@ class DirectReader:
     def _count(self, requests: int, nbytes: int) -> float:
         """So many more are under way, and so many bytes have come; gives the time."""
         now = time.perf_counter()
-        with self._changed:
+        with self.changed:
             if self._under_way:
                 self.busy_s += now - self._busy_since
             self._under_way += requests
@@ -294,31 +164,24 @@ class DirectReader:
             self.bytes_read += nbytes
         return now
 
-    def _take(self) -> tuple[list[Read], int] | None:
+    def _next(self) -> tuple[list[Read], int] | None:
         """The next request: a piece of one range, or small ranges that lie one after another."""
-        with self._changed:
-            while True:
-                if (read := self._queue.first()) is not None:
-                    return self._joined(read)
-                if self._closed:
-                    return None
-                self._changed.wait()
+        with self.changed:
+            read = self.take()
+            return None if read is None else (self._joined(read), read.taken - 1)
 
-    def _joined(self, read: Read) -> tuple[list[Read], int]:
-        piece, read.begun = read.begun, read.begun + 1
-        self._forget(read)
+    def _joined(self, read: Read) -> list[Read]:
         reads, size = [read], read.nbytes
         while read.pieces == 1 and read.aligned and size < PIECE:
             following = self._next_at.get(reads[-1].offset + reads[-1].nbytes)
-            if following is None or following.urgent != read.urgent or not following.aligned:
+            if following is None or following.state is not State.QUEUED:
                 break
             size += following.nbytes
-            if following.pieces > 1 or size > PIECE:
+            if following.urgent != read.urgent or not following.aligned or size > PIECE:
                 break
-            following.begun = 1
-            self._forget(following)
+            following.begin()
             reads.append(following)
-        return reads, piece
+        return reads
 
     def _request(self, reads: list[Read], piece: int, staging: Tensor) -> int:
         """Read it; gives its bytes."""
@@ -354,18 +217,18 @@ class DirectReader:
             done += count - count % unit  # less than was asked for, as network file systems may give
 
     def _keep_pace(self, size: int, pace: float) -> None:
-        with self._changed:
+        with self.changed:
             self._paced_until = until = max(self._paced_until, time.perf_counter() - size / pace) + size / pace
         time.sleep(max(0.0, until - time.perf_counter()))
 
     def _arrive(self, reads: list[Read], start: float, end: float) -> None:
         for read in reads:
-            with self._changed:
+            with self.changed:
                 read.left -= 1
                 read.start = min(read.start or start, start)
                 last = not read.left
             if last:
-                read.arrive(end)
+                read.finish(end)
 
 
 def _behind(views: list[memoryview], done: int) -> list[memoryview]:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.store import ExpertStore
+
+
+def bytes_layout(nbytes: int) -> BlockLayout:
+    """Blocks of one parameter of bytes."""
+    field = Field(name="w", shape=(nbytes,), dtype=torch.uint8, offset=0)
+    return BlockLayout(fields=(field,), block_bytes=nbytes)
 
 
 class Blocks(ExpertStore):

@@ -17,7 +17,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, predictor_class
 from expertcast.predictors.baselines import Frequency, QuasiHidden
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
-from expertcast.runtime.links.base import Copy
+from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import PROMPT, assert_same, greedy
 
@@ -287,7 +287,7 @@ def test_canaries(configuration: dict[str, Any]) -> None:
 class _HastyLink(EmulatedLink):
     """Lets compute go on before a copy has arrived."""
 
-    def wait(self, copy: Copy) -> None:
+    def wait(self, copy: Transfer) -> None:
         if not copy.started:
             super().wait(copy)
         copy.error = None

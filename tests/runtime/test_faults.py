@@ -33,16 +33,16 @@ from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.runtime import EmulatedLink, InstantLink, OffloadedModel, offload
 from expertcast.runtime import offloading as offloading_module
 from expertcast.runtime.engine.engine import Engine
-from expertcast.runtime.links.base import Copy
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, RaiseAt, Result, facts_of, slow_link, still_right
-from tests.runtime.links.disk_on_device import DiskOnDevice
+from tests.runtime.links.simulated_device import DiskOnDevice
 
 
 @pytest.fixture
@@ -186,12 +186,12 @@ class _Unreliable(EmulatedLink):
         self.submitting = submitting
         self.fails = RaiseAt(0, OSError("bus error"))
 
-    def _move(self, copy: Copy, start: int, end: int | None = None) -> None:
+    def _move(self, copy: Transfer, start: int, end: int | None = None) -> None:
         if not self.submitting:
             self.fails()
         super()._move(copy, start, end)
 
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool) -> Transfer:
         if self.submitting:
             self.fails()
         return super().submit(key, slot, urgent=urgent)

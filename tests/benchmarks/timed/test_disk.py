@@ -16,11 +16,11 @@ from benchmarks.timed.streams import Span
 
 from expertcast.runtime import offload
 from expertcast.runtime.links.cuda import CudaLink
-from expertcast.runtime.links.disk_cuda import StagedCopy, Staging
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
 
 BLOCK = 9437184
@@ -181,29 +181,32 @@ def test_every_block_is_whole(device: TimedDevice, places: int, read_s: float) -
 
 def _torn(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits takes what the block holds, read or not."""
+    until_read = link._until_read
 
-    def early(copy: StagedCopy) -> None:
-        staging = link._open_staging
-        if copy.place is not None and copy.read is not None:
-            copy.read.arrival = None
-            staging._noticed.append(copy)
-        else:
-            hold(copy)
+    def early() -> None:
+        reading = [copy for copy, read in link._reads.items() if not read.done and copy.arrived is None]
+        for copy in reading:
+            link._reads[copy].then = None
+            link._come.put(copy)
+        if not reading:
+            until_read()
 
-    hold = link._hold
-    monkeypatch.setattr(link, "_hold", early)
+    monkeypatch.setattr(link, "_until_read", early)
 
 
 def _reused(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is given back as soon as the copy from it has been called for."""
-    issue, give_back = link._issue, Staging.give_back
+    start, give_back = link._run, link._give_back
+    reads: dict[Transfer, Any] = {}
 
-    def issued(copy: StagedCopy) -> None:
-        issue(copy)
-        give_back(link._open_staging, copy)
+    def run(copy: Transfer) -> None:
+        start(copy)
+        if copy.arrived is not None:
+            reads[copy] = give_back(copy)
+            link._reads[copy] = reads[copy]
 
-    monkeypatch.setattr(link, "_issue", issued)
-    monkeypatch.setattr(Staging, "give_back", lambda _staging, _copy: None)
+    monkeypatch.setattr(link, "_run", run)
+    monkeypatch.setattr(link, "_give_back", lambda copy: link._reads.pop(copy))
 
 
 def _unread(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:

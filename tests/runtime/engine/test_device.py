@@ -237,14 +237,3 @@ def test_recorder_sees_states_and_copies(reference_fp32: PreTrainedModel, one: d
         assert {span.state for span in recorder.spans()} == {"compute", "forecast", "wait", "policy"}
         assert {span.layer for span in recorder.copies()} == set(range(len(offloaded.view)))
         assert sum(span.seconds for span in recorder.copies()) == pytest.approx(offloaded.link.busy_s)
-
-
-def test_used_as_a_plain_link(reference_fp32: PreTrainedModel) -> None:
-    with offload(reference_fp32, link="kernel", slots=8) as offloaded:
-        link, pool = offloaded.link, offloaded.pool
-        copy = link.submit(70, 3, urgent=True)
-        link.wait(copy)
-        link.synchronize()  # type: ignore[attr-defined]
-        assert torch.equal(pool.block(3), offloaded.store.block(70))
-        assert link.copies == 1
-        assert link.bytes_moved == pool.layout.block_bytes

@@ -34,13 +34,14 @@ from hypothesis.stateful import (
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import LRU, CacheShape, EvictionPolicy
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import State, Transfer
 from tests.families.models import tiny_model
 from tests.runtime.engine.evictions import eviction
 from tests.runtime.links.manual import SteppedLink
@@ -68,11 +69,11 @@ class _Log:
     """Every copy that was asked for, and what became of it; the machine's own books."""
 
     def __init__(self) -> None:
-        self.copies: list[Copy] = []
-        self.forecasts: list[Copy] = []
-        self.dropped: list[Copy] = []
+        self.copies: list[Transfer] = []
+        self.forecasts: list[Transfer] = []
+        self.dropped: list[Transfer] = []
 
-    def active(self) -> list[Copy]:
+    def active(self) -> list[Transfer]:
         """Neither arrived nor dropped."""
         return [copy for copy in self.copies if not copy.done and copy not in self.dropped]
 
@@ -83,15 +84,15 @@ def logged(base: type[Link]) -> type[Any]:
     class Logged(base):  # type: ignore[misc, valid-type]
         log: _Log
 
-        def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
             assert all(copy.slot != slot for copy in self.log.active()), "two copies into one slot"
-            copy: Copy = super().submit(key, slot, urgent=urgent, precision=precision)
+            copy: Transfer = super().submit(key, slot, urgent=urgent, precision=precision)
             self.log.copies.append(copy)
             if not urgent:
                 self.log.forecasts.append(copy)
             return copy
 
-        def cancel(self, copy: Copy) -> bool:
+        def cancel(self, copy: Transfer) -> bool:
             dropped: bool = super().cancel(copy)
             if dropped:
                 self.log.dropped.append(copy)
@@ -409,7 +410,7 @@ class _Gate:
         self.key: int | None = None
         """Whose half block stands before the gate."""
 
-    def _wait(self, copy: Copy, *rest: int | None) -> None:
+    def _wait(self, copy: Transfer, *rest: int | None) -> None:
         if not self._removed:
             self.key = copy.key
             self._reached.release()
@@ -438,11 +439,11 @@ class LinkMachine(RuleBasedStateMachine):
         self.link = EmulatedLink(1e12)
         self.link.attach(store, self.pool)
         self.gate = _Gate(self.link)
-        self.queued: list[Copy] = []
-        self.under_way: Copy | None = None
+        self.queued: list[Transfer] = []
+        self.under_way: Transfer | None = None
         self.half = False
-        self.arrived: list[Copy] = []
-        self.dropped: list[Copy] = []
+        self.arrived: list[Transfer] = []
+        self.dropped: list[Transfer] = []
 
     @rule(urgent=st.booleans())
     @precondition(lambda self: self.count < COPIES)
@@ -534,30 +535,30 @@ def test_order_of_the_emulated_link() -> None:
 class _HastyLink(SteppedLink):
     """Compute is not made to wait."""
 
-    def wait(self, copy: Copy) -> None:
+    def wait(self, copy: Transfer) -> None:
         self._go_on()
 
 
 class _LyingLink(SteppedLink):
     """Says that a copy was dropped though it is under way."""
 
-    def cancel(self, copy: Copy) -> bool:
+    def cancel(self, copy: Transfer) -> bool:
         return super().cancel(copy) or not copy.done
 
 
 class _DeafLink(SteppedLink):
     """Leaves needed copies behind forecasts."""
 
-    def promote(self, copy: Copy) -> None:
+    def promote(self, copy: Transfer) -> None:
         self._go_on()
 
 
 class _EarlyLink(SteppedLink):
     """Says that a copy has arrived when half of it has."""
 
-    def _begin(self, copy: Copy) -> None:
-        super()._begin(copy)
-        copy.done = True
+    def start(self, copy: Transfer) -> None:
+        super().start(copy)
+        copy.state = State.DONE
 
 
 class _CarelessPolicy(LoggedPolicy):
@@ -609,7 +610,7 @@ def test_slots_filled_between_any_copies() -> None:
 
 def test_a_fill_that_does_not_wait_is_seen() -> None:
     class Hasty(SteppedLink):
-        def wait(self, copy: Copy) -> None:
+        def wait(self, copy: Transfer) -> None:
             self._go_on()
 
     class Broken(FilledMachine):

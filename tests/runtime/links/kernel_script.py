@@ -1,4 +1,4 @@
-"""Run by test_copy.py with TRITON_INTERPRET=1: the Triton kernel, interpreted, against plain copies."""
+"""Run by test_kernel.py with TRITON_INTERPRET=1: the Triton kernel, interpreted, against plain copies."""
 
 from __future__ import annotations
 

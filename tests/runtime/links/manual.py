@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.emulated import move
-from expertcast.runtime.storage.layout import FULL
+from expertcast.runtime.storage.transfer import State, Transfer
 
 
 class ManualLink(Link):
@@ -15,40 +15,40 @@ class ManualLink(Link):
     def __init__(self) -> None:
         super().__init__()
         self.submitted: list[tuple[int, str]] = []
-        self.queue: list[Copy] = []
+        self.queue: list[Transfer] = []
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = "full") -> Transfer:
         self.submitted.append((key, "urgent" if urgent else "forecast"))
-        copy = Copy(key, slot, urgent, precision=precision)
+        copy = super().submit(key, slot, urgent=urgent, precision=precision)
         self.queue.append(copy)
         return copy
 
-    def start(self, copy: Copy) -> None:
-        copy.started = True
+    def _may_start(self, copy: Transfer) -> bool:
+        return False
+
+    def start(self, copy: Transfer) -> None:
+        copy.begin()
 
     def arrive(self, count: int | None = None) -> None:
         """The first `count` copies of the queue (all) arrive."""
         for copy in self.queue[:count]:
-            copy.started = True
-            move(self._store, self._pool, copy, 0)
-            self._count(copy, 0.0, 0.0)
-            copy.done = True
+            copy.begin()
+            self._copy(copy)
+            self._complete(copy, 0.0, 0.0)
         del self.queue[:count]
 
-    def wait(self, copy: Copy) -> None:
+    def wait(self, copy: Transfer) -> None:
         if not copy.done:
             self.queue.remove(copy)
             self.queue.insert(0, copy)
             self.arrive(1)
-        if copy.error is not None:
-            raise copy.error
+        super().wait(copy)
 
-    def cancel(self, copy: Copy) -> bool:
-        if copy.started:
-            return False
-        copy.cancelled = True
-        self.queue.remove(copy)
-        return True
+    def cancel(self, copy: Transfer) -> bool:
+        cancelled = super().cancel(copy)
+        if cancelled:
+            self.queue.remove(copy)
+        return cancelled
 
 
 class SteppedLink(Link):
@@ -67,50 +67,59 @@ class SteppedLink(Link):
         """So many copies fail from now on, half of their bytes written."""
         self.refusing = 0
         """So many copies are refused from now on."""
-        self._queue: list[Copy] = []
-        self._under_way: Copy | None = None
+        self._under_way: Transfer | None = None
 
     def step(self, count: int = 1) -> None:
         """Half a copy each."""
         for _ in range(count):
             if self._under_way is not None:
-                self._finish(self._under_way)
-                self._under_way = None
-            elif self._queue:
-                self._under_way = min(self._queue, key=lambda copy: not copy.urgent)
-                self._begin(self._under_way)
+                copy, self._under_way = self._under_way, None
+                self._finish(copy)
+            elif (following := self._queue.first()) is not None:
+                self._run(following)
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = "full") -> Transfer:
         self._go_on()
         if self.refusing:
             self.refusing -= 1
             raise OSError("the link is down")
-        copy = Copy(key, slot, urgent, precision=precision)
-        self._queue.append(copy)
+        copy = super().submit(key, slot, urgent=urgent, precision=precision)
         self._go_on()
         return copy
 
-    def wait(self, copy: Copy) -> None:
-        assert not copy.cancelled
+    def _may_start(self, copy: Transfer) -> bool:
+        return False
+
+    def start(self, copy: Transfer) -> None:
+        self._under_way = copy
+        self._pool.block(copy.slot).fill_(0xFF)  # nobody may take the slot's last content for the new one
+        move(self._source(copy), self._pool.block(copy.slot), 0, self.block_bytes(copy.precision) // 2)
+
+    def _finish(self, copy: Transfer) -> None:
+        if self.failing:
+            self.failing -= 1
+            copy.error = OSError("the copy was lost")
+        else:
+            move(self._source(copy), self._pool.block(copy.slot), self.block_bytes(copy.precision) // 2)
+        self._complete(copy, 0.0, 0.0)
+
+    def wait(self, copy: Transfer) -> None:
+        assert copy.state is not State.CANCELLED
         while not copy.done:
             self.step()
         self._go_on()
         if copy.error is not None:
             raise copy.error
 
-    def promote(self, copy: Copy) -> None:
+    def promote(self, copy: Transfer) -> None:
         self._go_on()
         super().promote(copy)
 
-    def cancel(self, copy: Copy) -> bool:
+    def cancel(self, copy: Transfer) -> bool:
         self._go_on()
-        if copy.started:
-            return False
-        copy.cancelled = True
-        self._queue.remove(copy)
-        return True
+        return super().cancel(copy)
 
-    def poll(self, copy: Copy) -> bool:
+    def poll(self, copy: Transfer) -> bool:
         self._go_on()
         return copy.done
 
@@ -121,25 +130,10 @@ class SteppedLink(Link):
         self._go_on()
 
     def close(self) -> None:
-        self._queue.clear()
+        super().close()
         if self._under_way is not None:
             self.step()
 
     def _go_on(self) -> None:
         if self.pace:
             self.step(self.pace.popleft())
-
-    def _begin(self, copy: Copy) -> None:
-        self._queue.remove(copy)
-        copy.started = True
-        self._pool.block(copy.slot).fill_(0xFF)  # nobody may take the slot's last content for the new one
-        move(self._store, self._pool, copy, 0, self.block_bytes(copy.precision) // 2)
-
-    def _finish(self, copy: Copy) -> None:
-        if self.failing:
-            self.failing -= 1
-            copy.error = OSError("the copy was lost")
-        else:
-            move(self._store, self._pool, copy, self.block_bytes(copy.precision) // 2)
-        self._count(copy, 0.0, 0.0)
-        copy.done = True

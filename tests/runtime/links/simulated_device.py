@@ -10,11 +10,17 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.disk_cuda import CudaDiskLink
+from expertcast.runtime.links.driver import CudaDevice
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.transfer import Transfer
 
 
 class SimulatedStream:
@@ -50,10 +56,11 @@ class SimulatedEvent:
 
     def record(self, stream: SimulatedStream) -> None:
         record = self.record_made = _Record()
-        stream.push(lambda: setattr(record, "time", self.device.clock))
+        stream.push(lambda: setattr(record, "time", self.device.time))
 
     def query(self) -> bool:
-        self.device.steps(self.device.random.randrange(3))
+        if not self.device.frozen:
+            self.device.steps(self.device.random.randrange(3))
         return self.record_made is None or self.record_made.time is not None
 
     def synchronize(self) -> None:
@@ -67,16 +74,17 @@ class SimulatedEvent:
         return (later.record_made.time - self.record_made.time) * 1e3
 
 
-class SimulatedDevice:
-    """Stands for :class:`expertcast.runtime.links.driver.CudaDevice`; host addresses in place of the device's."""
+class SimulatedDevice(CudaDevice):
+    """In host memory."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.device = torch.device("cpu")
+        super().__init__(torch.device("cpu"))
         self.random = random.Random(seed)
         self.streams: list[SimulatedStream] = []
-        self.clock = 0.0
-        self.events = 0
+        self.time = 0.0
         self.fail_next_copy = False
+        self.frozen = False
+        """Whether nothing runs unless the host waits for it."""
         self.compute = SimulatedStream(self)
 
     def new_stream(self, priority: int = 0) -> SimulatedStream:
@@ -86,10 +94,11 @@ class SimulatedDevice:
     def current_stream(self) -> SimulatedStream:
         return self.compute
 
-    def new_event(self, *, timing: bool = False) -> SimulatedEvent:
+    def record(self, stream: SimulatedStream, *, timing: bool = False) -> SimulatedEvent:
         del timing
-        self.events += 1
-        return SimulatedEvent(self)
+        event = SimulatedEvent(self)
+        event.record(stream)
+        return event
 
     def use(self, stream: SimulatedStream) -> AbstractContextManager[None]:
         del stream
@@ -101,21 +110,22 @@ class SimulatedDevice:
     def synchronize(self) -> None:
         self.run_until(lambda: not any(stream.queue for stream in self.streams))
 
-    def wait(self, event: SimulatedEvent, meanwhile: Callable[[], None]) -> None:
-        meanwhile()
-        while not event.query():
-            meanwhile()
-
     def to_device(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream) -> None:
         """Two halves, so that a reader between them finds a torn block."""
         if self.fail_next_copy:
             self.fail_next_copy = False
             raise RuntimeError("copy refused")
-        to, of, size, half = target.data_ptr(), source.data_ptr(), source.nbytes, source.nbytes // 2
-        stream.push(lambda: ctypes.memmove(to, of, half))
-        stream.push(lambda: ctypes.memmove(to + half, of + half, size - half))
+        size, half = source.nbytes, source.nbytes // 2
+        stream.push(lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), half))
+        stream.push(lambda: ctypes.memmove(target.data_ptr() + half, source.data_ptr() + half, size - half))
 
-    to_host = to_device
+    def to_host(self, source: torch.Tensor, stream: SimulatedStream) -> torch.Tensor:
+        host = torch.full_like(source, -1)
+        self.to_device(host, source, stream)
+        return host
+
+    def send(self, values: torch.Tensor, stream: SimulatedStream) -> torch.Tensor:
+        return self.to_host(values, stream)
 
     def steps(self, count: int) -> None:
         """Up to `count` queued operations run."""
@@ -123,12 +133,89 @@ class SimulatedDevice:
             ready = [stream for stream in self.streams if stream.queue and stream.queue[0][0]()]
             if not ready:
                 return
-            self.clock += 1e-6
+            self.time += 1e-6
             _, run = self.random.choice(ready).queue.popleft()
             run()
 
     def run_until(self, reached: Callable[[], bool]) -> None:
         while not reached():
-            before = self.clock
+            before = self.time
             self.steps(1)
-            assert self.clock > before, "deadlock: every stream waits"
+            assert self.time > before, "deadlock: every stream waits"
+
+
+class Reader:
+    """Launches kernels that look at slots when the compute stream comes to them.
+
+    Args:
+        device: that the stream is of.
+        pool: of the slots.
+        blocks: what a slot must hold, by key.
+    """
+
+    def __init__(self, device: SimulatedDevice, pool: SlotPool, blocks: Sequence[torch.Tensor]) -> None:
+        self._device, self._pool, self._blocks = device, pool, blocks
+        self.read = 0
+        self.wrong = 0
+
+    def launch(self, keys: dict[int, int]) -> None:
+        """Two kernels, the layer's projections, that read the slot of each key."""
+
+        def kernel() -> None:
+            for key, slot in keys.items():
+                self.read += 1
+                self.wrong += not torch.equal(self._pool.block(slot), self._blocks[key])
+
+        self._device.compute.push(kernel)
+        self._device.compute.push(kernel)
+
+
+def drive(
+    seed: int, link: CudaLink, pool: SlotPool, blocks: Sequence[torch.Tensor], *, layers: int = 40, waited: float = 0.5
+) -> Reader:
+    """Random layers: some keys are read, others are forecast, promoted, dropped or overwritten.
+
+    Args:
+        seed: of what happens.
+        link: attached, on a simulated device.
+        pool: its slots.
+        blocks: of the store.
+        layers: so many.
+        waited: share of the copies under way that are waited for before their slot is given away.
+    """
+    device = link.driver
+    assert isinstance(device, SimulatedDevice)
+    order, reader = random.Random(seed), Reader(device, pool, blocks)
+    held: dict[int, tuple[int, Transfer]] = {}
+    for _ in range(layers):
+        needed = order.sample(range(len(blocks)), 2)
+        forecast = [key for key in order.sample(range(len(blocks)), 3) if key not in needed]
+        for key in needed + forecast:
+            if key in held:
+                continue
+            if len(held) == pool.count:
+                victim = order.choice([other for other in held if other not in needed])
+                slot, copy = held.pop(victim)
+                if not link.cancel(copy) and order.random() < waited:
+                    link.wait(copy)
+            else:
+                slot = next(s for s in range(pool.count) if s not in {other for other, _ in held.values()})
+            held[key] = slot, link.submit(key, slot, urgent=key in needed)
+        for key in needed:
+            if order.random() < 0.5:
+                link.promote(held[key][1])
+            link.wait(held[key][1])
+        reader.launch({key: held[key][0] for key in needed})
+        link.mark_read([held[key][0] for key in needed])
+        device.steps(order.randrange(30))
+        link.progress()
+    device.synchronize()
+    return reader
+
+
+class DiskOnDevice(CudaDiskLink):
+    """The disk's link of a CUDA device on one that stands in; files and readers are the real ones."""
+
+    def __init__(self, device: CudaDevice, places: int | None = None) -> None:
+        super().__init__(places=places)
+        self.driver = self.device = device

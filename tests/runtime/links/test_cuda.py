@@ -1,111 +1,56 @@
-"""The CUDA link's ordering, executed by a simulation of streams and events; its small costs by counts."""
+"""The CUDA link's ordering, executed by a simulation of streams and events; small values; and the paced link."""
 
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from benchmarks.timed.costs import DriverCosts
+from benchmarks.timed.device import TimedDevice
 from torch import Tensor
 
+from expertcast.data.machine import torch_device, with_index
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import CudaLink
-from expertcast.runtime.links.base import Copy
-from expertcast.runtime.links.driver import CudaDevice, Pending, Readback, Sent, Upload
+from expertcast.runtime.benchmarking.runs import without_experts_to
+from expertcast.runtime.links.cuda import PacedCudaLink
+from expertcast.runtime.links.driver import CudaDevice, Readback
+from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.recording.recorder import Recorder
-from expertcast.runtime.storage.layout import BlockLayout, Field
+from expertcast.runtime.storage import slots
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from tests.runtime.links.simulated_device import SimulatedDevice, SimulatedStream
+from tests.families.models import tiny_model
+from tests.runtime.blocks import Blocks, bytes_layout
+from tests.runtime.links.simulated_device import Reader, SimulatedDevice, SimulatedStream, drive
 
 KEYS, SLOTS = 24, 4
-LAYOUT = BlockLayout(fields=(Field(name="w", shape=(64,), dtype=torch.float32, offset=0),), block_bytes=256)
+STORE = Blocks(bytes_layout(256), KEYS, torch.Generator().manual_seed(0))
+BLOCKS = [STORE.block(key) for key in range(KEYS)]
 
 
-class _Store:
-    """Block k is filled with k."""
-
-    addressable, layout, experts = True, LAYOUT, KEYS
-
-    def __init__(self) -> None:
-        self.blocks = torch.arange(KEYS, dtype=torch.uint8).repeat_interleave(LAYOUT.block_bytes)
-
-    def block(self, key: int) -> torch.Tensor:
-        return self.blocks[key * LAYOUT.block_bytes : (key + 1) * LAYOUT.block_bytes]
-
-
-class _SimulatedLink(CudaLink):
-    def __init__(self, seed: int = 0, window: int | None = None) -> None:
-        super().__init__(window)
-        self.device = SimulatedDevice(seed)
-
-    def _device_of(self, pool: SlotPool) -> CudaDevice:
-        return cast(CudaDevice, self.device)
-
-
-def _attached(seed: int = 0, window: int | None = None) -> tuple[_SimulatedLink, SlotPool]:
-    link, pool = _SimulatedLink(seed, window), SlotPool(LAYOUT, SLOTS, torch.device("cpu"))
-    link.attach(cast(ExpertStore, _Store()), pool)
+def _attached(
+    device: CudaDevice, link: CudaLink | None = None, store: Blocks = STORE, window: int | None = None
+) -> tuple[CudaLink, SlotPool]:
+    link, pool = link or CudaLink(window), SlotPool(store.layout, SLOTS, torch.device("cpu"))
+    link.driver = device
+    link.attach(store, pool)
     return link, pool
-
-
-class _Reader:
-    """Launches kernels that look at slots when the compute stream comes to them."""
-
-    def __init__(self, link: _SimulatedLink, pool: SlotPool) -> None:
-        self._link, self._pool = link, pool
-        self.read = 0
-        self.wrong = 0
-
-    def launch(self, keys: dict[int, int]) -> None:
-        def kernel() -> None:
-            for key, slot in keys.items():
-                self.read += 1
-                self.wrong += bool((self._pool.block(slot) != key).any())
-
-        self._link.device.compute.push(kernel)
-        self._link.device.compute.push(kernel)  # a second one: the layer's other projection
-
-
-def _drive(seed: int, link: _SimulatedLink, pool: SlotPool, layers: int = 40) -> _Reader:
-    """Random layers: some keys are read, others are forecast, promoted, dropped or overwritten."""
-    order, reader = random.Random(seed), _Reader(link, pool)
-    held: dict[int, tuple[int, Copy]] = {}
-    for _ in range(layers):
-        needed = order.sample(range(KEYS), 2)
-        forecast = [key for key in order.sample(range(KEYS), 2) if key not in needed]
-        for key in needed + forecast:
-            if key in held:
-                continue
-            if len(held) == SLOTS:
-                victim = order.choice([other for other in held if other not in needed])
-                slot, copy = held.pop(victim)
-                if not link.cancel(copy) and order.random() < 0.5:
-                    link.wait(copy)
-            else:
-                slot = next(s for s in range(SLOTS) if s not in {other for other, _ in held.values()})
-            held[key] = slot, link.submit(key, slot, urgent=key in needed)
-        for key in needed:
-            if order.random() < 0.5:
-                link.promote(held[key][1])
-            link.wait(held[key][1])
-        reader.launch({key: held[key][0] for key in needed})
-        link.mark_read([held[key][0] for key in needed])
-        link.device.steps(order.randrange(30))
-        link.progress()
-    link.device.synchronize()
-    return reader
 
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_no_schedule_lets_a_kernel_see_another_block(window: int) -> None:
-    for seed in range(60):
-        link, pool = _attached(seed, window)
-        reader = _drive(seed, link, pool)
-        assert reader.read == 40 * 4
-        assert reader.wrong == 0
+    for seed in range(40):
+        device = SimulatedDevice(seed)
+        link, pool = _attached(device, window=window)
+        reader = drive(seed, link, pool, BLOCKS)
+        assert (reader.read, reader.wrong) == (40 * 4, 0)
         link.close()
 
 
@@ -113,12 +58,13 @@ def test_no_schedule_lets_a_kernel_see_another_block(window: int) -> None:
 def test_either_event_left_out_is_seen(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = 0
     for seed in range(20):
-        link, pool = _attached(seed, 3)
+        device = SimulatedDevice(seed)
+        link, pool = _attached(device, window=3)
         if missing == "wait":
-            monkeypatch.setattr(link.device.compute, "wait_event", lambda _event: None)
+            monkeypatch.setattr(device.compute, "wait_event", lambda _event: None)
         else:
             monkeypatch.setattr(link, "mark_read", lambda _slots: None)
-        wrong += _drive(seed, link, pool).wrong
+        wrong += drive(seed, link, pool, BLOCKS).wrong
     assert wrong > 0
 
 
@@ -126,11 +72,12 @@ def test_either_event_left_out_is_seen(missing: str, monkeypatch: pytest.MonkeyP
 def test_forwards_on_two_streams(followed: bool) -> None:
     """A slot that one stream has waited for is a hit on the other, and is then overwritten while both may read it."""
     wrong = 0
-    for seed in range(60):
-        link, pool = _attached(seed)
-        reader = _Reader(link, pool)
+    for seed in range(40):
+        device = SimulatedDevice(seed)
+        link, pool = _attached(device)
+        reader = Reader(device, pool, BLOCKS)
         for forward in range(4):
-            link.device.compute = SimulatedStream(link.device)
+            device.compute = SimulatedStream(device)
             if followed:
                 link.follow()
             if forward == 0:
@@ -138,7 +85,7 @@ def test_forwards_on_two_streams(followed: bool) -> None:
             reader.launch({5: 0})
             link.mark_read([0])
         link.wait(link.submit(6, 0, urgent=True))
-        link.device.synchronize()
+        device.synchronize()
         assert reader.read == 8
         wrong += reader.wrong
         link.close()
@@ -146,72 +93,42 @@ def test_forwards_on_two_streams(followed: bool) -> None:
 
 
 def test_nothing_is_waited_for_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    link, _ = _attached()
-    link.device.compute.push(lambda: None)
-    link.device.compute = SimulatedStream(link.device)
-    monkeypatch.setattr(link.device, "capturing", lambda: True)
+    device = SimulatedDevice()
+    link, _ = _attached(device)
+    device.compute.push(lambda: None)
+    device.compute = SimulatedStream(device)
+    monkeypatch.setattr(device, "capturing", lambda: True)
     link.follow()
-    assert not link.device.compute.queue
+    assert not device.compute.queue
     monkeypatch.undo()
     link.follow()
-    assert link.device.compute.queue
+    assert device.compute.queue
 
 
-def test_misses_overtake_queued_forecasts_and_those_follow_in_order() -> None:
-    link, _ = _attached(window=1)
-    moved: list[int] = []
-    original = link.device.to_device
-    link.device.to_device = lambda target, source, stream: (  # type: ignore[method-assign]
-        moved.append((source.data_ptr() - link._store.block(0).data_ptr()) // len(source)),
-        original(target, source, stream),
-    )
-    forecasts = [link.submit(key, slot, urgent=False) for slot, key in enumerate((5, 6, 7))]
-    assert moved == [5]
-    link.submit(9, 3, urgent=True)
-    link.promote(forecasts[2])
-    assert moved == [5, 9, 7]
-    assert not link.cancel(forecasts[0])
-    assert link.cancel(forecasts[1])
-    link.device.synchronize()
-    link.progress()
-    assert moved == [5, 9, 7]
-    assert all(copy.done for copy in (forecasts[0], forecasts[2]))
-    assert link.copies == 3
-
-
-def test_events_are_used_again_and_every_copy_is_timed() -> None:
-    link, pool = _attached(seed=1, window=2)
+def test_every_copy_is_timed() -> None:
+    device = SimulatedDevice(1)
+    link, pool = _attached(device, window=2)
     link.observer = Recorder()
-    link.observer.device_time = lambda event: cast(Any, event).record_made.time  # type: ignore[method-assign]
-    _drive(1, link, pool, layers=20)
-    link.progress()
-    after_20 = link.device.events
-    _drive(2, link, pool, layers=300)
+    link.observer.device_time = lambda event: event.record_made.time  # type: ignore[attr-defined, method-assign]
+    drive(2, link, pool, BLOCKS, layers=100)
     link.synchronize()
-    assert link.device.events <= after_20 + 12  # as many as can be under way, not as many as there are copies
-    assert link.bytes_moved == link.copies * LAYOUT.block_bytes
+    assert link.bytes_moved == link.copies * 256
     spans = link.observer.copies()
-    assert len(spans) == link.copies > 300
+    assert len(spans) == link.copies > 100
     assert sum(span.seconds for span in spans) == pytest.approx(link.busy_s)
     assert all(earlier.end <= later.start for earlier, later in pairwise(spans))
 
 
-def test_a_run_without_misses_makes_no_more_events() -> None:
-    link, _ = _attached()
-    for _ in range(1000):
-        link.mark_read([0, 1])
-        link.device.steps(2)
-    assert link.device.events < 100
-
-
-def test_a_refused_copy_is_the_error_of_whoever_waits_for_it() -> None:
-    link, _ = _attached(window=2)
-    link.device.fail_next_copy = True
+def test_a_copy_that_the_driver_refuses() -> None:
+    """It is the error of whoever waits for it; a forecast's is known as soon as it is asked about."""
+    device = SimulatedDevice()
+    link, _ = _attached(device, window=2)
+    device.fail_next_copy = True
     bad, good = link.submit(1, 0, urgent=True), link.submit(2, 1, urgent=True)
     with pytest.raises(RuntimeError, match="copy refused"):
         link.wait(bad)
     link.wait(good)
-    link.device.fail_next_copy = True
+    device.fail_next_copy = True
     forecast = link.submit(3, 2, urgent=False)
     assert link.poll(forecast)
     assert forecast.error is not None
@@ -219,31 +136,13 @@ def test_a_refused_copy_is_the_error_of_whoever_waits_for_it() -> None:
     assert link.copies == 1
 
 
-def test_refused_copies_make_no_more_events() -> None:
-    """Each gives the events back that it took."""
-    link, _ = _attached()
-    link.wait(link.submit(1, 0, urgent=True))
-    link.synchronize()
-    before = link.device.events
-    for _ in range(20):
-        link.device.fail_next_copy = True
-        assert link.submit(2, 1, urgent=True).error is not None
-    assert link.device.events <= before + 2
-
-
 def test_window_is_worth_16_mib_of_blocks() -> None:
-    assert _attached()[0]._window == (16 << 20) // 256
+    assert _attached(SimulatedDevice())[0].window == (16 << 20) // 256
     with pytest.raises(ExpertcastError, match="window=0"):
         CudaLink(window=0)
 
 
-# Values read back are those that the producing stream wrote, whatever else runs meanwhile
-
-
-def _simulated(seed: int = 0) -> tuple[Readback, SimulatedDevice]:
-    readback, device = Readback(None), SimulatedDevice(seed)
-    readback._open(cast(CudaDevice, device))
-    return readback, device
+# Small values to and from the device
 
 
 def _produced(device: SimulatedDevice, values: Tensor) -> Tensor:
@@ -259,117 +158,137 @@ def test_on_the_cpu_values_come_at_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
-def test_copy_waits_for_the_stream_that_makes_the_tensor(dtype: torch.dtype) -> None:
-    for seed in range(20):
-        readback, device = _simulated(seed)
-        values = torch.arange(8).to(dtype).view(2, 4)
-        pending = readback.start(_produced(device, values))
-        assert pending.tolist() == values.tolist()
-        assert pending.tolist() == values.tolist()
+def test_a_readback_waits_for_the_stream_that_makes_the_tensor(dtype: torch.dtype) -> None:
+    """Many under way, read in any order and twice; strided ones too."""
+    for seed in range(10):
+        device = SimulatedDevice(seed)
+        readback, order = Readback(device), random.Random(seed)
+        expected = [torch.arange(2 * step).to(dtype).view(2, step) + step for step in range(1, 20)]
+        pending = [readback.start(_produced(device, values)) for values in expected]
+        pending.append(readback.start(expected[9][:, ::2]))
+        expected.append(expected[9][:, ::2])
+        for index in order.choices(range(20), k=40):
+            assert pending[index].tolist() == expected[index].tolist()
 
 
-def test_tolist_waits_for_its_own_copy_only() -> None:
-    readback, device = _simulated()
-    pending = readback.start(_produced(device, torch.tensor([7])))
-    later: list[int] = []
-    device.compute.push(lambda: later.append(1), lambda: False)  # kernels that never end
-    assert pending.tolist() == [7]
-    assert not later
-
-
-def test_ring_comes_round_to_values_nobody_has_read() -> None:
-    readback, device = _simulated()
-    order = random.Random(3)
-    expected, pending = [], []
-    for step in range(150):
-        values = torch.arange(1 + step % 7) + step
-        expected.append(values.tolist())
-        pending.append(readback.start(_produced(device, values)))
-        if step % 5 == 0:
-            assert pending[order.randrange(len(pending))].tolist() is not None
-    assert [entry.tolist() for entry in pending] == expected
-    assert device.events == 2 * len(readback._ring)
-
-
-def test_more_than_an_entry_holds_and_strided_values() -> None:
-    readback, device = _simulated()
-    large = torch.arange(40_000).view(5000, 8)
-    pending: list[Pending] = [readback.start(_produced(device, large)) for _ in range(3)]
-    assert all(entry.tolist() == large.tolist() for entry in pending)
-    assert readback.start(large[:3, ::2]).tolist() == large[:3, ::2].tolist()
-
-
-def test_the_host_does_something_else_while_it_waits() -> None:
-    device, looked = SimulatedDevice(), [0]
-
-    def meanwhile() -> None:
-        looked[0] += 1
-
-    readback = Readback(cast(CudaDevice, device), meanwhile)
-    pending = readback.start(_produced(device, torch.tensor([7])))
+def test_a_readback_waits_for_its_own_copy_only() -> None:
+    """The host does something else meanwhile."""
+    device, looked = SimulatedDevice(), []
+    pending = Readback(device, lambda: looked.append(1)).start(_produced(device, torch.tensor([7])))
     for _ in range(50):
         device.compute.queue.appendleft((lambda: True, lambda: None))  # kernels before
+    device.compute.push(lambda: None, lambda: False)  # kernels that never end
     assert pending.tolist() == [7]
-    assert looked[0] > 10
+    assert len(looked) > 10
 
 
-class TestUpload:
-    def _read(self, device: SimulatedDevice, sent: Sent, into: list[list[int]]) -> None:
-        """A kernel of the compute stream that reads the values some time later."""
-        values = sent.take()
-        device.compute.push(lambda: into.append(values.tolist()))
-
-    @pytest.mark.parametrize("capacity", [1, 2, 5])
-    def test_kernels_read_what_was_sent_for_them(self, capacity: int) -> None:
-        for seed in range(20):
-            device, read = SimulatedDevice(seed), list[list[int]]()
-            upload = Upload(cast(CudaDevice, device), cast(torch.cuda.Stream, device.new_stream()), capacity)
-            expected = [[step + place for place in range(1 + step % 5)] for step in range(30)]
-            for values in expected:
-                self._read(device, upload.send(values), read)
-            device.synchronize()
-            assert read == expected
-
-    def test_without_its_waits_they_would_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The test above can fail: a copy that does not wait for the readers before it, or readers not for it."""
-        for stream in ("compute", "copies"):
-            wrong = False
-            for seed in range(20):
-                device, read = SimulatedDevice(seed), list[list[int]]()
-                copies = device.new_stream()
-                monkeypatch.setattr(
-                    {"compute": device.compute, "copies": copies}[stream], "wait_event", lambda _e: None
-                )
-                upload = Upload(cast(CudaDevice, device), cast(torch.cuda.Stream, copies), 1)
-                for step in range(10):
-                    self._read(device, upload.send([step]), read)
-                device.synchronize()
-                wrong |= read != [[step] for step in range(10)]
-            assert wrong, stream
-
-    def test_its_buffers_outlive_inference_mode(self) -> None:
-        """The first forward may run in inference_mode and the next, as `generate` does, in no_grad."""
-        device = SimulatedDevice()
-        upload = Upload(cast(CudaDevice, device), cast(torch.cuda.Stream, device.new_stream()), 1)
-
-        def sent(values: list[int]) -> object:
-            made = upload.send(values)
-            device.synchronize()
-            return made.take().tolist()
-
-        with torch.inference_mode():
-            assert sent([3, 4]) == [3, 4]
-        with torch.no_grad():
-            assert sent([5]) == [5]
-        assert device.events == 2
+def _note(sent: Tensor, into: list[list[int]]) -> None:
+    """A kernel that reads the values."""
+    into.append(sent.tolist())
 
 
-def test_values_would_be_wrong_without_the_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulation shows a copy that does not wait: the tests above can fail."""
-    wrong: list[Any] = []
+def test_kernels_read_what_was_sent_for_them() -> None:
+    for seed in range(10):
+        device, read = SimulatedDevice(seed), list[list[int]]()
+        link, _ = _attached(device)
+        expected = [[step + place for place in range(1 + step % 5)] for step in range(30)]
+        for values in expected:
+            device.compute.push(partial(_note, link.send(values).take(), read))
+        device.synchronize()
+        assert read == expected
+
+
+@pytest.mark.parametrize("way", ["to the host", "to the device"])
+def test_values_would_be_wrong_without_the_event(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulation shows a stream that does not wait: the tests above can fail."""
+    monkeypatch.setattr(SimulatedStream, "wait_event", lambda _stream, _event: None)
+    found: list[list[int]] = []
     for seed in range(20):
-        readback, device = _simulated(seed)
-        for entry in readback._ring:
-            monkeypatch.setattr(entry._stream, "wait_event", lambda _event: None)
-        wrong.append(readback.start(_produced(device, torch.tensor([7]))).tolist() != [7])
-    assert any(wrong)
+        device = SimulatedDevice(seed)
+        if way == "to the host":
+            found.append(Readback(device).start(_produced(device, torch.tensor([7]))).tolist())
+        else:
+            device.compute.push(partial(_note, _attached(device)[0].send([7]).take(), found))
+            device.synchronize()
+    assert any(values != [7] for values in found)
+
+
+# A link that is as slow as it is told to be
+
+BLOCK, RATE = 1 << 20, 50e9
+LARGE = Blocks(bytes_layout(BLOCK), 8, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("bandwidth", "latency"), [(25e9, 0.0), (5e9, 0.0), (12e9, 1e-3), (None, 1e-3)])
+def test_a_copy_takes_as_long_as_over_the_slower_link(bandwidth: float | None, latency: float) -> None:
+    link, _ = _attached(TimedDevice(RATE), PacedCudaLink(bandwidth, latency), LARGE)
+    for slot in range(4):
+        link.submit(slot, slot, urgent=True)
+    link.synchronize()
+    # but for the gaps between copies, which are no longer there
+    assert link.busy_s / 4 == pytest.approx(latency + BLOCK / (bandwidth or RATE), rel=0.15)
+    assert link.bytes_moved == 4 * BLOCK
+
+
+def test_speed_is_what_it_was_told() -> None:
+    link, _ = _attached(TimedDevice(RATE, DriverCosts(copy_setup_s=0.0)), PacedCudaLink(12e9, 1e-4), LARGE)
+    speed = link_speed(link, LARGE)
+    assert speed.rate == 12e9
+    assert speed.copy_s == pytest.approx(1e-4 + BLOCK / 12e9)
+    assert speed.latency_s == pytest.approx(1e-4, rel=0.1)
+
+
+def test_padded_blocks_arrive_whole() -> None:
+    """Padding is written before the block, and nothing reads the slot meanwhile."""
+    for seed in range(5):
+        device, link = SimulatedDevice(seed), PacedCudaLink(None)
+        _, pool = _attached(device, link)
+        link.bandwidth, link.rate = 3.0, 10.0
+        for slot, key in enumerate((7, 2, 5)):
+            link.wait(link.submit(key, slot, urgent=True))
+        device.synchronize()
+        assert all(torch.equal(pool.block(slot), STORE.block(key)) for slot, key in enumerate((7, 2, 5)))
+
+
+def test_speeds_that_are_refused() -> None:
+    for bandwidth, latency in ((0.0, 0.0), (-1.0, 0.0), (float("nan"), 0.0), (None, -1.0)):
+        with pytest.raises(ExpertcastError, match="give"):
+            PacedCudaLink(bandwidth, latency)
+    with pytest.raises(ExpertcastError, match="this device's link does"):
+        _attached(TimedDevice(RATE), PacedCudaLink(60e9), LARGE)
+
+
+# Devices with their numbers
+
+
+@pytest.fixture
+def second_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two CUDA devices, the second one current."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+@pytest.mark.usefixtures("second_device")
+def test_cuda_without_a_number_is_the_current_device() -> None:
+    assert with_index("cuda") == with_index(torch.device("cuda")) == torch.device("cuda:1")
+    assert with_index("cuda:0") == torch.device("cuda:0")
+    assert with_index("cpu") == torch.device("cpu")
+    assert torch_device("cuda") == torch_device(None) == torch.device("cuda:1")
+    assert torch_device("cuda:0") == torch.device("cuda:0")
+
+
+@pytest.mark.usefixtures("second_device")
+def test_whatever_keeps_a_device_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        slots, "_allocate", lambda layout, count, _device: torch.zeros(count * layout.block_bytes).byte()
+    )
+    named = torch.device("cuda")
+    assert CudaDevice(named).device == torch.device("cuda:1")
+    assert SlotPool(bytes_layout(256), 2, named).device == torch.device("cuda:1")
+    assert Recorder("cuda")._device == torch.device("cuda:1")
+    model = tiny_model("qwen3_moe")
+    view = find_moe_layers(model)
+    assert ExpertStore(view, device=named).device == torch.device("cuda:1")
+    there = cast(Any, SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda:1"))])))
+    assert without_experts_to(there, named) is there, "a model that is there is not moved"

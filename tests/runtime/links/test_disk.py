@@ -1,81 +1,115 @@
-"""The link that is the disk: the resident model's bits from a file, in no memory but the slots."""
+"""The disk's links: the resident model's bits from a file, on the CPU in no memory but the slots, on CUDA by blocks.
+
+Behind CUDA real files and readers run under a simulated device, in every order that CUDA allows.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from benchmarks.timed.device import TimedDevice
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import InstantLink, offload
+from expertcast.runtime import InstantLink, OffloadConfig, offload
+from expertcast.runtime.config import make_link
+from expertcast.runtime.links.base import Link
+from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
 from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.links.disk_cuda import CudaDiskLink, places_of
 from expertcast.runtime.policies import Policies
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, RaiseAt
+from tests.runtime.links.simulated_device import DiskOnDevice, SimulatedDevice, drive
+
+SLOTS = 5
+LINKS: dict[str, Callable[[], Link]] = {"cpu": DiskLink, "cuda": lambda: DiskOnDevice(TimedDevice(1e9))}
 
 
-@pytest.mark.parametrize("fields", [{}, {"cache": False}, {"predictor": "next_norm"}, {"slots": 5}])
-def test_same_bits(
-    fields: dict[str, object], reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path
-) -> None:
-    """Without forecasts and with, also where a layer's experts come in chunks; then the model is what it was."""
-    before = greedy(reference_model, one, 5)
-    slots = {} if fields.get("cache") is False else {"slots": 60}
-    with offload(reference_model, store="disk", store_folder=tmp_path, **{**slots, **fields}) as offloaded:  # type: ignore[arg-type]
-        assert isinstance(offloaded.link, DiskLink)
-        assert_same(greedy(offloaded, one, 5), before)
-        stats = offloaded.stats.as_dict()
-        assert stats["bytes_moved"] >= stats["misses"] * offloaded.store.layout.block_bytes
-        assert offloaded.link.busy_s > 0
-        assert offloaded.pool.block(0).data_ptr() % 4096 == 0
-    assert_same(greedy(reference_model, one, 5), before)
+def _model(seed: int = 0) -> PreTrainedModel:
+    return tiny_model("qwen3_moe", seed=seed).to(torch.bfloat16)
 
 
-def test_bytes_read(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
-    """Those of the experts where they are not compressed; set to zero with the others."""
-    with offload(reference_model, store="disk", slots=60) as offloaded:
-        greedy(offloaded, one, 3)
+def _checked(link: Link) -> None:
+    if isinstance(link, DiskOnDevice):
+        assert not link.device.races  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "instant"])
+@pytest.mark.parametrize("codec", ["raw", "bitsplit"])
+@pytest.mark.parametrize(
+    "fields", [{"slots": 20}, {"cache": False}, {"predictor": "next_norm", "slots": 9}, {"slots": 5}]
+)
+def test_same_bits(name: str, codec: str, fields: dict[str, object], tmp_path: Path) -> None:
+    """Without forecasts and with, also where a layer's experts come in chunks; then the model is what it was.
+
+    Bytes read are fewer than those moved where experts are compressed, and set to zero with the others.
+    """
+    model = _model()
+    before, made = greedy(model, INPUTS), {**LINKS, "instant": InstantLink}[name]()
+    options = {"store": "disk", "codec": codec, "store_folder": tmp_path, **fields}
+    if name != "cpu":
+        options["link"] = made
+    with offload(model, **options) as offloaded:  # type: ignore[arg-type]
         link = offloaded.link
-        assert link.bytes_read == link.bytes_moved > 0
+        assert type(link) is type(made)
+        assert_same(greedy(offloaded, INPUTS), before)
+        stats = offloaded.stats.as_dict()
+        assert stats["bytes_moved"] >= stats["misses"] * offloaded.store.layout.block_bytes > 0
+        assert link.busy_s > 0
+        _checked(link)
+        if name != "instant":
+            assert (link.bytes_read == link.bytes_moved) is (codec == "raw")
+            assert link.bytes_read > 0
+        assert offloaded.pool.block(0).data_ptr() % 4096 == 0
         offloaded.reset_stats()
         assert link.bytes_read == link.bytes_moved == 0
+    assert_same(greedy(model, INPUTS), before)
 
 
 def test_a_slower_disk(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
     """No more bytes per second than were asked for, in all and by the link's own books."""
-    bandwidth = 20e6
+    bandwidth = 40e6
     with offload(reference_model, store="disk", link="disk", bandwidth=bandwidth, slots=60) as offloaded:
-        greedy(offloaded, one, 3)
+        greedy(offloaded, one, 2)
         link = offloaded.link
         assert link.bytes_moved / link.busy_s < 1.2 * bandwidth
         assert isinstance(link.twin(), DiskLink)
 
 
-def test_lower_precision_comes_from_memory(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
-    texts = []
-    for link in (DiskLink(), InstantLink()):
-        with offload(
-            reference_model, store="disk", link=link, slots=60, policies=Policies(miss="fetch_lowest")
-        ) as offloaded:
-            texts.append(greedy(offloaded, one, 3))
-    assert_same(*texts)
+def test_lower_precision_comes_from_memory() -> None:
+    model, texts = _model(), []
+    for make in (*LINKS.values(), InstantLink):
+        with offload(model, store="disk", link=make(), slots=5, policies=Policies(miss="fetch_lowest")) as offloaded:
+            texts.append(greedy(offloaded, INPUTS, 3))
+            _checked(offloaded.link)
+    assert_same(*texts[:2])
+    assert_same(*texts[1:])
 
 
-def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LINKS)
+def test_a_file_that_is_cut_off(name: str, tmp_path: Path) -> None:
     """One error for each forward, and one for putting the experts back; with the bytes there again the model is right.
 
     The same file mapped would have killed the process.
     """
-    model = tiny_model("qwen3_moe")
+    model = _model()
     before = greedy(model, INPUTS)
-    offloaded = offload(model, store="disk", store_folder=tmp_path, slots=5)
+    offloaded = offload(model, store="disk", codec="raw", store_folder=tmp_path, slots=5, link=LINKS[name]())
     path = tmp_path / FILE_NAME
     content, times = path.read_bytes(), path.stat()
     os.truncate(path, len(content) // 2)
@@ -93,10 +127,10 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
 
 def test_a_file_that_is_replaced_while_in_use(tmp_path: Path) -> None:
     """A reader that is opened again, after a forward was interrupted, reads the store's own file."""
-    one, two = tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
+    one, two = _model(), _model(seed=1)
     expected = greedy(one, INPUTS)
-    with offload(one, store="disk", store_folder=tmp_path, slots=5) as offloaded:
-        with offload(two, store="disk", store_folder=tmp_path, slots=5):
+    with offload(one, store="disk", codec="raw", store_folder=tmp_path, slots=5) as offloaded:
+        with offload(two, store="disk", codec="raw", store_folder=tmp_path, slots=5):
             pass
         interrupt = offloaded.view[2].experts.act_fn.register_forward_hook(RaiseAt(1, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
@@ -107,23 +141,105 @@ def test_a_file_that_is_replaced_while_in_use(tmp_path: Path) -> None:
 
 def test_a_file_that_is_written_over_while_in_use(tmp_path: Path) -> None:
     """A reader that is opened again refuses it too."""
-    one, two = tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
-    with offload(two, store="disk", store_folder=tmp_path / "two", slots=5):
+    one, two = _model(), _model(seed=1)
+    with offload(two, store="disk", codec="raw", store_folder=tmp_path / "two", slots=5):
         pass
-    with offload(one, store="disk", store_folder=tmp_path / "one", slots=5) as offloaded:
+    with offload(one, store="disk", codec="raw", store_folder=tmp_path / "one", slots=5) as offloaded:
         shutil.copyfile(tmp_path / "two" / FILE_NAME, tmp_path / "one" / FILE_NAME)
         for _ in range(2):
             with pytest.raises(ExpertcastError, match="was changed or cut off while it was in use"):
                 greedy(offloaded, INPUTS)
 
 
-def test_refusals(reference_model: PreTrainedModel) -> None:
+# Every order of reads, copies and kernels behind CUDA
+
+
+@pytest.fixture(scope="module", params=["raw", "bitsplit"])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiskStore]:
+    view, folder = find_moe_layers(_model()), tmp_path_factory.mktemp("store")
+    made = DiskStore(view, folder, codec=request.param)
+    made.pack(view)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def blocks(store: DiskStore) -> list[Tensor]:
+    return [store.block(key).clone() for key in range(store.layers * store.experts)]
+
+
+def _wrong(seed: int, store: DiskStore, blocks: list[Tensor], places: int | None) -> int:
+    """How many kernels of random layers saw another block."""
+    link, pool = DiskOnDevice(SimulatedDevice(seed), places), SlotPool(store.layout, SLOTS, torch.device("cpu"))
+    link.attach(store, pool)
+    wrong = drive(seed, link, pool, blocks, layers=30, waited=1.0).wrong
+    assert link.busy_s > 0
+    assert link.bytes_moved == link.copies * store.layout.block_bytes
+    link.close()
+    return wrong
+
+
+@pytest.mark.parametrize("places", [1, 3, None])
+def test_no_schedule_lets_a_kernel_see_another_block(
+    store: DiskStore, blocks: list[Tensor], places: int | None
+) -> None:
+    assert sum(_wrong(seed, store, blocks, places) for seed in range(8)) == 0
+
+
+def test_a_block_given_back_too_early_is_seen(
+    store: DiskStore, blocks: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, give_back = CudaDiskLink._run, CudaDiskLink._give_back
+
+    def early(link: CudaDiskLink, copy: Transfer) -> None:
+        run(link, copy)
+        if copy.arrived is not None:
+            link._reads[copy] = give_back(link, copy)
+
+    monkeypatch.setattr(CudaDiskLink, "_run", early)
+
+    def late(link: CudaDiskLink, copy: Transfer) -> Any:
+        return give_back(link, copy) if copy.arrived is None else link._reads.pop(copy)
+
+    monkeypatch.setattr(CudaDiskLink, "_give_back", late)
+    assert sum(_wrong(seed, store, blocks, 2) for seed in range(8)) > 0
+
+
+def test_blocks_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processors, places in ((2, 5), (64, 8)):
+        monkeypatch.setattr("expertcast.runtime.links.disk_cuda.usable_processors", lambda count=processors: count)
+        assert places_of(9 << 20, 4, coded=True) == places
+    assert [places_of(mib << 20, 4) for mib in (400, 9, 4, 1)] == [4, 4, 4, 10]
+    assert places_of(4096, 4) == 32
+
+
+def test_what_is_taken_on_cuda(tmp_path: Path) -> None:
+    def link(**fields: Any) -> Link:
+        return make_link(OffloadConfig(store="disk", store_folder=tmp_path, **fields), "cuda")
+
+    assert isinstance(link(), CudaDiskLink)
+    assert isinstance(link(codec="bitsplit", bandwidth=1e9), CudaDiskLink)
+    assert isinstance(link(bandwidth=1e9), PacedCudaLink), "the device's own link, as slow as that"
+    assert cast(CudaDiskLink, link(link="disk", bandwidth=1e9)).bandwidth == 1e9
+    assert type(link(link="cuda")) is CudaLink, "which copies from the mapped file"
+
+
+def test_refusals(reference_model: PreTrainedModel, store: DiskStore) -> None:
     with pytest.raises(ExpertcastError, match="give store='disk'"):
         offload(reference_model, link="disk")
     with pytest.raises(ExpertcastError, match="bandwidth also to disk"):
         offload(reference_model, store="disk", link="disk", latency=1e-3)
-    with pytest.raises(ExpertcastError, match="threads=0"):
-        DiskLink(0)
-    with pytest.raises(ExpertcastError, match="give bytes per second, 1 or more"):
-        DiskLink(bandwidth=0)
     assert all(torch.isfinite(parameter).all() for parameter in reference_model.parameters())
+    memory, link = ExpertStore(find_moe_layers(_model())), LINKS["cuda"]()
+    with pytest.raises(ExpertcastError, match="give store='disk'"):
+        link.attach(memory, SlotPool(store.layout, 1, torch.device("cpu")))
+    link.close()
+    with pytest.raises(ExpertcastError, match="link='disk', which goes by that"):
+        DiskLink().attach(store, SlotPool(store.layout, 1, torch.device("meta")))
+    for kind in (DiskLink, CudaDiskLink):
+        with pytest.raises(ExpertcastError, match="threads=0"):
+            kind(0)
+        with pytest.raises(ExpertcastError, match="give bytes per second, 1 or more"):
+            kind(bandwidth=0)
+    with pytest.raises(ExpertcastError, match="places=0: give 1 or more"):
+        CudaDiskLink(places=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -19,106 +20,92 @@ from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.states import State
-from expertcast.runtime.storage.coded_reader import EVERYTHING, PACKED, PLAIN
+from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN
 from expertcast.runtime.storage.layout import BlockLayout
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.drafts.loops import prompt, tiny
 from tests.runtime.faults import INPUTS
 
-BLOCK = 49_152
-"""Bytes of one of the reference model's experts."""
 
-
-def _parts(offloaded: OffloadedModel) -> tuple[int, int]:
-    """Bytes of the plain and of the packed parts of an expert, in memory."""
-    store = offloaded.store
-    return store.part_nbytes  # type: ignore[attr-defined, no-any-return]
+def _model() -> PreTrainedModel:
+    return tiny_model("qwen3_moe").to(torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"pools": "C=4MB"},
-        {"pools": "C=1MB,S=2MB,E=500KB"},
-        {"pools": "S=1MB"},
-        {"pools": "E=1MB"},
-        {"pools": "C=3MB", "predictor": "next_norm"},
-        {"pools": "C=3MB", "slots": 9},
-        {"pools": "C=2MB,S=1MB", "slots": 200, "codec": "bitsplit:shards=4"},
+        {"pools": "C=40KB"},
+        {"pools": "C=10KB,S=15KB,E=6KB"},
+        {"pools": "S=12KB"},
+        {"pools": "E=12KB"},
+        {"pools": "C=30KB", "predictor": "next_norm"},
+        {"pools": "C=30KB", "slots": 5},
+        {"pools": "C=20KB,S=10KB", "slots": 20, "codec": "bitsplit:shards=4"},
     ],
 )
-def test_same_bits(
-    fields: dict[str, object], reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_same_bits(fields: dict[str, object], tmp_path: Path) -> None:
     """Whatever is kept, also over a second text; what is found in memory is not read."""
-    before = greedy(reference_model, one, 8)
-    options = {"store": "disk", "codec": "bitsplit", "slots": 60, "store_folder": tmp_path, **fields}
+    model = _model()
+    before = greedy(model, INPUTS, 8)
+    options = {"store": "disk", "codec": "bitsplit", "slots": 9, "store_folder": tmp_path, **fields}
     read = []
     for pools in (str(fields["pools"]), ""):
-        with offload(reference_model, **{**options, "pools": pools}) as offloaded:  # type: ignore[arg-type]
+        with offload(model, **{**options, "pools": pools}) as offloaded:  # type: ignore[arg-type]
             for _ in range(2):
-                assert_same(greedy(offloaded, one, 8), before)
+                assert_same(greedy(offloaded, INPUTS, 8), before)
             read.append(offloaded.link.bytes_read)
             if pools:
                 _check(offloaded)
     assert read[0] < read[1]
-    assert_same(greedy(reference_model, one, 8), before)
+    assert_same(greedy(model, INPUTS, 8), before)
 
 
 def _check(offloaded: OffloadedModel) -> None:
     """What is held is what the pools say or less, slots included, and no more than there is room for."""
-    link, slots = offloaded.link, offloaded.pool.slots
+    link, store = offloaded.link, offloaded.store
     assert isinstance(link, DiskLink)
     assert link.pools is not None
-    assert link._kept is not None
     for copy in offloaded.residency.copies.values():
         link.wait(copy)
     link._kept.settle()
-    reader = link._reader
-    found = dict.fromkeys(State, 0)
-    for key in range(offloaded.store.layers * offloaded.store.experts):
-        state = link.pools.state(key)
-        held = reader.held(key)  # type: ignore[union-attr]
-        found[state] += 1
-        if state is State.F:
-            assert key in slots
-            assert not held
-        else:
-            wanted = {State.C: EVERYTHING, State.S: {PLAIN}, State.E: {PACKED}, State.M: frozenset()}[state]
-            assert held <= wanted
-    plain, packed = _parts(offloaded)
-    for state, size in ((State.C, plain + packed), (State.S, plain), (State.E, packed)):
-        if link.pools.room[state]:
-            assert found[State.C] + found[State.S] + found[State.E] > 0, "something is kept"
-        assert size
-    room = link.pools.room
-    kept = sum(len(reader.held(key)) for key in range(768))  # type: ignore[union-attr]
-    assert kept <= 2 * room[State.C] + room[State.S] + room[State.E]
-    assert reader.nbytes <= (room[State.C] + room[State.S] + room[State.E] + 4) * (plain + packed)  # type: ignore[union-attr]
+    reader, room, kept = link._kept.reader, link.pools.room, 0
+    wanted = {State.C: EVERYTHING, State.S: {PLAIN}, State.E: {PACKED}, State.M: NOTHING, State.F: NOTHING}
+    for key in range(store.layers * store.experts):
+        state, held = link.pools.state(key), reader.held(key)
+        assert held <= wanted[state]
+        assert state is not State.F or key in offloaded.pool.slots
+        kept += len(held)
+    assert 0 < kept <= 2 * room[State.C] + room[State.S] + room[State.E]
+    assert reader.nbytes <= (room[State.C] + room[State.S] + room[State.E] + 4) * sum(store.part_nbytes)
 
 
-def test_full_experts_are_taken_apart(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
+def _plain_parts(offloaded: OffloadedModel, keys: Iterable[int]) -> int:
+    """Of so many of these experts signs and mantissas are kept; they are the model's."""
+    reader, found = offloaded.link._kept.reader, 0
+    for key in keys:
+        if PLAIN in reader.held(key):
+            found += 1
+            low = offloaded.store.block(key).view(-1, 2)[:, 0]
+            assert torch.equal(reader._memory._kept[key][PLAIN][: len(low)], low), key
+    return found
+
+
+def test_full_experts_are_taken_apart(tmp_path: Path) -> None:
     """An expert that leaves a slot for the S pool is not read again: half of it stays, as its slot had it."""
-    with offload(reference_model, store="disk", codec="bitsplit", slots=100, pools="S=8MB") as offloaded:
-        link = offloaded.link
-        assert isinstance(link, DiskLink)
-        taken: list[int] = []
-        kept = link._kept
-        assert kept is not None
-        keep_plain = kept.reader.keep_plain
+    model, taken = _model(), list[int]()
+    before = greedy(model, INPUTS, 12)
+    with offload(model, store="disk", codec="bitsplit", slots=12, pools="S=20KB", store_folder=tmp_path) as offloaded:
+        reader = offloaded.link._kept.reader
+        keep_plain = reader.keep_plain
 
         def note(key: int, block: Tensor) -> None:
-            taken.append(key)
             keep_plain(key, block)
-            if PLAIN in kept.reader.held(key):
-                low = offloaded.store.block(key).view(-1, 2)[:, 0]
-                assert torch.equal(kept.reader._memory._kept[key][PLAIN][: len(low)], low)
+            taken.append(_plain_parts(offloaded, [key]))
 
-        kept.reader.keep_plain = note  # type: ignore[method-assign]
-        before = greedy(offloaded, one, 12)
-        assert taken
-    assert_same(greedy(reference_model, one, 12), before)
+        reader.keep_plain = note
+        assert_same(greedy(offloaded, INPUTS, 12), before)
+        assert sum(taken)
 
 
 @pytest.mark.parametrize("pools", ["S=200KB", "C=50KB,S=100KB,E=50KB"])
@@ -131,18 +118,10 @@ def test_what_a_draft_holds_in_less_is_not_taken_apart(draft: str, pools: str, t
         before = model(ids_BS).logits
     options = {"store": "disk", "codec": "bitsplit", "slots": 9, "pools": pools, "store_folder": tmp_path}
     with offload(model, **options) as offloaded, torch.no_grad():  # type: ignore[arg-type]
-        link = offloaded.link
-        assert isinstance(link, DiskLink)
-        kept = 0
+        kept, store = 0, offloaded.store
         for length in (1, 2, 4):
             offloaded.generate(ids_BS, max_new_tokens=12, do_sample=False, draft=draft, draft_length=length)
-            assert link._kept is not None
-            reader = link._kept.reader
-            for key in range(offloaded.store.layers * offloaded.store.experts):
-                if PLAIN in reader.held(key):
-                    kept += 1
-                    low = offloaded.store.block(key).view(-1, 2)[:, 0]
-                    assert torch.equal(reader._memory._kept[key][PLAIN][: len(low)], low), (length, key)
+            kept += _plain_parts(offloaded, range(store.layers * store.experts))
             assert torch.equal(offloaded(ids_BS).logits, before), length
         assert kept
 
@@ -172,7 +151,7 @@ def test_memory_is_for_slots_and_for_decoding(codec: str, tmp_path: Path, monkey
 
 def test_a_forward_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     """After an error nothing is held, and the model is right again."""
-    model = tiny_model("qwen3_moe").to(torch.bfloat16)
+    model = _model()
     before = greedy(model, INPUTS)
     options = {"store": "disk", "codec": "bitsplit", "slots": 9, "pools": "C=200KB", "store_folder": tmp_path}
     with offload(model, **options) as offloaded:  # type: ignore[arg-type]

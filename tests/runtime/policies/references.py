@@ -219,7 +219,7 @@ def cache(policy: str, *, layers: int, experts: int, slots: int, top_k: int = 2,
     )  # fmt: skip
     policies = eviction(policy, layers=layers, experts=experts, slots=slots, top_k=top_k, scope=scope)
     pool = SlotPool(layout, slots, torch.device("cpu"))
-    link = VirtualLink(1.0, lower={"int4": (LOW, 0.25)})
+    link = VirtualLink({"full": 4 * LOW, "int4": LOW}, 4.0 * LOW)
     return ExpertCache(pool, link, policies, RunStatistics(layers), experts=experts)
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.storage import reader as direct_reader
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.reader import PIECE, SECTOR, DirectReader, Read, TransferQueue
+from expertcast.runtime.storage.reader import PIECE, SECTOR, DirectReader, Read
+from expertcast.runtime.storage.transfer import State, Transfer, TransferQueue
 from tests.runtime.faults import RaiseAt
 
 
@@ -50,7 +51,7 @@ def memory(nbytes: int, shift: int = 0) -> Tensor:
 def test_every_byte(content: Tensor, path: Path, offset: int, nbytes: int, shift: int) -> None:
     reader = DirectReader(path)
     target = memory(nbytes, shift)
-    read = Read(target, offset=offset)
+    read = Read(target=target, offset=offset)
     reader.submit(read)
     read.wait()
     reader.close()
@@ -68,7 +69,7 @@ def test_many_at_once(content: Tensor, path: Path) -> None:
 
     def submit(offsets: list[int]) -> None:
         for number, offset in enumerate(offsets):
-            read = Read(memory(5000), urgent=number % 3 == 0, offset=offset)
+            read = Read(target=memory(5000), urgent=number % 3 == 0, offset=offset)
             reader.submit(read)
             if number % 5 == 4:
                 reader.promote(read)
@@ -96,7 +97,7 @@ class Held:
         self._come, self._go = threading.Event(), threading.Event()
         self.order: list[str] = []
         self._reader = reader
-        reader.submit(Read(memory(SECTOR), self._hold, offset=0))
+        reader.submit(Read(target=memory(SECTOR), then=self._hold, offset=0))
         self._come.wait()
 
     def _hold(self, _read: Read) -> None:
@@ -105,7 +106,7 @@ class Held:
 
     def ask(self, name: str, offset: int, nbytes: int = SECTOR, *, urgent: bool = False) -> Read:
         """A range whose arrival is noted."""
-        read = Read(memory(nbytes), lambda _: self.order.append(name), urgent, offset=offset)
+        read = Read(urgent=urgent, target=memory(nbytes), then=lambda _: self.order.append(name), offset=offset)
         self._reader.submit(read)
         return read
 
@@ -151,7 +152,7 @@ def test_a_file_that_was_cut_off(path: Path) -> None:
     reader = DirectReader(path)
     os.truncate(path, PIECE)
     for offset in (2 * PIECE, 0):
-        read = Read(memory(SECTOR), offset=offset)
+        read = Read(target=memory(SECTOR), offset=offset)
         reader.submit(read)
         with pytest.raises(ExpertcastError, match="changed or cut off"):
             read.wait()
@@ -169,7 +170,7 @@ def test_reads_that_give_less_than_was_asked_for(
     limited(monkeypatch, 11 * SECTOR // 2)
     reader = DirectReader(path)
     reader.direct = direct
-    read = Read(memory(nbytes, shift), offset=offset)
+    read = Read(target=memory(nbytes, shift), offset=offset)
     reader.submit(read)
     read.wait()
     reader.close()
@@ -205,11 +206,11 @@ def limited(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
 def test_bytes_are_counted_once(path: Path) -> None:
     """Of a range in pieces, the last of them a short one; what could not be read is not counted."""
     reader = DirectReader(path)
-    read = Read(memory(2 * PIECE + 100), offset=SECTOR)
+    read = Read(target=memory(2 * PIECE + 100), offset=SECTOR)
     reader.submit(read)
     read.wait()
     assert reader.bytes_read == 2 * PIECE + 100
-    beyond = Read(memory(SECTOR), offset=10 * PIECE)
+    beyond = Read(target=memory(SECTOR), offset=10 * PIECE)
     reader.submit(beyond)
     with pytest.raises(ExpertcastError, match="cut off"):
         beyond.wait()
@@ -221,7 +222,8 @@ def test_bytes_are_counted_once(path: Path) -> None:
 def test_a_callback_that_fails(error: BaseException, content: Tensor, path: Path) -> None:
     """Whoever waits gets what it raised, and the reader goes on."""
     reader = DirectReader(path, threads=1)
-    read, following = Read(memory(SECTOR), RaiseAt(1, error), offset=0), Read(memory(SECTOR), offset=SECTOR)
+    read = Read(target=memory(SECTOR), then=RaiseAt(1, error), offset=0)
+    following = Read(target=memory(SECTOR), offset=SECTOR)
     for each in (read, following):
         reader.submit(each)
     with pytest.raises(type(error)):
@@ -234,7 +236,7 @@ def test_a_callback_that_fails(error: BaseException, content: Tensor, path: Path
 def test_a_target_that_cannot_be_filled(path: Path) -> None:
     """Any error of a reader's thread is that of whoever waits."""
     reader = DirectReader(path, threads=1)
-    read = Read(memory(2 * SECTOR).view(torch.bfloat16), offset=0)
+    read = Read(target=memory(2 * SECTOR).view(torch.bfloat16), offset=0)
     reader.submit(read)
     with pytest.raises(TypeError, match="BFloat16"):
         read.wait()
@@ -245,7 +247,7 @@ def test_a_disk_that_fails() -> None:
     """The kernel answers EIO where a process has no memory: the same to a reader as a bad sector."""
     with pytest.warns(UserWarning, match="no direct reads"):
         reader = DirectReader(Path("/proc/self/mem"))
-    read = Read(memory(SECTOR), offset=0)
+    read = Read(target=memory(SECTOR), offset=0)
     reader.submit(read)
     with pytest.raises(ExpertcastError, match=r"'/proc/self/mem' cannot be read: Input/output error"):
         read.wait()
@@ -263,7 +265,7 @@ def test_a_file_system_without_direct_reads(content: Tensor, path: Path, monkeyp
     monkeypatch.setattr(direct_reader.os, "open", refuse)
     with pytest.warns(UserWarning, match="page cache"):
         reader = DirectReader(path)
-    read = Read(memory(PIECE), offset=SECTOR)
+    read = Read(target=memory(PIECE), offset=SECTOR)
     reader.submit(read)
     read.wait()
     reader.close()
@@ -277,19 +279,38 @@ def test_no_file(tmp_path: Path) -> None:
 
 def test_the_queue_of_transfers() -> None:
     """Urgent ones first, then forecasts in order; promoted, cancelled, started ones, and one that comes back."""
-    queue = TransferQueue[Read](lambda read: not read.begun)
-    first, second, third, miss = (Read(torch.empty(0), urgent=urgent, offset=0) for urgent in (False,) * 3 + (True,))
-    for read in (first, second, third, miss):
-        queue.push(read)
-    assert queue.first() is miss
-    miss.begun = 1
-    third.urgent = True
-    queue.push(third)
-    assert queue.first() is third
-    third.begun = first.begun = 1
+    queue = TransferQueue[Transfer]()
+    first, second, third, miss = (Transfer(urgent=urgent) for urgent in (False, False, False, True))
+    for transfer in (first, second, third, miss):
+        queue.submit(transfer)
+    assert queue.take() is miss
+    queue.promote(third)
+    assert queue.take() is third
+    first.begin()
     assert queue.first() is second
-    first.begun = 0
-    queue.push(first, front=True)
+    first.state = State.QUEUED
+    queue.submit(first, front=True)
     assert queue.first() is first
-    first.cancelled = second.cancelled = True
+    assert queue.cancel(first)
+    assert queue.cancel(second)
+    assert not queue.cancel(third), "it has begun"
     assert queue.first() is None
+    queue.close()
+    assert queue.take() is None
+
+
+def test_what_becomes_of_a_transfer() -> None:
+    """It arrives or fails once; whoever waits gets its error, which may be that of the function called at its end."""
+    seen: list[Transfer] = []
+    arrived, failed, raising = Transfer(then=seen.append), Transfer(), Transfer(then=RaiseAt(1, ZeroDivisionError()))
+    arrived.begin()
+    assert (arrived.started, arrived.done) == (True, False)
+    arrived.finish(2.0)
+    arrived.wait()
+    assert (seen, arrived.state, arrived.end) == ([arrived], State.DONE, 2.0)
+    failed.finish(1.0, OSError("bus error"))
+    raising.finish(1.0)
+    for transfer, error in ((failed, OSError), (raising, ZeroDivisionError)):
+        with pytest.raises(error):
+            transfer.wait()
+        assert (transfer.done, transfer.state) == (True, State.FAILED)

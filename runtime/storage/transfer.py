@@ -1,0 +1,185 @@
+"""A transfer, and the queue of transfers that every link and reader has."""
+
+from __future__ import annotations
+
+import _thread
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from expertcast.runtime.storage.layout import FULL
+
+
+class State(Enum):
+    """Of a transfer: queued, running, then done or failed; or queued, then cancelled."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_STARTED = (State.RUNNING, State.DONE, State.FAILED)
+_OVER = (State.DONE, State.FAILED)
+
+
+def _held() -> _thread.LockType:
+    lock = _thread.allocate_lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One expert on its way into a slot, or bytes of a file on their way into memory."""
+
+    key: int = -1
+    """The expert."""
+    slot: int = -1
+    urgent: bool = False
+    """A layer that runs needs it; else a forecast asks for it."""
+    precision: str = FULL
+    state: State = State.QUEUED
+    error: BaseException | None = None
+    asked: float = field(default_factory=time.perf_counter)
+    start: float = 0.0
+    end: float = 0.0
+    """Seconds of the clock: when it was asked for, and between which it was under way."""
+    then: Callable[[Any], None] | None = None
+    """Called with this when it is over, before anybody who waits goes on."""
+    held_s: float = 0.0
+    """Seconds for which the request held the model's thread up."""
+    begun: Any = None
+    arrived: Any = None
+    """Events of a CUDA device around its copy; the copy before it ends at `begun`."""
+    _over: _thread.LockType = field(default_factory=_held, repr=False)
+    """Held until it is over."""
+
+    @property
+    def started(self) -> bool:
+        """Whether it has begun: it cannot be cancelled any more."""
+        return self.state in _STARTED
+
+    @property
+    def done(self) -> bool:
+        """Whether it has arrived, or failed with `error`."""
+        return self.state in _OVER
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something of it is left to begin: it stays in the queue as long."""
+        return self.state is State.QUEUED
+
+    def begin(self) -> None:
+        """It is under way, or the next part of it."""
+        self.state = State.RUNNING
+
+    def finish(self, end: float, error: BaseException | None = None) -> None:
+        """It has arrived, or failed; what `then` raises is an error of it too.
+
+        Args:
+            end: seconds of the clock.
+            error: raised by whoever waits.
+        """
+        self.end = end
+        self.error = self.error or error
+        try:
+            if self.then is not None:
+                self.then(self)
+        except BaseException as raised:
+            self.error = self.error or raised
+        finally:
+            self.state = State.DONE if self.error is None else State.FAILED
+            self._over.release()
+
+    def wait(self) -> None:
+        """Return when it is over.
+
+        Raises:
+            BaseException: whatever it failed with.
+        """
+        with self._over:
+            pass
+        if self.error is not None:
+            raise self.error
+
+
+T = TypeVar("T", bound=Transfer)
+
+
+class TransferQueue(Generic[T]):
+    """Transfers that have not begun: urgent ones first, then forecasts, each in the order of their requests."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        """Guards the queue, and the state of its transfers; may be entered again by the thread that holds it."""
+        self._heap: list[tuple[bool, int, T]] = []
+        self._order = itertools.count()
+        self._closed = False
+
+    def submit(self, transfer: T, *, front: bool = False) -> None:
+        """Queue one behind (`front`: before) those that are as urgent."""
+        with self.changed:
+            order = next(self._order)
+            heapq.heappush(self._heap, (not transfer.urgent, -order if front else order, transfer))
+            self.changed.notify_all()
+
+    def promote(self, transfer: T) -> None:
+        """What has not begun of a forecast's transfer comes before all other forecasts."""
+        with self.changed:
+            if transfer.waiting and not transfer.urgent:
+                transfer.urgent = True
+                self.submit(transfer)
+
+    def cancel(self, transfer: T) -> bool:
+        """Drop a transfer that has not begun. True if nothing of it was or will be moved."""
+        with self.changed:
+            if transfer.state is not State.QUEUED:
+                return False
+            transfer.state = State.CANCELLED
+            return True
+
+    def wait(self, transfer: T) -> None:
+        """Return when a transfer is over.
+
+        Raises:
+            BaseException: whatever it failed with.
+        """
+        transfer.wait()
+
+    def first(self) -> T | None:
+        """The next one, which stays in the queue as long as something of it is left; None: there is none."""
+        while self._heap:
+            later, _, transfer = self._heap[0]
+            if later != transfer.urgent and transfer.waiting:
+                return transfer
+            heapq.heappop(self._heap)  # it became urgent, and was queued again
+        return None
+
+    def take(self) -> T | None:
+        """Wait for the next one, and begin it; None: the queue is closed."""
+        with self.changed:
+            while (transfer := self.first()) is None:
+                if self._closed:
+                    return None
+                self.changed.wait()
+            transfer.begin()
+            return transfer
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self.changed:
+            self._heap.clear()
+
+    def close(self) -> None:
+        """Forget all; threads that take get None from now on."""
+        with self.changed:
+            self._closed = True
+            self.clear()
+            self.changed.notify_all()

@@ -1,0 +1,346 @@
+"""The links on a real CUDA device: bytes, order between streams, graph capture, and what the host does not wait for.
+
+The simulations in the modules beside this one try every order; here are the same rules on hardware.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime import CudaLink, offload
+from expertcast.runtime.engine.kernels import has_persistent_grouped_mm
+from expertcast.runtime.experimental.graph_decoder import GraphDecoder
+from expertcast.runtime.experimental.kernel_link import (
+    CarveOut,
+    DeviceResidency,
+    KernelLink,
+    KernelResidency,
+    Moves,
+    has_triton,
+)
+from expertcast.runtime.links.disk_cuda import CudaDiskLink
+from expertcast.runtime.links.driver import CudaDevice, Readback
+from expertcast.runtime.links.speed import link_speed
+from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.layout import PRECISIONS
+from expertcast.runtime.storage.packed import dequantise, dequantise_plain
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.links import kernel_script
+from tests.runtime.links.cuda_helpers import LONG, MARKS, attached, cuda_model, holds, prompt
+
+pytestmark = MARKS
+
+
+def _attached(kind: str, folder: Path) -> tuple[CudaLink, ExpertStore, SlotPool]:
+    """A link to experts in page-locked memory, in pageable memory, or in a raw or coded file."""
+    if kind in ("pinned", "pageable"):
+        link = CudaLink(window=2)
+        store, pool = attached(link, pinned=kind == "pinned")
+        assert all(store.pinned_layers) is (kind == "pinned")
+        return link, store, pool
+    codec, _, places = kind.partition(" ")
+    link, view = CudaDiskLink(places=int(places) if places else None), find_moe_layers(cuda_model())
+    store = DiskStore(view, folder, codec=codec)
+    store.pack(view)
+    pool = SlotPool(store.layout, 12, torch.device("cuda"))
+    link.attach(store, pool)
+    assert link._memory is not None
+    assert link._memory.pinned
+    return link, store, pool
+
+
+@pytest.mark.parametrize("kind", ["pinned", "pageable", "raw", "raw 1", "bitsplit", "bitsplit 1"])
+def test_every_block_arrives(kind: str, tmp_path: Path) -> None:
+    link, store, pool = _attached(kind, tmp_path)
+    for first in (0, 12):
+        copies = [link.submit(first + slot, slot, urgent=slot % 3 == 0) for slot in range(12)]
+        for copy in copies:
+            link.wait(copy)
+        assert all(holds(pool, store, slot, first + slot) for slot in range(12))
+        link.mark_read(list(range(12)))
+    link.synchronize()
+    assert link.copies == 24
+    assert link.bytes_moved == 24 * store.layout.block_bytes
+    assert link.busy_s > 0
+    assert link_speed(link, store).rate > 0
+    link.close()
+
+
+@pytest.mark.parametrize(("kind", "marked"), [("pinned", True), ("pinned", False), ("raw", True), ("bitsplit", True)])
+def test_a_slot_is_not_overwritten_while_it_is_read(kind: str, marked: bool, tmp_path: Path) -> None:
+    """Without the mark it is: the test can fail."""
+    link, store, pool = _attached(kind, tmp_path)
+    link.wait(link.submit(0, 0, urgent=True))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    read = pool.block(0).clone()
+    if marked:
+        link.mark_read([0])
+    copy = link.submit(9, 0, urgent=True)
+    link.wait(copy)
+    assert torch.equal(read.cpu(), store.block(0 if marked else 9))
+    assert holds(pool, store, 0, 9)
+    link.close()
+
+
+@pytest.mark.parametrize("codec", ["raw", "bitsplit"])
+@pytest.mark.parametrize("fields", [{"slots": 5}, {"cache": False}, {"predictor": "next_norm", "slots": 9}])
+def test_same_bits_from_a_file(codec: str, fields: dict[str, object], tmp_path: Path) -> None:
+    model = cuda_model()
+    before = greedy(model, prompt(1, 2, 3))
+    with offload(model, store="disk", codec=codec, store_folder=tmp_path, **fields) as offloaded:  # type: ignore[arg-type]
+        assert isinstance(offloaded.link, CudaDiskLink)
+        assert_same(greedy(offloaded, prompt(1, 2, 3)), before)
+    assert_same(greedy(model, prompt(1, 2, 3)), before)
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_compute_waits_for_the_copy_and_the_host_does_not(waited: bool) -> None:
+    link = CudaLink()
+    store, pool = attached(link)
+    with torch.cuda.stream(link._stream):
+        torch.cuda._sleep(LONG)
+    copy = link.submit(5, 0, urgent=True)
+    if waited:
+        link.wait(copy)
+    read = pool.block(0).clone()
+    assert not link.poll(copy), "the host came here before the copy was done"
+    expected = store.block(5) if waited else torch.zeros_like(store.block(5))
+    assert torch.equal(read.cpu(), expected)
+    link.close()
+
+
+def test_compute_on_another_stream() -> None:
+    link = CudaLink()
+    store, pool = attached(link)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for key in range(20):
+            link.wait(link.submit(key, 0, urgent=True))
+            torch.cuda._sleep(100_000)
+            read = pool.block(0).clone()
+            link.mark_read([0])
+            assert torch.equal(read.cpu(), store.block(key))
+    link.close()
+
+
+def test_queued_forecasts_can_be_dropped_and_overtaken() -> None:
+    link = CudaLink(window=1)
+    store, pool = attached(link)
+    with torch.cuda.stream(link._stream):
+        torch.cuda._sleep(LONG)
+    copies = [link.submit(key, key, urgent=False) for key in range(4)]
+    assert [copy.started for copy in copies] == [True, False, False, False]
+    assert link.cancel(copies[1])
+    urgent = link.submit(20, 8, urgent=True)
+    link.promote(copies[3])
+    for copy in (copies[0], urgent, copies[3]):
+        link.wait(copy)
+    torch.cuda.synchronize()
+    link.progress()
+    assert copies[2].started
+    link.synchronize()
+    assert link.copies == 4
+    assert [holds(pool, store, slot, key) for slot, key in ((0, 0), (2, 2), (3, 3), (8, 20))] == [True] * 4
+    assert not pool.block(1).any()
+    link.close()
+
+
+def test_copies_are_on_the_recorders_clock() -> None:
+    link, recorder = CudaLink(), Recorder("cuda")
+    link.observer = recorder
+    attached(link)
+    recorder.step_start()
+    for key in range(6):
+        link.wait(link.submit(key, key, urgent=True))
+    torch.cuda._sleep(1000)
+    recorder.step_end()
+    link.synchronize()
+    (step,) = recorder.spans()
+    spans = recorder.copies()
+    assert [span.key for span in spans] == list(range(6))
+    assert all(step.start <= span.start < span.end <= step.end for span in spans)
+    assert sum(span.seconds for span in spans) == pytest.approx(link.busy_s, abs=1e-4)
+    link.close()
+
+
+class TestReadback:
+    def test_values_of_a_late_kernel(self) -> None:
+        readback = Readback(CudaDevice(torch.device("cuda")))
+        ids_TK = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
+        torch.cuda._sleep(LONG)
+        ids_TK.copy_(torch.arange(8, device="cuda").view(2, 4))
+        pending = readback.start(ids_TK)
+        torch.cuda._sleep(10 * LONG)  # later kernels are not waited for
+        running = torch.cuda.Event()
+        running.record()
+        assert pending.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert not running.query()
+
+    def test_more_than_the_ring_holds(self) -> None:
+        readback = Readback(CudaDevice(torch.device("cuda")))
+        pending = [readback.start(torch.full((1 + step % 5, 8), step, device="cuda")) for step in range(100)]
+        large = torch.arange(9000, device="cuda").view(-1, 9)
+        assert readback.start(large).tolist() == large.tolist()
+        for step, entry in enumerate(pending):
+            assert entry.tolist() == [[step] * 8] * (1 + step % 5)
+
+
+# Packed copies on a CUDA device: moved by the real link, expanded by real kernels
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
+def test_the_devices_weights_are_the_hosts(precision: str, bits: int) -> None:
+    """Products of 4 or 2 bits and a half-precision scale are exact; one of 8 bits is rounded once, or twice."""
+    store, _ = attached(CudaLink())
+    store.add_copies((precision,))
+    packed = store.copies(precision)
+    rows = packed.block(3)[: packed.layout.rows_nbytes].view(packed.layout.rows, -1)
+    found, expected = dequantise_plain(rows.cuda(), bits).cpu(), dequantise(rows, bits)
+    torch.testing.assert_close(found, expected, rtol=1e-6 if bits == 8 else 0, atol=1e-7 if bits == 8 else 0)
+
+
+def test_packed_copies_become_blocks_while_compute_is_behind() -> None:
+    """Expansions are launched at once and run when their copies have arrived; the next copy into a slot waits."""
+    link = CudaLink()
+    store, pool = attached(link)
+    store.add_copies(PRECISIONS)
+    assert all(packed.pinned for packed in store.packed.values())
+    torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
+    for slot, precision in enumerate(PRECISIONS):
+        copy = link.submit(5 + slot, slot, urgent=True, precision=precision)
+        link.wait(copy)
+        link.expand(copy)
+    seen = pool.block(0).clone()
+    link.mark_read([0])
+    link.wait(link.submit(20, 0, urgent=True))
+    torch.cuda.synchronize()
+    assert torch.equal(pool.block(0).cpu(), store.block(20))
+    blocks = [seen.cpu(), pool.block(1).cpu(), pool.block(2).cpu()]
+    for slot, (precision, block) in enumerate(zip(PRECISIONS, blocks, strict=True)):
+        expected = torch.zeros_like(block)
+        packed = store.copies(precision)
+        packed.layout.expand(packed.block(5 + slot), expected)
+        for name, view in store.layout.views(block).items():
+            torch.testing.assert_close(view, store.layout.views(expected)[name])
+    link.close()
+
+
+# The device-side link
+
+
+def _moves(*pairs: tuple[int, int]) -> Moves:
+    """(key, slot) of each copy."""
+    numbers = torch.tensor(pairs, device="cuda").t().contiguous()
+    return Moves(numbers[0], numbers[1], torch.ones(len(pairs), dtype=torch.bool, device="cuda"))
+
+
+@pytest.mark.skipif(not has_triton(), reason="no triton")
+class TestKernelLink:
+    @pytest.mark.parametrize("slots", [4, 6, 9, 24])
+    def test_table_kernel_is_torchs(self, slots: int) -> None:
+        kernel_script.compare_tables(slots, slots=slots, device="cuda")
+
+    @pytest.mark.parametrize("slots", [500, 1536, 6144])
+    def test_table_kernel_at_real_sizes(self, slots: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(slots)
+        shape = {"layers": 48, "experts": 128, "slots": slots, "device": torch.device("cuda")}
+        tables = DeviceResidency(**shape), KernelResidency(**shape)  # type: ignore[arg-type]
+        for step in range(3 * 48):
+            ids_TK = torch.rand(1, 128, generator=generator, device="cuda").topk(8).indices
+            expected, got = (table.bring(step % 48, ids_TK) for table in tables)
+            assert torch.equal(got.moved_N, expected.moved_N)
+            assert torch.equal(got.slots_N[got.moved_N], expected.slots_N[got.moved_N])
+        assert torch.equal(tables[0].counts, tables[1].counts)
+        assert torch.equal(tables[0].slot_of[:-1], tables[1].slot_of[:-1])
+
+    def test_every_block_arrives(self) -> None:
+        link = KernelLink()
+        store, pool = attached(link)
+        link.move(_moves(*((key, key) for key in range(12))))
+        link.join(link.ticket())
+        assert all(holds(pool, store, slot, slot) for slot in range(12))
+        link.close()
+        assert link.busy_s > 0
+
+    def test_pageable_memory_is_refused(self) -> None:
+        with pytest.raises(ExpertcastError, match="page-locked memory only"):
+            attached(KernelLink(), pinned=False)
+
+    def test_a_slot_is_not_overwritten_while_it_is_read(self) -> None:
+        link = KernelLink()
+        store, pool = attached(link)
+        link.move(_moves((0, 0)))
+        link.join(link.ticket())
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LONG)
+        read = pool.block(0).clone()
+        link.move(_moves((9, 0)))
+        assert torch.equal(read.cpu(), store.block(0))
+        link.join(link.ticket())
+        assert holds(pool, store, 0, 9)
+        link.close()
+
+    @pytest.mark.parametrize("joined", [True, False])
+    def test_compute_waits_for_the_copy(self, joined: bool) -> None:
+        link = KernelLink()
+        store, pool = attached(link)
+        assert link._stream is not None
+        link.move(_moves((6, 1)))  # compiles the kernel, which takes longer than the other stream sleeps
+        link.synchronize()
+        with torch.cuda.stream(link._stream):
+            torch.cuda._sleep(LONG)
+        link.move(_moves((5, 0)))
+        if joined:
+            link.join(link.ticket())
+        read = pool.block(0).clone()
+        assert torch.equal(read.cpu(), store.block(5) if joined else torch.zeros_like(store.block(5)))
+        link.close()
+
+    @pytest.mark.parametrize("rows", [8, 2000])
+    def test_what_is_left_to_copies_changes_no_bit(self, rows: int) -> None:
+        """Rows of 8 experts: a decode step's, and a prefill's with the large tile."""
+        weight = torch.randn(8, 512, 1024, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        if not has_persistent_grouped_mm(weight):
+            pytest.skip("grouped_mm is not one persistent kernel here")
+        hidden = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+        ends = (torch.arange(1, 9, dtype=torch.int32, device="cuda") * rows) // 8
+        plain = torch._grouped_mm(hidden, weight, offs=ends)
+        with CarveOut(16):
+            assert torch.equal(torch._grouped_mm(hidden, weight, offs=ends), plain)
+
+    @pytest.mark.parametrize("slots", [12, 40])
+    @pytest.mark.parametrize("predictor", [None, "next_norm"])
+    @pytest.mark.parametrize("mode", ["exact", "speculate"])
+    def test_a_graphs_steps_have_the_bits_of_eager_ones(self, slots: int, predictor: str | None, mode: str) -> None:
+        if predictor is None and mode == "speculate":
+            pytest.skip("nothing to execute")
+        model = cuda_model("mixtral" if slots == 12 else "qwen3_moe")
+        ids = prompt(3, 4, 5)["input_ids"]
+        logits = []
+        for captured in (False, True):
+            with offload(model, link="kernel", slots=slots, predictor=predictor, mode=mode) as offloaded:
+                decoder = GraphDecoder(offloaded, 64, capture=captured)
+                decoder.start(ids)
+                logits.append([decoder.step().clone() for _ in range(40)])
+                assert (decoder._graph is not None) is captured
+                requests = offloaded.stats.total.requests
+                assert requests >= 40 * len(offloaded.view) * offloaded.view.shape.top_k
+        assert all(torch.equal(own, other) for own, other in zip(*logits, strict=True))
+
+    def test_graph_and_eager_forwards_take_turns(self) -> None:
+        model = cuda_model()
+        inputs = prompt(3, 4, 5)
+        with offload(model, link="kernel", slots=9, predictor="next_norm") as offloaded:
+            decoder = GraphDecoder(offloaded, 40)
+            expected = decoder.generate(inputs["input_ids"], 20)
+            offloaded.generate(**prompt(9, 8, 7, 6), max_new_tokens=5, do_sample=False)
+            assert torch.equal(decoder.generate(inputs["input_ids"], 20), expected)
