@@ -10,12 +10,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collect import ActivationStream, plan_stand_in, try_early
+from expertcast.data.capture import ActivationStream, EarlyRun, try_early
 from expertcast.data.early import EarlyAttention
 from expertcast.data.experts import Offload, experts_of, model_of
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tokens, make_plan
 from expertcast.data.processes import documents_of, join_ranks, sum_over_ranks
+from expertcast.data.stand_in import fit_stand_in
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.baselines import DefaultVectors
@@ -49,9 +50,10 @@ class OnlineTraces(TraceSource):
         self.model = model_of(model)
         experts = experts_of(self.model)
         self.view = experts.view
-        plan = make_plan(documents, tokenizer, options, **fields)
-        self.plan = plan.in_batches(experts.windows(plan.options.window))
+        self.plan = make_plan(documents, tokenizer, options, **fields)
         self.documents = self.plan.documents
+        self._windows = self.plan.options.batch_size or experts.windows(self.plan.options.window)
+        """Per forward."""
         self._buffer_tokens = buffer_tokens
         account = self.plan.account(self.view)
         identity = hashlib.sha256(f"{account['fingerprint']} {self.plan.digest}".encode())
@@ -77,7 +79,10 @@ class OnlineTraces(TraceSource):
     def stand_in(self) -> StandIn | None:  # type: ignore[override]
         """What early attention runs on: a pass over a part of the train split, at the first use. None where it is
         left out, or no layer can be run early. Every rank fits the same one."""
-        return None if self._early is None else plan_stand_in(self.model, self.view, self.plan)
+        if self._early is None:
+            return None
+        rank = self.plan.options.early_rank or 0
+        return fit_stand_in(self.model, self.view, self.plan.windows["train"], rank=rank, batch_size=self._windows)
 
     @cached_property
     def _early(self) -> EarlyAttention | None:
@@ -96,11 +101,10 @@ class OnlineTraces(TraceSource):
     ) -> ActivationStream:
         whole = ((window, window.token_ids) for window in self.plan.windows_of(documents))
         windows = [Window(window.document, window.start, ids) for window, ids in first_tokens(whole, limit)]
-        early, stand_in = (self._early, self.stand_in) if means is None else (None, None)
-        return ActivationStream(
-            self.model, self.view, windows, batch_size=self.plan.options.batch_size, means=means, stand_in=stand_in,
-            early=early,
-        )  # fmt: skip
+        early = None
+        if means is None and self._early is not None and self.stand_in is not None:
+            early = EarlyRun(self._early, self.stand_in.to(self.model.device), dict(self._early.refused))
+        return ActivationStream(self.model, self.view, windows, batch_size=self._windows, means=means, early=early)
 
 
 def _with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:

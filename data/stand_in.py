@@ -257,9 +257,17 @@ class KeptOutputs:
         self._folder = folder
 
     @staticmethod
-    def nbytes(view: MoEView, tokens: int, batches: int, itemsize: int) -> int:
-        """Of all files but for their headers, for `tokens` in so many `batches` of a model whose numbers take
-        `itemsize` bytes."""
+    def nbytes(view: MoEView, windows: Sequence[Window], batch_size: int, itemsize: int) -> int:
+        """Of all files but for their headers.
+
+        Args:
+            view: the model's MoE layers.
+            windows: of which :func:`fit_stand_in` runs the first ones.
+            batch_size: windows per forward.
+            itemsize: bytes of one of the model's numbers.
+        """
+        windows = first_windows(windows, TOKENS)
+        tokens, batches = sum(len(window.token_ids) for window in windows), -(-len(windows) // batch_size)
         sums = sum(layer.num_experts * (4 * inner_width(layer) + 8) for layer in view)
         return tokens * view.shape.layers * view.shape.hidden * itemsize + batches * sums
 
@@ -308,8 +316,6 @@ def _identity(batch: WindowBatch) -> str:
     return digest(torch.stack([part.long() for part in parts]).numpy().data)
 
 
-RANK = 8
-"""Directions per layer."""
 TOKENS = 32_768
 """Tokens that maps are fitted on."""
 DIRECTION_TOKENS = 1024
@@ -318,7 +324,7 @@ own before."""
 
 
 def fit_stand_in(
-    model: PreTrainedModel, view: MoEView, windows: Sequence[Window], *, rank: int = RANK, batch_size: int = WINDOWS,
+    model: PreTrainedModel, view: MoEView, windows: Sequence[Window], *, rank: int, batch_size: int = WINDOWS,
     keep: KeptOutputs | None = None,
 ) -> StandIn:  # fmt: skip
     """The stand-in of a model's MoE layers, on the CPU.
@@ -326,7 +332,7 @@ def fit_stand_in(
     Args:
         model: is run over the windows.
         view: its MoE layers.
-        windows: of the train split, some :data:`TOKENS` of them.
+        windows: of the train split; the first :data:`TOKENS` tokens or so are run.
         rank: R; 0 leaves the experts' means.
         batch_size: windows per forward.
         keep: gets what the experts put out; None keeps nothing.
@@ -337,7 +343,7 @@ def fit_stand_in(
     hidden = view.shape.hidden
     if not 0 <= rank <= min(hidden, MOST_RANK):
         raise ExpertcastError(f"rank={rank}: give 0 to {min(hidden, MOST_RANK)} directions")
-    device = next(view[0].router.parameters()).device
+    windows, device = first_windows(windows, TOKENS), next(view[0].router.parameters()).device
     stand_in = StandIn(view.shape, rank, device)
     sums = [ExpertSums(layer, rank) for layer in view]
     experts = experts_of(model, view)

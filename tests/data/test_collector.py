@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collect import ActivationStream, collect
+from expertcast.data.capture import ActivationStream
+from expertcast.data.collect import collect
 from expertcast.data.experts import ResidentExperts
 from expertcast.data.means import MeanOutputs
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers

@@ -18,7 +18,8 @@ from expertcast.cli import main
 from expertcast.commands.predictors import evaluated
 from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collect import ActivationStream, collect, try_early
+from expertcast.data.capture import ActivationStream, EarlyRun, try_early
+from expertcast.data.collect import collect
 from expertcast.data.models import load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.online import OnlineTraces
@@ -227,8 +228,8 @@ def test_a_layer_that_it_stops_at_ends_a_run(model: PreTrainedModel, parts: tupl
     view, plan = find_moe_layers(model), make_plan(parts[1], parts[0], **SETTINGS)
     early_attention, _ = try_early(model, view, plan)
     assert early_attention is not None
-    stand_in, windows = StandIn(view.shape, 0), plan.windows_of(plan.documents)
-    batches = iter(ActivationStream(model, view, windows, stand_in=stand_in, early=early_attention))
+    early_run = EarlyRun(early_attention, StandIn(view.shape, 0), dict(early_attention.refused))
+    batches = iter(ActivationStream(model, view, plan.windows_of(plan.documents), early=early_run))
     next(batches)
     early_attention.refused[2] = "its cache cannot be read"
     with pytest.raises(

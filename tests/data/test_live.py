@@ -236,8 +236,8 @@ def test_requests_larger_than_the_buffer_are_kept_until_there_are_three(tmp_path
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda folder: (folder / "notes.txt").write_text("mine"), "is not empty and holds no traces: name another"),
-        (lambda folder: _write(folder, window=16), "was begun with window=16, now it is 32: name another folder"),
+        (lambda folder: (folder / "notes.txt").write_text("mine"), "is not empty and holds no traces of ours"),
+        (lambda folder: _write(folder, window=16), "was begun with window=16, now it is 32: give"),
     ],
 )
 def test_what_is_not_ours_is_left_alone(spoil: object, said: str, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_traces_of_collect_are_not_gone_on_with(
     reference_traces: TraceDataset, reference_model: PreTrainedModel, tmp_path: Path
 ) -> None:
     options = LiveOptions(tokens=100)
-    with pytest.raises(ExpertcastError, match="holds traces that expertcast collect wrote: name another folder"):
+    with pytest.raises(ExpertcastError, match="was begun with window=256, now it is 1024"):
         LiveTraces(
             reference_traces.folder, reference_traces.view, options, config={}, logits=torch.bfloat16, dtype="bfloat16"
         )

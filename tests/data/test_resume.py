@@ -73,7 +73,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     with pytest.raises(ExpertcastError, match="not finished"):
         TraceDataset.open(killed)
     fitting_s = json.loads((killed / layout.TRACE_FILE).read_text())["collection_s"]
-    committed_s = merged_progress(killed, [MeanOutputs(find_moe_layers(reference_model))]).seconds
+    committed_s = merged_progress(killed, [MeanOutputs(find_moe_layers(reference_model))])["seconds"]
     # what a kill between writing a shard and committing it leaves behind: it must not be counted
     done = sorted(killed.glob("data-*.arrow"))
     (killed / layout.shard_file(0, len(done) + 3)).write_bytes(done[0].read_bytes())
