@@ -135,7 +135,9 @@ def claim(
     if found is not None:
         check_settings(folder, found, new, may_change)
         return found
-    ours = (layout.SKELETON_FOLDER, layout.TRACE_FILE + layout.PARTIAL)
+    # what a kill before the first trace.json leaves
+    ours = {layout.SKELETON_FOLDER, layout.shard_file(0, 0)}
+    ours |= {name + layout.PARTIAL for name in (layout.TRACE_FILE, layout.shard_file(0, 0))}
     if folder.exists() and any(path.name not in ours for path in folder.iterdir()):
         raise ExpertcastError(f"{folder} is not empty and holds no traces of ours: give a new or an empty folder")
     save_skeleton(view, config, folder / layout.SKELETON_FOLDER)
