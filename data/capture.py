@@ -104,7 +104,7 @@ class ActivationStream:
 
         Args:
             batch: is run.
-            outputs: answers for routed experts where it can; None: they run.
+            outputs: answers for routed experts; None: they run.
 
         Raises:
             ExpertcastError: a router goes by more than the logits that are kept of it, or early attention stopped at a
@@ -135,7 +135,7 @@ class Capture:
     Args:
         stream: what is run, and how.
         mask_BS: where the windows' real tokens are, T of them.
-        outputs: answers for routed experts where it can; None: they run.
+        outputs: answers for routed experts; None: they run.
     """
 
     def __init__(self, stream: ActivationStream, mask_BS: Tensor, outputs: Outputs | None) -> None:
@@ -211,11 +211,12 @@ class LayerCapture(ShownExperts):
     def run(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         layer, index = self.layer, self.layer.index
         means = self._capture.means if adds_experts(layer) else None
-        kept = None if self._capture.outputs is None else self._capture.outputs.read(layer, hidden_TD)
-        if kept is None:
+        outputs = self._capture.outputs
+        if outputs is None:
             inner = None if means is None else partial(means.add_experts, index)
             output_TD = self._experts.run(layer, hidden_TD, ids_TK, weights_TK, inner)
         else:
+            kept = outputs.read(layer, hidden_TD)
             output_TD = kept.output_TD
             if means is not None:
                 every_E = torch.arange(layer.num_experts, device=kept.count_E.device)

@@ -128,8 +128,7 @@ def _run(stream: ActivationStream, plan: Plan, share: Share, writer: RankWriter,
         for number, (split, windows) in batches:
             batch = pad_windows(windows)
             stream.means = writer.means if split == "train" else None  # nothing a predictor knows is from held-out text
-            with kept.reading(number, batch) as outputs:
-                writer.append(stream.run(batch, outputs))
+            writer.append(stream.run(batch, kept.of(number, batch)))
             bar.update(len(batch))
     writer.commit()
 

@@ -92,9 +92,7 @@ class OnlineTraces(TraceSource):
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
         stream = _with_previous_tokens(self._stream(own, tokens))
-        if seed is None:
-            return rebatched(stream, batch_size)
-        return shuffled(stream, batch_size, capacity=self._buffer_tokens, seed=seed)
+        return rebatched(stream, batch_size, capacity=0 if seed is None else self._buffer_tokens, seed=seed)
 
     def _stream(
         self, documents: Sequence[PlannedDocument], limit: int | None, means: MeanOutputs | None = None
@@ -115,43 +113,32 @@ def _with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:
         before = batch[-1:]
 
 
-def rebatched(stream: Iterable[TraceBatch], batch_size: int) -> Iterator[TraceBatch]:
-    """The same tokens in the same order, `batch_size` at a time; the last batch may be smaller."""
-    held: list[TraceBatch] = []
-    for batch in stream:
-        held.append(batch)
-        if sum(map(len, held)) >= batch_size:
-            rows = TraceBatch.cat(held)
-            full = len(rows) - len(rows) % batch_size
-            yield from _cut(rows[:full], batch_size)
-            held = [rows[full:]] if full < len(rows) else []
-    if held:
-        yield TraceBatch.cat(held)
+def rebatched(
+    stream: Iterable[TraceBatch], batch_size: int, *, capacity: int = 0, seed: int | None = None
+) -> Iterator[TraceBatch]:
+    """Every token once, `batch_size` at a time; the last batch may be smaller.
 
-
-def shuffled(stream: Iterable[TraceBatch], batch_size: int, *, capacity: int, seed: int) -> Iterator[TraceBatch]:
-    """Every token once, `batch_size` at a time, mixed with its neighbours within about `capacity` tokens.
-
-    A buffer is filled to `capacity` tokens (two batches at least), shuffled in an order drawn from `seed`, and half of
-    it given out before it is filled again. The batches of `stream` may be of any size; the last one given out may be
-    smaller.
+    In the order of the stream, or with a `seed` mixed with its neighbours within about `capacity` tokens: a buffer is
+    filled to `capacity` tokens (two batches at least), shuffled in an order drawn from the seed, and half of it given
+    out before it is filled again. The batches of `stream` may be of any size.
     """
-    generator = torch.Generator().manual_seed(seed)
+    parts = 1 if seed is None else 2
+    generator = torch.Generator().manual_seed(seed or 0)
     held: list[TraceBatch] = []
 
-    def mixed() -> TraceBatch:
+    def buffer() -> TraceBatch:
         rows = TraceBatch.cat(held)
-        return rows[torch.randperm(len(rows), generator=generator)]
+        return rows if seed is None else rows[torch.randperm(len(rows), generator=generator)]
 
     for batch in stream:
         held.append(batch)
-        if sum(map(len, held)) >= max(capacity, 2 * batch_size):
-            rows = mixed()
-            out = len(rows) // 2 // batch_size * batch_size
+        if sum(map(len, held)) >= max(capacity, parts * batch_size):
+            rows = buffer()
+            out = len(rows) // parts // batch_size * batch_size
             yield from _cut(rows[:out], batch_size)
-            held = [rows[out:]]
+            held = [rows[out:]] if out < len(rows) else []
     if held:
-        yield from _cut(mixed(), batch_size)
+        yield from _cut(buffer(), batch_size)
 
 
 def _cut(rows: TraceBatch, batch_size: int) -> Iterator[TraceBatch]:
