@@ -174,6 +174,8 @@ class LiveTraces:
         self._splits = {document.hash: document.split for document in self.documents}
         self._held: list[LiveDocument] = []
         self._since = time.monotonic()
+        if self.documents:
+            self._publish()  # a kill may have left the files for `datasets` naming a shard that is gone
 
     @property
     def tokens(self) -> int:
@@ -227,17 +229,11 @@ class LiveTraces:
             self._writer.append(each.rows(index))
         self._held = []
         self._writer.commit()
-        self._publish(grows=True)
+        self._publish()
         return True
 
-    def close(self) -> None:
-        """Commit what is buffered, and name the digests of all files: nothing more will be written."""
-        self.commit()
-        if self.documents:
-            self._publish(grows=False)
-
-    def _publish(self, *, grows: bool) -> None:
-        publish(self.folder, self._info, self.documents, self._columns, self._writer.shards, grows=grows)
+    def _publish(self) -> None:
+        publish(self.folder, self._info, self.documents, self._columns, self._writer.shards)
 
     def _is_old(self) -> bool:
         return time.monotonic() - self._since >= self.options.commit_s

@@ -4,7 +4,7 @@
         trace.json                    model, fingerprint, documents with their split and domain, versions, and the
                                       digests of all other files, shards in the order of their rows
         data-00000-00000.arrow ...    one row per token; number of the writer, number of its shard
-        dataset_info.json state.json  for `datasets.load_from_disk`; not read here
+        dataset_info.json state.json  for `datasets.load_from_disk`; not read here, so without digests
         default_vectors.safetensors   means over the documents of the train split; not of a server's traffic
         stand_in.safetensors          the stand-in for early attention, where it ran
         skeleton/                     norms and routers of the model (:mod:`expertcast.data.skeleton`)
@@ -51,6 +51,7 @@ SKELETON_FOLDER = "skeleton"
 PROGRESS_FOLDER = "progress"
 DATASET_STATE_FILE = "state.json"
 DATASET_INFO_FILE = "dataset_info.json"
+FOR_DATASETS = (DATASET_INFO_FILE, DATASET_STATE_FILE)
 PARTIAL = ".partial"
 FORMAT = "expertcast-traces-4"
 TRAFFIC = "a server's traffic"
@@ -173,7 +174,7 @@ def write_dataset_files(folder: Path, columns: Columns, shards: list[str], mark:
         "_split": None,
     }
     features = {name: column.feature for name, column in columns.items()}
-    for name, content in ((DATASET_INFO_FILE, {"features": features}), (DATASET_STATE_FILE, state)):
+    for name, content in zip(FOR_DATASETS, ({"features": features}, state), strict=True):
         write_atomically(folder / name, json.dumps(content, indent=2).encode())
 
 

@@ -136,9 +136,8 @@ def claim(
         check_settings(folder, found, new, may_change)
         return found
     # what a kill before the first trace.json leaves
-    ours = {layout.SKELETON_FOLDER, layout.shard_file(0, 0)}
-    ours |= {name + layout.PARTIAL for name in (layout.TRACE_FILE, layout.shard_file(0, 0))}
-    if folder.exists() and any(path.name not in ours for path in folder.iterdir()):
+    begun = (layout.SKELETON_FOLDER, layout.TRACE_FILE, layout.shard_file(0, 0), *layout.FOR_DATASETS)
+    if folder.exists() and any(path.name.removesuffix(layout.PARTIAL) not in begun for path in folder.iterdir()):
         raise ExpertcastError(f"{folder} is not empty and holds no traces of ours: give a new or an empty folder")
     save_skeleton(view, config, folder / layout.SKELETON_FOLDER)
     return None
@@ -159,10 +158,9 @@ def check_settings(folder: Path, begun: TraceInfo, new: Json, may_change: Collec
 
 
 def publish(
-    folder: Path, info: Json, documents: Iterable[PlannedDocument], columns: Columns, shards: Mapping[str, str],
-    *, grows: bool = False,
-) -> None:  # fmt: skip
-    """Write trace.json of a dataset that can be read, and the files with which `datasets` reads it.
+    folder: Path, info: Json, documents: Iterable[PlannedDocument], columns: Columns, shards: Mapping[str, str]
+) -> None:
+    """Write trace.json of a dataset that can be read, after the files with which `datasets` reads it.
 
     Args:
         folder: of the dataset.
@@ -170,18 +168,12 @@ def publish(
         documents: in the order of their rows.
         columns: of the shards.
         shards: digest by name, in the order of their rows.
-        grows: more will be written: the files for `datasets` follow trace.json, which does not name their digests.
     """
-    names = [layout.DEFAULTS_FILE, layout.STAND_IN_FILE]
-    if not grows:
-        layout.write_dataset_files(folder, columns, list(shards), info["id"])
-        names += [layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE]
-    others = [path for name in names if (path := folder / name).exists()]
+    layout.write_dataset_files(folder, columns, list(shards), info["id"])
+    others = [path for name in (layout.DEFAULTS_FILE, layout.STAND_IN_FILE) if (path := folder / name).exists()]
     others += sorted((folder / layout.SKELETON_FOLDER).iterdir())
     files = {path.relative_to(folder).as_posix(): file_digest(path) for path in others}
     layout.write_info(folder, {**info, **counted(documents), "files": {**files, **shards}, "complete": True})
-    if grows:
-        layout.write_dataset_files(folder, columns, list(shards), info["id"])
 
 
 # What a collecting rank has committed

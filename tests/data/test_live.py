@@ -97,7 +97,7 @@ def test_in_a_lull_what_is_much_is_committed(tmp_path: Path) -> None:
 
 def test_a_prompt_stays_in_its_split_and_requests_are_cut(tmp_path: Path) -> None:
     made = writer(tmp_path / "traces", [*range(30), *range(30)])
-    made.close()
+    made.commit()
     splits: dict[str, set[str]] = {}
     for document in made.documents:
         splits.setdefault(document.hash, set()).add(document.split)
@@ -112,7 +112,7 @@ def test_no_more_tokens_than_wanted_by_one_writer_after_another(tmp_path: Path) 
     folder = tmp_path / "traces"
     for begin in (0, 20, 40):
         made = writer(folder, range(begin, begin + 20), tokens=500)
-        made.close()
+        made.commit()
     assert len(numbers(folder)) == 500
     assert made.left == 0
     assert writer(folder, tokens=600).left == 100, "another time more may be wanted"
@@ -152,7 +152,7 @@ def test_what_was_committed_is_there_after_kills(tmp_path: Path) -> None:
     opened = {name: (folder / name).open() for name in (layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE)}
     before_of = {name: (folder / name).read_text() for name in opened}
     made.add(request(10_000))
-    made.close()
+    made.commit()
     assert len(numbers(folder)) == seen + 3
     assert (folder / layout.DATASET_STATE_FILE).read_text() != before_of[layout.DATASET_STATE_FILE]
     for name, file in opened.items():
@@ -188,7 +188,7 @@ def test_a_conversation_is_in_the_same_split_in_any_order(tmp_path: Path) -> Non
     found = []
     for name, order in (("rising", range(3, 33)), ("falling", range(32, 2, -1))):
         made = writer(tmp_path / name, order, shard_bytes=10**6)
-        made.close()
+        made.commit()
         found.append({document.hash: document.split for document in made.documents})
     assert found[0] == found[1]
 
@@ -198,7 +198,7 @@ def test_requests_larger_than_the_buffer_are_kept_until_there_are_three(tmp_path
 
 
 def _flip(folder: Path) -> None:
-    writer(folder, range(5)).close()
+    writer(folder, range(5)).commit()
     shard = next(folder.glob("data-*"))
     content = bytearray(shard.read_bytes())
     content[-200] ^= 1
@@ -209,7 +209,7 @@ def _flip(folder: Path) -> None:
     ("spoil", "said"),
     [
         (lambda folder: (folder / "notes.txt").write_text("mine"), "is not empty and holds no traces of ours"),
-        (lambda folder: writer(folder, range(5), window=16).close(), "was begun with window=16, now it is 32: give"),
+        (lambda folder: writer(folder, range(5), window=16).commit(), "was begun with window=16, now it is 32: give"),
         (_flip, "was changed after it was written"),
     ],
 )

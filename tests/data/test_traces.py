@@ -166,8 +166,6 @@ WRONG: dict[type, tuple[Any, ...]] = {
     type(None): (),
 }
 """Values that are none of what a member may be, by the kind of what it is."""
-UNREAD = (layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE)
-"""Files that `datasets` reads: here they are only verified."""
 OPTIONAL = ("collection_s", "experts_fingerprint")
 EITHER = (("seed", -1), ("seed", 10**30), ("git_revision", None))
 
@@ -217,7 +215,7 @@ def test_every_member_of_trace_json_is_checked(traces: Path, expected: list[Any]
         if place == (SEAL,) or (place[0] == "versions" and outer):
             continue
         named = last if isinstance(last, str) and place[0] not in ("columns", "files") else ""
-        if named not in OPTIONAL and last not in UNREAD:
+        if named not in OPTIONAL:
             missing = said(lambda holder, last=last: holder.pop(last), outer)
             assert f"{named} is missing" in missing or not named
         for wrong in () if place[0] == "versions" else WRONG[type(at(json.loads(original), place))]:
@@ -229,30 +227,33 @@ def test_every_member_of_trace_json_is_checked(traces: Path, expected: list[Any]
 
 def test_no_byte_of_any_file_can_change_unnoticed(traces: Path, expected: list[Any]) -> None:
     draw = random.Random(0)
-    files = sorted(path for path in traces.rglob("*") if path.is_file())
-    assert {path.relative_to(traces).as_posix() for path in files} == {*read_files(traces), "trace.json"}
+    files = read_files(traces)
+    assert {path for path in traces.rglob("*") if path.is_file()} - {*files} == {
+        *map(traces.joinpath, layout.FOR_DATASETS)
+    }
     for path in files:
         original = path.read_bytes()
         for place in [draw.randrange(min(len(original), 1000)), *(draw.randrange(len(original)) for _ in range(3))]:
             changed = bytearray(original)
             changed[place] ^= 1 << draw.randrange(8)
             path.write_bytes(changed)
-            assert line(traces, expected) is not None or path.name in UNREAD, (path, place)
+            assert line(traces, expected) is not None, (path, place)
             with pytest.raises(ExpertcastError):
                 TraceDataset.open(traces).verify()
         path.write_bytes(original)
     assert line(traces, expected) is None
 
 
-def read_files(folder: Path) -> dict[str, str]:
+def read_files(folder: Path) -> list[Path]:
+    """Those that a reader looks at."""
     info = read_info(folder)
     assert info is not None
-    return info["files"]
+    return sorted(folder / name for name in (*info["files"], "trace.json"))
 
 
 @pytest.mark.parametrize("kind", ["cut", "empty", "longer", "other", "gone", "folder"])
 def test_files_that_are_cut_or_other_files(kind: str, traces: Path, expected: list[Any]) -> None:
-    files = sorted(path for path in traces.rglob("*") if path.is_file())
+    files = read_files(traces)
     for path, other in zip(files, [*files[1:], files[0]], strict=True):
         original, others = path.read_bytes(), other.read_bytes()
         path.unlink()
@@ -261,7 +262,7 @@ def test_files_that_are_cut_or_other_files(kind: str, traces: Path, expected: li
         elif kind != "gone":
             half = original[: len(original) // 2]
             path.write_bytes({"cut": half, "empty": b"", "longer": original + bytes(8), "other": others}[kind])
-        assert line(traces, expected) is not None or path.name in UNREAD, path
+        assert line(traces, expected) is not None, path
         if kind == "folder":
             path.rmdir()
         path.write_bytes(original)
@@ -337,12 +338,13 @@ def test_a_shard_is_read_for_its_digest_once_and_when_it_is_used(traces: Path, m
 @pytest.mark.parametrize("kind", IRREGULAR)
 def test_what_is_no_file(kind: str, traces: Path, expected: list[Any]) -> None:
     """In the place of any file."""
-    for path in sorted(path for path in traces.rglob("*") if path.is_file() and path.suffix != ".md"):
+    for path in read_files(traces):
         content_of = path.read_bytes()
         put(kind, path)
         with in_seconds(20):
             said = line(traces, expected)
-        assert path.name in UNREAD or (said is not None and path.name in said), path
+        assert said is not None, path
+        assert path.name in said, path
         path.rmdir() if kind == "folder" else path.unlink()
         path.write_bytes(content_of)
 

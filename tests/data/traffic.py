@@ -44,7 +44,7 @@ def as_traffic(traces: TraceDataset, model: PreTrainedModel, folder: Path, *, kn
                 logits_TLE=rows.logits_TLE,
             )
         )  # fmt: skip
-    made.close()
+    made.commit()
     return TraceDataset.open(folder)
 
 
