@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,6 +149,8 @@ def test_what_was_committed_is_there_after_kills(tmp_path: Path) -> None:
     assert seen > 500
     made, info = writer(folder), read_info(folder)
     assert info is not None
+    state = json.loads((folder / layout.DATASET_STATE_FILE).read_text())
+    assert [file["filename"] for file in state["_data_files"]] == shard_names(info)
     assert {path.name for path in folder.glob("data-*")} == {*shard_names(info)}
     opened = {name: (folder / name).open() for name in (layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE)}
     before_of = {name: (folder / name).read_text() for name in opened}
