@@ -1,13 +1,8 @@
-"""Traces of a few hundred tokens in two shards, small enough to be damaged in hundreds of ways.
-
-python -m tests.data.small_traces FOLDER SETTINGS collects from the reference model until it is killed.
-"""
+"""Traces of a few hundred tokens in two shards, small enough to be damaged in hundreds of ways."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +10,6 @@ import pytest
 import torch
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collect import collect
-from expertcast.data.models import load_model, load_tokenizer
-from expertcast.data.text import load_documents
 from expertcast.data.trace_format import tensors_digest
 from expertcast.data.traces import TraceDataset
 
@@ -55,10 +47,3 @@ class Crash:
             raise KeyboardInterrupt
         self.left -= 1
         self._replace(source, target)
-
-
-if __name__ == "__main__":
-    collect(
-        load_model("reference"), load_tokenizer("reference"), load_documents("reference"), sys.argv[1],
-        **json.loads(sys.argv[2]),
-    )  # fmt: skip

@@ -25,7 +25,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.plan import Window
 from expertcast.data.stand_in import PRIOR_TOKENS, KeptOutputs, fit_stand_in, largest
 from expertcast.data.taps import RouterTaps
-from expertcast.data.text import Document, load_documents
+from expertcast.data.text import Document
 from expertcast.predictors import ExpertcastError, MoEView
 from tests.families.models import tiny_model
 
@@ -148,11 +148,6 @@ def test_the_model_is_left_as_it_was_and_odd_ranks_are_refused() -> None:
 
 
 SETTINGS: dict[str, Any] = {"tokens": 600, "window": 32, "batch_size": 4, "early_rank": 2}
-
-
-@pytest.fixture(scope="module")
-def text() -> list[Document]:
-    return load_documents("reference")[:80]
 
 
 @pytest.fixture
