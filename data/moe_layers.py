@@ -206,7 +206,7 @@ def probe(model: PreTrainedModel, blocks: Sequence[Probed]) -> list[Probed]:
     # than attention may not take one, and positions may be worked out from values
     positions = torch.arange(2, device=device)[None]
     masked: dict[str, object] = {"attention_mask": ready}
-    attempts = (masked, {}, {**masked, "position_ids": positions})
+    attempts: list[dict[str, object]] = [masked, {}, {**masked, "position_ids": positions}]
     errors: list[Exception] = []
     for attempt in attempts:
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -291,7 +291,7 @@ class BatchReader:
     """Reads the file of a batch, layer by layer."""
 
     def __init__(self, path: Path) -> None:
-        self._file = safe_open(path, framework="pt")
+        self._file: Any = safe_open(path, framework="pt")
 
     def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
         names = (f"{layer.index}.{field.name}" for field in fields(LayerOutput))
