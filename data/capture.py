@@ -1,4 +1,4 @@
-"""What one forward of a model shows of its MoE layers: residuals, logits, and sums of what experts put out.
+"""A running model as batches of traces: residuals, logits, early attention, and sums of what experts put out.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
 Hooks are attached for one forward at a time and only look (they return None): between batches, and after an error, the
@@ -7,7 +7,9 @@ model is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,88 +18,176 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.batch import RouterCall
-from expertcast.data.early import EarlyAttention
-from expertcast.data.experts import Experts, ShownExperts, experts_of, shown
+from expertcast.data.batch import RouterCall, TraceBatch
+from expertcast.data.early import EarlyAttention, told
+from expertcast.data.experts import WINDOWS, Experts, ShownExperts, experts_of, run_windows, shown
 from expertcast.data.means import MeanOutputs, adds_block, adds_experts
-from expertcast.data.stand_in import Outputs
+from expertcast.data.plan import Plan, Window, WindowBatch, pad_windows, window_batches
+from expertcast.data.processes import training_share
+from expertcast.data.stand_in import NoExperts, Outputs
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors.early_attention import StandIn
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, RuleCheck
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyRun:
-    """Early attention, and what it runs on."""
+    """Early attention over a text."""
 
     attention: EarlyAttention
     stand_in: StandIn
+    """What it runs on."""
+    refused: Mapping[int, str] | None = None
+    """Layers that it refused when it was tried, and may refuse alone from then on; None while it is tried."""
+
+    def check(self) -> None:
+        """
+        Raises:
+            ExpertcastError: it has stopped at another layer since.
+        """
+        if self.refused is None:
+            return
+        found = {layer: why for layer, why in self.attention.refused.items() if layer not in self.refused}
+        if found:
+            raise ExpertcastError(
+                f"early attention stopped half-way at {'; '.join(told(found))}: run the text anew without it "
+                "(--early-rank none)"
+            )
 
 
-class Capture:
-    """Captures one forward over windows: fills `residual_TLD` and `logits_TLE`, and adds to `means`.
+class ActivationStream:
+    """Iterates TraceBatch over windows, in order, from a running model; nothing is stored.
 
     Args:
+        model: is run, in eval mode; its own mode comes back afterwards. It may be offloaded.
         view: the model's MoE layers.
-        mask_BS: where the windows' real tokens are, T of them.
-        means: where to add what experts put out; None leaves it out.
-        check: asks each router once whether it goes by its logits.
-        residual_dtype: what residuals are rounded to.
-        early: fills `early_TLD`; None leaves it None.
-        outputs: answers for routed experts where it can; None: they run.
+        windows: what iteration runs over, in order.
+        batch_size: windows per forward.
+        means: where to add expert outputs, for default vectors; None leaves them out.
+        early: runs early attention; None leaves it out.
+        residual_dtype: what residuals are rounded to; traces hold bf16.
+
+    Raises:
+        ExpertcastError: `batch_size` under 1, or a window longer than the model's context.
     """
 
     def __init__(
         self,
+        model: PreTrainedModel,
         view: MoEView,
-        mask_BS: Tensor,
+        windows: Sequence[Window],
         *,
-        means: MeanOutputs | None,
-        check: RuleCheck,
-        residual_dtype: torch.dtype,
+        batch_size: int = WINDOWS,
+        means: MeanOutputs | None = None,
         early: EarlyRun | None = None,
-        outputs: Outputs | None = None,
+        residual_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        if batch_size < 1:
+            raise ExpertcastError(f"batch_size={batch_size}: give at least 1 window per forward")
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        longest = max((len(window.token_ids) for window in windows), default=0)
+        if limit is not None and longest > limit:
+            raise ExpertcastError(f"window={longest} is longer than the model's context of {limit} tokens: shorten it")
+        self.model, self.view, self.windows = model, view, windows
+        self.batch_size, self.means, self.residual_dtype = batch_size, means, residual_dtype
+        self.early = early
+        self.check = RuleCheck(view)
+
+    def __iter__(self) -> Iterator[TraceBatch]:
+        for batch in window_batches(self.windows, self.batch_size):
+            yield self.run(batch)
+
+    @torch.no_grad()
+    def run(self, batch: WindowBatch, outputs: Outputs | None = None) -> TraceBatch:
+        """One forward. Rows are the batch's real tokens in order, on the CPU.
+
+        Args:
+            batch: is run.
+            outputs: answers for routed experts; None: they run.
+
+        Raises:
+            ExpertcastError: a router goes by more than the logits that are kept of it, or early attention stopped at a
+                layer.
+        """
+        capture = Capture(self, batch.mask_BS, outputs)
+        with capture.attached():
+            run_windows(self.model, batch)
+        capture.finish()
+        if self.early is not None:
+            self.early.check()
+        if self.means is not None:
+            self.means.token_count += len(batch)
+        return TraceBatch(
+            residual_TLD=capture.residual_TLD.cpu(),
+            logits_TLE=capture.logits_TLE.cpu(),
+            early_TLD=None if capture.early_TLD is None else capture.early_TLD.cpu(),
+            document_T=batch.document_T,
+            position_T=batch.position_T,
+            token_T=batch.token_T,
+        )
+
+
+class Capture:
+    """Captures one forward over windows: fills `residual_TLD`, `logits_TLE` and with early attention `early_TLD`, and
+    adds to the stream's means.
+
+    Args:
+        stream: what is run, and how.
+        mask_BS: where the windows' real tokens are, T of them.
+        outputs: answers for routed experts; None: they run.
+    """
+
+    def __init__(self, stream: ActivationStream, mask_BS: Tensor, outputs: Outputs | None) -> None:
         tokens = int(mask_BS.sum())
         self.keep_T = mask_BS.reshape(-1).nonzero().squeeze(1) if tokens < mask_BS.numel() else None
         """Indices of the real tokens in the flattened batch, None when there is no padding."""
-        self.means, self.outputs = means, outputs
-        self._view, self._check = view, check
+        self._stream, self.means, self.outputs = stream, stream.means, outputs
+        view = stream.view
         device = view[0].experts.get_parameter("down_proj").device
-        self.residual_TLD = torch.empty(
-            (tokens, view.shape.layers, view.shape.hidden), dtype=residual_dtype, device=device
-        )
+        layers, hidden = view.shape.layers, view.shape.hidden
+        self.residual_TLD = torch.empty((tokens, layers, hidden), dtype=stream.residual_dtype, device=device)
         self.logits_TLE = torch.empty(0)
-        self.early = early
-        self.early_TLD: Tensor | None = None
-        if early is not None:
-            tokens, layers, hidden = self.residual_TLD.shape
-            self.early_TLD = self.residual_TLD.new_empty(tokens, layers - 1, hidden)
+        self.early_TLD = None if stream.early is None else self.residual_TLD.new_empty(tokens, layers - 1, hidden)
         self._standing_TD = torch.empty(0)
         """What stands for the output of the layer before, rows of padding included."""
 
-    def rows(self, flat: Tensor) -> Tensor:
-        """The real tokens of [B, S, n] or [B*S, n]."""
-        rows = flat.reshape(-1, flat.shape[-1])
-        return rows if self.keep_T is None else rows[self.keep_T.to(rows.device)]
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Capture the forward run inside."""
+        model, view, early = self._stream.model, self._stream.view, self._stream.early
+        experts = experts_of(model, view)
+        with ExitStack() as stack:
+            if early is not None:
+                early.attention.start()
+                early.attention.attach()
+                stack.callback(early.attention.close)
+            stack.callback(RouterTaps(model, view, self._see).close)
+            stack.enter_context(shown(model, experts, [LayerCapture(layer, self, experts) for layer in view]))
+            yield
 
-    def see(self, call: RouterCall) -> None:
+    def _rows(self, flat_TX: Tensor) -> Tensor:
+        """The real tokens."""
+        return flat_TX if self.keep_T is None else flat_TX[self.keep_T.to(flat_TX.device)]
+
+    def _see(self, call: RouterCall) -> None:
         """Take what one layer's router was given and gave.
 
         Raises:
             ExpertcastError: the router goes by more than the logits that are kept.
         """
-        if call.layer in self._check.unseen:
-            self._check.require(call.layer, call.router_input_TD)
+        if call.layer in self._stream.check.unseen:
+            self._stream.check.require(call.layer, call.router_input_TD)
         if call.layer == 0:
             self.logits_TLE = call.logits_TE.new_empty(*self.residual_TLD.shape[:2], call.logits_TE.shape[-1])
-        self.residual_TLD[:, call.layer] = self.rows(call.residual_TD)
-        self.logits_TLE[:, call.layer] = self.rows(call.logits_TE)
-        if self.early is not None and self.early_TLD is not None:
+        self.residual_TLD[:, call.layer] = self._rows(call.residual_TD)
+        self.logits_TLE[:, call.layer] = self._rows(call.logits_TE)
+        early = self._stream.early
+        if early is not None and self.early_TLD is not None:
             if call.layer:
-                found_TD = self.early.attention.attend_whole(call.layer, self._standing_TD)
-                self.early_TLD[:, call.layer - 1] = self.rows(self._standing_TD if found_TD is None else found_TD)
-            output_TD = self.early.stand_in.output(call.layer, call.router_input_TD, call.ids_TK, call.weights_TK)
+                found_TD = early.attention.attend_whole(call.layer, self._standing_TD)
+                self.early_TLD[:, call.layer - 1] = self._rows(self._standing_TD if found_TD is None else found_TD)
+            output_TD = early.stand_in.output(call.layer, call.router_input_TD, call.ids_TK, call.weights_TK)
             self._standing_TD = call.residual_TD.float() + output_TD
 
     def finish(self) -> None:
@@ -105,7 +195,7 @@ class Capture:
         another thing."""
         if self.means is None:
             return
-        for layer in list(self._view)[:-1]:
+        for layer in list(self._stream.view)[:-1]:
             if not adds_block(layer):
                 before_TD, after_TD = self.residual_TLD[:, layer.index].float(), self.residual_TLD[:, layer.index + 1]
                 self.means.add_shared(layer.index, after_TD.float() - before_TD)
@@ -121,11 +211,12 @@ class LayerCapture(ShownExperts):
     def run(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         layer, index = self.layer, self.layer.index
         means = self._capture.means if adds_experts(layer) else None
-        kept = None if self._capture.outputs is None else self._capture.outputs.read(layer, hidden_TD)
-        if kept is None:
+        outputs = self._capture.outputs
+        if outputs is None:
             inner = None if means is None else partial(means.add_experts, index)
             output_TD = self._experts.run(layer, hidden_TD, ids_TK, weights_TK, inner)
         else:
+            kept = outputs.read(layer, hidden_TD)
             output_TD = kept.output_TD
             if means is not None:
                 every_E = torch.arange(layer.num_experts, device=kept.count_E.device)
@@ -140,15 +231,27 @@ class LayerCapture(ShownExperts):
         self._capture.means.add_shared(self.layer.index, shared_TD)
 
 
-@contextmanager
-def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterator[None]:
-    """Capture the forwards run inside."""
-    experts = experts_of(model, view)
-    with ExitStack() as stack:
-        if capture.early is not None:
-            capture.early.attention.start()
-            capture.early.attention.attach()
-            stack.callback(capture.early.attention.close)
-        stack.callback(RouterTaps(model, view, capture.see).close)
-        stack.enter_context(shown(model, experts, [LayerCapture(layer, capture, experts) for layer in view]))
-        yield
+# Trial of early attention on the first window
+
+
+def try_early(model: PreTrainedModel, view: MoEView, plan: Plan) -> tuple[EarlyAttention | None, TraceBatch]:
+    """What runs early attention over the plan's text, and the first window's tokens as a stream gives them.
+
+    None where the plan leaves it out, or no layer of the `model`, whose layers `view` holds, can be run early. Which
+    layers cannot, and why, is said on standard error.
+    """
+    early = None
+    if plan.options.early_rank is not None:
+        early = EarlyRun(EarlyAttention(model, view, whole=True), StandIn(view.shape, 0).to(model.device))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "forecasts do without early attention")  # said here
+        # what is tried is attention and routers: experts would be read from a disk for it
+        first = pad_windows(plan.windows_of(plan.documents)[:1])
+        seen = ActivationStream(model, view, [], early=early).run(first, NoExperts())
+    if early is None:
+        return None, seen
+    if training_share().rank == 0:
+        lines = told(early.attention.refused) if len(view) > 1 else ["a model of one MoE layer"]
+        for line in lines:
+            print(f"no early attention at {line}", file=sys.stderr)
+    return early.attention if early.attention.works else None, seen

@@ -72,7 +72,7 @@ def push_traces(
     traces = TraceDataset.open(folder)
     traces.verify()
     content: dict[str, Path | bytes] = {
-        path: traces.folder / path for path in (*traces.info["files"], layout.TRACE_FILE)
+        path: traces.folder / path for path in (*traces.info["files"], *layout.FOR_DATASETS, layout.TRACE_FILE)
     }
     content[CARD] = traces_card(traces.info, str(name), license).encode()
     sent = push(

@@ -1,6 +1,6 @@
 """Traces of a server's traffic, and default vectors from elsewhere, which such traces need.
 
-A document is a request. Rows are buffered until there are enough of them; then each split gets a shard.
+A document is a request. Rows are buffered until there are enough of them for a shard.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer.
 """
@@ -8,7 +8,6 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer.
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +20,21 @@ from torch import Tensor
 
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, holds_predictor
 from expertcast.checkpoints.hub import HubName, NotOnHubError, OutOfReachError
-from expertcast.checkpoints.provenance import different_part, fingerprints, provenance, without_folders
-from expertcast.data import trace_format as layout
+from expertcast.checkpoints.provenance import different_part, without_folders
+from expertcast.data import plan
 from expertcast.data.batch import TraceBatch
-from expertcast.data.plan import HELD_OUT_SHARE, MIN_DOCUMENTS, SPLITS, PlannedDocument, assign_splits
-from expertcast.data.skeleton import WEIGHTS, save_skeleton
+from expertcast.data.plan import HELD_OUT_SHARE, MIN_DOCUMENTS, PlannedDocument, assign_splits
 from expertcast.data.text import text_hash
-from expertcast.data.trace_format import TRACE_FILE, TraceInfo, documents_in, is_live, read_info, tensors_digest
-from expertcast.data.trace_writer import TraceWriter, complete
+from expertcast.data.trace_format import (
+    TRACE_FILE,
+    TRAFFIC,
+    columns_of,
+    documents_in,
+    row_bytes,
+    shard_names,
+    tensors_digest,
+)
+from expertcast.data.trace_writer import TraceWriter, claim, new_info, publish
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.baselines import DefaultVectors, QuasiInput
@@ -113,8 +119,6 @@ COMMIT_S = 60.0
 _MOST_SHARDS = 2
 _MUCH = 50
 """A fiftieth of what is committed: so that there are not as many shards as lulls."""
-_REMEDY = "name another folder"
-_KEPT = ("fingerprint", "dtype", "window")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,28 +157,25 @@ class LiveTraces:
             ExpertcastError: the folder holds something else, or traces of another model or with other settings.
         """
         self.folder, self.options = folder, options
-        self._columns = layout.Columns(view.shape, layout.stored_logits_dtype(logits))
-        self._info = self._new_info(view, dtype)
-        folder.mkdir(parents=True, exist_ok=True)
-        found = read_info(folder)
-        if found is None and any(path.name != layout.SKELETON_FOLDER for path in folder.iterdir()):
-            raise ExpertcastError(f"{folder} is not empty and holds no traces: {_REMEDY}")
-        self.documents: list[PlannedDocument] = []
+        self._columns = columns_of(view.shape, logits)
+        self._row_bytes = row_bytes(self._columns)
+        account = plan.account(view, [], window=options.window)
+        settings = {
+            "fingerprint": account["fingerprint"], "dtype": dtype, "window": options.window, "tokens": options.tokens,
+            "batch_size": 1, "ranks": 1, "text": TRAFFIC, "early_rank": None, "not_early": [],
+        }  # fmt: skip
+        new = new_info(self._columns, settings, account, mark=str(time.time_ns()))
+        found = claim(folder, new, view, config, may_change=("tokens",))
+        self._info = new if found is None else {**new, "id": found["id"]}
+        self.documents: list[PlannedDocument] = [] if found is None else documents_in(found)
         """Committed, in the order they came."""
-        files: dict[str, str] = {}
-        if found is not None:
-            self._check_settings(found)
-            self._info["id"], files = found["id"], found["files"]
-            self.documents = sorted(documents_in(found), key=lambda document: document.index)
-        self._writers = {}
-        for number, split in enumerate(SPLITS):
-            own = {name: files[name] for name in files if name.startswith(f"data-{number:05d}-")}
-            self._writers[split] = TraceWriter(folder, self._columns, number, own, _REMEDY)
+        shards = {} if found is None else {name: found["files"][name] for name in shard_names(found)}
+        self._writer = TraceWriter(folder, self._columns, shards)
         self._splits = {document.hash: document.split for document in self.documents}
         self._held: list[LiveDocument] = []
         self._since = time.monotonic()
-        if not (folder / layout.SKELETON_FOLDER / WEIGHTS).exists():
-            save_skeleton(view, config, folder / layout.SKELETON_FOLDER)
+        if self.documents:
+            self._publish()  # a kill may have left the files for `datasets` naming a shard that is gone
 
     @property
     def tokens(self) -> int:
@@ -195,15 +196,14 @@ class LiveTraces:
         rows = min(len(document.token_T), self.left, self.options.window)
         if not rows:
             return
-        held = self._held_rows * self._columns.row_bytes
+        held = self._held_rows * self._row_bytes
         if held >= _MOST_SHARDS * self.options.shard_bytes and document.hash in {each.hash for each in self._held}:
             return  # too few different conversations for three splits, as a benchmark's are
         if not self._held:
             self._since = time.monotonic()
         cut = {name: getattr(document, name)[:rows] for name in ("token_T", "residual_TLD", "logits_TLE")}
         self._held.append(replace(document, **cut))
-        held += rows * self._columns.row_bytes
-        if held >= self.options.shard_bytes or self._is_old() or not self.left:
+        if held + rows * self._row_bytes >= self.options.shard_bytes or self._is_old() or not self.left:
             self.commit()
 
     def lull(self) -> None:
@@ -220,23 +220,20 @@ class LiveTraces:
         """
         if not self._held or not self._assign_splits():
             return False
-        documents = []
         for index, each in enumerate(self._held, start=len(self.documents)):
-            split, tokens = self._splits[each.hash], len(each.token_T)
-            documents.append(PlannedDocument(index=index, domain="", tokens=tokens, split=split, hash=each.hash))
-            self._writers[split].append(each.rows(index))
-        for writer in self._writers.values():
-            writer.commit()
+            self.documents.append(
+                PlannedDocument(
+                    index=index, domain="", tokens=len(each.token_T), split=self._splits[each.hash], hash=each.hash
+                )
+            )
+            self._writer.append(each.rows(index))
         self._held = []
-        self.documents += documents
-        self._complete(grows=True)
+        self._writer.commit()
+        self._publish()
         return True
 
-    def close(self) -> None:
-        """Commit what is buffered, and name the digests of all files: nothing more will be written."""
-        self.commit()
-        if self.documents:
-            self._complete(grows=False)
+    def _publish(self) -> None:
+        publish(self.folder, self._info, self.documents, self._columns, self._writer.shards)
 
     def _is_old(self) -> bool:
         return time.monotonic() - self._since >= self.options.commit_s
@@ -251,46 +248,6 @@ class LiveTraces:
         elif self._splits:
             self._splits = {own: _split_by_hash(own) for own in lengths} | self._splits
         return bool(self._splits)
-
-    def _new_info(self, view: MoEView, dtype: str) -> Json:
-        """trace.json of a collection that begins, without what is counted."""
-        prints = fingerprints(view)
-        return {
-            "format": layout.FORMAT,
-            "id": hashlib.sha256(f"{prints['fingerprint']} {time.time_ns()}".encode()).hexdigest()[:16],
-            "settings": {
-                "fingerprint": prints["fingerprint"], "dtype": dtype, "window": self.options.window,
-                "tokens": self.options.tokens, "batch_size": 1, "ranks": 1, "text": layout.TRAFFIC,
-                "early_rank": None, "not_early": [],
-            },
-            "columns": self._columns.note(),
-            "model": without_folders(view.model_id),
-            **prints,
-            "shape": view.shape.as_dict(),
-            "window": self.options.window,
-            "seed": 0,
-            **provenance(),
-        }  # fmt: skip
-
-    def _check_settings(self, found: TraceInfo) -> None:
-        """
-        Raises:
-            ExpertcastError: what an earlier writer left is of other traffic.
-        """
-        if not is_live(found):
-            raise ExpertcastError(f"{self.folder} holds traces that expertcast collect wrote: {_REMEDY}")
-        begun: Json = {**found["settings"]}
-        for name in _KEPT:
-            if begun[name] != self._info["settings"][name]:
-                raise ExpertcastError(
-                    f"{self.folder} was begun with {name}={begun[name]}, now it is {self._info['settings'][name]}: "
-                    f"{_REMEDY}"
-                )
-
-    def _complete(self, *, grows: bool) -> None:
-        ordered = sorted(self.documents, key=lambda document: SPLITS.index(document.split))
-        shards = {name: digest for writer in self._writers.values() for name, digest in writer.shards.items()}
-        complete(self.folder, self._info, ordered, self._columns, shards, grows=grows)
 
 
 def _split_by_hash(own: str) -> str:

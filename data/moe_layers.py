@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -148,19 +148,14 @@ def _each_tensor(values: object, see: Callable[[Tensor], None]) -> None:
 PROBE_EXPERTS = "expertcast_probe"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockNames:
-    """Paths in a model of one MoE block, its router and its experts."""
-
-    block: str
-    router: str
-    experts: str
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Probed:
-    """What was seen around one MoE block; sums are those of :class:`Sums`."""
+    """Paths of one MoE block, its router and its experts, and what was seen around it; sums are those of
+    :class:`Sums`."""
 
+    block_name: str
+    router_name: str
+    experts_name: str
     norm: str = ""
     """Path of the module whose output is the block's input; empty where that is none's."""
     residual: Sum | None = None
@@ -196,8 +191,8 @@ class Probed:
         return Adds(factor=factor, beside=not alike)
 
 
-def probe(model: PreTrainedModel, blocks: Sequence[BlockNames]) -> dict[str, Probed]:
-    """What a forward of two tokens showed around each block, by the blocks' paths; the model is left as it was.
+def probe(model: PreTrainedModel, blocks: Sequence[Probed]) -> list[Probed]:
+    """What a forward of two tokens showed around blocks that are known by name; the model is left as it was.
 
     Raises:
         ExpertcastError: the forward ends in an error.
@@ -210,11 +205,8 @@ def probe(model: PreTrainedModel, blocks: Sequence[BlockNames]) -> dict[str, Pro
     # with a ready 4-d mask transformers builds none of its own, which a meta model cannot do everywhere; layers other
     # than attention may not take one, and positions may be worked out from values
     positions = torch.arange(2, device=device)[None]
-    attempts: list[dict[str, object]] = [
-        {"attention_mask": ready},
-        {},
-        {"attention_mask": ready, "position_ids": positions},
-    ]
+    masked: dict[str, object] = {"attention_mask": ready}
+    attempts: list[dict[str, object]] = [masked, {}, {**masked, "position_ids": positions}]
     errors: list[Exception] = []
     for attempt in attempts:
         try:
@@ -242,18 +234,18 @@ def _probe_experts(experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weight
     return hidden_TD.clone()
 
 
-def _forward(model: PreTrainedModel, blocks: Sequence[BlockNames], given: Mapping[str, object]) -> dict[str, Probed]:
+def _forward(model: PreTrainedModel, blocks: Sequence[Probed], given: Mapping[str, object]) -> list[Probed]:
     ALL_EXPERTS_FUNCTIONS.register(PROBE_EXPERTS, _probe_experts)
     sums = Sums()
-    seen = {names.block: Probed() for names in blocks}
+    seen = [replace(names) for names in blocks]
     around: dict[str, list[Probed]] = {}
-    for names in blocks:
-        around.setdefault(names.block.rpartition(".")[0], []).append(seen[names.block])
+    for probed in seen:
+        around.setdefault(probed.block_name.rpartition(".")[0], []).append(probed)
     producers: dict[int, tuple[str, Tensor, Tensor]] = {}
     training = model.training
     with ExitStack() as stack:
-        for names in blocks:
-            stack.enter_context(_watched(model, names, seen[names.block], sums, producers))
+        for probed in seen:
+            stack.enter_context(_watched(model, probed, sums, producers))
         for name, module in model.named_modules():
             if name:
 
@@ -282,22 +274,17 @@ def _forward(model: PreTrainedModel, blocks: Sequence[BlockNames], given: Mappin
 
 @contextmanager
 def _watched(
-    model: PreTrainedModel,
-    names: BlockNames,
-    probed: Probed,
-    sums: Sums,
-    producers: Mapping[int, tuple[str, Tensor, Tensor]],
+    model: PreTrainedModel, probed: Probed, sums: Sums, producers: Mapping[int, tuple[str, Tensor, Tensor]]
 ) -> Iterator[None]:
     """Hooks on one block, its router and its experts.
 
     Args:
         model: has the modules.
-        names: of them.
-        probed: is filled in.
+        probed: names them, and is filled in.
         sums: follows the forward.
         producers: by id of a tensor, the path of the module that put it out, its first input, and the tensor.
     """
-    block, router, experts = (model.get_submodule(name) for name in (names.block, names.router, names.experts))
+    block, router, experts = _modules(model, probed)
 
     def before_block(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
@@ -341,9 +328,8 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
             why.
     """
     check_release("reading the MoE layers of")
-    blocks = _moe_blocks(model)
-    seen = probe(model, blocks)
-    layers = tuple(_layer(model, index, block, seen[block.block]) for index, block in enumerate(blocks))
+    seen = probe(model, _moe_blocks(model))
+    layers = tuple(_layer(model, index, each) for index, each in enumerate(seen))
     shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in layers}
     if len(shapes) > 1:
         raise ExpertcastError(
@@ -357,7 +343,7 @@ def _is_experts_module(module: nn.Module) -> bool:
     return all(hasattr(module, mark) for mark in ("has_gate", "is_transposed", "_is_expert_parallel"))
 
 
-def _moe_blocks(model: PreTrainedModel) -> list[BlockNames]:
+def _moe_blocks(model: PreTrainedModel) -> list[Probed]:
     """Per MoE layer, in model order."""
     router_classes = _router_classes(model)
     if not router_classes:
@@ -372,8 +358,9 @@ def _moe_blocks(model: PreTrainedModel) -> list[BlockNames]:
         routers = [child for child, m in children if isinstance(m, router_classes)]
         experts = [child for child, m in children if _is_experts_module(m)]
         if routers and experts:
-            found.append(BlockNames(block=name, router=f"{name}.{routers[0]}", experts=f"{name}.{experts[0]}"))
-    own = {names.experts for names in found}
+            router_name, experts_name = f"{name}.{routers[0]}", f"{name}.{experts[0]}"
+            found.append(Probed(block_name=name, router_name=router_name, experts_name=experts_name))
+    own = {each.experts_name for each in found}
     others = [name for name, module in model.named_modules() if _is_experts_module(module) and name not in own]
     if not found and not others:
         _refuse_experts(model, router_classes)
@@ -424,23 +411,23 @@ def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     return tuple(classes)
 
 
-def _layer(model: PreTrainedModel, index: int, names: BlockNames, seen: Probed) -> MoELayer:
+def _layer(model: PreTrainedModel, index: int, seen: Probed) -> MoELayer:
     """
     Raises:
         ExpertcastError: the block did not run, or its router returns or is given what is not supported.
     """
-    block, router, experts = (model.get_submodule(name) for name in (names.block, names.router, names.experts))
+    block, router, experts = _modules(model, seen)
     if seen.router_input is None:
-        raise ExpertcastError(f"{type(model).__name__} is not supported: {names.block} does not run on text")
+        raise ExpertcastError(f"{type(model).__name__} is not supported: {seen.block_name} does not run on text")
     norm = seen.norm if seen.router_input == seen.normed else ""
     num_experts = _number_of_experts(experts)
     return MoELayer(
         index=index,
-        block_name=names.block,
+        block_name=seen.block_name,
         norm_name=norm,
-        router_name=names.router,
-        experts_name=names.experts,
-        decoder=model.get_submodule(names.block.rpartition(".")[0]),
+        router_name=seen.router_name,
+        experts_name=seen.experts_name,
+        decoder=model.get_submodule(seen.block_name.rpartition(".")[0]),
         block=block,
         norm=model.get_submodule(norm) if norm else nn.Identity(),
         router=router,
@@ -451,8 +438,14 @@ def _layer(model: PreTrainedModel, index: int, names: BlockNames, seen: Probed) 
         has_shared=_has_shared(block, router, experts),
         adds=seen.adds(),
         router_dims=seen.dims,
-        router_arguments=tuple((name, _argument(model, names, name, value)) for name, value in seen.arguments.items()),
+        router_arguments=tuple((name, _argument(model, seen, name, value)) for name, value in seen.arguments.items()),
     )
+
+
+def _modules(model: PreTrainedModel, seen: Probed) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """Block, router and experts."""
+    block, router, experts = map(model.get_submodule, (seen.block_name, seen.router_name, seen.experts_name))
+    return block, router, experts
 
 
 def _number_of_experts(experts: nn.Module) -> int:
@@ -477,7 +470,7 @@ def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool
     )
 
 
-def _argument(model: PreTrainedModel, names: BlockNames, name: str, value: object) -> OwnTensor | float | None:
+def _argument(model: PreTrainedModel, seen: Probed, name: str, value: object) -> OwnTensor | float | None:
     """What a router is given beside its input.
 
     Raises:
@@ -485,15 +478,14 @@ def _argument(model: PreTrainedModel, names: BlockNames, name: str, value: objec
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    block = model.get_submodule(names.block)
+    block, router, _ = _modules(model, seen)
     for own, tensor in (*block.named_parameters(), *block.named_buffers()):
         if tensor is value:
-            path = f"{names.block}.{own}"
+            path = f"{seen.block_name}.{own}"
             return OwnTensor(path, model.get_submodule(path.rpartition(".")[0]))
-    router = type(model.get_submodule(names.router)).__name__
     raise ExpertcastError(
-        f"{type(model).__name__} is not supported: its router {router} is given {name!r}, which is no weight of "
-        f"{names.block}: it goes by more than its logits"
+        f"{type(model).__name__} is not supported: its router {type(router).__name__} is given {name!r}, which is no "
+        f"weight of {seen.block_name}: it goes by more than its logits"
     )
 
 

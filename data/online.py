@@ -10,12 +10,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collect import ActivationStream, plan_stand_in, try_early
+from expertcast.data.capture import ActivationStream, EarlyRun, try_early
 from expertcast.data.early import EarlyAttention
 from expertcast.data.experts import Offload, experts_of, model_of
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tokens, make_plan
 from expertcast.data.processes import documents_of, join_ranks, sum_over_ranks
+from expertcast.data.stand_in import fit_stand_in
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.baselines import DefaultVectors
@@ -49,9 +50,10 @@ class OnlineTraces(TraceSource):
         self.model = model_of(model)
         experts = experts_of(self.model)
         self.view = experts.view
-        plan = make_plan(documents, tokenizer, options, **fields)
-        self.plan = plan.in_batches(experts.windows(plan.options.window))
+        self.plan = make_plan(documents, tokenizer, options, **fields)
         self.documents = self.plan.documents
+        self._windows = self.plan.options.batch_size or experts.windows(self.plan.options.window)
+        """Per forward."""
         self._buffer_tokens = buffer_tokens
         account = self.plan.account(self.view)
         identity = hashlib.sha256(f"{account['fingerprint']} {self.plan.digest}".encode())
@@ -77,7 +79,10 @@ class OnlineTraces(TraceSource):
     def stand_in(self) -> StandIn | None:  # type: ignore[override]
         """What early attention runs on: a pass over a part of the train split, at the first use. None where it is
         left out, or no layer can be run early. Every rank fits the same one."""
-        return None if self._early is None else plan_stand_in(self.model, self.view, self.plan)
+        if self._early is None:
+            return None
+        rank = self.plan.options.early_rank or 0
+        return fit_stand_in(self.model, self.view, self.plan.windows["train"], rank=rank, batch_size=self._windows)
 
     @cached_property
     def _early(self) -> EarlyAttention | None:
@@ -87,20 +92,17 @@ class OnlineTraces(TraceSource):
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
         stream = _with_previous_tokens(self._stream(own, tokens))
-        if seed is None:
-            return rebatched(stream, batch_size)
-        return shuffled(stream, batch_size, capacity=self._buffer_tokens, seed=seed)
+        return rebatched(stream, batch_size, capacity=0 if seed is None else self._buffer_tokens, seed=seed)
 
     def _stream(
         self, documents: Sequence[PlannedDocument], limit: int | None, means: MeanOutputs | None = None
     ) -> ActivationStream:
         whole = ((window, window.token_ids) for window in self.plan.windows_of(documents))
         windows = [Window(window.document, window.start, ids) for window, ids in first_tokens(whole, limit)]
-        early, stand_in = (self._early, self.stand_in) if means is None else (None, None)
-        return ActivationStream(
-            self.model, self.view, windows, batch_size=self.plan.options.batch_size, means=means, stand_in=stand_in,
-            early=early,
-        )  # fmt: skip
+        early = None
+        if means is None and self._early is not None and self.stand_in is not None:
+            early = EarlyRun(self._early, self.stand_in.to(self.model.device), dict(self._early.refused))
+        return ActivationStream(self.model, self.view, windows, batch_size=self._windows, means=means, early=early)
 
 
 def _with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:
@@ -111,43 +113,32 @@ def _with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:
         before = batch[-1:]
 
 
-def rebatched(stream: Iterable[TraceBatch], batch_size: int) -> Iterator[TraceBatch]:
-    """The same tokens in the same order, `batch_size` at a time; the last batch may be smaller."""
-    held: list[TraceBatch] = []
-    for batch in stream:
-        held.append(batch)
-        if sum(map(len, held)) >= batch_size:
-            rows = TraceBatch.cat(held)
-            full = len(rows) - len(rows) % batch_size
-            yield from _cut(rows[:full], batch_size)
-            held = [rows[full:]] if full < len(rows) else []
-    if held:
-        yield TraceBatch.cat(held)
+def rebatched(
+    stream: Iterable[TraceBatch], batch_size: int, *, capacity: int = 0, seed: int | None = None
+) -> Iterator[TraceBatch]:
+    """Every token once, `batch_size` at a time; the last batch may be smaller.
 
-
-def shuffled(stream: Iterable[TraceBatch], batch_size: int, *, capacity: int, seed: int) -> Iterator[TraceBatch]:
-    """Every token once, `batch_size` at a time, mixed with its neighbours within about `capacity` tokens.
-
-    A buffer is filled to `capacity` tokens (two batches at least), shuffled in an order drawn from `seed`, and half of
-    it given out before it is filled again. The batches of `stream` may be of any size; the last one given out may be
-    smaller.
+    In the order of the stream, or with a `seed` mixed with its neighbours within about `capacity` tokens: a buffer is
+    filled to `capacity` tokens (two batches at least), shuffled in an order drawn from the seed, and half of it given
+    out before it is filled again. The batches of `stream` may be of any size.
     """
-    generator = torch.Generator().manual_seed(seed)
+    parts = 1 if seed is None else 2
+    generator = torch.Generator().manual_seed(seed or 0)
     held: list[TraceBatch] = []
 
-    def mixed() -> TraceBatch:
+    def buffer() -> TraceBatch:
         rows = TraceBatch.cat(held)
-        return rows[torch.randperm(len(rows), generator=generator)]
+        return rows if seed is None else rows[torch.randperm(len(rows), generator=generator)]
 
     for batch in stream:
         held.append(batch)
-        if sum(map(len, held)) >= max(capacity, 2 * batch_size):
-            rows = mixed()
-            out = len(rows) // 2 // batch_size * batch_size
+        if sum(map(len, held)) >= max(capacity, parts * batch_size):
+            rows = buffer()
+            out = len(rows) // parts // batch_size * batch_size
             yield from _cut(rows[:out], batch_size)
-            held = [rows[out:]]
+            held = [rows[out:]] if out < len(rows) else []
     if held:
-        yield from _cut(mixed(), batch_size)
+        yield from _cut(buffer(), batch_size)
 
 
 def _cut(rows: TraceBatch, batch_size: int) -> Iterator[TraceBatch]:

@@ -127,23 +127,29 @@ class Plan(Documented):
         splits = SPLITS if split == ALL else (split,)
         return [window for name in splits for window in self.windows[name] if window.document in own]
 
-    def in_batches(self, batch_size: int) -> Plan:
-        """The same with so many windows per forward, unless its options say how many."""
-        return replace(self, options=replace(self.options, batch_size=self.options.batch_size or batch_size))
-
     def account(self, view: MoEView) -> Json:
-        """What traces say of where they come from: the model that is run, the text, the documents, the versions."""
-        return {
-            "model": without_folders(view.model_id),
-            **fingerprints(view),
-            "shape": view.shape.as_dict(),
-            "tokens": self.token_count(),
-            "window": self.options.window,
-            "seed": self.options.seed,
-            "splits": {split: self.token_count(split) for split in SPLITS},
-            **provenance(),
-            "documents": [asdict(document) for document in self.documents],
-        }
+        """:func:`account` of a run of the model."""
+        return account(view, self.documents, window=self.options.window, seed=self.options.seed)
+
+
+def account(view: MoEView, documents: Sequence[PlannedDocument], *, window: int, seed: int = 0) -> Json:
+    """What traces say of where they come from: the model that is run, the text, the documents, the versions."""
+    return {
+        "model": without_folders(view.model_id),
+        **fingerprints(view),
+        "shape": view.shape.as_dict(),
+        "window": window,
+        "seed": seed,
+        **counted(documents),
+        **provenance(),
+    }
+
+
+def counted(documents: Iterable[PlannedDocument]) -> Json:
+    """Some documents, and their tokens by split."""
+    notes = [asdict(document) for document in documents]
+    splits = {split: sum(note["tokens"] for note in notes if note["split"] == split) for split in SPLITS}
+    return {"tokens": sum(splits.values()), "splits": splits, "documents": notes}
 
 
 def make_plan(

@@ -8,7 +8,7 @@ An array is [tokens, layers, K] of expert ids, as vLLM returns routed experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -99,35 +99,37 @@ def checked(routing: Routing) -> Routing:
         ExpertcastError: with the first token and layer that cannot be: nothing decoded, an id out of range, an expert
             twice, or a decoded token that a layer did not run for.
     """
-    ids_TLK, source = routing.ids_TLK, routing.source
+    ids_TLK, source, experts = routing.ids_TLK, routing.source, routing.experts
     if not len(ids_TLK) or routing.prompt_T.all():
         raise ExpertcastError(f"{source} holds no decoded token: nothing would be replayed; record some")
-    wrong = np.argwhere((ids_TLK < ABSENT) | (ids_TLK >= routing.experts))
-    if len(wrong):
-        token, layer, rank = wrong[0].tolist()
-        raise ExpertcastError(
-            f"{source}: token {token}, layer {layer} names expert {ids_TLK[token, layer, rank]} of "
-            f"{routing.experts}: ids are 0 to {routing.experts - 1}; correct the file or give --experts"
-        )
-    ordered = np.sort(ids_TLK, axis=2)
-    twice = np.argwhere((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != ABSENT))
-    if len(twice):
-        token, layer, rank = twice[0].tolist()
-        raise ExpertcastError(
-            f"{source}: token {token}, layer {layer} names expert {ordered[token, layer, rank]} twice: leave out rows "
-            "that were not captured (vLLM fills them with zeros), and give each expert once"
-        )
-    empty = np.argwhere((ids_TLK[:, :, 0] == ABSENT) & ~routing.prompt_T[:, None])
-    if len(empty):
-        token, layer = empty[0].tolist()
-        raise ExpertcastError(
-            f"{source}: token {token} has no experts at layer {layer}: number the MoE layers 0 to L-1 without gaps and "
-            "record every decoded token at all of them"
-        )
-    if (ids_TLK[:, :, 0] == ABSENT).all(axis=0).any():
-        layer = int(np.flatnonzero((ids_TLK[:, :, 0] == ABSENT).all(axis=0))[0])
-        raise ExpertcastError(f"{source}: no token runs layer {layer}: number the MoE layers 0 to L-1 without gaps")
+    ordered, empty_TL = np.sort(ids_TLK, axis=2), ids_TLK[:, :, 0] == ABSENT
+    _refuse(
+        source, (ids_TLK < ABSENT) | (ids_TLK >= experts), ids_TLK,
+        f"token {{0}}, layer {{1}} names expert {{value}} of {experts}: ids are 0 to {experts - 1}; correct the file "
+        "or give --experts",
+    )  # fmt: skip
+    _refuse(
+        source, (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != ABSENT), ordered,
+        "token {0}, layer {1} names expert {value} twice: leave out rows that were not captured (vLLM fills them with "
+        "zeros), and give each expert once",
+    )  # fmt: skip
+    _refuse(
+        source, empty_TL & ~routing.prompt_T[:, None], empty_TL,
+        "token {0} has no experts at layer {1}: number the MoE layers 0 to L-1 without gaps and record every decoded "
+        "token at all of them",
+    )  # fmt: skip
+    empty_L = empty_TL.all(axis=0)
+    _refuse(source, empty_L, empty_L, "no token runs layer {0}: number the MoE layers 0 to L-1 without gaps")
     return routing
+
+
+def _refuse(source: object, wrong: npt.NDArray[np.bool_], values: npt.NDArray[np.generic], why: str) -> None:
+    """
+    Raises:
+        ExpertcastError: something is wrong; `why` of the first place, by its indices, and the `value` there.
+    """
+    for place in np.argwhere(wrong)[:1].tolist():
+        raise ExpertcastError(f"{source}: " + why.format(*place, value=values[tuple(place)]))
 
 
 SUFFIXES = (".parquet", ".csv", ".npy", ".npz")
@@ -234,16 +236,12 @@ def _from_table(path: Path, experts: int | None) -> Routing:
     _check_ranks(path, ids_TLK, tokens)
     prompt_T = np.zeros(len(tokens), dtype=bool)
     np.logical_or.at(prompt_T, row, prompt != 0)
-    mixed = np.flatnonzero(prompt_T[row] != (prompt != 0))
-    if len(mixed):
-        raise ExpertcastError(f"{path}: token {token[mixed[0]]} is of a prompt in some rows only: correct prefill")
+    mixed = prompt_T[row] != (prompt != 0)
+    _refuse(path, mixed, token, "token {value} is of a prompt in some rows only: correct prefill")
     count = experts or int(expert.max()) + 1
     sizes = _whole(path, table, "expert_bytes") if "expert_bytes" in names else None
     routing = checked(Routing(source=str(path), ids_TLK=ids_TLK, prompt_T=prompt_T, experts=count))
-    if sizes is None:
-        return routing
-    bytes_LE = _sizes(path, layer, expert, sizes, (shape[1], count))
-    return Routing(source=str(path), ids_TLK=ids_TLK, prompt_T=prompt_T, experts=count, bytes_LE=bytes_LE)
+    return routing if sizes is None else replace(routing, bytes_LE=_sizes(path, layer, expert, sizes, routing))
 
 
 def _whole(path: Path, table: pyarrow.Table, name: str) -> Column:
@@ -282,17 +280,14 @@ def _check_places(path: Path, place: Column, token: Column, layer: Column, rank:
 
 
 def _check_ranks(path: Path, ids_TLK: Ids, tokens: Column) -> None:
-    gaps = np.argwhere((ids_TLK[:, :, :-1] == ABSENT) & (ids_TLK[:, :, 1:] != ABSENT))
-    if len(gaps):
-        row, layer, rank = gaps[0].tolist()
-        raise ExpertcastError(
-            f"{path}: token {tokens[row]}, layer {layer} has no rank {rank} before rank {rank + 1}: number ranks from 0"
-        )
+    gaps = (ids_TLK[:, :, :-1] == ABSENT) & (ids_TLK[:, :, 1:] != ABSENT)
+    named = np.broadcast_to(tokens[:, None, None], ids_TLK.shape)
+    _refuse(path, gaps, named, "token {value}, layer {1} has no rank {2} before the next one: number ranks from 0")
 
 
-def _sizes(path: Path, layer: Column, expert: Column, sizes: Column, shape: tuple[int, int]) -> Ids:
+def _sizes(path: Path, layer: Column, expert: Column, sizes: Column, routing: Routing) -> Ids:
     """Bytes [L, E] of what was seen loaded; experts that were not are as large as the largest of their layer."""
-    bytes_LE = np.zeros(shape, dtype=np.int64)
+    bytes_LE = np.zeros((routing.layers, routing.experts), dtype=np.int64)
     np.maximum.at(bytes_LE, (layer, expert), sizes)
     differs = np.flatnonzero((sizes != 0) & (sizes != bytes_LE[layer, expert]))
     if len(differs):
@@ -302,7 +297,5 @@ def _sizes(path: Path, layer: Column, expert: Column, sizes: Column, shape: tupl
             "bytes: give one size per expert (0 where it was not loaded)"
         )
     largest_L = bytes_LE.max(axis=1)
-    unknown = np.flatnonzero(largest_L == 0)
-    if len(unknown):
-        raise ExpertcastError(f"{path}: expert_bytes is 0 throughout layer {unknown[0]}: give its experts' size")
+    _refuse(path, largest_L == 0, largest_L, "expert_bytes is 0 throughout layer {0}: give its experts' size")
     return np.where(bytes_LE == 0, largest_L[:, None], bytes_LE)

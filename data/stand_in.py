@@ -7,25 +7,21 @@ T tokens, D hidden size, K experts per token, R rank.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from expertcast.data import trace_format as layout
 from expertcast.data.experts import WINDOWS, Experts, ShownExperts, experts_of, run_windows, shown
 from expertcast.data.means import down_projections, inner_width, sums_of
 from expertcast.data.plan import Window, WindowBatch, window_batches
-from expertcast.data.trace_format import tensors_digest
-from expertcast.predictors.artefacts import digest
+from expertcast.predictors.artefacts import digest, file_digest
 from expertcast.predictors.early_attention import MOST_RANK, StandIn
 from expertcast.predictors.messages import ExpertcastError, tokens_read
 from expertcast.predictors.view import MoELayer, MoEView
@@ -227,16 +223,16 @@ class LayerOutput:
         self.inner_EI[expert_G] = sums_of(inner_SI, count_G)
         self.count_E[expert_G] = count_G
 
-    def tensors(self, layer: int) -> dict[str, Tensor]:
-        """By their names in a file."""
-        return {f"{layer}.{field.name}": getattr(self, field.name) for field in fields(self)}
+    def tensors(self) -> dict[str, Tensor]:
+        """By name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class Outputs(Protocol):
     """Answers for the routed experts in one forward."""
 
-    def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput | None:
-        """What `layer` puts out for these tokens; None: its experts must run."""
+    def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
+        """What `layer` puts out for these tokens."""
 
 
 class NoExperts:
@@ -247,7 +243,7 @@ class NoExperts:
 
 
 class KeptOutputs:
-    """A file for each batch of a text, by its number; what is not there, or was changed, is not used.
+    """A file for each batch of a text, by its number: of this process, and not used once it was changed.
 
     Args:
         folder: where they lie; made when the first one is written.
@@ -255,11 +251,21 @@ class KeptOutputs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._written: dict[int, tuple[str, str]] = {}
+        """By number, what tells the batch from others, and the file's digest."""
 
     @staticmethod
-    def nbytes(view: MoEView, tokens: int, batches: int, itemsize: int) -> int:
-        """Of all files but for their headers, for `tokens` in so many `batches` of a model whose numbers take
-        `itemsize` bytes."""
+    def nbytes(view: MoEView, windows: Sequence[Window], batch_size: int, itemsize: int) -> int:
+        """Of all files but for their headers.
+
+        Args:
+            view: the model's MoE layers.
+            windows: of which :func:`fit_stand_in` runs the first ones.
+            batch_size: windows per forward.
+            itemsize: bytes of one of the model's numbers.
+        """
+        windows = first_windows(windows, TOKENS)
+        tokens, batches = sum(len(window.token_ids) for window in windows), -(-len(windows) // batch_size)
         sums = sum(layer.num_experts * (4 * inner_width(layer) + 8) for layer in view)
         return tokens * view.shape.layers * view.shape.hidden * itemsize + batches * sums
 
@@ -267,23 +273,15 @@ class KeptOutputs:
         """Keep the `outputs` of a batch, by layer."""
         path = self._path(number)
         path.parent.mkdir(exist_ok=True)
-        layers = {layer: output.tensors(layer) for layer, output in outputs.items()}
-        tensors = {name: each.cpu().contiguous() for own in layers.values() for name, each in own.items()}
-        notes = {str(layer): tensors_digest({name: tensors[name] for name in own}) for layer, own in layers.items()}
-        partial = path.with_name(path.name + layout.PARTIAL)
-        save_file(tensors, partial, metadata={"batch": _identity(batch), **notes})
-        os.replace(partial, path)
+        named = {f"{layer}.{name}": each for layer, own in outputs.items() for name, each in own.tensors().items()}
+        save_file({name: each.cpu().contiguous() for name, each in named.items()}, path)
+        self._written[number] = _identity(batch), file_digest(path)
 
-    @contextmanager
-    def reading(self, number: int, batch: WindowBatch) -> Iterator[BatchReader | None]:
+    def of(self, number: int, batch: WindowBatch) -> Outputs | None:
         """What was kept of a batch; None where nothing was."""
-        with ExitStack() as stack:
-            try:
-                file = stack.enter_context(safe_open(self._path(number), framework="pt"))
-            except (OSError, SafetensorError):
-                file = None
-            same = file is not None and (file.metadata() or {}).get("batch") == _identity(batch)
-            yield BatchReader(file) if same else None
+        path = self._path(number)
+        found = path.is_file() and self._written.get(number) == (_identity(batch), file_digest(path))
+        return BatchReader(path) if found else None
 
     def _path(self, number: int) -> Path:
         return self._folder / f"experts-{number:05d}.safetensors"
@@ -292,15 +290,12 @@ class KeptOutputs:
 class BatchReader:
     """Reads the file of a batch, layer by layer."""
 
-    def __init__(self, file: Any) -> None:
-        self._file, self._notes = file, file.metadata()
+    def __init__(self, path: Path) -> None:
+        self._file: Any = safe_open(path, framework="pt")
 
-    def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput | None:
-        names = [f"{layer.index}.{field.name}" for field in fields(LayerOutput)]
-        tensors = {name: self._file.get_tensor(name) for name in names}
-        if tensors_digest(tensors) != self._notes[str(layer.index)]:
-            return None
-        return LayerOutput(*(tensor.to(hidden_TD.device) for tensor in tensors.values()))
+    def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
+        names = (f"{layer.index}.{field.name}" for field in fields(LayerOutput))
+        return LayerOutput(*(self._file.get_tensor(name).to(hidden_TD.device) for name in names))
 
 
 def _identity(batch: WindowBatch) -> str:
@@ -308,8 +303,6 @@ def _identity(batch: WindowBatch) -> str:
     return digest(torch.stack([part.long() for part in parts]).numpy().data)
 
 
-RANK = 8
-"""Directions per layer."""
 TOKENS = 32_768
 """Tokens that maps are fitted on."""
 DIRECTION_TOKENS = 1024
@@ -318,7 +311,7 @@ own before."""
 
 
 def fit_stand_in(
-    model: PreTrainedModel, view: MoEView, windows: Sequence[Window], *, rank: int = RANK, batch_size: int = WINDOWS,
+    model: PreTrainedModel, view: MoEView, windows: Sequence[Window], *, rank: int, batch_size: int = WINDOWS,
     keep: KeptOutputs | None = None,
 ) -> StandIn:  # fmt: skip
     """The stand-in of a model's MoE layers, on the CPU.
@@ -326,7 +319,7 @@ def fit_stand_in(
     Args:
         model: is run over the windows.
         view: its MoE layers.
-        windows: of the train split, some :data:`TOKENS` of them.
+        windows: of the train split; the first :data:`TOKENS` tokens or so are run.
         rank: R; 0 leaves the experts' means.
         batch_size: windows per forward.
         keep: gets what the experts put out; None keeps nothing.
@@ -337,7 +330,7 @@ def fit_stand_in(
     hidden = view.shape.hidden
     if not 0 <= rank <= min(hidden, MOST_RANK):
         raise ExpertcastError(f"rank={rank}: give 0 to {min(hidden, MOST_RANK)} directions")
-    device = next(view[0].router.parameters()).device
+    windows, device = first_windows(windows, TOKENS), next(view[0].router.parameters()).device
     stand_in = StandIn(view.shape, rank, device)
     sums = [ExpertSums(layer, rank) for layer in view]
     experts = experts_of(model, view)

@@ -8,10 +8,10 @@ is a progress file, which also holds its sums for the default vectors.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,43 +22,25 @@ from typing_extensions import TypedDict
 from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.means import MeanOutputs
-from expertcast.data.plan import SPLITS, PlannedDocument
-from expertcast.data.trace_format import read_tensors, tensors_digest, write_atomically, write_shard
+from expertcast.data.plan import PlannedDocument, counted
+from expertcast.data.skeleton import save_skeleton
+from expertcast.data.trace_format import (
+    Columns,
+    TraceInfo,
+    read_info,
+    read_tensors,
+    row_bytes,
+    tensors_digest,
+    write_atomically,
+    write_shard,
+)
 from expertcast.predictors.artefacts import CLOSED, check_file, file_digest, parse_json, seal
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import ExpertcastError, Json
-from expertcast.predictors.view import ModelShape
+from expertcast.predictors.view import ModelShape, MoEView
 
 SHARD_BYTES = 128 * 2**20
 REMEDY = "delete the folder and collect again"
-_ShardName = Annotated[str, Field(pattern=layout.SHARD_PATTERN)]
-
-
-@with_config(CLOSED)
-class _Note(TypedDict):
-    """In the header of a progress file."""
-
-    shards: dict[_ShardName, str]
-    """Digest by name, in their order."""
-    batches: Annotated[int, Field(ge=0, le=2**53)]
-    rows: Annotated[int, Field(ge=0, le=2**53)]
-    seconds: Annotated[float, Field(ge=0)]
-    sums: str
-    """Digest of the tensors beside it."""
-    digest: str
-
-
-@dataclass(slots=True, kw_only=True)
-class Progress:
-    """What is committed."""
-
-    shards: dict[str, str] = field(default_factory=dict)
-    """Name to digest, in order."""
-    batches: int = 0
-    """How many of the rank's batches they hold."""
-    rows: int = 0
-    seconds: float = 0.0
-    """That the first rank took for them, with those before a kill."""
 
 
 class TraceWriter:
@@ -67,23 +49,22 @@ class TraceWriter:
     Args:
         folder: the trace dataset; it exists.
         columns: what is written of a token.
-        number: of the writer: a collecting rank, or a split of a server's traffic.
         shards: that are committed, by name with their digests; other shards of this writer are deleted.
-        remedy: for messages.
+        rank: of the writer, where several collect together.
 
     Raises:
         ExpertcastError: a committed shard was changed.
     """
 
-    def __init__(self, folder: Path, columns: layout.Columns, number: int, shards: dict[str, str], remedy: str) -> None:
+    def __init__(self, folder: Path, columns: Columns, shards: dict[str, str], rank: int = 0) -> None:
         self.shards = shards
-        self._folder, self._columns, self._number = folder, columns, number
+        self._folder, self._columns, self._rank = folder, columns, rank
         self._held: list[TraceBatch] = []
-        for path in folder.glob(f"data-{number:05d}-*"):
+        for path in folder.glob(f"data-{rank:05d}-*"):
             if path.name not in shards:
                 path.unlink()
         for name, expected in shards.items():
-            check_file(folder / name, expected, remedy)
+            check_file(folder / name, expected, REMEDY)
 
     @property
     def held(self) -> int:
@@ -101,9 +82,117 @@ class TraceWriter:
             ExpertcastError: the model gave NaN or infinity.
         """
         if self._held:
-            name = layout.shard_file(self._number, len(self.shards))
-            self.shards[name] = write_shard(self._folder / name, self._columns, self._held)
+            name = layout.shard_file(self._rank, len(self.shards))
+            self.shards[name] = write_shard(self._folder / name, self._columns, TraceBatch.cat(self._held))
             self._held = []
+
+
+# trace.json
+
+
+def new_info(columns: Columns, settings: Json, account: Json, mark: str = "") -> Json:
+    """trace.json of a dataset that begins.
+
+    Args:
+        columns: of its shards.
+        settings: that must be the same for its writing to go on.
+        account: :func:`expertcast.data.plan.account`
+        mark: tells it from others with the same settings.
+    """
+    identity = hashlib.sha256((json.dumps(settings, sort_keys=True) + mark).encode()).hexdigest()
+    return {
+        "format": layout.FORMAT,
+        "id": identity[:16],
+        "complete": False,
+        "settings": settings,
+        "columns": layout.column_notes(columns),
+        "files": {},
+        **account,
+    }
+
+
+def claim(
+    folder: Path, new: Json, view: MoEView, config: Json, *, may_change: Collection[str] = ()
+) -> TraceInfo | None:
+    """Take a folder for traces: make it with the model's skeleton, or see that what is there was begun likewise.
+
+    Args:
+        folder: of the dataset.
+        new: its trace.json, were it new.
+        view: the model's routers and norms.
+        config: transformers' configuration of the model.
+        may_change: settings that may be others now.
+
+    Returns:
+        The trace.json that is there; None for a new folder.
+
+    Raises:
+        ExpertcastError: the folder holds something else, or traces with other settings.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ExpertcastError(f"{folder} is a file: give a folder for the traces")
+    found = read_info(folder)
+    if found is not None:
+        check_settings(folder, found, new, may_change)
+        return found
+    # what a kill before the first trace.json leaves
+    begun = (layout.SKELETON_FOLDER, layout.TRACE_FILE, layout.shard_file(0, 0), *layout.FOR_DATASETS)
+    if folder.exists() and any(path.name.removesuffix(layout.PARTIAL) not in begun for path in folder.iterdir()):
+        raise ExpertcastError(f"{folder} is not empty and holds no traces of ours: give a new or an empty folder")
+    save_skeleton(view, config, folder / layout.SKELETON_FOLDER)
+    return None
+
+
+def check_settings(folder: Path, begun: TraceInfo, new: Json, may_change: Collection[str] = ()) -> None:
+    """
+    Raises:
+        ExpertcastError: the dataset was begun with other settings than the `new` ones.
+    """
+    before: Json = {**begun["settings"]}
+    for key, value in new["settings"].items():
+        if before[key] != value and key not in may_change:
+            raise ExpertcastError(
+                f"{folder} was begun with {key}={before[key]}, now it is {value}: give the settings it was begun with, "
+                "or another folder"
+            )
+
+
+def publish(
+    folder: Path, info: Json, documents: Iterable[PlannedDocument], columns: Columns, shards: Mapping[str, str]
+) -> None:
+    """Write trace.json of a dataset that can be read, after the files with which `datasets` reads it.
+
+    Args:
+        folder: of the dataset.
+        info: trace.json without what follows here.
+        documents: in the order of their rows.
+        columns: of the shards.
+        shards: digest by name, in the order of their rows.
+    """
+    layout.write_dataset_files(folder, columns, list(shards), info["id"])
+    others = [path for name in (layout.DEFAULTS_FILE, layout.STAND_IN_FILE) if (path := folder / name).exists()]
+    others += sorted((folder / layout.SKELETON_FOLDER).iterdir())
+    files = {path.relative_to(folder).as_posix(): file_digest(path) for path in others}
+    layout.write_info(folder, {**info, **counted(documents), "files": {**files, **shards}, "complete": True})
+
+
+# What a collecting rank has committed
+
+
+@with_config(CLOSED)
+class Progress(TypedDict):
+    """In the header of a progress file."""
+
+    shards: dict[Annotated[str, Field(pattern=layout.SHARD_PATTERN)], str]
+    """Digest by name, in their order."""
+    batches: Annotated[int, Field(ge=0, le=2**53)]
+    """How many of the rank's batches they hold."""
+    rows: Annotated[int, Field(ge=0, le=2**53)]
+    seconds: Annotated[float, Field(ge=0)]
+    """That the rank took for them, with those before a kill."""
+    sums: str
+    """Digest of the tensors beside it."""
+    digest: str
 
 
 class RankWriter(TraceWriter):
@@ -121,11 +210,11 @@ class RankWriter(TraceWriter):
     """
 
     def __init__(
-        self, folder: Path, means: MeanOutputs, *, rank: int, columns: layout.Columns, shard_bytes: int = SHARD_BYTES
+        self, folder: Path, means: MeanOutputs, *, rank: int, columns: Columns, shard_bytes: int = SHARD_BYTES
     ) -> None:
         self.means, self.done = means, _load_progress(folder, rank, means)
-        super().__init__(folder, columns, rank, self.done.shards, REMEDY)
-        self._shard_rows = max(1, shard_bytes // columns.row_bytes)
+        super().__init__(folder, columns, self.done["shards"], rank)
+        self._shard_rows = max(1, shard_bytes // row_bytes(columns))
         self._since = time.perf_counter()
 
     def append(self, rows: TraceBatch) -> None:
@@ -140,14 +229,45 @@ class RankWriter(TraceWriter):
             return
         super().commit()
         now = time.perf_counter()
-        self.done.batches += batches
-        self.done.rows += rows
-        self.done.seconds, self._since = self.done.seconds + now - self._since, now
+        self.done["batches"] += batches
+        self.done["rows"] += rows
+        self.done["seconds"] += now - self._since
+        self._since = now
         sums = self.means.as_tensors()
-        note = seal({**asdict(self.done), "sums": tensors_digest(sums)})
-        path = self._folder / layout.PROGRESS_FOLDER / layout.progress_file(self._number)
+        self.done["sums"] = tensors_digest(sums)
+        path = self._folder / layout.PROGRESS_FOLDER / layout.progress_file(self._rank)
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, save(sums, metadata={"progress": json.dumps(note)}))
+        write_atomically(path, save(sums, metadata={"progress": json.dumps(seal(self.done))}))
+
+
+def merged_progress(folder: Path, means: Sequence[MeanOutputs]) -> Progress:
+    """What all ranks have committed, in order, with the first one's seconds; in the first of `means` (one for each
+    rank) the sum of theirs.
+
+    Raises:
+        ExpertcastError: a rank's account is damaged.
+    """
+    merged, *others = (_load_progress(folder, rank, own) for rank, own in enumerate(means))
+    for done, own in zip(others, means[1:], strict=True):
+        merged["shards"] |= done["shards"]
+        merged["rows"] += done["rows"]
+        means[0].merge(own)
+    return merged
+
+
+def _load_progress(folder: Path, rank: int, means: MeanOutputs) -> Progress:
+    path = folder / layout.PROGRESS_FOLDER / layout.progress_file(rank)
+    if not path.exists():
+        return Progress(shards={}, batches=0, rows=0, seconds=0.0, sums="", digest="")
+    tensors, texts = read_tensors(path, means.as_tensors(), REMEDY)
+    done = parse_json(texts.get("progress", ""), Progress, str(path), REMEDY)
+    if done["sums"] != tensors_digest(tensors):
+        raise ExpertcastError(f"{path} was changed after it was written; {REMEDY}")
+    means.load_tensors(tensors)
+    return done
+
+
+# Single files
 
 
 def write_where_told(path: Path, content: bytes) -> None:
@@ -160,68 +280,6 @@ def write_where_told(path: Path, content: bytes) -> None:
         write_atomically(path, content)
     except OSError as error:
         raise ExpertcastError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from error
-
-
-def merged_progress(folder: Path, means: Sequence[MeanOutputs]) -> Progress:
-    """What all ranks have committed, in order, and in the first of `means` (one for each rank) the sum of theirs.
-
-    Raises:
-        ExpertcastError: a rank's account is damaged.
-    """
-    merged = Progress()
-    for rank, own in enumerate(means):
-        done = _load_progress(folder, rank, own)
-        merged.shards |= done.shards
-        merged.rows += done.rows
-        if rank:
-            means[0].merge(own)
-        else:
-            merged.seconds = done.seconds
-    return merged
-
-
-def _load_progress(folder: Path, rank: int, means: MeanOutputs) -> Progress:
-    path = folder / layout.PROGRESS_FOLDER / layout.progress_file(rank)
-    if not path.exists():
-        return Progress()
-    tensors, texts = read_tensors(path, means.as_tensors(), REMEDY)
-    note = parse_json(texts.get("progress", ""), _Note, str(path), REMEDY)
-    if note["sums"] != tensors_digest(tensors):
-        raise ExpertcastError(f"{path} was changed after it was written; {REMEDY}")
-    means.load_tensors(tensors)
-    return Progress(shards=note["shards"], batches=note["batches"], rows=note["rows"], seconds=note["seconds"])
-
-
-def complete(
-    folder: Path, info: Json, documents: Iterable[PlannedDocument], columns: layout.Columns,
-    shards: Mapping[str, str], *, grows: bool = False,
-) -> None:  # fmt: skip
-    """Write trace.json of a dataset that can be read, and the files with which `datasets` reads it.
-
-    Args:
-        folder: of the dataset.
-        info: trace.json without what follows here.
-        documents: in the order of their rows.
-        columns: of the shards.
-        shards: digest by name, in the order of their rows.
-        grows: more will be written: the files for `datasets` follow trace.json, which does not name their digests.
-    """
-    notes = [asdict(document) for document in documents]
-    splits = {split: sum(note["tokens"] for note in notes if note["split"] == split) for split in SPLITS}
-    names = [layout.DEFAULTS_FILE, layout.STAND_IN_FILE]
-    if not grows:
-        layout.write_dataset_files(folder, columns, list(shards), info["id"])
-        names += [layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE]
-    others = [path for name in names if (path := folder / name).exists()]
-    others += sorted((folder / layout.SKELETON_FOLDER).iterdir())
-    files = {path.relative_to(folder).as_posix(): file_digest(path) for path in others}
-    counted = {"documents": notes, "splits": splits, "tokens": sum(splits.values())}
-    layout.write_info(folder, {**info, **counted, "files": {**files, **shards}, "complete": True})
-    if grows:
-        layout.write_dataset_files(folder, columns, list(shards), info["id"])
-
-
-# The stand-in of a collection
 
 
 def write_stand_in(folder: Path, stand_in: StandIn) -> None:

@@ -7,7 +7,6 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer. The folder is
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,13 +21,15 @@ from torch import Tensor
 from expertcast.checkpoints.hub import blamed, located
 from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
-from expertcast.data.plan import Documented, PlannedDocument
+from expertcast.data.plan import SPLITS, Documented, PlannedDocument
 from expertcast.data.processes import Share, documents_of, smallest_share
 from expertcast.data.skeleton import CONFIG, WEIGHTS, load_skeleton
 from expertcast.data.trace_format import (
     REMEDY,
     TRACE_FILE,
     TRACES,
+    Column,
+    Columns,
     TraceInfo,
     columns_in,
     documents_in,
@@ -118,15 +119,6 @@ class TraceSource(Documented):
         raise NotImplementedError
 
 
-_ARROW = {
-    torch.bfloat16: pa.uint16(),
-    torch.float16: pa.float16(),
-    torch.float32: pa.float32(),
-    torch.int32: pa.int32(),
-}
-"""What Arrow calls the columns' types; bf16 are its bits."""
-
-
 class Shard:
     """One Arrow file: its columns as tensors over a private memory map.
 
@@ -137,7 +129,7 @@ class Shard:
     Its bytes are checked once, before the first rows are given out.
     """
 
-    def __init__(self, path: Path, digest: str, columns: layout.Columns) -> None:
+    def __init__(self, path: Path, digest: str, columns: Columns) -> None:
         """Opens a file.
 
         Args:
@@ -153,49 +145,37 @@ class Shard:
             # copy-on-write: a stray in-place operation on a batch neither crashes nor reaches the file
             with open_file(path) as file:
                 self._content: npt.NDArray[np.uint8] = np.memmap(file, dtype=np.uint8, mode="c")
-            self._take_columns(pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(self._content))).read_all(), columns)
+            table = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(self._content))).read_all()
+            if table.column_names != list(columns):
+                raise ExpertcastError(f"{path} has other columns than {', '.join(columns)}; {REMEDY}")
+            self._columns = {each.field: self._column(table, name, each) for name, each in columns.items()}
         except ExpertcastError:
             raise
         except (OSError, ValueError, pa.ArrowException) as error:
             raise ExpertcastError(f"cannot read {path}: {first_line(error)}; {REMEDY}") from error
 
-    def _take_columns(self, table: pa.Table, columns: layout.Columns) -> None:
-        shape, names = columns.shape, list(columns.names)
-        if table.column_names != names:
-            raise ExpertcastError(f"{self._path} has other columns than {', '.join(names)}; {REMEDY}")
-        size = [shape.layers, shape.hidden]
-        self._residual_TLD = self._column(table, layout.RESIDUAL, torch.bfloat16, size)
-        self._logits_TLE = self._column(table, layout.LOGITS, columns.logits, [shape.layers, shape.experts])
-        self._early_TLD = None
-        if columns.early:
-            self._early_TLD = self._column(table, layout.EARLY, torch.bfloat16, [shape.layers - 1, shape.hidden])
-        self._document_T = self._column(table, layout.DOCUMENT, torch.int32, [])
-        self._position_T = self._column(table, layout.POSITION, torch.int32, [])
-        self._token_T = self._column(table, layout.TOKEN, torch.int32, [])
-
-    def _column(self, table: pa.Table, name: str, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    def _column(self, table: pa.Table, name: str, wanted: Column) -> Tensor:
         """A column as [T, *shape]: a view of the file."""
-        column, width = table.column(name), math.prod(shape)
-        wanted = pa.list_(_ARROW[dtype], width) if shape else _ARROW[dtype]
-        if not _same_type(column.type, wanted):
-            raise ExpertcastError(f"{self._path}: column {name} is {column.type}, not {wanted}; {REMEDY}")
+        column = table.column(name)
+        if not _same_type(column.type, wanted.type):
+            raise ExpertcastError(f"{self._path}: column {name} is {column.type}, not {wanted.type}; {REMEDY}")
         if column.num_chunks != 1 or column.null_count:
             raise ExpertcastError(
                 f"{self._path}: column {name} has {column.num_chunks} pieces and {column.null_count} empty rows, not 1 "
                 f"and none; {REMEDY}"
             )
         array = column.chunk(0)
-        buffer = (array.values if shape else array).buffers()[1]
-        nbytes = len(array) * width * dtype.itemsize
+        buffer = (array.values if wanted.shape else array).buffers()[1]
+        nbytes = len(array) * wanted.width * wanted.dtype.itemsize
         # through numpy: torch refuses Arrow's read-only buffers
         begin = 0 if buffer is None else buffer.address - self._content.ctypes.data
         held = 0 if buffer is None else min(buffer.size, self._content.size - begin)
-        if begin < 0 or begin % dtype.itemsize or held < nbytes or array.offset:
+        if begin < 0 or begin % wanted.dtype.itemsize or held < nbytes or array.offset:
             raise ExpertcastError(f"{self._path}: column {name} does not lie in the file as it says; {REMEDY}")
-        return torch.from_numpy(self._content[begin : begin + nbytes]).view(dtype).reshape(-1, *shape)
+        return torch.from_numpy(self._content[begin : begin + nbytes]).view(wanted.dtype).reshape(-1, *wanted.shape)
 
     def __len__(self) -> int:
-        return len(self._document_T)
+        return len(self._columns["document_T"])
 
     def check(self) -> None:
         """See, once, that the bytes are those that were written.
@@ -207,29 +187,19 @@ class Shard:
             raise ExpertcastError(f"{self._path} was changed after it was written; {REMEDY}")
         self._checked = True
 
-    def rows(self, index: slice | Tensor) -> TraceBatch:
-        """Rows by their numbers in the file.
+    def rows(self, index: slice | Tensor, *, residuals: bool = True) -> TraceBatch:
+        """Rows by their numbers in the file, with their residuals or without.
 
         Raises:
             ExpertcastError: the file was changed after it was written.
         """
-        early_TLD = None if self._early_TLD is None else self._early_TLD[index]
-        return replace(self.routing(index), residual_TLD=self._residual_TLD[index], early_TLD=early_TLD)
-
-    def routing(self, index: slice | Tensor) -> TraceBatch:
-        """The rows without their residuals.
-
-        Raises:
-            ExpertcastError: as for :meth:`rows`.
-        """
         self.check()
-        return TraceBatch(
-            residual_TLD=self._residual_TLD[:, :0][index],
-            logits_TLE=self._logits_TLE[index],
-            document_T=self._document_T[index].long(),
-            position_T=self._position_T[index].long(),
-            token_T=self._token_T[index].long(),
-        )
+        columns = dict(self._columns)
+        if not residuals:
+            columns = {**columns, "residual_TLD": columns["residual_TLD"][:, :0]}
+            columns.pop("early_TLD", None)
+        taken = {field: tensor[index] for field, tensor in columns.items()}
+        return TraceBatch(**{name: each if each.is_floating_point() else each.long() for name, each in taken.items()})
 
 
 class Rows:
@@ -249,7 +219,7 @@ class Rows:
             shard.check()
 
     def in_order(self, spans: Sequence[range], batch_size: int) -> Iterator[TraceBatch]:
-        """The rows of rising spans, so many at a time, the last batch may be smaller; `previous_TLE` is filled in."""
+        """The rows of some spans, so many at a time, the last batch may be smaller; `previous_TLE` is filled in."""
         held, count = list[TraceBatch](), 0
         for span in spans:
             first = span.start
@@ -268,7 +238,9 @@ class Rows:
         """These rows, in their order in the files, with `previous_TLE`."""
         sorted_T = rows_T.sort().values  # neighbours on disk are read together; the batch is a random set all the same
         batch = TraceBatch.cat([shard.rows(own_T) for shard, own_T in self._by_shard(sorted_T)])
-        before = TraceBatch.cat([shard.routing(own_T) for shard, own_T in self._by_shard((sorted_T - 1).clamp(min=0))])
+        before = TraceBatch.cat(
+            [shard.rows(own_T, residuals=False) for shard, own_T in self._by_shard((sorted_T - 1).clamp(min=0))]
+        )
         return batch.with_previous_rows(before)
 
     def _between(self, first: int, last: int) -> TraceBatch:
@@ -305,7 +277,8 @@ class TraceDataset(TraceSource):
     def __init__(self, folder: Path, info: TraceInfo) -> None:
         self.folder = folder
         self.info = {name: value for name, value in info.items() if name != SEAL}
-        self.documents = documents_in(info)
+        rows_of = documents_in(info)
+        self.documents = sorted(rows_of, key=lambda document: SPLITS.index(document.split))
         self._shape = shape_in(info)
         self._files = info["files"]
         shards, begin, columns = [], 0, columns_in(info)
@@ -315,7 +288,7 @@ class TraceDataset(TraceSource):
         self._shards = Rows(shards)
         self._first, rows = dict[int, int](), 0
         """By `PlannedDocument.index`, the number of a document's first row."""
-        for document in self.documents:
+        for document in rows_of:
             self._first[document.index] = rows
             rows += document.tokens
         if begin != info["tokens"]:

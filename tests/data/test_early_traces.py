@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,13 @@ from expertcast.cli import main
 from expertcast.commands.predictors import evaluated
 from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collect import ActivationStream, collect, try_early
-from expertcast.data.models import load_tokenizer
+from expertcast.data.capture import ActivationStream, EarlyRun, try_early
+from expertcast.data.collect import collect
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.online import OnlineTraces
 from expertcast.data.plan import make_plan
-from expertcast.data.text import load_documents
-from expertcast.data.traces import TraceDataset
+from expertcast.data.text import Document
+from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.early_attention import EarlyAttention, StandIn
 from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
@@ -45,8 +44,8 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def parts() -> tuple[Any, Any]:
-    return load_tokenizer("reference"), load_documents("reference")
+def parts(reference_tokenizer: Any, text: list[Document]) -> tuple[Any, Any]:
+    return reference_tokenizer, text
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def without(model: PreTrainedModel, parts: tuple[Any, Any], tmp_path_factory: py
     return collect(model, *parts, folder, **{**SETTINGS, "early_rank": None})
 
 
-def rows(source: TraceDataset | OnlineTraces, split: str = "all") -> TraceBatch:
+def rows(source: TraceSource, split: str = "all") -> TraceBatch:
     return TraceBatch.cat(list(source.batches(split, 100)))
 
 
@@ -180,22 +179,6 @@ def test_chained_scores_are_left_out_of_tables(traces: TraceDataset, tmp_path: P
     assert "early_attention" in (tmp_path / "report" / "index.html").read_text()
 
 
-def test_a_damaged_stand_in_is_refused(traces: TraceDataset, tmp_path: Path) -> None:
-    for number, damage in enumerate(("flip", "cut", "missing")):
-        folder = Path(shutil.copytree(traces.folder, tmp_path / str(number)))
-        path = folder / layout.STAND_IN_FILE
-        content = bytearray(path.read_bytes())
-        content[-5] ^= 1
-        if damage == "missing":
-            path.unlink()
-        else:
-            path.write_bytes(content if damage == "flip" else content[:-40])
-        with pytest.raises(ExpertcastError, match=layout.STAND_IN_FILE):
-            _ = TraceDataset.open(folder).stand_in
-        with pytest.raises(ExpertcastError, match=layout.STAND_IN_FILE):
-            TraceDataset.open(folder).verify()
-
-
 def test_other_ranks_are_other_traces(model: PreTrainedModel, parts: tuple[Any, Any], traces: TraceDataset) -> None:
     for rank in (0, None):
         with pytest.raises(ExpertcastError, match=f"begun with early_rank=2, now it is {rank}"):
@@ -227,8 +210,8 @@ def test_a_layer_that_it_stops_at_ends_a_run(model: PreTrainedModel, parts: tupl
     view, plan = find_moe_layers(model), make_plan(parts[1], parts[0], **SETTINGS)
     early_attention, _ = try_early(model, view, plan)
     assert early_attention is not None
-    stand_in, windows = StandIn(view.shape, 0), plan.windows_of(plan.documents)
-    batches = iter(ActivationStream(model, view, windows, stand_in=stand_in, early=early_attention))
+    early_run = EarlyRun(early_attention, StandIn(view.shape, 0), dict(early_attention.refused))
+    batches = iter(ActivationStream(model, view, plan.windows_of(plan.documents), early=early_run))
     next(batches)
     early_attention.refused[2] = "its cache cannot be read"
     with pytest.raises(
@@ -254,8 +237,6 @@ def test_a_model_that_cannot_gets_no_column(
 def test_inspect_says_so(traces: TraceDataset, without: TraceDataset, tmp_path: Path, capsys: Any) -> None:
     assert main(["inspect", str(traces.folder)]) == main(["inspect", str(without.folder)]) == 0
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if "early_rank" in line] == ["2", "none"]
-    assert main(["inspect", str(traces.folder), "--verify"]) == 0
-    assert "stand-in: right" in capsys.readouterr().out
     config = copy.deepcopy(CONFIGS["qwen3_moe"])
     for step, expected in ((1, "at 3 of 4 layers"), (2, "at 0 of 2 layers")):
         config.decoder_sparse_step = step

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,41 +111,6 @@ def test_both_versions_side_by_side(tmp_path: Path) -> None:
     group(tmp_path / "old/a", 1, 400_000, 0)
     group(tmp_path / "new/b", 2, 300_000, 0)
     assert available_memory(root) == 300_000
-
-
-@pytest.fixture
-def nested() -> Iterator[Path]:
-    """A group of version 1 in another one, below this process's own; the outer one is the tighter."""
-    own = next((line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()
-                if line.split(":", 2)[1] == "memory"), None)  # fmt: skip
-    outer = Path("/sys/fs/cgroup/memory" + str(own)) / f"expertcast-test-{os.getpid()}"
-    try:
-        (outer / "inner").mkdir(parents=True)
-        (outer / "memory.limit_in_bytes").write_text(str(1 << 30))
-    except OSError:
-        pytest.skip("no control groups of version 1 that this process may make")
-    try:
-        yield outer / "inner"
-    finally:
-        for group in (outer / "inner", outer):
-            for _ in range(50):  # busy for a moment after its last process
-                with contextlib.suppress(OSError):
-                    group.rmdir()
-                    break
-                time.sleep(0.1)
-
-
-@pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="reads /proc")
-def test_in_real_groups(nested: Path) -> None:
-    """Of 1 GiB a process that has written 200 MB sees at most the rest."""
-    code = (
-        f"open({str(nested / 'cgroup.procs')!r}, 'w').write('0')\n"
-        "held = bytearray(200_000_000)\n"
-        "held[::4096] = bytes(len(held[::4096]))\n"
-        "from expertcast.data.machine import available_memory; print(available_memory())"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
-    assert 0 < int(ran.stdout) <= (1 << 30) - 200_000_000
 
 
 HOST_MEMORY = "expertcast.data.machine.available_memory"

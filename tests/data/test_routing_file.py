@@ -132,7 +132,7 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
         "token 1 has no experts at layer 1",
     ),
     "rank twice": (_set("rank", 1, 0), "token 5, layer 0 has rank 0 twice"),
-    "rank from 1": (_each("rank", lambda value: value + 1), "token 5, layer 0 has no rank 0 before rank 1"),
+    "rank from 1": (_each("rank", lambda value: value + 1), "token 5, layer 0 has no rank 0 before the next one"),
     "expert twice": (_set("expert", 1, 0), "token 0, layer 0 names expert 0 twice"),
     "huge layer": (_set("layer", 2, 2**40), "number both from 0"),
     "half a prompt": (_set("prefill", 0, False), "token 5 is of a prompt in some rows only"),
@@ -203,7 +203,7 @@ def test_damaged_bytes(tmp_path: Path) -> None:
     for suffix in (".parquet", ".csv", ".npy", ".npz"):
         whole = (tmp_path / f"a{suffix}").read_bytes()
         path = tmp_path / f"b{suffix}"
-        for _ in range(60):
+        for _ in range(40):
             data = bytearray(whole[: choose.randint(0, len(whole))] if choose.random() < 0.5 else whole)
             for _ in range(choose.randint(0, 4) if data else 0):
                 data[choose.randrange(len(data))] = choose.randrange(256)
@@ -211,6 +211,6 @@ def test_damaged_bytes(tmp_path: Path) -> None:
             line = refusal(path)
             assert line is None or "\n" not in line
             refused += line is not None
-    assert refused > 120
+    assert refused > 80
     with pytest.raises(ExpertcastError, match="there is no such file"):
         read_routing(tmp_path / "none.csv")

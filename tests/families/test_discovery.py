@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from expertcast.data.collect import ActivationStream
+from expertcast.data.capture import ActivationStream
 from expertcast.data.experts import ResidentExperts
 from expertcast.data.inspection import describe, inspect_model
 from expertcast.data.means import MeanOutputs

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.data.collect import ActivationStream, collect
+from expertcast.data.capture import ActivationStream
+from expertcast.data.collect import collect
 from expertcast.data.experts import experts_of
 from expertcast.data.means import MeanOutputs
 from expertcast.data.moe_layers import find_moe_layers

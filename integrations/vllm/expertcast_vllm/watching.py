@@ -240,7 +240,7 @@ class TrafficCollector:
                     break
                 self._live.add(document)
                 self._hold(-document.residual_TLD.nbytes - document.logits_TLE.nbytes)
-            self._live.close()
+            self._live.commit()
         except Exception as error:  # the disk may be full, or the model give NaN
             self._failed = True
             logger.error("expertcast stops collecting in %s: %s", self._live.folder, first_line(error))

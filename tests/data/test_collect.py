@@ -1,7 +1,11 @@
-"""What collection captures is what the model computed: routing, residuals, and expert outputs by brute force."""
+"""What collection captures is what the model computed: routing, residuals, and expert outputs by brute force; a
+collection that is stopped and run again is bit for bit the one that was left alone, and damage between is noticed.
+"""
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +15,36 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from expertcast.data import collect as collector
+from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collect import ActivationStream, collect
+from expertcast.data.capture import ActivationStream
+from expertcast.data.collect import collect
 from expertcast.data.experts import ResidentExperts
 from expertcast.data.means import MeanOutputs
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.plan import Plan, Window, make_plan, pad_windows
-from expertcast.data.text import Document, load_documents
+from expertcast.data.text import Document
+from expertcast.data.trace_writer import RankWriter, merged_progress
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
+from tests.data.small_traces import MANY, SETTINGS, Crash, content
 from tests.families.models import tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v2")
-SETTINGS: dict[str, Any] = {"tokens": 400, "window": 24}
-
-
-def documents() -> list[Document]:
-    return load_documents("reference")[:80]
+ODD: dict[str, Any] = {"tokens": 400, "window": 24}
+"""The batches need padding."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_vectors_against_every_expert_token_by_token(
-    family: str, dtype: torch.dtype, reference_tokenizer: Any, tmp_path: Path
+    family: str, dtype: torch.dtype, reference_tokenizer: Any, text: list[Document], tmp_path: Path
 ) -> None:
     model = tiny_model(family, dtype)
-    traces = collect(model, reference_tokenizer, documents(), tmp_path / "traces", batch_size=3, **SETTINGS)
-    plan = make_plan(documents(), reference_tokenizer, **SETTINGS)
+    traces = collect(model, reference_tokenizer, text[:80], tmp_path / "traces", batch_size=3, **ODD)
+    plan = make_plan(text[:80], reference_tokenizer, **ODD)
     assert any(len(window.token_ids) < 24 for window in plan.windows["train"]), "the batches need padding"
     expert_LED, count_LE, shared_LD = brute_force_means(model, plan)
     defaults = traces.defaults
@@ -107,7 +113,7 @@ def shared_output(layer: MoELayer, hidden_D: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "reference"])
 def test_stored_logits_route_as_the_model_did(
-    family: str, reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
+    family: str, reference_model: PreTrainedModel, reference_tokenizer: Any, text: list[Document], tmp_path: Path
 ) -> None:
     """Ids and weights recomputed from what lies on disk are the ones the experts were called with."""
     model = reference_model if family == "reference" else tiny_model(family)
@@ -119,7 +125,7 @@ def test_stored_logits_route_as_the_model_did(
         )
         for layer in view
     ]
-    traces = collect(model, reference_tokenizer, documents(), tmp_path / "traces", tokens=1000, window=24, batch_size=1)
+    traces = collect(model, reference_tokenizer, text, tmp_path / "traces", batch_size=1, **ODD)
     for handle in handles:
         handle.remove()
     batch = next(traces.batches("all", 1000))
@@ -134,13 +140,15 @@ def windows_in(traces: TraceDataset) -> int:
     return sum(-(-document.tokens // traces.info["window"]) for document in traces.documents)
 
 
-def test_logits_too_small_for_fp16_keep_their_order(reference_tokenizer: Any, tmp_path: Path) -> None:
+def test_logits_too_small_for_fp16_keep_their_order(
+    reference_tokenizer: Any, text: list[Document], tmp_path: Path
+) -> None:
     """Routers whose logits lie under fp16's resolution: fp16 storage would turn them into ties."""
     model = tiny_model("qwen3_moe")
     view = find_moe_layers(model)
     for layer in view:
         next(layer.router.parameters()).data.mul_(2.0**-22)
-    traces = collect(model, reference_tokenizer, documents(), tmp_path / "traces", **SETTINGS)
+    traces = collect(model, reference_tokenizer, text, tmp_path / "traces", **ODD)
     batch = next(traces.batches("all", 400))
     assert float(batch.logits_TLE.abs().max()) < 1e-5
     assert not torch.equal(batch.logits_TLE, batch.logits_TLE.half().float()), "fp16 must lose something here"
@@ -149,36 +157,38 @@ def test_logits_too_small_for_fp16_keep_their_order(reference_tokenizer: Any, tm
         assert torch.equal(state.logits_TE.bfloat16(), layer.router_logits(state.router_input_TD))
 
 
-def test_collection_leaves_the_model_as_it_was(reference_model: PreTrainedModel, reference_view: MoEView) -> None:
+def test_collection_leaves_the_model_as_it_was(small_model: PreTrainedModel) -> None:
+    view = find_moe_layers(small_model)
     ids = torch.arange(5, 45)[None]
     window = Window(0, 0, ids[0].int().numpy())
-    hooks = hook_counts(reference_model)
-    implementation = reference_model.get_experts_implementation()
+    hooks = hook_counts(small_model)
+    implementation = small_model.get_experts_implementation()
     with torch.no_grad():
-        before = reference_model(input_ids=ids).logits
-    stream = ActivationStream(reference_model, reference_view, [window], means=MeanOutputs(reference_view))
+        before = small_model(input_ids=ids).logits
+    stream = ActivationStream(small_model, view, [window], means=MeanOutputs(view))
     batch = stream.run(pad_windows([window]))
     with torch.no_grad():
-        after = reference_model(input_ids=ids).logits
+        after = small_model(input_ids=ids).logits
     assert torch.equal(before, after)
-    assert hook_counts(reference_model) == hooks
-    assert reference_model.get_experts_implementation() == implementation
-    assert not any("_apply_gate" in layer.experts.__dict__ for layer in reference_view)
-    last = len(reference_view) - 1
-    state = batch.state(reference_view, last)
-    assert torch.equal(reference_view[last].router_logits(state.router_input_TD), state.logits_TE)
+    assert hook_counts(small_model) == hooks
+    assert small_model.get_experts_implementation() == implementation
+    assert not any("_apply_gate" in layer.experts.__dict__ for layer in view)
+    last = len(view) - 1
+    state = batch.state(view, last)
+    assert torch.equal(view[last].router_logits(state.router_input_TD), state.logits_TE)
 
 
 def hook_counts(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-def test_hooks_go_when_the_forward_fails(reference_model: PreTrainedModel, reference_view: MoEView) -> None:
-    hooks = hook_counts(reference_model)
+def test_hooks_go_when_the_forward_fails(small_model: PreTrainedModel) -> None:
+    view = find_moe_layers(small_model)
+    hooks = hook_counts(small_model)
     window = Window(0, 0, torch.tensor([10**6]).int().numpy())  # no such token
     with pytest.raises(IndexError):
-        ActivationStream(reference_model, reference_view, [window]).run(pad_windows([window]))
-    assert hook_counts(reference_model) == hooks
+        ActivationStream(small_model, view, [window]).run(pad_windows([window]))
+    assert hook_counts(small_model) == hooks
 
 
 def test_padding_changes_nothing() -> None:
@@ -219,6 +229,122 @@ def test_experts_with_an_output_norm_leave_the_mean_step() -> None:
     assert not defaults.shared_LD[[0, 2, 3]].any()
 
 
-def test_windows_longer_than_the_context_are_refused(reference_tokenizer: Any, tmp_path: Path) -> None:
+def test_windows_longer_than_the_context_are_refused(
+    small_model: PreTrainedModel, reference_tokenizer: Any, text: list[Document], tmp_path: Path
+) -> None:
     with pytest.raises(ExpertcastError, match="context of 256"):
-        collect(tiny_model("qwen3_moe"), reference_tokenizer, documents(), tmp_path / "traces", tokens=4000, window=300)
+        collect(small_model, reference_tokenizer, text, tmp_path / "traces", tokens=4000, window=300)
+
+
+# Stopped and gone on with
+
+
+def test_stopped_again_and_again_it_comes_to_the_same_end(
+    small_model: PreTrainedModel, reference_tokenizer: Any, text: list[Document], expected: list[Any], collected: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """After any number of the files that it writes; the seconds before count."""
+    folder, left, before_s = tmp_path / "traces", 0, 0.0
+    view = find_moe_layers(small_model)
+    while not ((info := layout.read_info(folder)) and info["complete"]):
+        with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+            Crash(patch, left := left + 1)
+            collect(small_model, reference_tokenizer, text, folder, **SETTINGS)
+        if left == 4:
+            with pytest.raises(ExpertcastError, match="not finished"):
+                TraceDataset.open(folder)
+        if info := layout.read_info(folder):  # a shard that a kill leaves uncommitted must not be counted
+            (folder / layout.shard_file(0, 7)).write_bytes(b"half a shard")
+            done = merged_progress(folder, [MeanOutputs(view)])
+            before_s = before_s if info["complete"] else info.get("collection_s", 0.0) + done["seconds"]
+    assert left > 4
+    (folder / layout.shard_file(0, 7)).unlink()
+    assert collect(small_model, reference_tokenizer, text, folder, **SETTINGS).info["collection_s"] >= before_s > 0
+    assert content(folder) == expected
+    assert sorted(path.name for path in folder.rglob("*")) == sorted(path.name for path in collected.rglob("*"))
+
+
+def test_complete_traces_are_opened_not_made_again(
+    dataset: TraceDataset, small_model: PreTrainedModel, reference_tokenizer: Any, text: list[Document]
+) -> None:
+    shard = next(dataset.folder.glob("data-*.arrow"))
+    before = shard.stat().st_mtime_ns
+    again = collect(small_model, reference_tokenizer, text, dataset.folder, **MANY)
+    assert again.token_count("all") == MANY["tokens"]
+    assert shard.stat().st_mtime_ns == before
+    for changed, expected in (
+        ({"window": 128}, "begun with window=64, now it is 128"),
+        ({"tokens": 4000}, "begun with tokens=6000"),
+        ({"batch_size": 4}, "begun with batch_size=8"),
+        ({"seed": 1}, "begun with text="),
+    ):
+        with pytest.raises(ExpertcastError, match=expected):
+            collect(small_model, reference_tokenizer, text, dataset.folder, **{**MANY, **changed})
+
+
+def test_folders_that_are_not_ours_are_refused(
+    small_model: PreTrainedModel, reference_tokenizer: Any, text: list[Document], tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ExpertcastError, match="not empty and holds no traces of ours"):
+        collect(small_model, reference_tokenizer, text, tmp_path, **SETTINGS)
+    with pytest.raises(ExpertcastError, match="is a file"):
+        collect(small_model, reference_tokenizer, text, tmp_path / "thesis.tex", **SETTINGS)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_estimate_is_printed_and_a_full_disk_refused(
+    small_model: PreTrainedModel, reference_tokenizer: Any, text: list[Document], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    usage = collector.shutil.disk_usage(tmp_path)._replace(free=10**6)
+    monkeypatch.setattr(collector.shutil, "disk_usage", lambda _path: usage)
+    with pytest.raises(ExpertcastError, match=r"need 1.76 MB more .* 1 MB are free: collect fewer tokens"):
+        collect(small_model, reference_tokenizer, text, tmp_path / "traces", tokens=3000)
+    assert "3,000 tokens of 588 bytes, about 1.76 MB on disk" in capsys.readouterr().err
+
+
+def test_damage_between_a_kill_and_going_on_is_noticed(
+    small_model: PreTrainedModel, reference_tokenizer: Any, text: list[Document], tmp_path: Path, expected: list[Any]
+) -> None:
+    folder = tmp_path / "traces"
+
+    def go_on() -> None:
+        collect(small_model, reference_tokenizer, text, folder, **SETTINGS)
+
+    with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr("expertcast.data.collect._finish", lambda *_args: (_ for _ in ()).throw(KeyboardInterrupt))
+        go_on()
+    view, info = find_moe_layers(small_model), layout.read_info(folder)
+    assert info is not None
+    columns, names = layout.columns_in(info), {path.name for path in folder.iterdir()}
+    progress = folder / layout.PROGRESS_FOLDER / layout.progress_file(0)
+    draw = random.Random(0)
+    for path in (progress, folder / layout.shard_file(0, 1)):
+        original = path.read_bytes()
+        places = [draw.randrange(len(original)) for _ in range(6)]
+        for content_now in [*(flipped(original, place) for place in places), original[:-9], b""]:
+            path.write_bytes(content_now)
+            with pytest.raises(ExpertcastError, match="delete the folder and collect again") as raised:
+                RankWriter(folder, MeanOutputs(view), rank=0, columns=columns)
+            assert "\n" not in str(raised.value)
+            assert str(path) in str(raised.value)
+            assert {path.name for path in folder.iterdir()} == names
+        with pytest.raises(ExpertcastError, match="delete the folder and collect again"):
+            go_on()
+        path.write_bytes(original)
+    go_on()
+    assert content(folder) == expected
+
+
+def flipped(original: bytes, place: int) -> bytes:
+    return original[:place] + bytes([original[place] ^ 4]) + original[place + 1 :]
+
+
+def test_a_model_that_gives_nan_is_not_collected_from(
+    reference_tokenizer: Any, text: list[Document], tmp_path: Path
+) -> None:
+    model = tiny_model("qwen3_moe", torch.float32)
+    model.get_input_embeddings().weight.data[200:] = float("nan")  # of no token that the probe gives
+    with pytest.raises(ExpertcastError, match="gives NaN or infinity among its r"):
+        collect(model, reference_tokenizer, text, tmp_path / "t", tokens=200, window=24)
