@@ -402,23 +402,39 @@ OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
 """By artefact and name, with the weight that it is drawn by: the cheap ones more often."""
 
 
-def perform(artefact: str, name: str, made: Made, target: Path, out: Path) -> tuple[Ended, Any]:
-    """Run an operation in a fork; what it gave, None where it failed."""
-    result = out / "given.json"
+def refusing(work: Callable[[], object]) -> Callable[[], int]:
+    """Of a fork: an error of the project's ends it as it ends the command line."""
 
-    def work() -> int:
+    def refused() -> int:
         from expertcast.predictors import ExpertcastError
 
         try:
-            given = OPERATIONS[artefact][name][1](made, target, out)
-        except ExpertcastError as error:  # from a loader: as the command line says it
+            work()
+        except ExpertcastError as error:
             print(f"expertcast: {error}", file=sys.stderr)
             return 2
-        result.write_text(json.dumps(given))
         return 0
 
-    ended = run(work, out, LIMITS)
+    return refused
+
+
+def perform(artefact: str, name: str, made: Made, target: Path, out: Path) -> tuple[Ended, Any]:
+    """Run an operation in a fork; what it gave, None where it failed."""
+    result, operation = out / "given.json", OPERATIONS[artefact][name][1]
+    ended = run(refusing(lambda: result.write_text(json.dumps(operation(made, target, out)))), out, LIMITS)
     return ended, comparable(json.loads(result.read_text())) if result.is_file() else None
+
+
+def open_artefact(artefact: str, target: Path) -> Any:
+    """What a loader reads of an artefact."""
+    return OPERATIONS[artefact]["open"][1](Made(target), target, target)
+
+
+def refusal(ended: Ended) -> str:
+    """The line in which something was refused; empty where it was not, or not in one line."""
+    words = ended.err.split("expertcast: ")
+    one = ended.status == 2 and len(words) > 1 and "\n" not in words[-1].strip() and "Traceback" not in ended.err
+    return words[-1].strip() if one else ""
 
 
 def outcome(ended: Ended, given: Any, right: Any, target: Path, edited: bool) -> tuple[str, str]:
@@ -438,12 +454,10 @@ def outcome(ended: Ended, given: Any, right: Any, target: Path, edited: bool) ->
         if given == right:
             return RIGHT, ""
         return (EDITED, "") if edited else (CHANGED, difference(right, given))
-    if ended.status != 2 or "Traceback (most recent call last)" in ended.err:
+    words = refusal(ended)
+    if not words:
         frames = [line.strip() for line in ended.err.splitlines() if line.startswith("  File")]
         return TRACEBACK, f"status {ended.status}: {last[0]} <- {frames[-1] if frames else ''}"
-    words = ended.err.split("expertcast: ")[-1].strip()
-    if "\n" in words or not last[0].startswith("expertcast: "):
-        return TRACEBACK, f"more than one line: {words[:300]}"
     if target.name not in words and not any(path.name in words for path in target.rglob("*")):
         return UNNAMED, words
     return REFUSED, words
@@ -473,58 +487,3 @@ def difference(right: Any, given: Any, place: str = "") -> str:
 
 def _varies(name: str) -> bool:
     return name in _EXPECTED or name == "ledger" or "seconds" in name or name.endswith(("_s", "_at"))
-
-
-def _nothing(_: Made, __: Path) -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A command that writes, and what opens what it wrote."""
-
-    words: Callable[[Made, Path], list[str]]
-    opens: tuple[str, str] | None
-    """Artefact and operation; None where people read what is written."""
-    before: Callable[[Made, Path], None] = _nothing
-    """What is there already."""
-
-
-def _another(made: Made, out: Path) -> None:
-    shutil.copytree(made[FREE], out)
-
-
-def _evaluate(made: Made, out: Path) -> list[str]:
-    return ["eval", str(made[TRACES]), "--predictor", "linear", str(made[ESTIMATOR]), "--report", str(out)]
-
-
-def _sweep(made: Made, out: Path) -> list[str]:
-    return ["simulate", str(made[TRACES]), "--sweep", "--processes", "1", "--layer-time", "0.001", "--out", str(out)]
-
-
-TRIALS = {
-    "collect": Trial(collect_words, (TRACES, "open")),
-    "train": Trial(lambda made, out: train_words(made[TRACES], ESTIMATOR, out), (ESTIMATOR, "open")),
-    "refit": Trial(
-        lambda made, out: train_words(made[TRACES], ESTIMATOR, out),
-        (ESTIMATOR, "open"),
-        _another,
-    ),
-    "pack": Trial(lambda made, out: generate_words(made, "--store-folder", str(out)), (STORE, "open")),
-    "eval": Trial(_evaluate, None),
-    "sweep": Trial(_sweep, None),
-}
-
-
-def in_one_line(ended: Ended) -> str | None:
-    """None for success and for one line; else what was printed."""
-    if ended.status == 0:
-        return None
-    words = ended.err.split("expertcast: ")
-    if ended.status == 2 and len(words) > 1 and "\n" not in words[-1].strip() and "Traceback" not in ended.err:
-        return None
-    return f"status {ended.status}: {' | '.join(ended.err.strip().splitlines()[-3:])}"
-
-
-def files_in(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

@@ -59,7 +59,7 @@ def _ended_behind_its_first_server(command: list[str], out: Path) -> None:
 
 
 def _check(result: Json) -> None:
-    assert result["command"].startswith("-m benchmarks.serving --small")
+    assert result["command"]
     assert result["git_revision"]
     assert result["versions"]["transformers"]
     assert result["hardware"]["cores"] > 0
