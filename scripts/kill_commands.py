@@ -37,11 +37,11 @@ import fault_trials
 from fault_trials import (
     ESTIMATOR,
     FREE,
+    MODEL,
     STORE,
     TRACES,
     Ended,
     Limits,
-    Made,
     collect_words,
     comparable,
     difference,
@@ -71,7 +71,7 @@ Strikes = Callable[[int, str, tuple[Any, ...]], bool]
 class Command:
     """A command, and what must come of it."""
 
-    words: Callable[[Made, Path], list[str]]
+    words: Callable[[Path, Path], list[str]]
     opens: str | None = None
     """The artefact that it writes; None where people read what is written, or nothing is."""
     over: str | None = None
@@ -82,21 +82,21 @@ class Command:
     """Whether it ends by a signal alone."""
 
 
-def _on_a_few(*words: str) -> Callable[[Made, Path], list[str]]:
+def _on_a_few(*words: str) -> Callable[[Path, Path], list[str]]:
     """On the small model with few slots and few tokens; `{}` is where to write."""
-    return lambda made, out: [words[0], str(made.model), "--slots", "8", *(word.format(out) for word in words[1:])]
+    return lambda made, out: [words[0], str(made / MODEL), "--slots", "8", *(word.format(out) for word in words[1:])]
 
 
-def _train(made: Made, out: Path) -> list[str]:
-    return train_words(made[TRACES], ESTIMATOR, out)
+def _train(made: Path, out: Path) -> list[str]:
+    return train_words(made / TRACES, ESTIMATOR, out)
 
 
-def _evaluate(made: Made, out: Path) -> list[str]:
-    return ["eval", str(made[TRACES]), "--predictor", "linear", str(made[ESTIMATOR]), "--report", str(out)]
+def _evaluate(made: Path, out: Path) -> list[str]:
+    return ["eval", str(made / TRACES), "--predictor", "linear", str(made / ESTIMATOR), "--report", str(out)]
 
 
-def _sweep(made: Made, out: Path) -> list[str]:
-    return ["simulate", str(made[TRACES]), "--sweep", "--processes", "1", "--layer-time", "0.001", "--out", str(out)]
+def _sweep(made: Path, out: Path) -> list[str]:
+    return ["simulate", str(made / TRACES), "--sweep", "--processes", "1", "--layer-time", "0.001", "--out", str(out)]
 
 
 COMMANDS = {
@@ -108,13 +108,13 @@ COMMANDS = {
     "train": Command(words=_train, opens=ESTIMATOR),
     "refit": Command(words=_train, opens=ESTIMATOR, over=FREE),
     "eval": Command(words=_evaluate),
-    "store": Command(words=lambda made, out: ["store", str(made.model), "--store-folder", str(out)]),
+    "store": Command(words=lambda made, out: ["store", str(made / MODEL), "--store-folder", str(out)]),
     "generate": Command(words=lambda made, out: generate_words(made, "--store-folder", str(out)), opens=STORE),
     "serve": Command(words=_on_a_few("serve", "--port", "0"), exact=False, serves=True),
     "bench": Command(words=_on_a_few("bench", "--new-tokens", "4", "--repetitions", "1"), exact=False),
     "advise": Command(words=_on_a_few("advise", "--new-tokens", "4", "--save", "{}"), exact=False),
     "simulate": Command(words=_sweep),
-    "inspect": Command(words=lambda made, _: ["inspect", str(made[TRACES]), "--verify"]),
+    "inspect": Command(words=lambda made, _: ["inspect", str(made / TRACES), "--verify"]),
 }
 """Every command of `expertcast` that needs no hub; `refit` trains over an older checkpoint."""
 STRUCK = ("collect", "train", "refit", "generate", "eval", "simulate")
@@ -171,7 +171,7 @@ class Trials:
     """Faults of commands in a folder, which holds the artefacts that they read."""
 
     def __init__(self, folder: Path) -> None:
-        self.made = Made(folder / "made")
+        self.made = folder / "made"
         self.folder, self.notes, self.place = folder, folder / "notes", folder / "place"
         self.notes.mkdir()
         fault_trials.call(lambda: fault_trials.make(self.made, 0), self.notes)
@@ -324,7 +324,7 @@ class Trials:
         self._clear()
         out, over = self.place / name, COMMANDS[name].over
         if over is not None:
-            shutil.copytree(self.made[over], out)
+            shutil.copytree(self.made / over, out)
         return out
 
     @contextmanager
