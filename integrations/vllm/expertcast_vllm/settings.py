@@ -34,8 +34,7 @@ METRICS = "expertcast_metrics"
 VARIABLE = "EXPERTCAST_VLLM"
 KEY = "expertcast"
 """In --additional-config."""
-OFF = ("", "0", "false")
-ON = ("1", "true")
+SWITCHES = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 _OFFLOAD = (
     "predictor", "slots", "memory", "cache", "bandwidth", "latency", "link", "policies", "overfetch", "forecasts",
@@ -64,13 +63,10 @@ class Settings:
     def of(cls, additional_config: object) -> Self | None:
         """What vLLM's additional config and the environment ask for; None: nothing."""
         given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-        options = _options(given, f"--additional-config {KEY}") if given is not None else _environment()
-        return None if options is None else cls.from_dict(options)
-
-    @classmethod
-    def from_environment(cls) -> Self | None:
-        """What the environment asks for; None: nothing."""
-        options = _environment()
+        where = f"--additional-config {KEY}"
+        if given is None:
+            given, where = os.environ.get(VARIABLE, "").strip(), VARIABLE
+        options = _options(given, where)
         return None if options is None else cls.from_dict(options)
 
     @classmethod
@@ -108,26 +104,19 @@ class Settings:
                 "collect_window": self.collect_window}  # fmt: skip
 
 
-def _environment() -> Mapping[str, Any] | None:
-    value = os.environ.get(VARIABLE, "").strip()
-    if value.lower() in OFF:
-        return None
-    return _options(True if value.lower() in ON else value, VARIABLE)
-
-
 def _options(given: object, where: str) -> Mapping[str, Any] | None:
+    if isinstance(given, str):
+        given = SWITCHES.get(given.lower(), given)
     if given is None or given is False:
         return None
     if given is True:
         return {}
-    if isinstance(given, Mapping):
-        return given
     if isinstance(given, str) and not given.startswith("{"):
         return read_json(Path(given), dict[str, JsonValue], "give 1, a JSON object, or what OffloadConfig.save wrote")
     try:
-        options = json.loads(given) if isinstance(given, str) else None
+        options = json.loads(given) if isinstance(given, str) else given
     except ValueError:
         options = None
-    if not isinstance(options, dict):
+    if not isinstance(options, Mapping):
         raise ExpertcastError(f'{where}: give 1, a JSON object such as {{"slots": 512}}, or a file of such options')
     return options

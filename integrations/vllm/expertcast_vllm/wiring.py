@@ -8,7 +8,7 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import base_loader
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.view import MoELayer, MoEView
+from expertcast.predictors.view import MoELayer
 
 _TOKENS = 2
 
@@ -91,7 +91,7 @@ def wire(model_runner: Any) -> list[WiredLayer]:
         stack.callback(register_module_forward_hook(watch.leave).remove)
         stack.enter_context(_uncompiled(model))
         for runner in runners:
-            stack.enter_context(routing_told(runner, partial(watch.routed, runner)))
+            stack.callback(tell_routing(runner, partial(watch.routed, runner)))
         model_runner._dummy_run(_TOKENS)
     names = {module: name for name, module in model.named_modules()}
     missing = [names[runner] for runner in runners if runner not in watch.found]
@@ -116,23 +116,25 @@ def _uncompiled(model: nn.Module) -> Iterator[None]:
             module.do_not_compile = False
 
 
-@contextmanager
-def routing_told(runner: MoERunner, told: Callable[[Tensor, Tensor, Tensor, Tensor], object]) -> Iterator[None]:
-    """Inside, `told` gets what a layer's router reads and makes of it: router input [T, D], logits [T, E], combine
-    weights and ids [T, K]."""
+def tell_routing(
+    runner: MoERunner, told: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
+) -> Callable[[], None]:
+    """Hand `told` what a layer's router reads and makes of it, from now on: router input [T, D], logits [T, E], combine
+    weights and ids [T, K]. Ids that it returns take the place of the router's.
+
+    Returns:
+        What ends that.
+    """
     router = runner.router
     select = router.select_experts
 
     def selected(hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         weights_TK, ids_TK = select(hidden_states, router_logits, *args, **kwargs)
-        told(hidden_states, router_logits, weights_TK, ids_TK)
-        return weights_TK, ids_TK
+        other_TK = told(hidden_states, router_logits, weights_TK, ids_TK)
+        return weights_TK, ids_TK if other_TK is None else other_TK
 
     router.select_experts = selected
-    try:
-        yield
-    finally:
-        router.select_experts = select
+    return partial(setattr, router, "select_experts", select)
 
 
 class _Watch:
@@ -199,21 +201,12 @@ class ForecastRouter(nn.Module):
         return logits_TE, weights_TK * self.factor, ids_TK.long()
 
 
-def view_of(layers: Sequence[WiredLayer], kept: Kept, model_id: str) -> MoEView:
-    """The view of a model.
-
-    Args:
-        layers: of it, as they were found.
-        kept: the gates' parameters as they were loaded.
-        model_id: what the model is called.
+def layer_of(index: int, wired: WiredLayer, kept: Kept) -> MoELayer:
+    """A layer of a model's view, from the gates' parameters as they were loaded.
 
     Raises:
         ExpertcastError: a gate is quantised, or routes in a way that cannot be asked for forecasts.
     """
-    return MoEView(tuple(_layer(index, wired, kept) for index, wired in enumerate(layers)), model_id=model_id)
-
-
-def _layer(index: int, wired: WiredLayer, kept: Kept) -> MoELayer:
     gate = dict(kept.get(wired.gate, {}))
     weight = gate.get("weight")
     if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
