@@ -1,5 +1,5 @@
-"""What a device decides and computes, on the CPU: nothing that a CUDA graph forbids with link 'kernel', and vLLM's Triton
-kernel over slots, interpreted."""
+"""What a device decides and computes, on the CPU: nothing that a CUDA graph forbids with link "kernel", and vLLM's
+Triton kernel over slots, interpreted."""
 
 from __future__ import annotations
 
