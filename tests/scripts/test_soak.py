@@ -24,6 +24,7 @@ def _soak(*words: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_few_deployments(tmp_path: Path) -> None:
     run = _soak("--requests", 1000, "--seed", 27, "--json", tmp_path / "found.json")
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
@@ -33,6 +34,7 @@ def test_a_few_deployments(tmp_path: Path) -> None:
     assert (found["wrong"], found["crashed"], found["hung"], found["failures"]) == (0, 0, 0, [])
 
 
+@pytest.mark.slow
 def test_what_hangs_is_counted_and_named(tmp_path: Path) -> None:
     run = _soak("--only", 0, "--seconds", 0.01, "--json", tmp_path / "found.json")
     assert run.returncode == 1

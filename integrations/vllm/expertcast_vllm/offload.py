@@ -144,7 +144,6 @@ def _of_rank(options: OffloadConfig, parallel: ParallelConfig) -> OffloadConfig:
 
 logger = init_logger("vllm.expertcast")
 _TELLS = "tells_expertcast"
-Tell = Callable[["WorkerOffload", Worker], None]
 
 
 def follow_worker() -> Kept:
@@ -162,13 +161,13 @@ def follow_worker() -> Kept:
         Worker.compile_or_warm_up_model = _telling(
             Worker.compile_or_warm_up_model, after=lambda offload, _worker: offload.warmed_up()
         )
-        Worker.shutdown = _telling(Worker.shutdown, before=lambda offload, _worker: offload.end_collecting())
+        Worker.shutdown = _telling(Worker.shutdown, before=lambda offload, _worker: offload.ending.close())
         setattr(WorkerBase, STATISTICS, lambda worker: _offload_of(worker).statistics())
         setattr(WorkerBase, METRICS, lambda worker: _offload_of(worker).metrics())
     return keep_gates()
 
 
-def _telling(method: Any, before: Tell | None = None, after: Tell | None = None) -> Any:
+def _telling(method: Any, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None) -> Any:
     """A worker's method that tells its offload, if there is one, before or after."""
 
     @wraps(method)
@@ -238,7 +237,7 @@ class WorkerOffload:
         self.speculator: Speculator | None = None
         """Once the model is loaded."""
         self.ending = ExitStack()
-        """What is closed when this is dropped, or at the process's end."""
+        """What is closed when the worker ends, when this is dropped, or at the process's end."""
         self._step: Step | None = None
         self._call: RouterCall | None = None
         """Of the router that ran last."""
@@ -337,11 +336,6 @@ class WorkerOffload:
                 self.ending.callback(collector.close)
         if self.link.decides_on_device:
             self.engine  # noqa: B018  # what it holds is no graph's
-
-    def end_collecting(self) -> None:
-        """Write what is held of the traffic."""
-        if self.watching is not None and self.watching.collector is not None:
-            self.watching.collector.close()
 
     def warmed_up(self) -> None:
         """What comes now are requests."""
@@ -468,15 +462,11 @@ class WorkerOffload:
 
 # Layer
 
-_REFUSES = "refuses_for_expertcast"
-
 
 def refuse_other_experts(ours: type[RoutedExperts]) -> None:
     """Have layers of routed experts that are not `ours` refused where expertcast is asked for: models with a class of
-    their own pass by vLLM's registry. A second call does nothing."""
+    their own pass by vLLM's registry."""
     make = RoutedExperts.__init__
-    if hasattr(make, _REFUSES):
-        return
 
     @wraps(make)
     def made(self: RoutedExperts, layer_name: str, *args: Any, **kwargs: Any) -> None:
@@ -487,7 +477,6 @@ def refuse_other_experts(ours: type[RoutedExperts]) -> None:
             )
         make(self, layer_name, *args, **kwargs)
 
-    setattr(made, _REFUSES, True)
     RoutedExperts.__init__ = made
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,6 +41,7 @@ _OFFLOAD = (
     "ahead", "reach", "drift", "store", "store_folder",
 )  # fmt: skip
 """Fields of an OffloadConfig that mean something under vLLM."""
+_OWN = ("collect", "collect_tokens", "collect_window")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +77,7 @@ class Settings:
         Raises:
             ExpertcastError: as the class.
         """
-        own = [field.name for field in fields(cls) if field.name != "offload"]
-        defaults, known = OffloadConfig().as_dict(), (*_OFFLOAD, *own)
+        defaults, known = OffloadConfig().as_dict(), (*_OFFLOAD, *_OWN)
         for name, value in options.items():
             if name not in known and name not in defaults:
                 raise ExpertcastError(f"unknown option {name!r}: choose from {', '.join(known)}")
@@ -88,7 +88,7 @@ class Settings:
         config = OffloadConfig.from_dict({name: value for name, value in options.items() if name in _OFFLOAD})
         if config.resolved_policies().lossy:
             raise ExpertcastError("lossy policies change what is computed, and under vLLM nothing may: choose others")
-        settings = cls(offload=config, **{name: options[name] for name in own if name in options})
+        settings = cls(offload=config, **{name: options[name] for name in _OWN if name in options})
         if settings.collect is not None and not isinstance(settings.collect, str):
             raise ExpertcastError(f"collect={settings.collect!r}: give the folder that traces are written to")
         for name in ("collect_tokens", "collect_window"):
@@ -100,8 +100,7 @@ class Settings:
     def as_dict(self) -> Json:
         """All options by name, as :meth:`from_dict` takes them."""
         offload = {name: value for name, value in self.offload.as_dict().items() if name in _OFFLOAD}
-        return {**offload, "collect": self.collect, "collect_tokens": self.collect_tokens,
-                "collect_window": self.collect_window}  # fmt: skip
+        return offload | {name: getattr(self, name) for name in _OWN}
 
 
 def _options(given: object, where: str) -> Mapping[str, Any] | None:

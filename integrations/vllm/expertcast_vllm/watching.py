@@ -33,7 +33,7 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.offloading import make_monitor, resolve_predictor
 from expertcast_vllm.settings import Settings
 from expertcast_vllm.step import Part, Requests, captures_whole_steps, refuse, tell_requests, without_padding
-from expertcast_vllm.wiring import ForecastRouter, Kept, layer_of, wire
+from expertcast_vllm.wiring import ForecastRouter, Kept, wire
 
 if TYPE_CHECKING:
     from expertcast_vllm.offload import WorkerOffload
@@ -116,17 +116,10 @@ class TrafficCollector:
         live: where to.
         shape: of the model.
         hash_of: what a request's document is known by, from its prompt's ids.
-        most_bytes: of rows that are held.
     """
 
-    def __init__(
-        self,
-        live: LiveTraces,
-        shape: ModelShape,
-        hash_of: Callable[[Sequence[int]], str],
-        most_bytes: int = MOST_BYTES,
-    ) -> None:
-        self._live, self._shape, self._hash_of, self._most = live, shape, hash_of, most_bytes
+    def __init__(self, live: LiveTraces, shape: ModelShape, hash_of: Callable[[Sequence[int]], str]) -> None:
+        self._live, self._shape, self._hash_of = live, shape, hash_of
         self._open: dict[str, _Open] = {}
         self._ended: set[str] = set()
         """Running requests of which no more is kept."""
@@ -161,7 +154,7 @@ class TrafficCollector:
         own = self._open.get(part.request)
         if own is None:
             prompt = known[part.request].prompt_token_ids  # None where it is given as embeddings
-            if prompt is None or self._held >= self._most:
+            if prompt is None or self._held >= MOST_BYTES:
                 self._ended.add(part.request)
                 return None
             own = self._open[part.request] = _Open(hash=self._hash_of(prompt), start=part.start, end=part.start)
@@ -192,7 +185,7 @@ class TrafficCollector:
             own.rows.append(tuple(each.clone() for each in seen))
             own.end, first = own.end + count, last
             self._hold(residual_RLD[:1].nbytes * count + logits_RLE[:1].nbytes * count)
-            if own.tokens >= self._live.options.window or self._held >= self._most:
+            if own.tokens >= self._live.options.window or self._held >= MOST_BYTES:
                 self._end(request)
 
     def ended(self, known: Mapping[str, Any]) -> None:
@@ -216,12 +209,9 @@ class TrafficCollector:
         self._ended.add(request)
         if own.tokens:
             self._left -= own.tokens
-            token_T, residual_TLD, logits_TLE = map(torch.cat, zip(*own.rows, strict=True))
-            self._queue.put(
-                LiveDocument(
-                    hash=own.hash, start=own.start, token_T=token_T, residual_TLD=residual_TLD, logits_TLE=logits_TLE
-                )
-            )
+            rows = map(torch.cat, zip(*own.rows, strict=True))
+            named = dict(zip(("token_T", "residual_TLD", "logits_TLE"), rows, strict=True))
+            self._queue.put(LiveDocument(hash=own.hash, start=own.start, **named))
 
     def _hold(self, nbytes: int) -> None:
         with self._lock:
@@ -263,9 +253,7 @@ class Watching:
         self._runner = model_runner
         self.sees_residuals = config.compilation_config.mode == CompilationMode.NONE
         """Compiled forwards run without hooks."""
-        layers = wire(model_runner)
-        view = tuple(layer_of(index, wired, kept) for index, wired in enumerate(layers))
-        self.view = MoEView(view, model_id=str(config.model_config.model))
+        self.view = wire(model_runner, kept)
         self._factors = [layer.router.factor for layer in self.view if isinstance(layer.router, ForecastRouter)]
         self._residual: Tensor | None = None
         self._seen: tuple[RouterCall, RouterCall] | None = None
@@ -273,9 +261,8 @@ class Watching:
         """Whose tokens the present forward is over."""
         self.collector: TrafficCollector | None = None
         if self.sees_residuals:
-            for wired in layers:
-                if wired.norm is not None:
-                    wired.norm.register_forward_hook(self._normed)
+            for layer in self.view:
+                layer.norm.register_forward_hook(self._normed)
         tell_requests(model_runner, self)
         self._folder = ExitStack()
 
