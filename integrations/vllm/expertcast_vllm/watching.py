@@ -99,7 +99,7 @@ class _Open:
     """Position of the first token that is kept."""
     end: int
     """Position after the last token that is kept."""
-    rows: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    rows: list[tuple[Tensor, ...]] = field(default_factory=list)
     """Token ids [T], residuals [T, L, D] and logits [T, L, E] of each forward."""
 
     @property
