@@ -7,7 +7,6 @@ are none, or no right to make any, a run goes on without, and its result says so
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -20,7 +19,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
-from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 
 _PREFIX = "bench-disk-"
@@ -53,7 +51,7 @@ class Cage:
     ) -> None:
         for group in self._groups:
             for _ in range(_REMOVALS):
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     group.rmdir()
                     break
                 time.sleep(0.1)
@@ -100,25 +98,15 @@ def drop_cached(folders: Iterable[Path]) -> None:
 
 def _made(controller: str) -> Path | None:
     """A new group of a controller, below this process's own; None: there cannot be one."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, own = line.split(":", 2)
             mount = _mount(controller)
             if controller in controllers.split(",") and mount is not None:
-                below = mount / own.lstrip("/")
-                _remove_left_over(below)
-                group = below / f"{_PREFIX}{os.getpid()}"
+                group = mount / own.lstrip("/") / f"{_PREFIX}{os.getpid()}"
                 group.mkdir(exist_ok=True)
                 return group
     return None
-
-
-def _remove_left_over(below: Path) -> None:
-    """Remove the groups of benchmarks that were killed."""
-    for group in below.glob(f"{_PREFIX}*"):
-        if not Path("/proc", group.name.removeprefix(_PREFIX)).exists():
-            with contextlib.suppress(OSError):  # it still has a process
-                group.rmdir()
 
 
 def _mount(controller: str) -> Path | None:
@@ -211,18 +199,6 @@ def abilities(folder: Path) -> Json:
     """Whether memory can be `capped` and the disk `throttled` here."""
     with Cage(1 << 40, folder) as cage:
         return {"capped": cage.capped, "throttled": cage.throttle(1e12)}
-
-
-def call(*arguments: str) -> None:
-    """Run a Python module of ours.
-
-    Raises:
-        ExpertcastError: it failed; with its last line.
-    """
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
-    if done.returncode:
-        raise ExpertcastError(f"{' '.join(arguments[:2])} failed: {_reason(done.returncode, done.stderr, False)}")
 
 
 def environment() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Time per token of a model whose experts lie on a disk, in equal memory for all ways to read them.
 
-    python -m benchmarks.disk --keep FOLDER --out benchmarks/results/disk.json
+    python -m benchmarks.disk --keep FOLDER --out disk.json
 
 makes a model of OLMoE-1B-7B's shape with experts of real size, packs its stores, and runs every side at every share of
 memory (of the experts' bytes) and every rate of the disk (0: as it is), in turns, each run a process of its own in a
@@ -16,13 +16,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.children import abilities, run
-from benchmarks.disk_files import PROCESS_OPTIONS, RUN, Budget, Prepared, codecs
-from benchmarks.disk_sides import DISK, OWN, PROCESS, SIDES, Side, summaries
+from benchmarks.disk_files import PROCESS_OPTIONS, RUN, Prepared
 from benchmarks.results import ResultFile
 from expertcast.commands.output import say
 from expertcast.data.routing_file import Routing
@@ -34,26 +35,67 @@ from expertcast.runtime.pools.states import Costs, ExpertBytes, State, pools_tex
 
 SETTINGS = ("layers", "small", "prompt", "warm", "new_tokens", "threads")
 """Runs of a file with the same ones are kept."""
+OWN, PROCESS = "own", "process"
+"""Workloads: the model's own routing of a text, and routing drawn by a process, which alone can be forecast as well as
+real models' is."""
+DISK, DIRECT = "disk", "direct"
 _DISK_SECONDS, _DISK_BYTES = 3, 1 << 30
 _COMMON_RATE = 1.5e9
 """Bytes per second of a disk that was not measured."""
-DECODED = 1.0e9
-"""Bytes of bf16 that a thread decodes in a second while the other one does, too."""
-_SHARDS = 6
-_LEAST_FULL = 1
-"""Experts per layer for which there is a slot: plans without any would leave every hit to be decoded."""
+_DECODED, _SHARDS = 1.0e9, 6
+"""Bytes of bf16 that a thread decodes in a second while the other one does, too; parts of an expert."""
+_SPARE = 64 << 20
+"""Bytes of memory that everyone has beside the experts' share and what the direct side was seen to take."""
+_KEYS = ("side", "workload", "memory", "throttle")
+_MEDIANS = ("tpot_s", "tpot_mean_s", "ttft_s", "bytes_read", "prompt_bytes_read", "hit_rate", "waited_s", "link_busy_s",
+            "rate_waiting", "rate_busy", "rate", "same_tokens", "slots")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One way to run the model; several workloads may share a name."""
+
+    name: str
+    workload: str = OWN
+    codec: str = "raw"
+    link: str = "disk"
+    pools: bool = False
+    """What the planner says of the memory keeps experts compressed, the rest is slots."""
+    forecasts: bool = False
+
+    def options(self, memory: int) -> Json:
+        """What an :class:`OffloadConfig` takes, for so many bytes of experts."""
+        options: Json = {"store": "disk", "codec": self.codec, "link": self.link, "memory": memory}
+        if self.forecasts:
+            options["policies"] = {"prefetch": "value"}  # a disk has no time for copies that may be wrong
+        return options
+
+
+SIDES = (
+    Side(name=DISK),
+    Side(name="mapped", link="instant"),
+    Side(name=DIRECT),
+    Side(name="bitsplit", codec="bitsplit"),
+    Side(name="pools", codec="bitsplit", pools=True),
+    Side(name=DIRECT, workload=PROCESS),
+    Side(name="bitsplit", workload=PROCESS, codec="bitsplit"),
+    Side(name="forecasts", workload=PROCESS, forecasts=True),
+    Side(name="both", workload=PROCESS, codec="bitsplit", forecasts=True),
+    Side(name="pools", workload=PROCESS, codec="bitsplit", pools=True),
+    Side(name="all", workload=PROCESS, codec="bitsplit", pools=True, forecasts=True),
+)
+"""The disk alone, without a model; the mapped store, whose pages come as they are touched; direct reads into slots; the
+same over experts compressed without loss; and with a planned part of the memory for compressed experts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 with one line on standard error."""
     args = _parser().parse_args(arguments)
     try:
-        if args.keep is None:
-            with tempfile.TemporaryDirectory(prefix="bench-disk-") as folder:
-                Bench(args, Path(folder)).measure()
-        else:
-            args.keep.mkdir(parents=True, exist_ok=True)
-            Bench(args, args.keep.resolve()).measure()
+        with ExitStack() as stack:
+            folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-disk-")))
+            folder.mkdir(parents=True, exist_ok=True)
+            Bench(args, folder.resolve()).measure()
     except ExpertcastError as error:
         print(f"benchmarks.disk: {error}", file=sys.stderr)
         return 2
@@ -68,60 +110,60 @@ class Bench:
         self._prepared = Prepared(folder, args)
         self._file = ResultFile(args.out, {name: getattr(args, name) for name in SETTINGS})
         self.result = self._file.values
-        commands: list[str] = self.result.setdefault("commands", [])
-        if _command(args) not in commands:
-            commands.append(_command(args))
         self.result |= {"abilities": abilities(folder), "process": PROCESS_OPTIONS}
 
     def measure(self) -> None:
         """All runs that are not in the file."""
         args, sides = self._args, self._sides()
-        self.result |= self._prepared.make(sides)
+        codecs = list(dict.fromkeys(["raw", *(side.codec for side in sides)]))  # raw: the disk's rate, the base memory
+        made = self._prepared.make(codecs)
+        self._ids = {workload: made["workloads"][workload].pop("ids") for workload in (OWN, PROCESS)}
+        self.result |= made
         beside = self.result.setdefault("beside", {})
-        for codec in codecs(sides):
+        for codec in codecs:
             if codec not in beside:  # the first run may find libraries that are not in the page cache, and pay for them
                 beside[codec] = min(self._beside(codec), self._beside(codec))
-        budget = Budget(self.result["beside"])
-        self.result["base_bytes"] = budget.base
         done = {_key(each) for each in self.result["runs"] if "failed" not in each}
         for repetition in range(args.repetitions):
             for rate in args.bandwidth:
                 for memory in args.memory:
                     for side in sides:
-                        share = None if side.kind == DISK else memory
+                        share = None if side.name == DISK else memory
                         row: Json = {"side": side.name, "workload": side.workload, "memory": share,
                                      "throttle": rate or None, "repetition": repetition}  # fmt: skip
                         if _key(row) not in done:
                             done.add(_key(row))
-                            self._keep({**row, **self._run(side, memory, rate or None, budget)})
+                            self._keep({**row, **self._run(side, memory, rate or None)})
         self._write()
 
-    def _run(self, side: Side, memory: float, rate: float | None, budget: Budget) -> Json:
-        spec = {**self._prepared.base_spec, "kind": side.kind, "workload": side.workload, "forecasts": side.forecasts}
-        spec["store_folder"] = str(self._prepared.store_folder(side.codec))
-        spec["truth"] = str(self._prepared.truth / f"{side.workload}.safetensors")
-        total = self.result["model"]["experts_bytes"]
-        limit: int | None = budget.base + int(memory * total)
-        if side.kind == DISK:
-            limit = None
-            spec["disk_bytes"] = int(min(_DISK_BYTES, rate * _DISK_SECONDS)) if rate else _DISK_BYTES
-        else:
-            spec["options"] = side.options(budget.slots(side.codec, int(memory * total)))
-            if side.pools:
-                spec["options"]["pools"] = self._plan(side, spec["options"]["memory"], rate)
-            if rate and not self.result["abilities"]["throttled"] and side.link == "disk":
-                spec["options"]["bandwidth"] = rate
-        cold = [Path(spec["store_folder"]), self._prepared.model]
-        found = run(RUN, spec, folder=self._folder, memory=limit, rate=rate, cold=cold)
-        return {**found, "limit_bytes": limit, "pools": spec.get("options", {}).get("pools")}
+    def _run(self, side: Side, share: float, rate: float | None) -> Json:
+        beside, memory = self.result["beside"], int(share * self.result["model"]["experts_bytes"])
+        if side.name == DISK:
+            nbytes = int(min(_DISK_BYTES, rate * _DISK_SECONDS)) if rate else _DISK_BYTES
+            return self._child(side, {"kind": "disk", "disk_bytes": nbytes}, rate=rate)
+        # who needs more beside its slots than the direct side takes it from them
+        options = side.options(memory - max(0, beside[side.codec] - beside["raw"]))
+        if side.pools:
+            options["pools"] = self._plan(side, options["memory"], rate)
+        if rate and not self.result["abilities"]["throttled"] and side.link == "disk":
+            options["bandwidth"] = rate
+        truth, limit = self._prepared.truth / f"{side.workload}.safetensors", beside["raw"] + _SPARE + memory
+        found = self._child(side, {"options": options, "truth": str(truth)}, limit, rate)
+        return {**found, "limit_bytes": limit, "pools": options.get("pools")}
+
+    def _child(self, side: Side, more: Json, limit: int | None = None, rate: float | None = None) -> Json:
+        store = self._prepared.store_folder(side.codec)
+        spec = {**self._prepared.base_spec, "kind": "ours", "workload": side.workload, "forecasts": side.forecasts}
+        spec |= {"store_folder": str(store), **more}
+        return run(RUN, spec, folder=self._folder, memory=limit, rate=rate, cold=[store, self._prepared.model])
 
     def _plan(self, side: Side, memory: int, rate: float | None) -> str:
-        model, top_k = self.result["model"], len(self._prepared.ids[side.workload][0][0])
+        model, top_k = self.result["model"], self.result["model"]["shape"]["K"]
         measured = [each["rate"] for each in self.result["runs"] if each["side"] == DISK and not each["throttle"]]
         return planned(
-            self._prepared.ids[side.workload],
+            self._ids[side.workload],
             prompt=self._args.prompt,
-            experts=model["experts_bytes"] // model["expert_bytes"] // len(self._prepared.ids[side.workload][0]),
+            experts=model["shape"]["E"],
             memory=memory,
             passing=(2 if side.forecasts else 1) * top_k,
             block=model["expert_bytes"],
@@ -133,14 +175,12 @@ class Bench:
     def _beside(self, codec: str) -> int:
         """Bytes of memory that a side of this codec takes beside its slots, as far as it is counted as its own."""
         say(f"memory beside slots, codec {codec}")
-        side = Side(name=codec, codec=codec)
-        slots = max(self._args.memory) * self.result["model"]["experts_bytes"]
-        spec = {**self._prepared.base_spec, "kind": "ours", "workload": OWN, "forecasts": False, "warm": 1, "timed": 1}
-        spec |= {"store_folder": str(self._prepared.store_folder(codec)), "options": side.options(int(slots))}
-        found = run(RUN, spec, folder=self._folder)
+        side, model = Side(name=codec, codec=codec), self.result["model"]
+        slots = int(max(self._args.memory) * model["experts_bytes"])
+        found = self._child(side, {"options": side.options(slots), "warm": 1, "timed": 1})
         if "failed" in found:
             raise ExpertcastError(f"a first run, codec {codec}: {found['failed']}")
-        return int(found["peak_bytes"]) - found["slots"] * int(self.result["model"]["expert_bytes"])
+        return int(found["peak_bytes"]) - found["slots"] * int(model["expert_bytes"])
 
     def _sides(self) -> list[Side]:
         """Those that were asked for, and the disk alone."""
@@ -148,7 +188,7 @@ class Bench:
         return [
             side
             for side in SIDES
-            if side.kind == DISK or ((not named or side.name in named) and side.workload in workloads)
+            if side.name == DISK or ((not named or side.name in named) and side.workload in workloads)
         ]
 
     def _keep(self, row: Json) -> None:
@@ -159,11 +199,11 @@ class Bench:
 
     def _write(self) -> None:
         self.result["results"] = summaries(self.result["runs"])
-        self._file.write(_command(self._args))
+        self._file.write()
 
 
 def _key(row: Json) -> tuple[object, ...]:
-    return tuple(row[name] for name in ("side", "workload", "memory", "throttle", "repetition"))
+    return tuple(row[name] for name in (*_KEYS, "repetition"))
 
 
 def planned(
@@ -188,27 +228,39 @@ def planned(
     )
     size = ExpertBytes(plane=plain, exponents=int(block * ratio) - plain)
     costs = Costs(
-        read_s=plain / rate, ratio=size.exponents / plain, decode_s=block / _SHARDS / DECODED, shards=_SHARDS,
+        read_s=plain / rate, ratio=size.exponents / plain, decode_s=block / _SHARDS / _DECODED, shards=_SHARDS,
         threads=threads,
     )  # fmt: skip
     share = (memory - passing * block) // layers
     best = next(
         plan for plan in plans(rank_model(routing), costs, size=size, memory=share, step=0.1)
-        if plan.experts[State.F] >= _LEAST_FULL
+        if plan.experts[State.F]  # a plan without any full expert of a layer leaves every hit to be decoded
     )  # fmt: skip
     return pools_text({state: layers * nbytes for state, nbytes in best.memory.items()})
 
 
-def _command(args: argparse.Namespace) -> str:
-    """The command line, without paths of this machine."""
-    named = {"keep": "FOLDER"}
-    words = ["-m benchmarks.disk"]
-    for name, value in vars(args).items():
-        if value != _parser().get_default(name):
-            option = f"--{name.replace('_', '-')}"
-            values = [] if value is True else value if isinstance(value, list) else [named.get(name, value)]
-            words += [option, *map(str, values)]
-    return " ".join(words)
+def summaries(runs: Sequence[Json]) -> list[Json]:
+    """Medians: one row per side, workload, memory and rate, in the order of the first runs."""
+    groups: dict[tuple[object, ...], list[Json]] = {}
+    for each in runs:
+        if "failed" not in each:
+            groups.setdefault(tuple(each[name] for name in _KEYS), []).append(each)
+    rates = {key[3]: statistics.median(run["rate"] for run in group) for key, group in groups.items() if key[0] == DISK}
+    return [_summary(dict(zip(_KEYS, key, strict=True)), group, rates) for key, group in groups.items()]
+
+
+def _summary(key: Json, group: Sequence[Json], rates: Json) -> Json:
+    row: Json = {**key, "disk_bandwidth": rates.get(key["throttle"], key["throttle"]), "repetitions": len(group)}
+    for name in _MEDIANS:
+        values = [run[name] for run in group if run.get(name) is not None]
+        if values:
+            row[name] = statistics.median(values)
+    times = [run["tpot_s"] for run in group if "tpot_s" in run]
+    if times:
+        row["tpot_range_s"] = [min(times), max(times)]
+    row["peak_bytes"] = max(run["peak_bytes"] for run in group)
+    row["identical"] = all(run["identical"] for run in group) if "identical" in group[0] else None
+    return row | {name: group[0].get(name) for name in ("limit_bytes", "capped", "throttled")}
 
 
 def _parser() -> argparse.ArgumentParser:

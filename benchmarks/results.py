@@ -19,25 +19,20 @@ class ResultFile:
     Args:
         path: of the file; an earlier result there is gone on with.
         settings: with which its runs must have been made, under `settings` there.
-        members: what a new result has beside `settings` and `runs`.
 
     Raises:
         ExpertcastError: the file is of other settings, or holds no result.
     """
 
-    def __init__(self, path: Path, settings: Json, **members: object) -> None:
+    def __init__(self, path: Path, settings: Json) -> None:
         self._path = path
-        self.values: Json = {"settings": settings, "runs": [], **members}
+        self.values: Json = {"settings": settings, "runs": []}
         if path.is_file():
             self.values = self._earlier(settings)
 
-    def write(self, command: str | None = None) -> None:
-        """Write the values with date, provenance and hardware.
-
-        Args:
-            command: that is recorded; None: the one that started this process.
-        """
-        self.values |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(command)}
+    def write(self) -> None:
+        """Write the values with date, the command that started this process, versions and hardware."""
+        self.values |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance()}
         write_json(self._path, {**self.values, "hardware": hardware()})
 
     def _earlier(self, settings: Json) -> Json:

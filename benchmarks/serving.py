@@ -46,7 +46,6 @@ SETTINGS = ("clients", "requests", "new_tokens", "slots", "bandwidth", "threads"
 """Runs of a file with the same ones are kept."""
 SMALL: Json = {"clients": [1, 2], "requests": 4, "new_tokens": 4, "rounds": 1, "train_tokens": 4000,
                "sides": ["one by one"]}  # fmt: skip
-ROOT = Path(__file__).resolve().parents[1]
 PROMPT_WORDS, PROMPTS = 24, 16
 _WARMING = 2
 _T = TypeVar("_T")
@@ -127,7 +126,7 @@ class Bench:
 
     def _write(self) -> None:
         self.result |= figures(self.result)
-        self._file.write(_command(self._args))
+        self._file.write()
 
 
 def prepare(model: Path, checkpoint: Path, tokens: int) -> None:
@@ -157,22 +156,6 @@ def prompts() -> list[str]:
 def in_turn(each: Sequence[_T], number: int) -> list[_T]:
     """As they are in the first round, the other way round in the second, and so on: no difference comes of order."""
     return list(each if number % 2 == 0 else each[::-1])
-
-
-def _command(args: argparse.Namespace) -> str:
-    """The command line, without places outside the repository."""
-    usual, words = _parser(small=args.small), ["-m benchmarks.serving"]
-    for name, value in vars(args).items():
-        if value == usual.get_default(name):
-            continue
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        if isinstance(value, Path):
-            whole = value.resolve()
-            values = [whole.relative_to(ROOT) if whole.is_relative_to(ROOT) else whole.name]
-        elif name == "vllm_python":
-            values = ["PYTHON"]
-        words += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return " ".join(words)
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -41,11 +41,6 @@ class Answer:
     seconds: float
     """From asking to the last."""
 
-    @property
-    def per_token_s(self) -> float:
-        """Of the tokens after the first; 0 where there are none."""
-        return (self.seconds - self.first_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
-
 
 @dataclass(frozen=True)
 class Load:
@@ -174,10 +169,10 @@ def what_came(address: str, model: str, begun: threading.Event) -> str:
     return HALF if reason in (None, "stop", "length") else TOLD
 
 
-Speeds = dict[str, dict[int, dict[int, float]]]
-"""Requests per second by side, clients and round."""
 OTHERS = ("resident", "on_demand", "one_by_one")
 """Sides that a side's requests per second are compared with."""
+Loads = dict[tuple[str, int], dict[int, Json]]
+"""What a file keeps of each load, by side and clients, and by round."""
 
 
 def kept(load: Load, clients: int, before: tuple[float, float] | None, after: tuple[float, float] | None) -> Json:
@@ -191,7 +186,9 @@ def kept(load: Load, clients: int, before: tuple[float, float] | None, after: tu
     found = {"clients": clients, "seconds": load.seconds, "lost": load.lost, "hits": None, "misses": None}
     if before is not None and after is not None:
         found |= {"hits": after[0] - before[0], "misses": after[1] - before[1]}
-    return {**found, "answers": [{**asdict(answer), "text": _digest(answer.text)} for answer in load.answers]}
+    digests = [hashlib.sha256(answer.text.encode()).hexdigest()[:16] for answer in load.answers]
+    answers = [{**asdict(answer), "text": text} for answer, text in zip(load.answers, digests, strict=True)]
+    return {**found, "answers": answers}
 
 
 def figures(result: Json) -> Json:
@@ -201,42 +198,40 @@ def figures(result: Json) -> Json:
         result: with `runs`, one for each side and round: `side`, `round`, `loads` as :func:`kept` has them,
             `memory_bytes` before and behind these, `end` as :func:`ended` says it.
     """
-    loads: dict[str, dict[int, dict[int, Json]]] = {}
+    loads: Loads = {}
     own: dict[str, list[Json]] = {}
     for run in sorted(result["runs"], key=lambda run: (place(run["side"]), run["round"])):
         own.setdefault(run["side"], []).append(run)
-        for load in sorted(run["loads"], key=lambda load: load["clients"]):
-            loads.setdefault(run["side"], {}).setdefault(load["clients"], {})[run["round"]] = load
-    rows = [_row(side, clients, by_round, loads) for side, each in loads.items() for clients, by_round in each.items()]
-    speeds = {
-        side: {
-            clients: {number: _speed(load) for number, load in by_round.items()} for clients, by_round in each.items()
-        }
-        for side, each in loads.items()
-    }
+        for load in run["loads"]:
+            loads.setdefault((run["side"], load["clients"]), {})[run["round"]] = load
+    keys = sorted(loads, key=lambda key: (place(key[0]), key[1]))
+    ratios = [{"side": side, "clients": clients, **_ratios(side, clients, loads)} for side, clients in keys]
     return {
-        "rows": rows, "ratios": _ratios(speeds),
-        "memory": _memory({side: [run["memory_bytes"] for run in runs] for side, runs in own.items()}),
+        "rows": [_row(*key, loads) for key in keys],
+        "ratios": [row for row in ratios if any(row[name] for name in OTHERS)],
+        "memory": [_memory(side, runs) for side, runs in own.items()],
         "ends": [_end(side, [run["end"] for run in runs]) for side, runs in own.items()],
-    }  # fmt: skip
+    }
 
 
-def _row(side: str, clients: int, by_round: dict[int, Json], loads: dict[str, dict[int, dict[int, Json]]]) -> Json:
-    own = list(by_round.values())
+def _row(side: str, clients: int, loads: Loads) -> Json:
+    own = list(loads[side, clients].values())
     answers = [answer for load in own for answer in load["answers"]]
     first = [answer["first_s"] for answer in answers]
-    each = [
-        (answer["seconds"] - answer["first_s"]) / (answer["tokens"] - 1) for answer in answers if answer["tokens"] > 1
-    ] or [0.0]
-    expected: dict[int, set[str]] = {}  # in batches a resident side need not agree with itself
-    for like in loads.get(f"{side.rpartition(': ')[0]}: {RESIDENT}", {}).values():
-        for answer in (answer for load in like.values() for answer in load["answers"]):
-            expected.setdefault(answer["prompt"], set()).add(answer["text"])
+    longer = [answer for answer in answers if answer["tokens"] > 1]
+    each = [(answer["seconds"] - answer["first_s"]) / (answer["tokens"] - 1) for answer in longer] or [0.0]
+    expected = {  # in batches a resident side need not agree with itself
+        (answer["prompt"], answer["text"])
+        for (name, _), by_round in loads.items()
+        for load in by_round.values()
+        for answer in load["answers"]
+        if name == f"{side.rpartition(': ')[0]}: {RESIDENT}"
+    }
     hits, misses = (sum(load[name] or 0 for load in own) for name in ("hits", "misses"))
     return {
         "side": side, "clients": clients, "rounds": len(own), "answers": len(answers),
         "lost": sum(load["lost"] for load in own),
-        "same": sum(answer["text"] in expected.get(answer["prompt"], ()) for answer in answers),
+        "same": sum((answer["prompt"], answer["text"]) in expected for answer in answers),
         "requests_per_s": statistics.median(map(_speed, own)),
         "first_s": statistics.median(first), "first_s_p95": _p95(first),
         "per_token_s": statistics.median(each), "per_token_s_p95": _p95(each),
@@ -244,32 +239,24 @@ def _row(side: str, clients: int, by_round: dict[int, Json], loads: dict[str, di
     }  # fmt: skip
 
 
-def _ratios(speeds: Speeds) -> list[Json]:
+def _ratios(side: str, clients: int, loads: Loads) -> dict[str, list[float]]:
     """How many times a side's requests per second are those of others, by round."""
-    rows = list[Json]()
-    for side, by_clients in speeds.items():
-        server, _, kind = side.rpartition(": ")
-        others = {
-            "resident": None if kind == RESIDENT else f"{server}: {RESIDENT}",
-            "on_demand": f"{server}: {ON_DEMAND}" if kind == EXACT else None,
-            "one_by_one": f"{ONE_BY_ONE}: {kind}" if server == BATCHED else None,
-        }
-        for clients, own in by_clients.items():
-            row: Json = {"side": side, "clients": clients}
-            for name, other in others.items():
-                theirs = {} if other is None else speeds.get(other, {}).get(clients, {})
-                row[name] = [own[number] / theirs[number] for number in own if number in theirs]
-            if any(row[name] for name in OTHERS):
-                rows.append(row)
-    return rows
+    server, _, kind = side.rpartition(": ")
+    others = {
+        "resident": f"{server}: {RESIDENT}" if kind != RESIDENT else "",
+        "on_demand": f"{server}: {ON_DEMAND}" if kind == EXACT else "",
+        "one_by_one": f"{ONE_BY_ONE}: {kind}" if server == BATCHED else "",
+    }
+    own, found = loads[side, clients], {}
+    for name, other in others.items():
+        theirs = loads.get((other, clients), {})
+        found[name] = [_speed(own[number]) / _speed(theirs[number]) for number in own if number in theirs]
+    return found
 
 
-def _memory(pairs: dict[str, Sequence[Sequence[int]]]) -> list[Json]:
-    return [
-        {"side": side, "before_bytes": statistics.median(before), "after_bytes": statistics.median(after)}
-        for side, own in pairs.items()
-        for before, after in [list(zip(*own, strict=True))]
-    ]
+def _memory(side: str, runs: Sequence[Json]) -> Json:
+    before, after = (statistics.median(run["memory_bytes"][place] for run in runs) for place in (0, 1))
+    return {"side": side, "before_bytes": before, "after_bytes": after}
 
 
 def _end(side: str, own: Sequence[Json]) -> Json:
@@ -287,7 +274,3 @@ def _speed(load: Json) -> float:
 
 def _p95(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

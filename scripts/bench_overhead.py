@@ -112,11 +112,9 @@ def main(argv: list[str] | None = None) -> int:
         for name, times in seconds.items()
     }
     for name, values in runs.items():
-        print(
-            f"{name}: {values['seconds_per_layer'] * 1e6:.1f} us per layer and token (best "
-            f"{values['best'] * 1e6:.1f}), "
-            f"{values['not_resident']:.2f} of the requested experts copied"
-        )
+        median, best = (1e6 * values[key] for key in ("seconds_per_layer", "best"))
+        copied = f"{values['not_resident']:.2f} of the requested experts copied"
+        print(f"{name}: {median:.1f} us per layer and token (best {best:.1f}), {copied}")
     if args.profile:
         profile = cProfile.Profile()
         profile.runcall(run, steps, forecasts=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import faulthandler
 import gc
 import importlib
@@ -28,6 +27,8 @@ TRACES, ESTIMATOR, FREE, NEXT_TOKEN = "traces", "estimator", "quasi_hidden", "ne
 STORE, CONFIG, DATA = "store", "config", "data"
 ARTEFACTS = (TRACES, ESTIMATOR, FREE, NEXT_TOKEN, STORE, CONFIG, DATA)
 CONFIG_FILE = "offload.json"
+MODEL, TEXTS = "model", "text.jsonl"
+"""Beside the artefacts: a model with a tokenizer, and what the traces are of."""
 PROMPT = "It was a dark and stormy night"
 TEXT = "the old man went down to the river and saw that the boat was gone so he sat by the water until morning came"
 TOKENS = 360
@@ -37,30 +38,11 @@ ESTIMATOR_SETTINGS = "parameters=2000", "steps=6", "step_tokens=32"
 NEXT_TOKEN_SETTINGS = "steps=4", "tokens=2"
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """Folders of one set of artefacts."""
-
-    root: Path
-
-    @property
-    def model(self) -> Path:
-        """A model with a tokenizer."""
-        return self.root / "model"
-
-    @property
-    def text(self) -> Path:
-        """What the traces are of."""
-        return self.root / "text.jsonl"
-
-    def __getitem__(self, name: str) -> Path:
-        return self.root / name
-
-
-def collect_words(made: Made, out: Path, data: Path | None = None) -> list[str]:
+def collect_words(made: Path, out: Path, data: Path | None = None) -> list[str]:
     """The command that collects them, of `data` where that is given."""
-    return ["collect", str(made.model), "--data", str(data or made.text), "--tokens", str(TOKENS), "--window", "16",
-            "--batch-size", "2", "--out", str(out)]  # fmt: skip
+    text = str(data or made / TEXTS)
+    return ["collect", str(made / MODEL), "--data", text, "--tokens", str(TOKENS), "--window", "16", "--batch-size",
+            "2", "--out", str(out)]  # fmt: skip
 
 
 def train_words(traces: Path, name: str, out: Path) -> list[str]:
@@ -70,13 +52,13 @@ def train_words(traces: Path, name: str, out: Path) -> list[str]:
     return [*words, "--set", *settings] if settings else words
 
 
-def generate_words(made: Made, *more: str) -> list[str]:
+def generate_words(made: Path, *more: str) -> list[str]:
     """The command that decodes a few tokens with a third of the experts."""
     slots = () if "--config" in more else ("--slots", "8")
-    return ["generate", str(made.model), "--prompt", PROMPT, "--new-tokens", "3", *slots, *more]
+    return ["generate", str(made / MODEL), "--prompt", PROMPT, "--new-tokens", "3", *slots, *more]
 
 
-def make(made: Made, seed: int) -> None:
+def make(made: Path, seed: int) -> None:
     """Make all of them, from weights drawn from `seed`. Runs tensor operations."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -87,24 +69,25 @@ def make(made: Made, seed: int) -> None:
     from expertcast.data.text import load_documents
     from expertcast.runtime.config import OffloadConfig
 
-    made.root.mkdir(parents=True)
-    _save_model(made.model, seed)
+    made.mkdir(parents=True)
+    _save_model(made / MODEL, seed)
     lines = [{"text": TEXT[number % 7 * 5 :] + TEXT[: number % 5 * 4] + "."} for number in range(24)]
-    made.text.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    model, tokenizer, documents = load_model(made.model), load_tokenizer(made.model), load_documents([str(made.text)])
-    collect(model, tokenizer, documents, made[TRACES], tokens=TOKENS, window=16, batch_size=2, shard_bytes=40_000)
-    runs = [train_words(made[TRACES], name, made[name]) for name in (ESTIMATOR, FREE, NEXT_TOKEN)]
-    runs += [generate_words(made, "--store-folder", str(made[STORE]))]
+    (made / TEXTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model, documents = made / MODEL, load_documents([str(made / TEXTS)])
+    options = {"tokens": TOKENS, "window": 16, "batch_size": 2, "shard_bytes": 40_000}
+    collect(load_model(model), load_tokenizer(model), documents, made / TRACES, **options)
+    runs = [train_words(made / TRACES, name, made / name) for name in (ESTIMATOR, FREE, NEXT_TOKEN)]
+    runs += [generate_words(made, "--store-folder", str(made / STORE))]
     for words in runs:
         assert main(words) == 0, words
-    made[DATA].mkdir()
-    pq.write_table(pa.table({"text": [line["text"] for line in lines[:12]]}), made[DATA] / "a.parquet")
-    shutil.copy(made.text, made[DATA] / "b.jsonl")
-    (made[DATA] / "c.txt").write_text("\n\n".join([TEXT] * 60))
-    made[CONFIG].mkdir()
+    (made / DATA).mkdir()
+    pq.write_table(pa.table({"text": [line["text"] for line in lines[:12]]}), made / DATA / "a.parquet")
+    shutil.copy(made / TEXTS, made / DATA / "b.jsonl")
+    (made / DATA / "c.txt").write_text("\n\n".join([TEXT] * 60))
+    (made / CONFIG).mkdir()
     values = OffloadConfig(slots=8, predictor="next_norm", mode="exact").as_dict()
     values = {name: value for name, value in values.items() if name not in _SPEED}
-    (made[CONFIG] / CONFIG_FILE).write_text(json.dumps(values, indent=2))
+    (made / CONFIG / CONFIG_FILE).write_text(json.dumps(values, indent=2))
 
 
 def _save_model(folder: Path, seed: int) -> None:
@@ -286,12 +269,12 @@ LIMITS = Limits(seconds=20.0, memory=2 << 30, by_mode=True)
 _EXPECTED = ("command", "git_revision", "checkpoint", "folder")
 """Members of a result that say where and when."""
 
-Operation = Callable[[Made, Path, Path], Any]
+Operation = Callable[[Path, Path, Path], Any]
 """Of the undamaged artefacts, the damaged one and a folder to write in; gives what must be right."""
 
 
-def _command(words: Callable[[Made, Path, Path], list[str]]) -> Operation:
-    def operation(made: Made, target: Path, out: Path) -> Any:
+def _command(words: Callable[[Path, Path, Path], list[str]]) -> Operation:
+    def operation(made: Path, target: Path, out: Path) -> Any:
         from expertcast.cli import main
 
         path = out / "result.json"
@@ -303,19 +286,16 @@ def _command(words: Callable[[Made, Path, Path], list[str]]) -> Operation:
     return operation
 
 
-def _inspect(_: Made, target: Path, __: Path) -> list[str]:
-    from expertcast.commands.inspect import Options
-
-    verify = any(field.name == "verify" for field in dataclasses.fields(Options))
-    return ["inspect", str(target), *(["--verify"] if verify else [])]
+def _inspect(_: Path, target: Path, __: Path) -> list[str]:
+    return ["inspect", str(target), "--verify"]
 
 
-def _simulate(_: Made, target: Path, __: Path) -> list[str]:
+def _simulate(_: Path, target: Path, __: Path) -> list[str]:
     return ["simulate", str(target), "--policy", "lru", "--slots", "8", "--predictor", "router_input",
             "--processes", "1", "--layer-time", "0.001"]  # fmt: skip
 
 
-def _open_traces(_: Made, target: Path, __: Path) -> Any:
+def _open_traces(_: Path, target: Path, __: Path) -> Any:
     from expertcast.data.traces import TraceDataset
     from expertcast.predictors.artefacts import digest
 
@@ -328,26 +308,26 @@ def _open_traces(_: Made, target: Path, __: Path) -> Any:
             _tensors(traces.stand_in.state_dict()), "fingerprint": traces.view.fingerprint()}  # fmt: skip
 
 
-def _open_checkpoint(_: Made, target: Path, __: Path) -> Any:
+def _open_checkpoint(_: Path, target: Path, __: Path) -> Any:
     from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 
     predictor = PredictorCheckpoint.open(target).load()
     return {"config": predictor.config.as_dict(), "tensors": _tensors(predictor.state_dict())}
 
 
-def _open_store(_: Made, target: Path, __: Path) -> Any:
+def _open_store(_: Path, target: Path, __: Path) -> Any:
     from expertcast.runtime.storage.expert_file import verify_store
 
     verify_store(target)
 
 
-def _open_config(_: Made, target: Path, __: Path) -> Any:
+def _open_config(_: Path, target: Path, __: Path) -> Any:
     from expertcast.runtime.config import OffloadConfig
 
     return json.loads(json.dumps(OffloadConfig.load(target / CONFIG_FILE).as_dict()))
 
 
-def _open_data(_: Made, target: Path, __: Path) -> Any:
+def _open_data(_: Path, target: Path, __: Path) -> Any:
     from expertcast.data.text import load_documents
 
     return [[document.text, document.hash] for document in load_documents(target)]
@@ -359,15 +339,11 @@ def _tensors(tensors: dict[str, Any]) -> dict[str, str]:
     return {name: digest(tensor.float().contiguous().numpy().tobytes()) for name, tensor in tensors.items()}
 
 
-def _eval_checkpoint(made: Made, target: Path, _: Path) -> list[str]:
-    return ["eval", str(made[TRACES]), "--predictor", str(target)]
-
-
 _PREDICTORS = ("quasi_hidden", "early_attention", "linear")
 _CHECKPOINT: dict[str, tuple[int, Operation]] = {
     "open": (4, _open_checkpoint),
     "inspect": (3, _command(_inspect)),
-    "eval": (2, _command(_eval_checkpoint)),
+    "eval": (2, _command(lambda made, target, _: ["eval", str(made / TRACES), "--predictor", str(target)])),
 }
 _SPECULATE = _command(lambda made, target, _: generate_words(made, "--predictor", str(target), "--mode", "speculate"))
 OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
@@ -383,7 +359,7 @@ OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
     NEXT_TOKEN: {
         **_CHECKPOINT,
         "simulate": (1, _command(
-            lambda made, target, _: [*_simulate(made, made[TRACES], target), "--policy", "forecast", "--next-token",
+            lambda made, target, _: [*_simulate(made, made / TRACES, target), "--policy", "forecast", "--next-token",
                                      str(target)])),
     },
     STORE: {
@@ -402,23 +378,39 @@ OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
 """By artefact and name, with the weight that it is drawn by: the cheap ones more often."""
 
 
-def perform(artefact: str, name: str, made: Made, target: Path, out: Path) -> tuple[Ended, Any]:
-    """Run an operation in a fork; what it gave, None where it failed."""
-    result = out / "given.json"
+def refusing(work: Callable[[], object]) -> Callable[[], int]:
+    """Of a fork: an error of the project's ends it as it ends the command line."""
 
-    def work() -> int:
+    def refused() -> int:
         from expertcast.predictors import ExpertcastError
 
         try:
-            given = OPERATIONS[artefact][name][1](made, target, out)
-        except ExpertcastError as error:  # from a loader: as the command line says it
+            work()
+        except ExpertcastError as error:
             print(f"expertcast: {error}", file=sys.stderr)
             return 2
-        result.write_text(json.dumps(given))
         return 0
 
-    ended = run(work, out, LIMITS)
+    return refused
+
+
+def perform(artefact: str, name: str, made: Path, target: Path, out: Path) -> tuple[Ended, Any]:
+    """Run an operation in a fork; what it gave, None where it failed."""
+    result, operation = out / "given.json", OPERATIONS[artefact][name][1]
+    ended = run(refusing(lambda: result.write_text(json.dumps(operation(made, target, out)))), out, LIMITS)
     return ended, comparable(json.loads(result.read_text())) if result.is_file() else None
+
+
+def open_artefact(artefact: str, target: Path) -> Any:
+    """What a loader reads of an artefact."""
+    return OPERATIONS[artefact]["open"][1](target, target, target)
+
+
+def refusal(ended: Ended) -> str:
+    """The line in which something was refused; empty where it was not, or not in one line."""
+    words = ended.err.split("expertcast: ")
+    one = ended.status == 2 and len(words) > 1 and "\n" not in words[-1].strip() and "Traceback" not in ended.err
+    return words[-1].strip() if one else ""
 
 
 def outcome(ended: Ended, given: Any, right: Any, target: Path, edited: bool) -> tuple[str, str]:
@@ -438,12 +430,10 @@ def outcome(ended: Ended, given: Any, right: Any, target: Path, edited: bool) ->
         if given == right:
             return RIGHT, ""
         return (EDITED, "") if edited else (CHANGED, difference(right, given))
-    if ended.status != 2 or "Traceback (most recent call last)" in ended.err:
+    words = refusal(ended)
+    if not words:
         frames = [line.strip() for line in ended.err.splitlines() if line.startswith("  File")]
         return TRACEBACK, f"status {ended.status}: {last[0]} <- {frames[-1] if frames else ''}"
-    words = ended.err.split("expertcast: ")[-1].strip()
-    if "\n" in words or not last[0].startswith("expertcast: "):
-        return TRACEBACK, f"more than one line: {words[:300]}"
     if target.name not in words and not any(path.name in words for path in target.rglob("*")):
         return UNNAMED, words
     return REFUSED, words
@@ -473,58 +463,3 @@ def difference(right: Any, given: Any, place: str = "") -> str:
 
 def _varies(name: str) -> bool:
     return name in _EXPECTED or name == "ledger" or "seconds" in name or name.endswith(("_s", "_at"))
-
-
-def _nothing(_: Made, __: Path) -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A command that writes, and what opens what it wrote."""
-
-    words: Callable[[Made, Path], list[str]]
-    opens: tuple[str, str] | None
-    """Artefact and operation; None where people read what is written."""
-    before: Callable[[Made, Path], None] = _nothing
-    """What is there already."""
-
-
-def _another(made: Made, out: Path) -> None:
-    shutil.copytree(made[FREE], out)
-
-
-def _evaluate(made: Made, out: Path) -> list[str]:
-    return ["eval", str(made[TRACES]), "--predictor", "linear", str(made[ESTIMATOR]), "--report", str(out)]
-
-
-def _sweep(made: Made, out: Path) -> list[str]:
-    return ["simulate", str(made[TRACES]), "--sweep", "--processes", "1", "--layer-time", "0.001", "--out", str(out)]
-
-
-TRIALS = {
-    "collect": Trial(collect_words, (TRACES, "open")),
-    "train": Trial(lambda made, out: train_words(made[TRACES], ESTIMATOR, out), (ESTIMATOR, "open")),
-    "refit": Trial(
-        lambda made, out: train_words(made[TRACES], ESTIMATOR, out),
-        (ESTIMATOR, "open"),
-        _another,
-    ),
-    "pack": Trial(lambda made, out: generate_words(made, "--store-folder", str(out)), (STORE, "open")),
-    "eval": Trial(_evaluate, None),
-    "sweep": Trial(_sweep, None),
-}
-
-
-def in_one_line(ended: Ended) -> str | None:
-    """None for success and for one line; else what was printed."""
-    if ended.status == 0:
-        return None
-    words = ended.err.split("expertcast: ")
-    if ended.status == 2 and len(words) > 1 and "\n" not in words[-1].strip() and "Traceback" not in ended.err:
-        return None
-    return f"status {ended.status}: {' | '.join(ended.err.strip().splitlines()[-3:])}"
-
-
-def files_in(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

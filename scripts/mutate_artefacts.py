@@ -326,11 +326,11 @@ class Driver:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.seed = seed
-        self.made, self.other = fault_trials.Made(folder / "made"), fault_trials.Made(folder / "other")
+        self.made, self.other = folder / "made", folder / "other"
         self.work = folder / "work"
 
         for number, made in enumerate((self.made, self.other)):
-            shutil.rmtree(made.root, ignore_errors=True)
+            shutil.rmtree(made, ignore_errors=True)
             fault_trials.call(
                 lambda made=made, number=number: fault_trials.make(made, number), self._renew(self.work / "out")
             )
@@ -341,21 +341,21 @@ class Driver:
         """Damage one file, and open it by at most two operations."""
         rng = Random(f"{self.seed}:{number}")
         name = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        file = rng.choice(damageable(self.made[name]))
+        file = rng.choice(damageable(self.made / name))
         operations = OPERATIONS[name]
         weights = [weight for weight, _ in operations.values()]
         chosen = dict.fromkeys(rng.choices(list(operations), weights, k=2))
-        others = [path for each in fault_trials.ARTEFACTS for path in damageable(self.made[each])]
-        twin = self.other[name] / file.relative_to(self.made[name])
+        others = [path for each in fault_trials.ARTEFACTS for path in damageable(self.made / each)]
+        twin = self.other / name / file.relative_to(self.made / name)
         rows = []
         for operation in chosen:
             target = self._copy(name)
-            damaged = target / file.relative_to(self.made[name])
+            damaged = target / file.relative_to(self.made / name)
             change = mutate(damaged, [twin] * len(others) + others, Random(f"{self.seed}:{number}:change"))
             edited = name in EDITABLE or "sealed again" in change
             ended, given = perform(name, operation, self.made, target, self._renew(self.work / "out"))
             kind, line = outcome(ended, given, self.right[name][operation], target, edited)
-            rows.append(Row(number, f"{name}/{file.relative_to(self.made[name])}", change, operation, kind, line))
+            rows.append(Row(number, f"{name}/{file.relative_to(self.made / name)}", change, operation, kind, line))
         return rows
 
     def _right(self, name: str, operation: str) -> Any:
@@ -372,7 +372,7 @@ class Driver:
         target = self.work / name
         if target.exists():
             shutil.rmtree(target)
-        shutil.copytree(self.made[name], target)
+        shutil.copytree(self.made / name, target)
         return target
 
     @staticmethod

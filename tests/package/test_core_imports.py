@@ -38,7 +38,7 @@ def test_the_core_imports_without_transformers() -> None:
 def test_what_is_blocked_is_really_blocked() -> None:
     """The seam is not of the core: the same block stops it."""
     code = (
-        "import sys; sys.path.insert(0, 'scripts'); import core_imports; "
+        "import sys; from scripts import core_imports; "
         "sys.modules.update(dict.fromkeys(core_imports.SEAM)); import expertcast.runtime.engine.front"
     )
     found = run("-c", code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import torch
 from scripts import gpu_day
 
 from expertcast.cli import build_parser
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_commands_are_of_the_command_line(tmp_path: Path) -> None:
@@ -30,9 +27,8 @@ def test_step_keeps_status_and_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-def test_needs_a_gpu(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "scripts/gpu_day.py", "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.returncode == 2
-    assert run.stderr == "gpu_day: torch sees no CUDA device: run it on a machine with a GPU\n"
+def test_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_day.main()
+    assert capsys.readouterr().err == "gpu_day: torch sees no CUDA device: run it on a machine with a GPU\n"

@@ -44,13 +44,13 @@ def test_signals_of_two_commands(tmp_path: Path) -> None:
 def test_all_faults_of_two_commands(tmp_path: Path) -> None:
     """`benchmarks/faults.md` has the others, and more kills."""
     found = tmp_path / "found.json"
-    words = ["--kills", "3", "--only", "collect", "pack", "--json", str(found)]
+    words = ["--kills", "3", "--only", "collect", "generate", "--json", str(found)]
     run = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "kill_commands.py"), *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     rows = json.loads(found.read_text())
-    assert {row["command"] for row in rows} == {"collect", "pack"}
+    assert {row["command"] for row in rows} == {"collect", "generate"}
     assert sum(row["fault"] == "killed" for row in rows) == 6
     assert len({row["fault"] for row in rows}) >= 5

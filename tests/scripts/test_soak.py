@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts.soak import CONFIGS, Forward, Text, made, parted, recorded, refuted
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "soak.py"
@@ -23,6 +24,7 @@ def _soak(*words: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_few_deployments(tmp_path: Path) -> None:
     run = _soak("--requests", 1000, "--seed", 27, "--json", tmp_path / "found.json")
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
@@ -32,6 +34,7 @@ def test_a_few_deployments(tmp_path: Path) -> None:
     assert (found["wrong"], found["crashed"], found["hung"], found["failures"]) == (0, 0, 0, [])
 
 
+@pytest.mark.slow
 def test_what_hangs_is_counted_and_named(tmp_path: Path) -> None:
     run = _soak("--only", 0, "--seconds", 0.01, "--json", tmp_path / "found.json")
     assert run.returncode == 1
@@ -48,22 +51,14 @@ def test_what_hangs_is_counted_and_named(tmp_path: Path) -> None:
         ([0.0, 3.0, 3.0], "fp32", {}, "row 0 parts at new token 0, where the plain model's token leads by 0.0"),
     ],
 )
-def test_drafts_part_in_bf16_alone(
-    logits: list[float], dtype: str, ties: dict[str, int], line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    from soak import parted
-
+def test_drafts_part_in_bf16_alone(logits: list[float], dtype: str, ties: dict[str, int], line: str) -> None:
     plain = torch.tensor([[7, 1]]), [torch.tensor([logits])]
     assert parted(plain, torch.tensor([[7, 1]]), dtype) == ({}, "")
     assert parted(plain, torch.tensor([[7, 2]]), dtype) == (ties, line)
 
 
-def test_the_resident_model_reads_what_was_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_resident_model_reads_what_was_verified() -> None:
     """Two texts behind a window of 16, one padded; verified are two drafted tokens, of which one is wrong."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    from soak import CONFIGS, Forward, Text, made, recorded, refuted
-
     model, text = made(CONFIGS["gpt_oss"]), Text(kind="generate", start=0, lengths=(20, 17), new=4)
     ids_BS, mask_BS = torch.arange(1, 41).view(2, 20), torch.ones(2, 20, dtype=torch.long)
     ids_BS[1, :3], mask_BS[1, :3] = 0, 0

@@ -1,8 +1,9 @@
-"""The training script on a corpus and a model of toy size: it learns, resumes exactly and refuses bad input."""
+"""The training script on a corpus and a model of toy size, and the bundled model that it wrote."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,25 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scripts import train_reference
-from scripts.train_reference import Trainer, WindowOrder, encode, load_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from scripts.train_reference import Trainer, WindowOrder, encode
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
+REFERENCE = Path(__file__).parents[2] / "checkpoints" / "reference"
 SIZES = {
-    "layers": 2,
-    "experts": 4,
-    "experts-per-token": 2,
-    "expert-width": 8,
-    "hidden": 16,
-    "heads": 2,
-    "vocab": 300,
-    "window": 16,
-    "batch": 2,
-    "warmup": 2,
-    "seed": 3,
-    "device": "cpu",
-    "log-every": 1,
-}
+    "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "hidden_size": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 300, "intermediate_size": 64,
+    "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 64,
+}  # fmt: skip
+OPTIONS = {"window": 16, "batch": 2, "warmup": 2, "seed": 3, "log-every": 1}
 STEP_TOKENS = 32
+BOOTSTRAP_LOSS = 3.396
+FREE = {"public domain", "CC0-1.0"}
 Run = Callable[..., int]
 
 
@@ -51,9 +46,11 @@ def write_split(folder: Path, split: str, documents: int) -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the config of a model beside it."""
     folder = tmp_path_factory.mktemp("corpus")
     write_split(folder, "train", 20)
     write_split(folder, "validation", 3)
+    Qwen3MoeConfig(**SIZES).save_pretrained(folder)
     return folder
 
 
@@ -67,10 +64,10 @@ def leave_process_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def run(corpus: Path) -> Run:
-    def run_script(out: Path | None, *flags: str, steps: int = 6, **changed: object) -> int:
-        sizes = {**SIZES, "corpus": corpus, "tokens": steps * STEP_TOKENS, **changed}
-        arguments = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-        return train_reference.main([*arguments, *(["--out", str(out)] if out else []), *flags])
+    def run_script(out: Path, *flags: str, steps: int = 6, **changed: object) -> int:
+        options = {**OPTIONS, "corpus": corpus, "config": corpus, "tokens": steps * STEP_TOKENS, "out": out, **changed}
+        given = [part for name, value in options.items() if value for part in (f"--{name}", str(value))]
+        return train_reference.main([*given, *flags])
 
     return run_script
 
@@ -100,7 +97,7 @@ def test_the_files_name_no_absolute_path(run: Run, tmp_path: Path, monkeypatch: 
     out = tmp_path / "model"
     monkeypatch.setattr(sys, "argv", ["train_reference.py", "--corpus", "../shared/corpus", "--out", str(out)])
     assert run(out) == 0
-    command = "python scripts/train_reference.py --corpus ../shared/corpus --out model"
+    command = "train_reference.py --corpus ../shared/corpus --out model"
     assert json.loads((out / "training.json").read_text())["command"] == command
     assert f"`{command}`" in (out / "README.md").read_text()
     for name in ("README.md", "training.json", "config.json", "tokenizer_config.json"):
@@ -147,7 +144,7 @@ def test_continuing_from_a_model_keeps_its_tokenizer_and_beats_it(
 
 
 def test_a_budget_in_minutes_ends(run: Run, tmp_path: Path) -> None:
-    assert run(tmp_path / "model", tokens=0, minutes=0.01) == 0
+    assert run(tmp_path / "model", tokens=None, minutes=0.01) == 0
     report = json.loads((tmp_path / "model" / "training.json").read_text())
     assert 0.6 <= report["seconds"] < 5
     rates = [entry["learning_rate"] for entry in report["train_log"]]
@@ -168,115 +165,85 @@ def test_window_order_visits_every_window_once_and_depends_on_the_seed() -> None
 
 def test_documents_are_joined_by_end_of_text(run: Run, tmp_path: Path) -> None:
     assert run(tmp_path / "model", steps=1) == 0
-    tokenizer = load_tokenizer(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     stream = encode(tokenizer, ["the cat", "the dog"]).tolist()
     assert stream.count(0) == 2
     assert stream[-1] == 0
     assert tokenizer.decode(stream) == "the cat<|endoftext|>the dog<|endoftext|>"
 
 
-def test_bf16_experts_agree_with_the_fp32_ones() -> None:
-    config = train_reference.Qwen3MoeConfig(
-        hidden_size=16, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, vocab_size=32,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = train_reference.Qwen3MoeForCausalLM(config)
-    experts = model.model.layers[0].mlp.experts
-    hidden_ND, ids_NK = torch.randn(10, 16), torch.randint(4, (10, 2))
-    weights_NK = torch.full((10, 2), 0.5)
-    model.set_experts_implementation("grouped_mm")
-    expected = experts(hidden_ND, ids_NK, weights_NK)
-    train_reference.ALL_EXPERTS_FUNCTIONS.register(train_reference.BF16_EXPERTS, train_reference.bf16_experts)
-    model.set_experts_implementation(train_reference.BF16_EXPERTS)
-    actual = experts(hidden_ND, ids_NK, weights_NK)
-    actual.sum().backward()
-    torch.testing.assert_close(actual, expected, rtol=0.03, atol=0.03 * expected.detach().abs().max().item())
-    assert experts.down_proj.grad is not None
-
-
-def refused(capsys: pytest.CaptureFixture[str], code: int, words: str) -> None:
-    """Check for exit code 2 and exactly one line on stderr that says `words`."""
-    error = capsys.readouterr().err.strip()
-    assert code == 2
-    assert "\n" not in error
-    assert error.startswith("train_reference: ")
-    assert words in error
-
-
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("changed", "words"),
     [
-        (["--corpus", "nowhere"], "there is no train.parquet in nowhere"),
-        (["--tokens", "0"], "give exactly one"),
-        (["--minutes", "1"], "give exactly one"),
-        (["--tokens", "many"], "invalid int value"),
-        (["--speed", "9"], "unrecognized arguments"),
-        (["--window", "100000"], "--window 100000 needs"),
-        (["--window", "0"], "--window is 0"),
-        (["--vocab", "99999"], "--vocab is 99999"),
-        (["--experts-per-token", "9"], "--experts-per-token 9"),
-        (["--hidden", "17"], "--hidden 17"),
-        (["--hold", "1"], "--hold is 1.0"),
-        (["--device", "abacus"], "--device abacus"),
-        (["--init", "nowhere"], "there is no config.json in nowhere"),
-        (["--resume"], "start without --resume"),
-        (["--evaluate"], "--init DIR"),
+        ({"minutes": 1}, "a training needs --out, and either --tokens or --minutes"),
+        ({"tokens": None}, "a training needs --out"),
+        ({"out": None}, "a training needs --out"),
+        ({"tokens": "many"}, "'many' is no whole number of 1 or more"),
+        ({"hold": 1}, "--hold is 1.0"),
     ],
 )
-def test_bad_flags_give_one_line(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+def test_bad_options_are_refused(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, object], words: str
 ) -> None:
-    refused(capsys, run(tmp_path / "model", *flags), words)
+    with pytest.raises(SystemExit, match="2"):
+        run(**{"out": tmp_path / "model", **changed})
+    assert words in capsys.readouterr().err
 
 
-def test_a_folder_of_something_else_is_left_alone(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    refused(capsys, run(tmp_path), "is not empty")
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-    refused(capsys, run(tmp_path / "thesis.txt"), "is not a folder")
-    refused(capsys, run(None), "--out is missing")
-
-
-@pytest.mark.parametrize("damage", ["garbage", "no domain", "no rows", "empty cell"])
-def test_a_damaged_corpus_gives_one_line(
-    run: Run, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
-    table = pq.read_table(corpus / "validation.parquet")
-    bad, path = tmp_path / "bad", tmp_path / "bad" / "train.parquet"
-    bad.mkdir()
-    write_split(bad, "validation", 2)
-    if damage == "garbage":
-        path.write_bytes(b"not parquet")
-    elif damage == "empty cell":
-        text = pa.array([None] * len(table), pa.string())
-        pq.write_table(table.set_column(0, "text", text), path)
-    else:
-        pq.write_table(table.drop_columns(["domain"]) if damage == "no domain" else table.slice(0, 0), path)
-    words = {"garbage": "not a readable parquet", "no domain": "lacks the column domain", "no rows": "has no rows"}
-    refused(capsys, run(tmp_path / "model", corpus=bad), words.get(damage, "has empty cells"))
-    assert not (tmp_path / "model").exists()
-
-
-def test_resume_refuses_other_settings_and_a_damaged_checkpoint(
+def test_a_folder_of_something_else_and_other_settings_are_refused(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "model"
+    def refused(words: str, *flags: str, **changed: object) -> None:
+        assert run(tmp_path, *flags, **changed) == 2
+        assert words in capsys.readouterr().err.splitlines()[-1]
+
+    refused("start without --resume", "--resume")
+    refused("--window 100000 needs", window=100_000)
+    (tmp_path / "thesis.txt").write_text("mine")
+    refused("is not empty")
+    (tmp_path / "thesis.txt").unlink()
     monkeypatch.setattr(train_reference, "finish", lambda *_: None)
-    assert run(out) == 0
-    capsys.readouterr()
-    refused(capsys, run(out), "is not empty")
-    for changed, words in (
-        ({"seed": 4}, "seed is 3, not 4"),
-        ({"batch": 3}, "batch is 2, not 3"),
-        ({"layers": 3}, "shapes is another"),
-    ):
-        code = run(out, "--resume", **changed)
-        progress, _, error = capsys.readouterr().err.strip().rpartition("\n")
-        assert "training tokens" in progress
-        assert code == 2
-        assert words in error
-    checkpoint = out / "state" / "checkpoint.safetensors"
+    assert run(tmp_path) == 0
+    refused("is not empty")
+    refused("seed is 3, not 4", "--resume", seed=4)
+    refused("batch is 2, not 3", "--resume", batch=3)
+    checkpoint = tmp_path / "state" / "checkpoint.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    assert run(out, "--resume") == 2
-    assert "is damaged" in capsys.readouterr().err
+    refused("is damaged", "--resume")
+
+
+def test_the_bundled_model_predicts_english_better_than_chance() -> None:
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    config = model.config
+    assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (12, 64, 4)
+    assert (config.hidden_size, config.vocab_size, tokenizer.eos_token_id) == (192, 4096, 0)
+    text = "And the LORD said unto Moses, Go in unto Pharaoh, and speak unto him, Thus saith the LORD God"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert model(input_ids=ids, labels=ids).loss.item() < 3.0
+
+
+def test_the_bundled_model_is_small_and_complete() -> None:
+    files = [path for path in REFERENCE.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 34_000_000
+    names = {path.name for path in files}
+    assert {"NOTICE.md", "README.md", "training.json", "generation_config.json"} <= names
+
+
+def test_its_card_and_log_agree_and_name_no_local_path() -> None:
+    card = (REFERENCE / "README.md").read_text()
+    report = json.loads((REFERENCE / "training.json").read_text())
+    assert f"| all | {report['validation_loss']['all']:.3f} |" in card
+    assert report["validation_loss"]["all"] < BOOTSTRAP_LOSS
+    assert report["command"] in card
+    for path in (*REFERENCE.glob("*.json"), *REFERENCE.glob("*.md")):
+        assert not re.search(r"(?<![\w.:/])/(root|home|work|tmp|mnt|usr)/", path.read_text()), path
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_the_bundled_text_is_free_and_has_several_domains(split: str) -> None:
+    rows = pq.read_table(REFERENCE / "text" / f"{split}.parquet").to_pylist()
+    assert {row["license"] for row in rows} <= FREE
+    assert len({row["domain"] for row in rows}) >= 5
+    assert sum(len(row["text"]) for row in rows) > 500_000

@@ -12,7 +12,7 @@ def register() -> None:
     Raises:
         ExpertcastError: what the environment asks for cannot be.
     """
-    Settings.from_environment()  # bad options end the command before a model is loaded
+    Settings.of(None)  # bad options end the command before a model is loaded
 
     from vllm.model_executor.custom_op import op_registry_oot  # vLLM is half imported when plug-ins load
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

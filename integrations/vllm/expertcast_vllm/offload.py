@@ -5,12 +5,13 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, L MoE 
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass, replace
-from functools import partial, wraps
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property, partial, wraps
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
@@ -32,7 +33,9 @@ from expertcast.data.batch import RouterCall, capturing
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.config import OffloadConfig, make_link, make_store, named_checkpoint, slots_for
+from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
+from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.experimental.device_engine import DeviceEngine
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.base import CacheShape
@@ -45,8 +48,8 @@ from expertcast.runtime.storage.store import ExpertStore
 from expertcast_vllm.method import GatheringKernel, MappingKernel, OffloadedMethod, VllmKernel
 from expertcast_vllm.settings import KEY, METRICS, OFFLOAD, STATISTICS, Settings
 from expertcast_vllm.step import Step, check_config, check_slots, groups, running_step, without_padding
-from expertcast_vllm.watching import Foresight, TrafficCollector, Watching
-from expertcast_vllm.wiring import Kept, keep_gates, runners_of
+from expertcast_vllm.watching import Watching, make_speculator
+from expertcast_vllm.wiring import Kept, keep_gates, tell_routing
 
 
 def _running_offload() -> WorkerOffload:
@@ -66,18 +69,12 @@ def run(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: in
     return _running_offload().run(layer, hidden_states, topk_ids, topk_weights)
 
 
-def _like_ids(
-    hidden_states: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: int
-) -> Tensor:
-    return torch.empty_like(topk_ids)
-
-
-def _like_hidden(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: int) -> Tensor:
-    return torch.empty_like(hidden_states)
-
-
-direct_register_custom_op(op_name="expertcast_routed", op_func=routed, fake_impl=_like_ids)
-direct_register_custom_op(op_name="expertcast_run", op_func=run, fake_impl=_like_hidden)
+direct_register_custom_op(
+    op_name="expertcast_routed", op_func=routed, fake_impl=lambda *given, **_: torch.empty_like(given[3])
+)
+direct_register_custom_op(
+    op_name="expertcast_run", op_func=run, fake_impl=lambda *given, **_: torch.empty_like(given[0])
+)
 
 ROUTED = torch.ops.vllm.expertcast_routed
 """The operator of :func:`routed`."""
@@ -141,124 +138,61 @@ def _of_rank(options: OffloadConfig, parallel: ParallelConfig) -> OffloadConfig:
     return replace(options, store_folder=Path(options.store_folder) / f"{parallel.rank}-of-{parallel.world_size}")
 
 
-# Methods of the worker
+# The worker
 
 logger = init_logger("vllm.expertcast")
-
-
-def offer(offload: WorkerOffload) -> None:
-    """Add methods to this process's worker by which it is asked; close the offload when it is dropped, or at the end.
-
-    Both are for a worker's process only, where the offload is made.
-    """
-    setattr(WorkerBase, STATISTICS, _statistics)
-    setattr(WorkerBase, METRICS, _metrics)
-    # atexit's functions are not run in processes that multiprocessing forked
-    Finalize(offload, _end, args=(offload.ending,), exitpriority=100)
-
-
-def _statistics(worker: WorkerBase) -> Json:
-    return _offload_of_worker(worker).statistics()
-
-
-def _metrics(worker: WorkerBase) -> str:
-    return _offload_of_worker(worker).metrics()
-
-
-def _offload_of_worker(worker: WorkerBase) -> WorkerOffload:
-    offload: WorkerOffload = worker.vllm_config.compilation_config.static_forward_context[OFFLOAD]
-    return offload
-
-
-@dataclass(slots=True)
-class Ending:
-    """What outlives an offload for a moment."""
-
-    link: Link | None = None
-    stats: RunStatistics | None = None
-    collector: TrafficCollector | None = None
-
-
-def _end(ending: Ending) -> None:
-    if ending.stats is not None:
-        total, rate = ending.stats.total, ending.stats.hit_rate
-        waited = "" if "waited_s" in ending.stats.uncounted else f", {total.waited_s:.3g} s waited for them"
-        logger.info(
-            "expertcast: %d experts needed, %s of them in slots, %.3g GB moved%s",
-            total.requests, "none" if rate is None else f"{rate:.1%}", total.bytes_moved / 1e9, waited,
-        )  # fmt: skip
-    if ending.collector is not None:
-        ending.collector.close()
-    if ending.link is not None:
-        ending.link.close()
-
-
-# Start and end of the worker
-
 _TELLS = "tells_expertcast"
 
 
 def follow_worker() -> Kept:
-    """Have the offload that is being made told when its worker's model is loaded (`WorkerOffload.loaded`), and when
-    the worker ends.
+    """Have the offload of this process's worker told when its model is loaded (`WorkerOffload.loaded`), when it is
+    warmed up and when the worker ends, and add the methods to workers by which it is asked.
 
     Returns:
         What may be its model's gates: filled in when the model's weights have come.
     """
-    if not hasattr(Worker.get_kv_cache_spec, _TELLS):
-        Worker.get_kv_cache_spec = _tell_loaded(Worker.get_kv_cache_spec)
-        Worker.compile_or_warm_up_model = _tell_warmed(Worker.compile_or_warm_up_model)
-        Worker.shutdown = _tell_ending(Worker.shutdown)
+    if not hasattr(Worker.shutdown, _TELLS):
+        # the first is asked for when the model is loaded: nothing is compiled or measured yet
+        Worker.get_kv_cache_spec = _telling(
+            Worker.get_kv_cache_spec, before=lambda offload, worker: offload.loaded(worker.model_runner)
+        )
+        Worker.compile_or_warm_up_model = _telling(
+            Worker.compile_or_warm_up_model, after=lambda offload, _worker: offload.warmed_up()
+        )
+        Worker.shutdown = _telling(Worker.shutdown, before=lambda offload, _worker: offload.ending.close())
+        setattr(WorkerBase, STATISTICS, lambda worker: _offload_of(worker).statistics())
+        setattr(WorkerBase, METRICS, lambda worker: _offload_of(worker).metrics())
     return keep_gates()
 
 
-def _tell_loaded(specify: Any) -> Any:
-    """vLLM asks for this next: nothing is compiled or measured yet."""
+def _telling(method: Any, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None) -> Any:
+    """A worker's method that tells its offload, if there is one, before or after."""
 
-    @wraps(specify)
+    @wraps(method)
     def told(self: Worker, *args: Any, **kwargs: Any) -> Any:
         offload = _offload_of(self)
-        if offload is not None:
-            offload.loaded(self.model_runner)
-        return specify(self, *args, **kwargs)
+        if offload is not None and before is not None:
+            before(offload, self)
+        result = method(self, *args, **kwargs)
+        if offload is not None and after is not None:
+            after(offload, self)
+        return result
 
     setattr(told, _TELLS, True)
     return told
 
 
-def _tell_warmed(warm_up: Any) -> Any:
-    @wraps(warm_up)
-    def told(self: Worker) -> Any:
-        times = warm_up(self)
-        offload = _offload_of(self)
-        if offload is not None:
-            offload.warmed_up()
-        return times
-
-    return told
+def _offload_of(worker: WorkerBase) -> Any:
+    return worker.vllm_config.compilation_config.static_forward_context.get(OFFLOAD)
 
 
-def _tell_ending(shutdown: Any) -> Any:
-    @wraps(shutdown)
-    def told(self: Worker) -> None:
-        offload = _offload_of(self)
-        if offload is not None and offload.ending.collector is not None:
-            offload.ending.collector.close()
-        shutdown(self)
-
-    return told
-
-
-def _offload_of(worker: Worker) -> WorkerOffload | None:
-    runner = getattr(worker, "model_runner", None)
-    model = getattr(runner, "model", None)
-    for each in () if model is None else runners_of(model):
-        found: WorkerOffload | None = getattr(each.routed_experts, "offload", None)
-        return found
-    return None
-
-
-# Routing
+def _sum_up(stats: RunStatistics) -> None:
+    total, rate = stats.total, stats.hit_rate
+    waited = "" if "waited_s" in stats.uncounted else f", {total.waited_s:.3g} s waited for them"
+    logger.info(
+        "expertcast: %d experts needed, %s of them in slots, %.3g GB moved%s",
+        total.requests, "none" if rate is None else f"{rate:.1%}", total.bytes_moved / 1e9, waited,
+    )  # fmt: skip
 
 
 def follow_routing(offload: WorkerOffload) -> None:
@@ -267,106 +201,7 @@ def follow_routing(offload: WorkerOffload) -> None:
     for runner in (module for module in modules if isinstance(module, MoERunner)):
         experts = runner.routed_experts
         assert experts in offload.layers, "other classes are refused before"
-        runner.router.select_experts = partial(_select, runner.router.select_experts, experts.index)
-
-
-def _select(
-    select: Any, layer: int, hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    weights_TK, ids_TK = select(hidden_states, router_logits, *args, **kwargs)
-    ids_TK = ROUTED(hidden_states, router_logits, weights_TK, ids_TK, layer)
-    return weights_TK, ids_TK
-
-
-# Parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Made when a worker's experts are loaded."""
-
-    store: ExpertStore
-    pool: SlotPool
-    link: Link
-    kernel: VllmKernel
-
-    @classmethod
-    def make(cls, offload: WorkerOffload) -> Self:
-        """Close the store, and give the layers slots.
-
-        Raises:
-            ExpertcastError: too few slots, or a link that this device has not.
-        """
-        config, shape, device = offload.settings.offload, offload.shape, offload.device
-        store = offload.store
-        assert store is not None, "no slots before the experts are loaded"
-        store.finish()
-        slots = slots_for(config, shape, store.layout.block_bytes)
-        check_slots(offload.config, shape, slots)
-        pool = SlotPool(store.layout, slots, device)
-        link = make_link(config, device.type)
-        link.attach(store, pool)
-        for layer in offload.layers:
-            layer.quant_method.use_slots(layer, pool.views)
-        logger.info(
-            "expertcast: %d of %d experts have a slot (%.3g GB on %s), all of them %.3g GB in store %r, link %r",
-            slots, shape.layers * shape.experts, pool.nbytes / 1e9, device, store.nbytes / 1e9, store.name, link.name,
-        )  # fmt: skip
-        kernel = GatheringKernel if device.type == "cpu" else MappingKernel
-        return cls(store=store, pool=pool, link=link, kernel=kernel(pool.views))
-
-    def source(self, offload: WorkerOffload) -> Source:
-        """What a page for Prometheus reads."""
-        engine, options = offload.engine, offload.settings.offload
-        foresight = offload.foresight
-        predictor = None if foresight is None else foresight.speculator.predictor
-        policy = options.resolved_policies().as_dict()
-        return Source(
-            stats=engine.stats, link=self.link, pool=self.pool, store=self.store,
-            drift=None if foresight is None else foresight.drift,
-            info={
-                "model": offload.config.model_config.model,
-                "predictor": "none" if predictor is None else predictor.name,
-                "mode": "exact",
-                "policy": ",".join(f"{kind}={text}" for kind, text in policy.items()),
-                "link": self.link.name,
-                "store": self.store.name,
-                "vllm": vllm_version,
-            },
-        )  # fmt: skip
-
-    def as_dict(self) -> Json:
-        """What there is, as plain values."""
-        return {
-            "slots": self.pool.count,
-            "slots_bytes": self.pool.nbytes,
-            "store_bytes": self.store.nbytes,
-            "bytes_moved": self.link.bytes_moved,
-            "link": self.link.name,
-        }
-
-
-def make_engine(offload: WorkerOffload) -> Engine:
-    """The engine of a worker whose experts are loaded.
-
-    Raises:
-        ExpertcastError: a predictor that does not exist, or of another model.
-    """
-    parts, config, shape = offload.parts, offload.settings.offload, offload.shape
-    assert parts is not None
-    cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=parts.pool.count)
-    foresight = offload.foresight or Foresight.make(offload, None)
-    made = DeviceEngine if parts.link.decides_on_device else HostEngine
-    engine = made(
-        EngineParts(
-            link=parts.link, pool=parts.pool, speculator=foresight.speculator,
-            policies=config.resolved_policies().make(cache), kernel=parts.kernel, drift=foresight.drift,
-            keep=config.cache, likely=config.likely, gated=config.forecasts == "worth",
-        )
-    )  # fmt: skip
-    if foresight.drift is not None:
-        engine.stats.reports = [foresight.drift.as_dict]
-    return engine
+        tell_routing(runner, partial(ROUTED, layer=experts.index))
 
 
 class WorkerOffload:
@@ -379,6 +214,13 @@ class WorkerOffload:
         ExpertcastError: options of vLLM that do not go with offloading.
     """
 
+    pool: SlotPool
+    link: Link
+    kernel: VllmKernel
+    """These three once all layers are loaded."""
+    drift: DriftMonitor | None
+    """Follows the forecasts' recall, with the speculator."""
+
     def __init__(self, config: VllmConfig, settings: Settings) -> None:
         check_config(config, settings)
         self.config, self.settings = config, settings
@@ -388,21 +230,17 @@ class WorkerOffload:
         """Of the memory that experts are loaded to."""
         self.store: ExpertStore | None = None
         """Once a layer is loaded."""
-        self.parts: Parts | None = None
-        """Store, slots and link, once all layers are loaded."""
         self.watching: Watching | None = None
         """Shows what forecasts and traces are made of, where any are asked for."""
-        self.foresight: Foresight | None = None
-        """What forecasts, once the model is loaded."""
-        self.ending = Ending()
-        self._prepared: set[int] = set()
-        self._engine: Engine | None = None
+        self.speculator: Speculator | None = None
+        """Once the model is loaded."""
+        self.ending = ExitStack()
+        """What is closed when the worker ends, when this is dropped, or at the process's end."""
         self._step: Step | None = None
         self._call: RouterCall | None = None
         """Of the router that ran last."""
         self._whole = False
         """Its layer's experts run in one piece."""
-        self._metrics: CollectorRegistry | None = None
         predictor = settings.offload.resolved_predictor()
         # a bad name ends it before the weights are read
         self.checkpoint = named_checkpoint(predictor) if isinstance(predictor, str | Path) else None
@@ -411,15 +249,14 @@ class WorkerOffload:
     @classmethod
     def of(cls, config: VllmConfig, settings: Settings) -> WorkerOffload:
         """The offload of the model that vLLM makes with this config."""
-        global _latest
-        made = None if _latest is None else _latest()
-        if made is None or made.config is not config:
-            made = cls(config, settings)
-            config.compilation_config.static_forward_context[OFFLOAD] = made
-            offer(made)
+        context = config.compilation_config.static_forward_context
+        made: WorkerOffload | None = context.get(OFFLOAD)
+        if made is None:
+            made = context[OFFLOAD] = cls(config, settings)
+            # atexit's functions are not run in processes that multiprocessing forked
+            Finalize(made, made.ending.close, exitpriority=100)
             if isinstance(config.additional_config, dict):  # vLLM's caches of compiled code go by it
                 config.additional_config[KEY] = settings.as_dict()
-            _latest = weakref.ref(made)
         return made
 
     @property
@@ -430,14 +267,28 @@ class WorkerOffload:
             layers=len(self.layers), experts=moe.num_experts, top_k=moe.experts_per_token, hidden=moe.hidden_dim
         )
 
-    @property
+    @cached_property
     def engine(self) -> Engine:
-        """Made when it is first asked for, after loading."""
-        if self._engine is None:
-            assert self.parts is not None, "no engine before the experts are loaded"
-            self._engine = make_engine(self)
-            self.ending.stats = self._engine.stats
-        return self._engine
+        """Made when it is first asked for, after loading.
+
+        Raises:
+            ExpertcastError: policies that do not go with the slots.
+        """
+        config, shape = self.settings.offload, self.shape
+        assert self.speculator is not None, "no engine before the model is loaded"
+        cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=self.pool.count)
+        made = DeviceEngine if self.link.decides_on_device else HostEngine
+        engine = made(
+            EngineParts(
+                link=self.link, pool=self.pool, speculator=self.speculator,
+                policies=config.resolved_policies().make(cache), kernel=self.kernel, drift=self.drift,
+                keep=config.cache, likely=config.likely, gated=config.forecasts == "worth",
+            )
+        )  # fmt: skip
+        if self.drift is not None:
+            engine.stats.reports = [self.drift.as_dict]
+        self.ending.callback(_sum_up, engine.stats)
+        return engine
 
     def add(self, layer: OffloadedExperts) -> int:
         """A layer has been made; its index.
@@ -460,10 +311,9 @@ class WorkerOffload:
             ExpertcastError: layers differ, or a file, slots or link cannot be had.
         """
         self.store = keep(self, layer)
-        self._prepared.add(layer.index)
-        if len(self._prepared) == len(self.layers):
-            self.parts = Parts.make(self)
-            self.ending.link = self.parts.link
+        if all(each.quant_method.is_prepared for each in self.layers):
+            self._give_slots()
+            self.ending.callback(self.link.close)
             follow_routing(self)
 
     def loaded(self, model_runner: Any) -> None:
@@ -473,25 +323,29 @@ class WorkerOffload:
             ExpertcastError: a predictor or a folder that cannot be, or a model that cannot be watched.
         """
         wanted = self.settings
-        if self.foresight is not None:
+        if self.speculator is not None:
             return
         if wanted.collect is not None or wanted.offload.resolved_predictor() is not None:
             self.watching = Watching(model_runner, self._kept)
-        self.foresight = Foresight.make(self, self.watching)
+        self.speculator, self.drift = make_speculator(self, self.watching)
         if self.watching is not None:
-            self.ending.collector = self.watching.collect(wanted)
-        if self.parts is not None and self.parts.link.decides_on_device:
+            collector = self.watching.collect(wanted)
+            if collector is not None:
+                self.ending.callback(collector.close)
+        if self.link.decides_on_device:
             self.engine  # noqa: B018  # what it holds is no graph's
 
     def warmed_up(self) -> None:
         """What comes now are requests."""
-        if self._engine is not None:
-            self._engine.stats.reset()
+        if "engine" in vars(self):
+            self.engine.stats.reset()
 
     def routed(self, index: int, hidden_TD: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """A layer's router has run; the ids [T, K] that its experts are to be called with."""
         if index == 0:
-            self._start()
+            self._step = running_step()
+            if self._step is not None:
+                self.engine.on_start(fresh=not self._step.decodes)
         step = self._step
         if step is None:
             return ids_TK
@@ -513,11 +367,10 @@ class WorkerOffload:
 
     def run(self, index: int, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """A layer's experts: the bits of vLLM's own kernel. Rows of padding get zeros, of a trial run anything."""
-        assert self.parts is not None
-        step, kernel = self._step, self.parts.kernel
+        step, kernel = self._step, self.kernel
         kernel.tokens, kernel.ids_dtype = len(hidden_TD), ids_TK.dtype
         if step is None:
-            slots_TK = ids_TK % self.parts.pool.count
+            slots_TK = ids_TK % self.pool.count
             return kernel.run(self.layers[index], hidden_TD, slots_TK, weights_TK, ids_TK)
         if step.tokens < len(hidden_TD):
             output_TD = torch.zeros_like(hidden_TD)
@@ -528,22 +381,64 @@ class WorkerOffload:
 
     def statistics(self) -> Json:
         """What the engine has counted, and what there is."""
-        assert self.parts is not None, "nothing is counted before the experts are loaded"
-        return {**self.engine.stats.as_dict(), **self.parts.as_dict()}
+        assert self.store is not None
+        return {
+            **self.engine.stats.as_dict(),
+            "slots": self.pool.count,
+            "slots_bytes": self.pool.nbytes,
+            "store_bytes": self.store.nbytes,
+            "bytes_moved": self.link.bytes_moved,
+            "link": self.link.name,
+        }
 
     def metrics(self) -> str:
         """The same as a page for Prometheus."""
-        if self._metrics is None:
-            assert self.parts is not None
-            self._metrics = CollectorRegistry(auto_describe=False)
-            self._metrics.register(ExpertMetrics(self.parts.source(self)))
-        return generate_latest(self._metrics).decode()
+        return generate_latest(self._registry).decode()
 
-    def _start(self) -> None:
-        self._step = step = running_step()
-        if step is None:
-            return
-        self.engine.on_start(fresh=not step.decodes)
+    @cached_property
+    def _registry(self) -> CollectorRegistry:
+        store, speculator = self.store, self.speculator
+        assert store is not None
+        assert speculator is not None
+        policy = self.settings.offload.resolved_policies().as_dict()
+        registry = CollectorRegistry(auto_describe=False)
+        source = Source(
+            stats=self.engine.stats, link=self.link, pool=self.pool, store=store, drift=self.drift,
+            info={
+                "model": self.config.model_config.model,
+                "predictor": "none" if speculator.predictor is None else speculator.predictor.name,
+                "mode": "exact",
+                "policy": ",".join(f"{kind}={text}" for kind, text in policy.items()),
+                "link": self.link.name,
+                "store": store.name,
+                "vllm": vllm_version,
+            },
+        )  # fmt: skip
+        registry.register(ExpertMetrics(source))
+        return registry
+
+    def _give_slots(self) -> None:
+        """Close the store, and give the layers slots.
+
+        Raises:
+            ExpertcastError: too few slots, or a link that this device has not.
+        """
+        config, shape, device, store = self.settings.offload, self.shape, self.device, self.store
+        assert store is not None, "no slots before the experts are loaded"
+        store.finish()
+        slots = slots_for(config, shape, store.layout.block_bytes)
+        check_slots(self.config, shape, slots)
+        self.pool = SlotPool(store.layout, slots, device)
+        self.link = make_link(config, device.type)
+        self.link.attach(store, self.pool)
+        self.kernel = (GatheringKernel if device.type == "cpu" else MappingKernel)(self.pool.views)
+        for layer in self.layers:
+            layer.quant_method.use_slots(layer, self.pool.views)
+        logger.info(
+            "expertcast: %d of %d experts have a slot (%.3g GB on %s), all of them %.3g GB in store %r, link %r",
+            slots, shape.layers * shape.experts, self.pool.nbytes / 1e9, device, store.nbytes / 1e9, store.name,
+            self.link.name,
+        )  # fmt: skip
 
     def _fits(self, index: int, ids_TK: Tensor) -> bool:
         limit = self.engine.limit(index)
@@ -563,20 +458,13 @@ class WorkerOffload:
         return output_TD
 
 
-_latest: weakref.ref[WorkerOffload] | None = None
-
-
 # Layer
-
-_REFUSES = "refuses_for_expertcast"
 
 
 def refuse_other_experts(ours: type[RoutedExperts]) -> None:
     """Have layers of routed experts that are not `ours` refused where expertcast is asked for: models with a class of
-    their own pass by vLLM's registry. A second call does nothing."""
+    their own pass by vLLM's registry."""
     make = RoutedExperts.__init__
-    if hasattr(make, _REFUSES):
-        return
 
     @wraps(make)
     def made(self: RoutedExperts, layer_name: str, *args: Any, **kwargs: Any) -> None:
@@ -587,7 +475,6 @@ def refuse_other_experts(ours: type[RoutedExperts]) -> None:
             )
         make(self, layer_name, *args, **kwargs)
 
-    setattr(made, _REFUSES, True)
     RoutedExperts.__init__ = made
 
 

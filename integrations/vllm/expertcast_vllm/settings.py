@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,14 +34,14 @@ METRICS = "expertcast_metrics"
 VARIABLE = "EXPERTCAST_VLLM"
 KEY = "expertcast"
 """In --additional-config."""
-OFF = ("", "0", "false")
-ON = ("1", "true")
+SWITCHES = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 _OFFLOAD = (
     "predictor", "slots", "memory", "cache", "bandwidth", "latency", "link", "policies", "overfetch", "forecasts",
     "ahead", "reach", "drift", "store", "store_folder",
 )  # fmt: skip
 """Fields of an OffloadConfig that mean something under vLLM."""
+_OWN = ("collect", "collect_tokens", "collect_window")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,10 @@ class Settings:
     def of(cls, additional_config: object) -> Self | None:
         """What vLLM's additional config and the environment ask for; None: nothing."""
         given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-        options = _options(given, f"--additional-config {KEY}") if given is not None else _environment()
-        return None if options is None else cls.from_dict(options)
-
-    @classmethod
-    def from_environment(cls) -> Self | None:
-        """What the environment asks for; None: nothing."""
-        options = _environment()
+        where = f"--additional-config {KEY}"
+        if given is None:
+            given, where = os.environ.get(VARIABLE, "").strip(), VARIABLE
+        options = _options(given, where)
         return None if options is None else cls.from_dict(options)
 
     @classmethod
@@ -80,8 +77,7 @@ class Settings:
         Raises:
             ExpertcastError: as the class.
         """
-        own = [field.name for field in fields(cls) if field.name != "offload"]
-        defaults, known = OffloadConfig().as_dict(), (*_OFFLOAD, *own)
+        defaults, known = OffloadConfig().as_dict(), (*_OFFLOAD, *_OWN)
         for name, value in options.items():
             if name not in known and name not in defaults:
                 raise ExpertcastError(f"unknown option {name!r}: choose from {', '.join(known)}")
@@ -92,7 +88,7 @@ class Settings:
         config = OffloadConfig.from_dict({name: value for name, value in options.items() if name in _OFFLOAD})
         if config.resolved_policies().lossy:
             raise ExpertcastError("lossy policies change what is computed, and under vLLM nothing may: choose others")
-        settings = cls(offload=config, **{name: options[name] for name in own if name in options})
+        settings = cls(offload=config, **{name: options[name] for name in _OWN if name in options})
         if settings.collect is not None and not isinstance(settings.collect, str):
             raise ExpertcastError(f"collect={settings.collect!r}: give the folder that traces are written to")
         for name in ("collect_tokens", "collect_window"):
@@ -104,30 +100,22 @@ class Settings:
     def as_dict(self) -> Json:
         """All options by name, as :meth:`from_dict` takes them."""
         offload = {name: value for name, value in self.offload.as_dict().items() if name in _OFFLOAD}
-        return {**offload, "collect": self.collect, "collect_tokens": self.collect_tokens,
-                "collect_window": self.collect_window}  # fmt: skip
-
-
-def _environment() -> Mapping[str, Any] | None:
-    value = os.environ.get(VARIABLE, "").strip()
-    if value.lower() in OFF:
-        return None
-    return _options(True if value.lower() in ON else value, VARIABLE)
+        return offload | {name: getattr(self, name) for name in _OWN}
 
 
 def _options(given: object, where: str) -> Mapping[str, Any] | None:
+    if isinstance(given, str):
+        given = SWITCHES.get(given.lower(), given)
     if given is None or given is False:
         return None
     if given is True:
         return {}
-    if isinstance(given, Mapping):
-        return given
     if isinstance(given, str) and not given.startswith("{"):
         return read_json(Path(given), dict[str, JsonValue], "give 1, a JSON object, or what OffloadConfig.save wrote")
     try:
-        options = json.loads(given) if isinstance(given, str) else None
+        options = json.loads(given) if isinstance(given, str) else given
     except ValueError:
         options = None
-    if not isinstance(options, dict):
+    if not isinstance(options, Mapping):
         raise ExpertcastError(f'{where}: give 1, a JSON object such as {{"slots": 512}}, or a file of such options')
     return options

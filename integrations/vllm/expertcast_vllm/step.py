@@ -5,7 +5,7 @@ T tokens, E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -127,12 +127,6 @@ def tell_requests(model_runner: Any, told: Watching) -> None:
     model_runner._model_forward, model_runner.execute_model = told_forward, told_execute
 
 
-def prompt_of(running: Any, request: str) -> list[int] | None:
-    """The ids of a running request's prompt; None where it is given as embeddings."""
-    ids: list[int] | None = running[request].prompt_token_ids
-    return ids
-
-
 def _running_requests(model_runner: Any, input_ids: Tensor | None) -> Requests:
     batch, count = model_runner.input_batch, model_runner.input_batch.num_reqs
     bounds = model_runner.query_start_loc.np[: count + 1].tolist()
@@ -157,6 +151,15 @@ def check_config(config: VllmConfig, settings: Settings) -> None:
         ExpertcastError: one line about the first such option.
     """
     parallel, model = config.parallel_config, config.model_config
+    gathered = {
+        "--data-parallel-size": parallel.data_parallel_size > 1,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
+    }
+    refuse(
+        gathered,
+        "with {} vLLM's MoE layers run tokens of all processes together, which is not supported: start one server for "
+        "each device in place of it",
+    )
     refused = {
         "--enable-expert-parallel": parallel.enable_expert_parallel,
         "--enable-eplb": parallel.enable_eplb,
@@ -164,21 +167,20 @@ def check_config(config: VllmConfig, settings: Settings) -> None:
         "--enable-lora": config.lora_config is not None,
         "--enable-sleep-mode": model.enable_sleep_mode,
     }
-    gathered = {
-        "--data-parallel-size": parallel.data_parallel_size > 1,
-        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
-    }
-    for option, given in gathered.items():
-        if given:
-            raise ExpertcastError(
-                f"with {option} vLLM's MoE layers run tokens of all processes together, which is not supported: start "
-                "one server for each device in place of it"
-            )
-    for option, given in refused.items():
-        if given:
-            raise ExpertcastError(f"expertcast keeps experts in slots, which {option} does not go with: leave it out")
+    refuse(refused, "expertcast keeps experts in slots, which {} does not go with: leave it out")
     if config.device_config.device.type == "cuda":
         _check_graphs(config, settings)
+
+
+def refuse(options: Mapping[str, bool], why: str) -> None:
+    """Refuse the first option that is given, by its name in the place of `{}`.
+
+    Raises:
+        ExpertcastError: one is given.
+    """
+    for option, given in options.items():
+        if given:
+            raise ExpertcastError(why.format(option))
 
 
 def captures_whole_steps(config: VllmConfig) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.offloading import make_monitor, resolve_predictor
 from expertcast_vllm.settings import Settings
-from expertcast_vllm.step import Part, Requests, captures_whole_steps, prompt_of, tell_requests, without_padding
-from expertcast_vllm.wiring import ForecastRouter, Kept, view_of, wire
+from expertcast_vllm.step import Part, Requests, captures_whole_steps, refuse, tell_requests, without_padding
+from expertcast_vllm.wiring import ForecastRouter, Kept, wire
 
 if TYPE_CHECKING:
     from expertcast_vllm.offload import WorkerOffload
@@ -57,14 +57,9 @@ class PreviousTokens:
 
     def start(self, running: Requests) -> None:
         """A step over these requests' tokens begins."""
-        row, self._row = (
-            self._row,
-            {
-                (part.request, part.start + part.rows.stop - part.rows.start): index
-                for index, part in enumerate(running.parts)
-            },
-        )
-        self._known_R = [row.get((part.request, part.start), -1) for part in running.parts]
+        self._known_R = [self._row.get((part.request, part.start), -1) for part in running.parts]
+        ends = [(part.request, part.start + part.rows.stop - part.rows.start) for part in running.parts]
+        self._row = {end: index for index, end in enumerate(ends)}
         self._last = [part.rows.stop - 1 for part in running.parts]
         self._before_RLE, self._now_RLE, self._previous_RLE = self._now_RLE, None, None
 
@@ -104,10 +99,12 @@ class _Open:
     """Position of the first token that is kept."""
     end: int
     """Position after the last token that is kept."""
-    token_T: list[Tensor] = field(default_factory=list)
-    residual_TLD: list[Tensor] = field(default_factory=list)
-    logits_TLE: list[Tensor] = field(default_factory=list)
-    tokens: int = 0
+    rows: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """Token ids [T], residuals [T, L, D] and logits [T, L, E] of each forward."""
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
 
 
 class TrafficCollector:
@@ -119,17 +116,10 @@ class TrafficCollector:
         live: where to.
         shape: of the model.
         hash_of: what a request's document is known by, from its prompt's ids.
-        most_bytes: of rows that are held.
     """
 
-    def __init__(
-        self,
-        live: LiveTraces,
-        shape: ModelShape,
-        hash_of: Callable[[Sequence[int]], str],
-        most_bytes: int = MOST_BYTES,
-    ) -> None:
-        self._live, self._shape, self._hash_of, self._most = live, shape, hash_of, most_bytes
+    def __init__(self, live: LiveTraces, shape: ModelShape, hash_of: Callable[[Sequence[int]], str]) -> None:
+        self._live, self._shape, self._hash_of = live, shape, hash_of
         self._open: dict[str, _Open] = {}
         self._ended: set[str] = set()
         """Running requests of which no more is kept."""
@@ -163,8 +153,8 @@ class TrafficCollector:
             return None
         own = self._open.get(part.request)
         if own is None:
-            prompt = prompt_of(known, part.request)
-            if prompt is None or self._held >= self._most:
+            prompt = known[part.request].prompt_token_ids  # None where it is given as embeddings
+            if prompt is None or self._held >= MOST_BYTES:
                 self._ended.add(part.request)
                 return None
             own = self._open[part.request] = _Open(hash=self._hash_of(prompt), start=part.start, end=part.start)
@@ -191,12 +181,11 @@ class TrafficCollector:
         for request, rows in self._rows:
             own, count = self._open[request], rows.stop - rows.start
             last = first + count
-            own.token_T.append(token_T[rows].clone())
-            own.residual_TLD.append(residual_RLD[first:last].clone())
-            own.logits_TLE.append(logits_RLE[first:last].clone())
-            own.end, own.tokens, first = own.end + count, own.tokens + count, last
+            seen = token_T[rows], residual_RLD[first:last], logits_RLE[first:last]
+            own.rows.append(tuple(each.clone() for each in seen))
+            own.end, first = own.end + count, last
             self._hold(residual_RLD[:1].nbytes * count + logits_RLE[:1].nbytes * count)
-            if own.tokens >= self._live.options.window or self._held >= self._most:
+            if own.tokens >= self._live.options.window or self._held >= MOST_BYTES:
                 self._end(request)
 
     def ended(self, known: Mapping[str, Any]) -> None:
@@ -220,8 +209,9 @@ class TrafficCollector:
         self._ended.add(request)
         if own.tokens:
             self._left -= own.tokens
-            joined = {name: torch.cat(getattr(own, name)) for name in ("token_T", "residual_TLD", "logits_TLE")}
-            self._queue.put(LiveDocument(hash=own.hash, start=own.start, **joined))
+            rows = map(torch.cat, zip(*own.rows, strict=True))
+            named = dict(zip(("token_T", "residual_TLD", "logits_TLE"), rows, strict=True))
+            self._queue.put(LiveDocument(hash=own.hash, start=own.start, **named))
 
     def _hold(self, nbytes: int) -> None:
         with self._lock:
@@ -263,8 +253,7 @@ class Watching:
         self._runner = model_runner
         self.sees_residuals = config.compilation_config.mode == CompilationMode.NONE
         """Compiled forwards run without hooks."""
-        layers = wire(model_runner)
-        self.view: MoEView = view_of(layers, kept, str(config.model_config.model))
+        self.view = wire(model_runner, kept)
         self._factors = [layer.router.factor for layer in self.view if isinstance(layer.router, ForecastRouter)]
         self._residual: Tensor | None = None
         self._seen: tuple[RouterCall, RouterCall] | None = None
@@ -272,9 +261,8 @@ class Watching:
         """Whose tokens the present forward is over."""
         self.collector: TrafficCollector | None = None
         if self.sees_residuals:
-            for wired in layers:
-                if wired.norm is not None:
-                    wired.norm.register_forward_hook(self._normed)
+            for layer in self.view:
+                layer.norm.register_forward_hook(self._normed)
         tell_requests(model_runner, self)
         self._folder = ExitStack()
 
@@ -361,45 +349,30 @@ def _check_model(config: Any) -> None:
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,
     }
-    for option, given in refused.items():
-        if given:
-            raise ExpertcastError(
-                f"forecasts and collecting need all layers of every token in one place: leave {option} out"
-            )
+    refuse(refused, "forecasts and collecting need all layers of every token in one place: leave {} out")
 
 
 # Forecasts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Foresight:
-    """What an engine forecasts with."""
+def make_speculator(offload: WorkerOffload, watching: Watching | None) -> tuple[Speculator, DriftMonitor | None]:
+    """What forecasts for a model that is loaded, and what follows its recall; None where the device alone knows that.
+    `watching` is None where nothing is to be forecast.
 
-    speculator: Speculator
-    drift: DriftMonitor | None
-    """Follows the forecasts' recall; None where the device alone knows it."""
-
-    @classmethod
-    def make(cls, offload: WorkerOffload, watching: Watching | None) -> Self:
-        """For a model that is loaded; `watching` is None where nothing is to be forecast.
-
-        Raises:
-            ExpertcastError: a predictor that does not exist, of another model, or one that reads what vLLM does not
-                show.
-        """
-        config = offload.settings.offload
-        if watching is None:
-            return cls(speculator=Speculator(_layers_view(offload), None), drift=None)
-        view = watching.view
-        predictor, checkpoint = resolve_predictor(config.resolved_predictor(), view)
-        if predictor is None:
-            return cls(speculator=Speculator(view, None), drift=None)
-        _check_predictor(predictor, watching, config=offload.config)
-        predictor.to(next(view[0].router.parameters()).device)
-        speculator = WatchedSpeculator(watching, predictor, ahead=config.ahead, reach=config.reach)
-        assert offload.parts is not None
-        on_host = not offload.parts.link.decides_on_device
-        return cls(speculator=speculator, drift=make_monitor(config, view, predictor, checkpoint) if on_host else None)
+    Raises:
+        ExpertcastError: a predictor that does not exist, of another model, or one that reads what vLLM does not show.
+    """
+    config = offload.settings.offload
+    if watching is None:
+        return Speculator(_layers_view(offload), None), None
+    view = watching.view
+    predictor, checkpoint = resolve_predictor(config.resolved_predictor(), view)
+    if predictor is None:
+        return Speculator(view, None), None
+    _check_predictor(predictor, watching, config=offload.config)
+    predictor.to(next(view[0].router.parameters()).device)
+    speculator = WatchedSpeculator(watching, predictor, ahead=config.ahead, reach=config.reach)
+    return speculator, None if offload.link.decides_on_device else make_monitor(config, view, predictor, checkpoint)
 
 
 class WatchedSpeculator(Speculator):

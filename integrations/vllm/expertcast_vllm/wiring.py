@@ -8,9 +8,8 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,22 +28,6 @@ _TOKENS = 2
 
 Kept = Mapping[nn.Module, Mapping[str, Tensor]]
 """Modules' own parameters by name, as they were loaded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WiredLayer:
-    """One MoE layer."""
-
-    name: str
-    """Of its runner in the model."""
-    runner: MoERunner
-    gate: nn.Module
-    norm: nn.Module | None
-    """None: no norm's output is what the gate reads."""
-    block: nn.Module
-    """What holds the runner."""
-    decoder: nn.Module
-    """What holds the block."""
 
 
 def keep_gates() -> Kept:
@@ -74,14 +57,16 @@ def runners_of(model: nn.Module) -> list[MoERunner]:
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
-def wire(model_runner: Any) -> list[WiredLayer]:
-    """The MoE layers of a model, first to last; costs a dry run over two tokens.
+def wire(model_runner: Any, kept: Kept) -> MoEView:
+    """The view of a model; costs a dry run over two tokens.
 
     Args:
         model_runner: vLLM's, whose model is loaded.
+        kept: its gates' parameters as they were loaded.
 
     Raises:
-        ExpertcastError: it has none, or one that does not run, or whose logits no module gives.
+        ExpertcastError: a layer does not run, no module gives its logits, or its gate is quantised or routes in a way
+            that cannot be asked for forecasts.
     """
     model = model_runner.get_model()
     runners = runners_of(model)
@@ -91,7 +76,7 @@ def wire(model_runner: Any) -> list[WiredLayer]:
         stack.callback(register_module_forward_hook(watch.leave).remove)
         stack.enter_context(_uncompiled(model))
         for runner in runners:
-            stack.enter_context(routing_told(runner, partial(watch.routed, runner)))
+            stack.callback(tell_routing(runner, partial(watch.routed, runner)))
         model_runner._dummy_run(_TOKENS)
     names = {module: name for name, module in model.named_modules()}
     missing = [names[runner] for runner in runners if runner not in watch.found]
@@ -100,7 +85,8 @@ def wire(model_runner: Any) -> list[WiredLayer]:
             f"{type(model).__name__}: {missing[0]} routes by logits that no module of it gives, or does not run: its "
             "experts cannot be forecast, leave predictor and collect out"
         )
-    return [WiredLayer(name=names[runner], runner=runner, **watch.found[runner]) for runner in runners]
+    layers = [_layer(index, names[runner], runner, kept, **watch.found[runner]) for index, runner in enumerate(runners)]
+    return MoEView(tuple(layers), model_id=str(model_runner.vllm_config.model_config.model))
 
 
 @contextmanager
@@ -116,23 +102,25 @@ def _uncompiled(model: nn.Module) -> Iterator[None]:
             module.do_not_compile = False
 
 
-@contextmanager
-def routing_told(runner: MoERunner, told: Callable[[Tensor, Tensor, Tensor, Tensor], object]) -> Iterator[None]:
-    """Inside, `told` gets what a layer's router reads and makes of it: router input [T, D], logits [T, E], combine
-    weights and ids [T, K]."""
+def tell_routing(
+    runner: MoERunner, told: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
+) -> Callable[[], None]:
+    """Hand `told` what a layer's router reads and makes of it, from now on: router input [T, D], logits [T, E], combine
+    weights and ids [T, K]. Ids that it returns take the place of the router's.
+
+    Returns:
+        What ends that.
+    """
     router = runner.router
     select = router.select_experts
 
     def selected(hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         weights_TK, ids_TK = select(hidden_states, router_logits, *args, **kwargs)
-        told(hidden_states, router_logits, weights_TK, ids_TK)
-        return weights_TK, ids_TK
+        other_TK = told(hidden_states, router_logits, weights_TK, ids_TK)
+        return weights_TK, ids_TK if other_TK is None else other_TK
 
     router.select_experts = selected
-    try:
-        yield
-    finally:
-        router.select_experts = select
+    return partial(setattr, router, "select_experts", select)
 
 
 class _Watch:
@@ -178,16 +166,16 @@ class ForecastRouter(nn.Module):
     """A layer's router as transformers has it: from router inputs to logits, combine weights and ids, by vLLM's own
     routing rule. Its parameters are the gate's, under the same names."""
 
-    def __init__(self, wired: WiredLayer, gate: dict[str, Tensor]) -> None:
+    def __init__(self, name: str, runner: MoERunner, gate: dict[str, Tensor]) -> None:
         super().__init__()
-        rule = wired.runner.router
+        rule = runner.router
         if not isinstance(rule, BaseRouter) or rule.eplb_state is not None:
-            raise ExpertcastError(f"{wired.name} routes by {type(rule).__name__} with replicas: it cannot be forecast")
-        for name, tensor in gate.items():
-            self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
+            raise ExpertcastError(f"{name} routes by {type(rule).__name__} with replicas: it cannot be forecast")
+        for each, tensor in gate.items():
+            self.register_parameter(each, nn.Parameter(tensor.detach(), requires_grad=False))
         self.top_k = rule.top_k
         self._rule = [rule]  # in a list: no part of the state dict
-        self.factor = wired.runner.routed_scaling_factor
+        self.factor = runner.routed_scaling_factor
         """What combine weights are multiplied with after the experts."""
 
     def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,40 +187,21 @@ class ForecastRouter(nn.Module):
         return logits_TE, weights_TK * self.factor, ids_TK.long()
 
 
-def view_of(layers: Sequence[WiredLayer], kept: Kept, model_id: str) -> MoEView:
-    """The view of a model.
-
-    Args:
-        layers: of it, as they were found.
-        kept: the gates' parameters as they were loaded.
-        model_id: what the model is called.
-
-    Raises:
-        ExpertcastError: a gate is quantised, or routes in a way that cannot be asked for forecasts.
-    """
-    return MoEView(tuple(_layer(index, wired, kept) for index, wired in enumerate(layers)), model_id=model_id)
-
-
-def _layer(index: int, wired: WiredLayer, kept: Kept) -> MoELayer:
-    gate = dict(kept.get(wired.gate, {}))
-    weight = gate.get("weight")
+def _layer(
+    index: int, name: str, runner: MoERunner, kept: Kept, *, gate: nn.Module, norm: nn.Module | None,
+    block: nn.Module, decoder: nn.Module,
+) -> MoELayer:  # fmt: skip
+    """Of the runner's name: the gate gives its logits, the norm what the gate reads (None: no norm does), the block
+    holds the runner, and the decoder the block."""
+    parameters = dict(kept.get(gate, {}))
+    weight = parameters.get("weight")
     if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ExpertcastError(f"the gate of {wired.name} has no plain weight: its experts cannot be forecast")
-    router = ForecastRouter(wired, gate)
-    block_name = wired.name.rpartition(".")[0]
+        raise ExpertcastError(f"the gate of {name} has no plain weight: its experts cannot be forecast")
+    router, block_name = ForecastRouter(name, runner, parameters), name.rpartition(".")[0]
     return MoELayer(
-        index=index,
-        block_name=block_name,
-        norm_name="" if wired.norm is None else f"{block_name}.norm",
-        router_name=f"{block_name}.gate",
-        experts_name=wired.name,
-        decoder=wired.decoder,
-        block=wired.block,
-        norm=nn.Identity() if wired.norm is None else wired.norm,
-        router=router,
-        experts=wired.runner.routed_experts,
-        num_experts=weight.shape[0],
-        top_k=router.top_k,
-        hidden_size=weight.shape[1],
-        has_shared=wired.runner.shared_experts is not None,
-    )
+        index=index, block_name=block_name, norm_name="" if norm is None else f"{block_name}.norm",
+        router_name=f"{block_name}.gate", experts_name=name, decoder=decoder, block=block,
+        norm=nn.Identity() if norm is None else norm, router=router, experts=runner.routed_experts,
+        num_experts=weight.shape[0], top_k=router.top_k, hidden_size=weight.shape[1],
+        has_shared=runner.shared_experts is not None,
+    )  # fmt: skip

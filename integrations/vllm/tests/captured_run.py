@@ -146,7 +146,7 @@ def main() -> None:
         worker = engine.llm_engine.model_executor.driver_worker.worker  # type: ignore[attr-defined]
         offload = next(iter(worker.model_runner.model.modules())).modules()
         offload = next(each.offload for each in offload if hasattr(each, "offload"))
-        offload.parts.link.residency.clear()
+        offload.link.residency.clear()
         offload.warmed_up()
         tokens = [list(output.outputs[0].token_ids) for output in engine.generate(asked["prompts"], sampling)]
         return {"tokens": tokens, "counters": engine.collective_rpc("expertcast_statistics")[0]}

@@ -28,7 +28,7 @@ RESULT = "result: "
 
 
 def main() -> None:
-    """Generate greedily, so many rounds, and tell counters where there are any; seconds are the last round's."""
+    """Generate greedily, and tell counters where there are any."""
     asked = json.load(sys.stdin)
     os.environ.update({**QUIET, **asked["environment"]})
     from vllm import LLM, SamplingParams
@@ -38,11 +38,8 @@ def main() -> None:
     engine_options = {**ENGINE, **asked["engine"]}
     engine = LLM(asked["model"], **engine_options)
     loaded = memory.peak
-    for _ in range(asked.get("rounds", 1)):
-        start = time.perf_counter()
-        outputs = engine.generate(asked["prompts"], SamplingParams(temperature=0, max_tokens=asked["tokens"]))
-        seconds = time.perf_counter() - start
-    given = {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": seconds}
+    outputs = engine.generate(asked["prompts"], SamplingParams(temperature=0, max_tokens=asked["tokens"]))
+    given = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
     given["memory"] = {"before": memory.before, "loading": loaded, "after": memory_of_its_own()}
     if asked["counted"]:
         given["workers"] = engine.collective_rpc("expertcast_statistics")

@@ -13,21 +13,21 @@ from expertcast.runtime.config import OffloadConfig
 @pytest.mark.parametrize("value", ["", "0", "false", "False"])
 def test_nobody_asks(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(VARIABLE, value)
-    assert Settings.from_environment() is None
+    assert Settings.of(None) is None
     assert Settings.of({}) is None
     assert Settings.of({"other": 1}) is None
 
 
 def test_the_environment_asks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(VARIABLE, "1")
-    assert Settings.from_environment() == Settings(offload=OffloadConfig())
+    assert Settings.of(None) == Settings(offload=OffloadConfig())
     monkeypatch.setenv(VARIABLE, '{"slots": 12, "collect": "traces"}')
-    settings = Settings.from_environment()
+    settings = Settings.of(None)
     assert settings is not None
     assert (settings.offload.slots, settings.collect) == (12, "traces")
     OffloadConfig(memory="1GB", link="instant").save(tmp_path / "offload.json")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "offload.json"))
-    assert Settings.from_environment() == Settings(offload=OffloadConfig(memory="1GB", link="instant"))
+    assert Settings.of(None) == Settings(offload=OffloadConfig(memory="1GB", link="instant"))
 
 
 def test_the_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,4 +74,4 @@ def test_only_what_works_is_proposed(option: str) -> None:
 def test_what_is_no_object_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, '{"slots": ')
     with pytest.raises(ExpertcastError, match=VARIABLE):
-        Settings.from_environment()
+        Settings.of(None)

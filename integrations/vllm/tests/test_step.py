@@ -1,16 +1,21 @@
-"""Whose tokens a forward is over, by what vLLM's attention backends say, and rows of padding."""
+"""What vLLM runs: whose tokens a forward is over, groups of tokens whose experts fit, and options that are refused or
+arranged."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from expertcast_vllm.step import Step, running_step, without_padding
+from expertcast_vllm.settings import Settings
+from expertcast_vllm.step import SPLIT_AT, Step, check_config, check_slots, groups, running_step, without_padding
+from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.view import ModelShape
 
 
 def during(metadata: dict[str, Any] | None, padding: torch.Tensor | None = None) -> Any:
@@ -64,3 +69,102 @@ def test_padding_is_the_first_row_again() -> None:
         assert without_padding(rows).tolist() == [[0, 1], [2, 3], [0, 1], [0, 1]]
     with during({}):
         assert without_padding(rows) is rows
+
+
+def test_each_token_is_in_one_group_whose_experts_fit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for limit in (4, 5, 9, 31):
+        ids_TK = torch.rand(200, 32, generator=generator).topk(4, dim=1).indices
+        parts = list(groups(ids_TK, 32, limit))
+        assert torch.cat(parts).sort().values.tolist() == list(range(200))
+        assert all(len(ids_TK[rows].unique()) <= limit for rows in parts)
+
+
+def test_tokens_that_share_experts_share_a_group() -> None:
+    ids_TK = torch.tensor([[0, 1], [2, 3]] * 50)
+    assert [len(rows) for rows in groups(ids_TK, 8, 2)] == [50, 50]
+
+
+def test_the_first_group_is_of_held_experts() -> None:
+    ids_TK = torch.tensor([[0, 1], [0, 1], [6, 7]])
+    assert next(groups(ids_TK, 8, 2)).tolist() == [0, 1]
+    assert next(groups(ids_TK, 8, 2, held=[6, 7])).tolist() == [2]
+
+
+def test_one_step_that_fits_is_one_group() -> None:
+    ids_TK = torch.tensor([[0, 1], [2, 3], [3, 0]])
+    (rows,) = groups(ids_TK.int(), 4, 4)
+    assert rows.tolist() == [0, 1, 2]
+
+
+HOST = Settings.from_dict({})
+DEVICE = Settings.from_dict({"link": "kernel"})
+
+
+def config(device: str = "cpu", mode: CUDAGraphMode = CUDAGraphMode.NONE, **others: Any) -> Any:
+    compilation = CompilationConfig(cudagraph_mode=mode, splitting_ops=["vllm::unified_attention"])
+    given = {
+        "parallel_config": ParallelConfig(), "lora_config": None, "compilation_config": compilation,
+        "model_config": SimpleNamespace(enable_sleep_mode=False),
+        "device_config": SimpleNamespace(device=torch.device(device)),
+    }  # fmt: skip
+    return SimpleNamespace(**{**given, **others})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda each: setattr(each.parallel_config, "enable_expert_parallel", True), "--enable-expert-parallel"),
+        (lambda each: setattr(each.parallel_config, "enable_eplb", True), "--enable-eplb"),
+        (lambda each: setattr(each.parallel_config, "data_parallel_size", 2), "--data-parallel-size.*one server for"),
+        (lambda each: setattr(each, "lora_config", object()), "--enable-lora"),
+        (lambda each: setattr(each.model_config, "enable_sleep_mode", True), "--enable-sleep-mode"),
+    ],
+)
+def test_refused(change: Callable[[Any], None], words: str) -> None:
+    asked = config()
+    check_config(asked, HOST)
+    change(asked)
+    with pytest.raises(ExpertcastError, match=words) as caught:
+        check_config(asked, HOST)
+    assert "\n" not in str(caught.value)
+
+
+WHOLE = [CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE]
+
+
+@pytest.mark.parametrize("mode", WHOLE)
+def test_whole_graphs_need_decisions_on_the_device(mode: CUDAGraphMode) -> None:
+    check_config(config("cpu", mode), HOST)
+    with pytest.raises(ExpertcastError, match=r"--enforce-eager.*\"link\": \"kernel\""):
+        check_config(config("cuda", mode), HOST)
+    check_config(config("cuda", mode), DEVICE)
+    with pytest.raises(ExpertcastError, match="collect reads every step on the host"):
+        check_config(config("cuda", mode), Settings.from_dict({"link": "kernel", "collect": "traces"}))
+
+
+@pytest.mark.parametrize("settings", [HOST, DEVICE])
+def test_graphs_of_parts_end_before_moe_layers(settings: Settings) -> None:
+    asked = config("cuda", CUDAGraphMode.PIECEWISE)
+    check_config(asked, settings)
+    check_config(asked, settings)
+    assert asked.compilation_config.splitting_ops == ["vllm::unified_attention", *SPLIT_AT]
+    eager = config("cuda")
+    check_config(eager, settings)
+    assert eager.compilation_config.splitting_ops == ["vllm::unified_attention"]
+    unsplit = config("cuda", CUDAGraphMode.PIECEWISE)
+    unsplit.compilation_config.splitting_ops = []
+    with pytest.raises(ExpertcastError, match="would capture the MoE layers of prompts"):
+        check_config(unsplit, settings)
+
+
+@pytest.mark.parametrize(("largest", "needed"), [(4, 32), (8, 64), (512, 64)])
+def test_a_whole_graph_has_a_slot_for_whatever_its_step_may_name(largest: int, needed: int) -> None:
+    shape = ModelShape(layers=2, experts=64, top_k=8, hidden=16)
+    asked = config("cuda", CUDAGraphMode.FULL_AND_PIECEWISE)
+    asked.compilation_config.max_cudagraph_capture_size = largest
+    check_slots(asked, shape, needed)
+    with pytest.raises(ExpertcastError, match=f"give {needed} slots, or .*capture-size {(needed - 1) // 8}"):
+        check_slots(asked, shape, needed - 1)
+    asked.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    check_slots(asked, shape, 8)

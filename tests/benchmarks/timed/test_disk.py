@@ -9,10 +9,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.device import Span, TimedDevice
 from benchmarks.timed.links import TimedDiskLink
 from benchmarks.timed.run import TimedCase, decode_timed
-from benchmarks.timed.streams import Span
 
 from expertcast.runtime import offload
 from expertcast.runtime.links.cuda import CudaLink

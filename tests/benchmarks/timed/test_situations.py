@@ -10,10 +10,9 @@ from typing import cast
 import pytest
 import torch
 from benchmarks.timed.costs import StepCosts
-from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.device import Span, TimedDevice
 from benchmarks.timed.links import TimedCudaLink, TimedKernelLink
 from benchmarks.timed.run import TimedCase, TimedRun, decode_timed
-from benchmarks.timed.streams import Span
 
 from expertcast.runtime import offload
 from expertcast.runtime.links.driver import CudaDevice, Readback
