@@ -20,7 +20,7 @@ from expertcast.data.weights.packed import join_bnb
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
 from expertcast.runtime.storage.disk_store import DiskStore
-from tests.data.weights.test_fp8 import Held
+from tests.data.weights.test_files import Held
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.quantised import IDS, PLAIN, edit_weights, quantised, same_weights, say_quantised
