@@ -1,4 +1,5 @@
-"""docs/architecture.md: its picture against the import contracts, its paths against the files, its recipes run."""
+"""docs/architecture.md: its picture against the import contracts, its paths against the files. The recipes of
+docs/extending.md run."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ from tests.families.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
+RECIPES = (ROOT / "docs" / "extending.md").read_text()
 FOLDERS = ("src/expertcast", "runtime", "training", "data", "checkpoints", "predictors")
 
 Make = Callable[[str, str], ModuleType]
@@ -39,7 +41,7 @@ Make = Callable[[str, str], ModuleType]
 
 def blocks(title: str) -> list[str]:
     """The code of one recipe."""
-    sections = re.split(r"^### ", PAGE, flags=re.MULTILINE)
+    sections = re.split(r"^## ", RECIPES, flags=re.MULTILINE)
     (text,) = (section for section in sections if section.startswith(title + "\n"))
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
@@ -86,7 +88,8 @@ def test_the_picture_is_the_import_contracts() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", PAGE)) | set(re.findall(r"\]\(([\w-]+\.md)\)", PAGE))
+    text = PAGE + RECIPES
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text)) | set(re.findall(r"\]\(([\w-]+\.md)\)", text))
     assert len(named) > 20
     places = (ROOT, ROOT / "docs", ROOT / "runtime" / "policies")
     assert not {name for name in named if not any((place / name).exists() for place in places)}
