@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -146,18 +146,24 @@ def _each_tensor(values: object, see: Callable[[Tensor], None]) -> None:
 
 
 PROBE_EXPERTS = "expertcast_probe"
+Producers = dict[int, tuple[str, nn.Module, Tensor, Tensor]]
+"""By id of a tensor: path and module that put it out, the module's first input, and the tensor."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Probed:
-    """Paths of one MoE block, its router and its experts, and what was seen around it; sums are those of
-    :class:`Sums`."""
+    """One MoE block, its router and its experts, and what was seen around them; sums are those of :class:`Sums`."""
 
-    block_name: str
-    router_name: str
-    experts_name: str
-    norm: str = ""
-    """Path of the module whose output is the block's input; empty where that is none's."""
+    family: str
+    """Class of the model."""
+    names: tuple[str, str, str]
+    """Paths of block, router and experts."""
+    modules: tuple[nn.Module, nn.Module, nn.Module]
+    """Block, router and experts."""
+    decoder: nn.Module
+    """The module around the block."""
+    norm: tuple[str, nn.Module] | None = None
+    """Path and module whose output is the block's input; None where that is none's."""
     residual: Sum | None = None
     """What entered the norm."""
     normed: Sum | None = None
@@ -192,7 +198,7 @@ class Probed:
 
 
 def probe(model: PreTrainedModel, blocks: Sequence[Probed]) -> list[Probed]:
-    """What a forward of two tokens showed around blocks that are known by name; the model is left as it was.
+    """What a forward of two tokens showed around these blocks; the model is left as it was.
 
     Raises:
         ExpertcastError: the forward ends in an error.
@@ -237,28 +243,26 @@ def _probe_experts(experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weight
 def _forward(model: PreTrainedModel, blocks: Sequence[Probed], given: Mapping[str, object]) -> list[Probed]:
     ALL_EXPERTS_FUNCTIONS.register(PROBE_EXPERTS, _probe_experts)
     sums = Sums()
-    seen = [replace(names) for names in blocks]
-    around: dict[str, list[Probed]] = {}
-    for probed in seen:
-        around.setdefault(probed.block_name.rpartition(".")[0], []).append(probed)
-    producers: dict[int, tuple[str, Tensor, Tensor]] = {}
+    seen = [replace(block) for block in blocks]
+    producers: Producers = {}
     training = model.training
     with ExitStack() as stack:
         for probed in seen:
-            stack.enter_context(_watched(model, probed, sums, producers))
+            stack.enter_context(_watched(probed, sums, producers))
         for name, module in model.named_modules():
             if name:
 
-                def after(_module: nn.Module, args: tuple[object, ...], output: object, name: str = name) -> None:
+                def after(module: nn.Module, args: tuple[object, ...], output: object, name: str = name) -> None:
                     first = output[0] if isinstance(output, tuple) and output else output
                     if not isinstance(first, Tensor):
                         return
-                    for probed in around.get(name, ()):
-                        probed.layer = sums.of(first)
-                        others = [atom for atom in probed.layer if atom != probed.experts]
-                        probed.depends = sums.depends(others, probed.experts)
+                    for probed in seen:
+                        if probed.decoder is module:
+                            probed.layer = sums.of(first)
+                            others = [atom for atom in probed.layer if atom != probed.experts]
+                            probed.depends = sums.depends(others, probed.experts)
                     if first is output and args and isinstance(args[0], Tensor):
-                        producers[id(first)] = (name, args[0], first)
+                        producers[id(first)] = (name, module, args[0], first)
 
                 stack.callback(module.register_forward_hook(after).remove)
         stack.enter_context(experts_implementation(model, PROBE_EXPERTS))
@@ -273,23 +277,15 @@ def _forward(model: PreTrainedModel, blocks: Sequence[Probed], given: Mapping[st
 
 
 @contextmanager
-def _watched(
-    model: PreTrainedModel, probed: Probed, sums: Sums, producers: Mapping[int, tuple[str, Tensor, Tensor]]
-) -> Iterator[None]:
-    """Hooks on one block, its router and its experts.
-
-    Args:
-        model: has the modules.
-        probed: names them, and is filled in.
-        sums: follows the forward.
-        producers: by id of a tensor, the path of the module that put it out, its first input, and the tensor.
-    """
-    block, router, experts = _modules(model, probed)
+def _watched(probed: Probed, sums: Sums, producers: Producers) -> Iterator[None]:
+    """Hooks on one block, its router and its experts: `probed` is filled in, `sums` follows the forward."""
+    block, router, experts = probed.modules
 
     def before_block(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
         if hidden is not None and id(hidden) in producers:
-            probed.norm, residual, _ = producers[id(hidden)]
+            name, norm, residual, _ = producers[id(hidden)]
+            probed.norm = name, norm
             probed.residual, probed.normed = sums.of(residual), sums.of(hidden)
 
     def after_router(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object], output: object) -> None:
@@ -329,7 +325,7 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
     """
     check_release("reading the MoE layers of")
     seen = probe(model, _moe_blocks(model))
-    layers = tuple(_layer(model, index, each) for index, each in enumerate(seen))
+    layers = tuple(_layer(index, each) for index, each in enumerate(seen))
     shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in layers}
     if len(shapes) > 1:
         raise ExpertcastError(
@@ -345,62 +341,63 @@ def _is_experts_module(module: nn.Module) -> bool:
 
 def _moe_blocks(model: PreTrainedModel) -> list[Probed]:
     """Per MoE layer, in model order."""
-    router_classes = _router_classes(model)
+    family, modules = type(model).__name__, dict(model.named_modules())
+    router_classes = _router_classes(modules.values())
     if not router_classes:
         raise ExpertcastError(
-            f"{type(model).__name__} records no router_logits: it is no Mixture-of-Experts model, or one that "
-            "routes in a way expertcast does not support"
+            f"{family} records no router_logits: it is no Mixture-of-Experts model, or one that routes in a way "
+            "expertcast does not support"
         )
-    _refuse_adapters(model, router_classes)
+    _refuse_adapters(modules, router_classes)
     found = []
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         children = list(module.named_children())
-        routers = [child for child, m in children if isinstance(m, router_classes)]
-        experts = [child for child, m in children if _is_experts_module(m)]
+        routers = [child for child in children if isinstance(child[1], router_classes)]
+        experts = [child for child in children if _is_experts_module(child[1])]
         if routers and experts:
-            router_name, experts_name = f"{name}.{routers[0]}", f"{name}.{experts[0]}"
-            found.append(Probed(block_name=name, router_name=router_name, experts_name=experts_name))
-    own = {each.experts_name for each in found}
-    others = [name for name, module in model.named_modules() if _is_experts_module(module) and name not in own]
+            (router_name, router), (experts_name, own) = routers[0], experts[0]
+            names = (name, f"{name}.{router_name}", f"{name}.{experts_name}")
+            decoder = modules[name.rpartition(".")[0]]
+            found.append(Probed(family=family, names=names, modules=(module, router, own), decoder=decoder))
+    routed = {each.names[2] for each in found}
+    others = [name for name, module in modules.items() if _is_experts_module(module) and name not in routed]
     if not found and not others:
-        _refuse_experts(model, router_classes)
+        _refuse_experts(family, modules.values(), router_classes)
     if others:
         raise ExpertcastError(
-            f"{type(model).__name__} is not supported: {others[0]} is routed by something else than "
+            f"{family} is not supported: {others[0]} is routed by something else than "
             f"{' or '.join(cls.__name__ for cls in router_classes)} (by a table of token ids, or per modality)"
         )
     return found
 
 
-def _refuse_adapters(model: PreTrainedModel, router_classes: tuple[type[nn.Module], ...]) -> None:
-    """PEFT puts itself in the place of what it adapts: beside attention that is nobody's business here."""
-    for name, module in model.named_modules():
+def _refuse_adapters(modules: Mapping[str, nn.Module], router_classes: tuple[type[nn.Module], ...]) -> None:
+    """PEFT puts itself in the place of what it adapts. Adapters of attention are no problem."""
+    for name, module in modules.items():
         if _is_experts_module(module) or isinstance(module, router_classes):
             above = name.rpartition(".")[0]
-            if type(model.get_submodule(above)).__module__.startswith("peft."):
+            if type(modules[above]).__module__.startswith("peft."):
                 raise ExpertcastError(
                     f"{above} is an adapter on routers or experts, which offloading cannot run: merge it "
                     "(merge_and_unload()), or adapt attention only"
                 )
 
 
-def _refuse_experts(model: PreTrainedModel, router_classes: tuple[type[nn.Module], ...]) -> None:
-    for module in model.modules():
+def _refuse_experts(family: str, modules: Iterable[nn.Module], router_classes: tuple[type[nn.Module], ...]) -> NoReturn:
+    for module in modules:
         if any(isinstance(child, router_classes) for child in module.children()):
             others = [type(child).__name__ for child in module.children() if not isinstance(child, router_classes)]
             raise ExpertcastError(
-                f"{type(model).__name__} is not supported: its experts ({', '.join(others) or 'none'}) are quantised "
-                "or not decorated with use_experts_implementation; load it dequantised in bf16, or use a family "
-                "that transformers decorates"
+                f"{family} is not supported: its experts ({', '.join(others) or 'none'}) are quantised or not "
+                "decorated with use_experts_implementation; load it dequantised in bf16, or use a family that "
+                "transformers decorates"
             )
-    raise ExpertcastError(
-        f"{type(model).__name__} has no MoE layer in which router and experts stand side by side: not supported"
-    )
+    raise ExpertcastError(f"{family} has no MoE layer in which router and experts stand side by side: not supported")
 
 
-def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
+def _router_classes(modules: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]:
     classes: list[type[nn.Module]] = []
-    for module in model.modules():
+    for module in modules:
         if not isinstance(module, PreTrainedModel):
             continue
         recorder = (module._can_record_outputs or {}).get("router_logits")
@@ -411,41 +408,36 @@ def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     return tuple(classes)
 
 
-def _layer(model: PreTrainedModel, index: int, seen: Probed) -> MoELayer:
+def _layer(index: int, seen: Probed) -> MoELayer:
     """
     Raises:
         ExpertcastError: the block did not run, or its router returns or is given what is not supported.
     """
-    block, router, experts = _modules(model, seen)
+    (block, router, experts), (block_name, router_name, experts_name) = seen.modules, seen.names
     if seen.router_input is None:
-        raise ExpertcastError(f"{type(model).__name__} is not supported: {seen.block_name} does not run on text")
-    norm = seen.norm if seen.router_input == seen.normed else ""
+        raise ExpertcastError(f"{seen.family} is not supported: {block_name} does not run on text")
+    outside: tuple[str, nn.Module] = ("", nn.Identity())
+    norm_name, norm = seen.norm if seen.norm is not None and seen.router_input == seen.normed else outside
     num_experts = _number_of_experts(experts)
     return MoELayer(
         index=index,
-        block_name=seen.block_name,
-        norm_name=norm,
-        router_name=seen.router_name,
-        experts_name=seen.experts_name,
-        decoder=model.get_submodule(seen.block_name.rpartition(".")[0]),
+        block_name=block_name,
+        norm_name=norm_name,
+        router_name=router_name,
+        experts_name=experts_name,
+        decoder=seen.decoder,
         block=block,
-        norm=model.get_submodule(norm) if norm else nn.Identity(),
+        norm=norm,
         router=router,
         experts=experts,
         num_experts=num_experts,
-        top_k=_top_k(model, router, num_experts, seen.output),
+        top_k=_top_k(seen, num_experts),
         hidden_size=_hidden_size(router, num_experts),
         has_shared=_has_shared(block, router, experts),
         adds=seen.adds(),
         router_dims=seen.dims,
-        router_arguments=tuple((name, _argument(model, seen, name, value)) for name, value in seen.arguments.items()),
+        router_arguments=tuple((name, _argument(seen, name, value)) for name, value in seen.arguments.items()),
     )
-
-
-def _modules(model: PreTrainedModel, seen: Probed) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """Block, router and experts."""
-    block, router, experts = map(model.get_submodule, (seen.block_name, seen.router_name, seen.experts_name))
-    return block, router, experts
 
 
 def _number_of_experts(experts: nn.Module) -> int:
@@ -470,7 +462,7 @@ def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool
     )
 
 
-def _argument(model: PreTrainedModel, seen: Probed, name: str, value: object) -> OwnTensor | float | None:
+def _argument(seen: Probed, name: str, value: object) -> OwnTensor | float | None:
     """What a router is given beside its input.
 
     Raises:
@@ -478,34 +470,32 @@ def _argument(model: PreTrainedModel, seen: Probed, name: str, value: object) ->
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    block, router, _ = _modules(model, seen)
+    block, router, _ = seen.modules
     for own, tensor in (*block.named_parameters(), *block.named_buffers()):
         if tensor is value:
-            path = f"{seen.block_name}.{own}"
-            return OwnTensor(path, model.get_submodule(path.rpartition(".")[0]))
+            return OwnTensor(f"{seen.names[0]}.{own}", block.get_submodule(own.rpartition(".")[0]))
     raise ExpertcastError(
-        f"{type(model).__name__} is not supported: its router {type(router).__name__} is given {name!r}, which is no "
-        f"weight of {seen.block_name}: it goes by more than its logits"
+        f"{seen.family} is not supported: its router {type(router).__name__} is given {name!r}, which is no weight of "
+        f"{seen.names[0]}: it goes by more than its logits"
     )
 
 
-def _top_k(model: PreTrainedModel, router: nn.Module, experts: int, output: object) -> int:
+def _top_k(seen: Probed, experts: int) -> int:
     """K, by what a router returned for two tokens.
 
     Raises:
         ExpertcastError: that is not logits over all experts, and weights and ids of K of them.
     """
-    kind, router_kind = type(model).__name__, type(router).__name__
+    output, subject = seen.output, f"{seen.family} is not supported: "
+    router_kind = type(seen.modules[1]).__name__
     if not isinstance(output, tuple) or len(output) != 3:
         count = len(output) if isinstance(output, tuple) else 1
-        raise ExpertcastError(
-            f"{kind} is not supported: its router {router_kind} returns {count} values, not logits, weights and ids"
-        )
+        raise ExpertcastError(f"{subject}its router {router_kind} returns {count} values, not logits, weights and ids")
     shapes = [list(each.shape) if isinstance(each, Tensor) else None for each in output]
     top_k = (shapes[2] or [0])[-1]
     if shapes != [[2, experts], [2, top_k], [2, top_k]]:
         raise ExpertcastError(
-            f"{kind} is not supported: for 2 tokens its router {router_kind} returns {shapes}, not logits "
-            f"[2, {experts}], weights and ids [2, K]"
+            f"{subject}for 2 tokens its router {router_kind} returns {shapes}, not logits [2, {experts}], weights and "
+            "ids [2, K]"
         )
     return top_k
