@@ -4,7 +4,7 @@
         trace.json                    model, fingerprint, documents with their split and domain, versions, and the
                                       digests of all other files, shards in the order of their rows
         data-00000-00000.arrow ...    one row per token; number of the writer, number of its shard
-        dataset_info.json state.json  for `datasets.load_from_disk`; not read here, so without digests
+        dataset_info.json state.json  for `datasets.load_from_disk`; without digests while a server appends
         default_vectors.safetensors   means over the documents of the train split; not of a server's traffic
         stand_in.safetensors          the stand-in for early attention, where it ran
         skeleton/                     norms and routers of the model (:mod:`expertcast.data.skeleton`)

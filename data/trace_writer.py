@@ -170,7 +170,10 @@ def publish(
         shards: digest by name, in the order of their rows.
     """
     layout.write_dataset_files(folder, columns, list(shards), info["id"])
-    others = [path for name in (layout.DEFAULTS_FILE, layout.STAND_IN_FILE) if (path := folder / name).exists()]
+    # those for `datasets` change beside trace.json while a server appends
+    for_datasets = () if layout.is_live(info) else layout.FOR_DATASETS
+    names = (layout.DEFAULTS_FILE, layout.STAND_IN_FILE, *for_datasets)
+    others = [path for name in names if (path := folder / name).exists()]
     others += sorted((folder / layout.SKELETON_FOLDER).iterdir())
     files = {path.relative_to(folder).as_posix(): file_digest(path) for path in others}
     layout.write_info(folder, {**info, **counted(documents), "files": {**files, **shards}, "complete": True})

@@ -248,7 +248,7 @@ def read_files(folder: Path) -> list[Path]:
     """Those that a reader looks at."""
     info = read_info(folder)
     assert info is not None
-    return sorted(folder / name for name in (*info["files"], "trace.json"))
+    return sorted(folder / name for name in {*info["files"], "trace.json"}.difference(layout.FOR_DATASETS))
 
 
 @pytest.mark.parametrize("kind", ["cut", "empty", "longer", "other", "gone", "folder"])

@@ -53,7 +53,7 @@ REFUSED = [
     (f"{GENERATE} --policies eviction=belady", "needs to know the future"),
     ("serve reference --kv-tokens 512", "--kv-tokens is of continuous batching"),
     ("serve reference --continuous-batching --draft int4", "batches are written without a draft: leave --draft or"),
-    ("store reference --store-folder {tmp} --codec int4", "loses bits"),
+    ("store reference --store-folder {tmp} --codec int4", "unknown codec 'int4'"),
     ("store reference --store-folder {tmp} --picture {tmp}/e.txt", "ends in .png"),
     ("bench reference --bandwidth pcie9", "'pcie9'"),
     ("bench reference --copy-over-compute 0", "--copy-over-compute"),

@@ -572,7 +572,7 @@ class _ForgetfulPolicy(LoggedPolicy):
     """Gives up what is needed by forecasts and layers if only its copy has arrived."""
 
     def victim(self, protected: Container[int]) -> int | None:
-        return next((key for key in self._order if key in protected), None)
+        return next((key for key in self.keys if key in protected), None)
 
 
 @pytest.mark.parametrize("broken", [_HastyLink, _LyingLink, _DeafLink, _EarlyLink, _CarelessPolicy, _ForgetfulPolicy])
