@@ -41,7 +41,7 @@ from expertcast.runtime.engine.forecasting import (
     early_layers,
 )
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.driver import Readback, Sent
+from expertcast.runtime.links.driver import Readback
 from expertcast.runtime.policies.eviction import PROMPT_ROWS
 from expertcast.runtime.policies.miss import Lookup, Verdict
 from expertcast.runtime.policies.prefetch import NoPrefetch, Wanted
@@ -51,6 +51,7 @@ from expertcast.runtime.recording.recorder import State, heard
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.transfer import Sent
 
 if TYPE_CHECKING:
     from expertcast.runtime.drafts.prefetch import Schedule

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.links.driver import CudaDevice, Sent
+from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.transfer import State, Transfer, TransferQueue
+from expertcast.runtime.storage.transfer import Sent, State, Transfer, TransferQueue
 
 MOST_LATENCY_S = 3600
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.links.base import Link, check_rate
-from expertcast.runtime.links.driver import Sent, copy_seconds
+from expertcast.runtime.links.driver import copy_seconds
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.transfer import Transfer
+from expertcast.runtime.storage.transfer import Sent, Transfer
 
 _WINDOW_BYTES = 16 << 20
 """Half a millisecond of PCIe 4: longer than the model's thread stays away, shorter than a miss can wait for."""

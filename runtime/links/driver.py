@@ -167,18 +167,3 @@ class Readback:
         host = driver.to_host(source, stream)
         arrived = driver.record(stream)
         return Pending(host, lambda: driver.wait(arrived, self._meanwhile))
-
-
-class Sent:
-    """Values on their way to the device; `wait` makes the current stream wait for them."""
-
-    __slots__ = ("_values", "_wait")
-
-    def __init__(self, values: Tensor, wait: Callable[[], None] | None = None) -> None:
-        self._values, self._wait = values, wait
-
-    def take(self) -> Tensor:
-        """The values, for what is launched on the current stream from now on."""
-        if self._wait is not None:
-            self._wait()
-        return self._values

@@ -1,4 +1,4 @@
-"""A transfer, and the queue of transfers that every link and reader has."""
+"""What is on its way to the device: transfers of experts, the queue of every link and reader, and small values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
+
+from torch import Tensor
 
 from expertcast.runtime.storage.layout import FULL
 
@@ -183,3 +185,18 @@ class TransferQueue(Generic[T]):
             self._closed = True
             self.clear()
             self.changed.notify_all()
+
+
+class Sent:
+    """Values on their way to the device; `wait` makes the current stream wait for them."""
+
+    __slots__ = ("_values", "_wait")
+
+    def __init__(self, values: Tensor, wait: Callable[[], None] | None = None) -> None:
+        self._values, self._wait = values, wait
+
+    def take(self) -> Tensor:
+        """The values, for what is launched on the current stream from now on."""
+        if self._wait is not None:
+            self._wait()
+        return self._values
