@@ -27,7 +27,7 @@ PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
-TOKENS = 12
+TOKENS = 8
 Answer = tuple[str, Any, Any]
 Ask = Callable[..., Answer]
 """Asks a client for an answer to a prompt: its text, why it ended and all tokens that it took, or None."""

@@ -21,6 +21,7 @@ from tests.runtime.conftest import PROMPTS
 from tests.runtime.serving.serving import (
     ASKS,
     NAME,
+    TOKENS,
     Ask,
     Running,
     chatting,
@@ -98,7 +99,7 @@ def test_the_page_counts_what_was_answered(running: Running) -> None:
     until(lambda: running.counted("http_requests_in_flight") == 0)
     page = running.get("/metrics").text
     assert f'expertcast_http_requests_total{{route="/v1/completions",status="200"}} {answered + 1}' in page
-    assert f"expertcast_generated_tokens_total {tokens + 12}" in page
+    assert f"expertcast_generated_tokens_total {tokens + TOKENS}" in page
 
 
 @pytest.mark.parametrize(("accept", "kind"), ACCEPTED.items())
@@ -148,7 +149,7 @@ def test_prompts_in_every_form(running: Running, tokenizer: Any) -> None:
     until(lambda: running.counted("http_requests_in_flight") == 0)
     for prompts in (PROMPTS, ids):
         before = running.counted("prompt_tokens_total"), running.counted("generated_tokens_total")
-        answer = client.completions.create(model=NAME, prompt=prompts, max_tokens=12, temperature=0)
+        answer = client.completions.create(model=NAME, prompt=prompts, max_tokens=TOKENS, temperature=0)
         assert [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices] == [
             (place, *each[:2]) for place, each in enumerate(expected)
         ]
