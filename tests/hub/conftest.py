@@ -38,18 +38,7 @@ def running(work: Path) -> Iterator[tuple[FakeHub, Worker]]:
     with served() as hub:
         worker = Worker(work, environment(hub, work / "home"))
         for command in (
-            [
-                "collect",
-                "reference",
-                "--data",
-                "few.parquet",
-                "--tokens",
-                str(TOKENS),
-                "--early-rank",
-                "none",
-                "--out",
-                "traces",
-            ],
+            ["collect", "reference", "--data", "few.parquet", "--tokens", str(TOKENS), "--out", "traces"],
             ["train", "traces", "--predictor", "linear", "--out", "linear"],
             ["push", "linear", "me/linear", "--message", "The first"],
             ["push", "traces", "me/traces", "--license", "cc0-1.0"],
