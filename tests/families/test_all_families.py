@@ -16,10 +16,10 @@ import expertcast
 from expertcast.data.batch import RouterCall
 from expertcast.data.collect import collect
 from expertcast.data.inspection import describe
-from expertcast.data.models import load_tokenizer, meta_model
+from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.taps import RouterTaps
-from expertcast.data.text import load_documents
+from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.view import MoEView
@@ -63,10 +63,17 @@ def made(request: pytest.FixtureRequest) -> Made:
 
 
 @pytest.fixture(scope="module")
-def traces(made: Made, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset:
+def documents() -> list[Document]:
+    return load_documents(["reference"])
+
+
+@pytest.fixture(scope="module")
+def traces(
+    made: Made, documents: list[Document], reference_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> TraceDataset:
     folder = tmp_path_factory.mktemp(made.family)
     return collect(
-        made.model, load_tokenizer("reference"), load_documents(["reference"]), folder / "traces",
+        made.model, reference_tokenizer, documents, folder / "traces",
         tokens=200, window=20, batch_size=4,
     )  # fmt: skip
 

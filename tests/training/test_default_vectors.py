@@ -38,6 +38,7 @@ from tests.sealed import edit_json
 
 SMALL = EstimatorConfig(parameters=80_000, steps=12, step_tokens=128)
 FEW: dict[str, Any] = {"tokens": 900, "seed": 1, "early_rank": None}
+QUICK = FitOptions(tokens=2000, validation_tokens=250)
 CONFIGS: dict[str, PredictorConfig | None] = {"quasi_hidden": None, "linear": None, "estimator": SMALL}
 
 
@@ -90,8 +91,8 @@ def test_training_on_traffic_is_as_with_default_vectors_of_its_own(
     name: str, live: TraceDataset, live_with_own: TraceDataset, reference_traces: TraceDataset
 ) -> None:
     source = with_default_vectors(live, reference_traces.folder)
-    made = fit(name, source, config=CONFIGS[name])
-    assert same(made.predictor, fit(name, live_with_own, config=CONFIGS[name]).predictor)
+    made = fit(name, source, config=CONFIGS[name], options=QUICK)
+    assert same(made.predictor, fit(name, live_with_own, config=CONFIGS[name], options=QUICK).predictor)
     assert made.report[NOTE]["traces"] == reference_traces.info["id"]
     taught = {document.hash for document in reference_traces.chosen("train")}
     assert made.predictor.learned_from == live.learned_from() | taught  # type: ignore[operator]
@@ -105,10 +106,14 @@ def test_a_checkpoint_gives_them_as_its_traces_do(
     name: str, live: TraceDataset, reference_traces: TraceDataset, tmp_path: Path
 ) -> None:
     config = HybridConfig(candidates=["quasi_hidden"]) if name == "hybrid" else CONFIGS[name]
-    checkpoint = saved(fit(name, reference_traces, config=config).predictor, reference_traces, tmp_path / "checkpoint")
+    checkpoint = saved(
+        fit(name, reference_traces, config=config, options=QUICK).predictor, reference_traces, tmp_path / "checkpoint"
+    )
     source = with_default_vectors(live, checkpoint)
     direct = with_default_vectors(live, str(reference_traces.folder))
-    assert same(fit("quasi_hidden", source).predictor, fit("quasi_hidden", direct).predictor)
+    assert same(
+        fit("quasi_hidden", source, options=QUICK).predictor, fit("quasi_hidden", direct, options=QUICK).predictor
+    )
     assert source.info[NOTE]["digest"] == direct.info[NOTE]["digest"]
     assert source.learned_from() == live.learned_from() | reference_traces.learned_from()  # type: ignore[operator]
 
@@ -120,19 +125,19 @@ def test_they_win_over_those_of_ordinary_traces(
     assert torch.equal(fit("quasi_hidden", other).predictor.get_buffer("expert_LED"), few.defaults.expert_LED)
     assert not torch.equal(few.defaults.expert_LED, reference_traces.defaults.expert_LED)
     online = OnlineTraces(reference_model, reference_tokenizer, load_documents("reference"), **FEW)
-    taken = fit("linear", with_default_vectors(online, reference_traces.folder)).predictor
-    assert same(taken, fit("linear", with_default_vectors(few, reference_traces.folder)).predictor)
+    taken = fit("linear", with_default_vectors(online, reference_traces.folder), options=QUICK).predictor
+    assert same(taken, fit("linear", with_default_vectors(few, reference_traces.folder), options=QUICK).predictor)
     assert "defaults" not in vars(online), "no pass over the text is made for them"
 
 
 def test_a_training_that_was_kept_is_not_gone_on_with_under_others(
     live: TraceDataset, few: TraceDataset, reference_traces: TraceDataset, tmp_path: Path
 ) -> None:
-    options = FitOptions(resume_folder=tmp_path / "kept")
+    options = replace(QUICK, resume_folder=tmp_path / "kept")
     fit("estimator", with_default_vectors(live, few.folder), config=SMALL, options=options)
     source = with_default_vectors(live, reference_traces.folder)
     after = fit("estimator", source, config=SMALL, options=options).predictor
-    assert same(after, fit("estimator", source, config=SMALL).predictor)
+    assert same(after, fit("estimator", source, config=SMALL, options=QUICK).predictor)
 
 
 def test_documents_that_they_come_from_do_not_score(

@@ -292,7 +292,7 @@ def test_further_layers_are_asked_for_while_the_link_idles(
                 hint(forecast, *given)  # type: ignore[arg-type]
 
             flow.begin, flow.hint = begun, hinted  # type: ignore[assignment, method-assign]
-            return greedy(offloaded, one, 5), asked
+            return greedy(offloaded, one, 3), asked
 
     near, only = run()
     far, all_distances = run(reach=3)

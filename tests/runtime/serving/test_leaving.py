@@ -24,7 +24,7 @@ LONG = {"prompt": PROMPT, "max_tokens": 900, "temperature": 0}
 BOTH = pytest.mark.parametrize("batching", [False, True], ids=["one by one", "batched"])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def offloaded() -> Iterator[OffloadedModel]:
     with load_offloaded(REFERENCE, dtype="fp32", slots=96) as made:
         yield made

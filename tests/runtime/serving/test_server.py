@@ -21,6 +21,8 @@ from tests.runtime.conftest import PROMPTS
 from tests.runtime.serving.serving import (
     ASKS,
     NAME,
+    TOKENS,
+    Ask,
     Running,
     chatting,
     completed,
@@ -46,11 +48,15 @@ def tokenizer(reference_tokenizer: Any) -> Any:
     return chatting(reference_tokenizer)
 
 
+PAIRS = [(ASKS[place % len(ASKS)], PROMPTS[place % len(PROMPTS)]) for place in range(12)]
+"""Every way to ask with two prompts, every prompt asked in three ways."""
+
+
 @pytest.fixture(scope="module")
 def expected(reference_fp32: PreTrainedModel, tokenizer: Any) -> dict[tuple[str, str], tuple[Any, ...]]:
     with transformers_served(reference_fp32, tokenizer) as resident:
         client = resident.client()
-        return {(ask.__name__, prompt): ask(client, prompt, temperature=0) for ask in ASKS for prompt in PROMPTS}
+        return {(ask.__name__, prompt): ask(client, prompt, temperature=0) for ask, prompt in PAIRS}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one by one", "batched"])
@@ -67,24 +73,23 @@ def test_as_transformers_with_the_resident_model(
 ) -> None:
     client = running.client()
     assert all(texts[0] for texts in expected.values())
-    for (name, prompt), answer in expected.items():
-        ask = next(each for each in ASKS if each.__name__ == name)
-        assert ask(client, prompt, temperature=0) == answer, (name, prompt)
+    for ask, prompt in PAIRS:
+        assert ask(client, prompt, temperature=0) == expected[ask.__name__, prompt], (ask.__name__, prompt)
 
 
 def test_several_at_once(running: Running, expected: dict[tuple[str, str], tuple[Any, ...]]) -> None:
-    def ask(place: int) -> None:
-        asked, prompt = ASKS[place % len(ASKS)], PROMPTS[place % len(PROMPTS)]
+    def ask(pair: tuple[Ask, str]) -> None:
+        asked, prompt = pair
         assert asked(running.client(), prompt, temperature=0) == expected[asked.__name__, prompt]
 
     with ThreadPoolExecutor(8) as clients:
-        list(clients.map(ask, range(24)))
+        list(clients.map(ask, PAIRS))
     until(lambda: running.counted("http_requests_in_flight") == 0)
 
 
 def test_models_and_health(running: Running) -> None:
     assert [model.id for model in running.client().models.list()] == [NAME]
-    assert httpx2.get(f"{running.address}/health").json() == {"status": "ok"}
+    assert running.get("/health").json() == {"status": "ok"}
 
 
 def test_the_page_counts_what_was_answered(running: Running) -> None:
@@ -92,9 +97,9 @@ def test_the_page_counts_what_was_answered(running: Running) -> None:
     tokens = running.counted("generated_tokens_total")
     completed(running.client(), PROMPTS[0], temperature=0)
     until(lambda: running.counted("http_requests_in_flight") == 0)
-    page = httpx2.get(f"{running.address}/metrics").text
+    page = running.get("/metrics").text
     assert f'expertcast_http_requests_total{{route="/v1/completions",status="200"}} {answered + 1}' in page
-    assert f"expertcast_generated_tokens_total {tokens + 12}" in page
+    assert f"expertcast_generated_tokens_total {tokens + TOKENS}" in page
 
 
 @pytest.mark.parametrize(("accept", "kind"), ACCEPTED.items())
@@ -102,7 +107,7 @@ def test_the_page_as_prometheus_asks_for_it(running: Running, accept: str, kind:
     """Read by the parsers of Prometheus' own client; OpenMetrics' is strict."""
     completed(running.client(), PROMPTS[0], temperature=0)
     until(lambda: running.counted("http_requests_in_flight") == 0)
-    answer = httpx2.get(f"{running.address}/metrics", headers={"accept": accept})
+    answer = running.get("/metrics", headers={"accept": accept})
     assert answer.headers["content-type"].startswith(kind)
     read = openmetrics if kind.startswith("application/") else plain
     values = {sample.name: sample.value for family in read(answer.text) for sample in family.samples}
@@ -117,7 +122,7 @@ def test_unknown_routes_are_one_label(running: Running) -> None:
     for number in range(3):
         assert running.post(f"/v1/junk{number}", {}).status_code == 404
     until(lambda: running.counted("http_requests_total", route="other", status="404") == before + 3)
-    page = httpx2.get(f"{running.address}/metrics").text
+    page = running.get("/metrics").text
     assert f'expertcast_http_requests_total{{route="other",status="404"}} {before + 3}' in page
     assert "junk" not in page
 
@@ -144,7 +149,7 @@ def test_prompts_in_every_form(running: Running, tokenizer: Any) -> None:
     until(lambda: running.counted("http_requests_in_flight") == 0)
     for prompts in (PROMPTS, ids):
         before = running.counted("prompt_tokens_total"), running.counted("generated_tokens_total")
-        answer = client.completions.create(model=NAME, prompt=prompts, max_tokens=12, temperature=0)
+        answer = client.completions.create(model=NAME, prompt=prompts, max_tokens=TOKENS, temperature=0)
         assert [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices] == [
             (place, *each[:2]) for place, each in enumerate(expected)
         ]
@@ -204,4 +209,4 @@ def test_requests_that_fill_the_cache_alone_and_together(reference_tokenizer: An
         with ThreadPoolExecutor(6) as clients:
             together = [answer.json()["choices"] for answer in clients.map(ask, [100, 110] * 3)]
         assert together == alone * 3
-        assert httpx2.get(f"{server.address}/health").status_code == 200
+        assert server.get("/health").status_code == 200
