@@ -192,9 +192,9 @@ def test_urgent_ones_first_then_promoted_ones_and_never_dropped_ones(name: str, 
     at.settle()
     # a disk begins them in this order, and decodes several at a time; other links end them so
     *_, promoted, urgent = times = [copy.start if type(link) is DiskLink else copy.end for copy in copies]
-    after = times[begun:4]
-    assert max(promoted, urgent) < min(after)
-    assert after == sorted(after)
+    after, overtaking = times[begun:4], name == "disk on cuda, coded"  # of two that are decoded at once, either may end
+    assert max(promoted, urgent) < sorted(after)[int(overtaking)]
+    assert overtaking or after == sorted(after)
     assert all(at.holds(copy) for copy in copies if copy is not copies[4])
     assert copies[4].state is State.CANCELLED
     assert not at.pool.block(4).any()
