@@ -253,16 +253,8 @@ def _forward(model: PreTrainedModel, blocks: Sequence[Probed], given: Mapping[st
             if name:
 
                 def after(module: nn.Module, args: tuple[object, ...], output: object, name: str = name) -> None:
-                    first = output[0] if isinstance(output, tuple) and output else output
-                    if not isinstance(first, Tensor):
-                        return
-                    for probed in seen:
-                        if probed.decoder is module:
-                            probed.layer = sums.of(first)
-                            others = [atom for atom in probed.layer if atom != probed.experts]
-                            probed.depends = sums.depends(others, probed.experts)
-                    if first is output and args and isinstance(args[0], Tensor):
-                        producers[id(first)] = (name, module, args[0], first)
+                    if isinstance(output, Tensor) and args and isinstance(args[0], Tensor):
+                        producers[id(output)] = (name, module, args[0], output)
 
                 stack.callback(module.register_forward_hook(after).remove)
         stack.enter_context(experts_implementation(model, PROBE_EXPERTS))
@@ -276,9 +268,15 @@ def _forward(model: PreTrainedModel, blocks: Sequence[Probed], given: Mapping[st
     return seen
 
 
+def _first_tensor(output: object) -> Tensor | None:
+    """What a module put out, or the first of several outputs; None where that is no tensor."""
+    first = output[0] if isinstance(output, tuple) and output else output
+    return first if isinstance(first, Tensor) else None
+
+
 @contextmanager
 def _watched(probed: Probed, sums: Sums, producers: Producers) -> Iterator[None]:
-    """Hooks on one block, its router and its experts: `probed` is filled in, `sums` follows the forward."""
+    """Hooks on one block, its router, its experts and the layer around it, which fill `probed` in."""
     block, router, experts = probed.modules
 
     def before_block(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -299,9 +297,14 @@ def _watched(probed: Probed, sums: Sums, producers: Producers) -> Iterator[None]
         probed.experts = sums.mark(output)
 
     def after_block(_module: nn.Module, _args: object, output: object) -> None:
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, Tensor):
+        if (first := _first_tensor(output)) is not None:
             probed.block = sums.of(first)
+
+    def after_layer(_module: nn.Module, _args: object, output: object) -> None:
+        if (first := _first_tensor(output)) is not None:
+            probed.layer = sums.of(first)
+            others = [atom for atom in probed.layer if atom != probed.experts]
+            probed.depends = sums.depends(others, probed.experts)
 
     with ExitStack() as stack:
         for handle in (
@@ -309,6 +312,7 @@ def _watched(probed: Probed, sums: Sums, producers: Producers) -> Iterator[None]
             router.register_forward_hook(after_router, with_kwargs=True),
             experts.register_forward_hook(after_experts),
             block.register_forward_hook(after_block),
+            probed.decoder.register_forward_hook(after_layer),
         ):
             stack.callback(handle.remove)
         yield
