@@ -155,9 +155,8 @@ class Link(ABC):
         if precision != FULL:
             self.block_bytes(precision)  # refuses one that is not there
         copy = Transfer(key, slot, urgent, precision)
-        with self._queue.changed:
-            self._queue.submit(copy)
-            self._pump()
+        self._queue.submit(copy)
+        self._pump()
         return copy
 
     @abstractmethod
