@@ -234,6 +234,16 @@ def _canary_model() -> PreTrainedModel:
     return model
 
 
+WATCHED: list[dict[str, Any]] = [
+    {"slots": 2},
+    {"slots": 5, "predictor": "next_norm"},
+    {"slots": 9, "predictor": "next_norm", "overfetch": 2.0},
+    {"slots": 6, "predictor": "router_input", "cache": False},
+    {"slots": 7, "predictor": "next_norm", "mode": "speculate"},
+]
+"""Configurations under which every output is compared."""
+
+
 class _Watch:
     """Compares every output with the canaries' own and counts."""
 
@@ -268,16 +278,7 @@ def _drive(link: EmulatedLink, *, forwards: int, **configuration: Any) -> _Watch
     return watch
 
 
-@pytest.mark.parametrize(
-    "configuration",
-    [
-        {"slots": 2},
-        {"slots": 5, "predictor": "next_norm"},
-        {"slots": 9, "predictor": "next_norm", "overfetch": 2.0},
-        {"slots": 6, "predictor": "router_input", "cache": False},
-        {"slots": 7, "predictor": "next_norm", "mode": "speculate"},
-    ],
-)
+@pytest.mark.parametrize("configuration", WATCHED)
 def test_canaries(configuration: dict[str, Any]) -> None:
     watch = _drive(EmulatedLink(1e12, jitter=4e-4, seed=3), forwards=100, **configuration)
     assert watch.steps == 400

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,30 +185,31 @@ def candidate(seconds: float, loss_s: float, *, hopeful: bool, of: str = "a") ->
     return Named(of=of, tokens=(seconds - loss_s) * BEST.rate, seconds=seconds, doubt=1.0 if hopeful else 0.0)
 
 
+def cycles_tried(
+    trials: Trials, count: int, seconds: float, loss_s: float, gain: Callable[[int], float] = lambda _cycle: 1.0
+) -> list[int]:
+    """Run `count` cycles, of the best or of the trial that is due; return those that were trials."""
+    tried = []
+    for cycle in range(count):
+        if trials.next(BEST, {"a": candidate(seconds, loss_s, hopeful=False)}) is None:
+            trials.spent(BEST.seconds)
+            continue
+        tried.append(cycle)
+        trials.spent(seconds)
+        trials.tried("a", gain(cycle), loss_s)
+    return tried
+
+
 def test_a_dear_trial_waits_until_the_run_can_afford_it() -> None:
     # cycles of 10 ms; a trial takes 20 ms, of which 8.9 are lost: 8.9 <= .0075 * (10 c + 20) from c = 117 on
-    trials, tried = Trials(), []
-    for cycle in range(260):
-        if trials.next(BEST, {"a": candidate(0.020, 0.0089, hopeful=False)}) is not None:
-            tried.append(cycle)
-            trials.spent(0.020)
-            trials.tried("a", 1.0, 0.0089)
-        else:
-            trials.spent(0.010)
+    trials = Trials()
     # then 17.8 are lost: at cycle c all have taken 10 c + 10, so 17.8 <= .0075 * (10 c + 30) from c = 235 on
-    assert tried == [117, 235]
+    assert cycles_tried(trials, 260, 0.020, 0.0089) == [117, 235]
     assert trials.lost_s <= 0.0075 * trials.seconds
 
 
 def test_a_cheap_trial_pauses_longer_each_time_it_finds_nothing() -> None:
-    trials, tried = Trials(), []
-    for cycle in range(100):
-        if trials.next(BEST, {"a": candidate(0.010, 0.0, hopeful=False)}) is not None:
-            tried.append(cycle)
-            trials.spent(0.010)
-            trials.tried("a", 2.0 if cycle > 60 else 1.0, 0.0)
-        else:
-            trials.spent(0.010)
+    tried = cycles_tried(Trials(), 100, 0.010, 0.0, lambda cycle: 2.0 if cycle > 60 else 1.0)
     # 8; the pause of 16 begins when that trial is over, at 9; then 32, from 26: 58; then 64, beyond the end
     assert tried == [8, 25, 58]
 
@@ -251,10 +253,4 @@ def test_the_best_begins_its_pauses_anew() -> None:
     for name in ("a", "a", "a"):
         trials.tried(name, 1.0, 0.0)  # its pause is 64 by now
     trials.won("a")
-    tried = []
-    for cycle in range(20):
-        if trials.next(BEST, {"a": candidate(0.01, 0.0, hopeful=False)}):
-            tried.append(cycle)
-            trials.tried("a", 1.0, 0.0)
-        trials.spent(0.01)
-    assert tried == [8]
+    assert cycles_tried(trials, 20, 0.010, 0.0) == [8]

@@ -17,7 +17,7 @@ from expertcast.runtime.engine.kernels import _MOST_GROUPS, SlotKernel, _ranges,
 from expertcast.runtime.experimental.kernel_link import has_triton
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.links.cuda_helpers import MARKS, cuda_model, prompt
-from tests.runtime.test_exact import _canary_model
+from tests.runtime.test_exact import WATCHED, _canary_model
 
 pytestmark = MARKS
 
@@ -57,16 +57,7 @@ def test_both_kernels_on_the_reference_model(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("link", LINKS[:2])
-@pytest.mark.parametrize(
-    "configuration",
-    [
-        {"slots": 2},
-        {"slots": 5, "predictor": "next_norm"},
-        {"slots": 9, "predictor": "next_norm", "overfetch": 2.0},
-        {"slots": 6, "predictor": "router_input", "cache": False},
-        {"slots": 7, "predictor": "next_norm", "mode": "speculate"},
-    ],
-)
+@pytest.mark.parametrize("configuration", WATCHED)
 def test_canaries(link: str, configuration: dict[str, Any]) -> None:
     """As the canaries of test_exact.py, with no host synchronisation between steps: the device counts errors."""
     model = _canary_model()
