@@ -64,7 +64,7 @@ class Side:
     forecasts: bool = False
 
     def options(self, memory: int) -> Json:
-        """What an :class:`OffloadConfig` takes, for so many bytes of experts."""
+        """Fields of an :class:`OffloadConfig` for so many bytes of experts."""
         options: Json = {"store": "disk", "codec": self.codec, "link": self.link, "memory": memory}
         if self.forecasts:
             options["policies"] = {"prefetch": "value"}  # a disk has no time for copies that may be wrong

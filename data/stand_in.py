@@ -232,7 +232,7 @@ class Outputs(Protocol):
     """Answers for the routed experts in one forward."""
 
     def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
-        """What `layer` puts out for these tokens."""
+        """The output of `layer` for these tokens."""
 
 
 class NoExperts:
@@ -256,7 +256,7 @@ class KeptOutputs:
 
     @staticmethod
     def nbytes(view: MoEView, windows: Sequence[Window], batch_size: int, itemsize: int) -> int:
-        """Of all files but for their headers.
+        """Bytes of all files, without their headers.
 
         Args:
             view: the model's MoE layers.

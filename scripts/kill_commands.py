@@ -255,7 +255,7 @@ class Trials:
         number: int = signal.SIGTERM,
         notes: Path | None = None,
     ) -> Callable[[], int]:
-        """Of a fork that sends itself a signal when it `strikes`, and keeps its result and the count of its events."""
+        """Make the work of a fork: it sends itself a signal when it `strikes`, and writes result and event count."""
         notes = notes or self.notes
         (notes / _RESULT).unlink(missing_ok=True)
 
@@ -286,7 +286,7 @@ class Trials:
         return Undisturbed(result, files_in(self.place), seconds, int((self.notes / _EVENTS).read_text()))
 
     def _result(self, name: str) -> tuple[Any, float]:
-        """Of the command, and of what opens what it wrote."""
+        """Run a command and the one that opens its output; return what they say and the seconds."""
         command, out = COMMANDS[name], self.place / name
         ended = self._run(command, out)
         if ended.status:

@@ -260,7 +260,7 @@ class DiskFindings:
 
     @property
     def experts(self) -> int:
-        """Of all layers together."""
+        """Experts of all layers together."""
         return self.trace.shape.layers * self.trace.shape.experts
 
     def option(self, stored: Stored | None, slots: int | None = None) -> DiskOption:

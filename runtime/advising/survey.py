@@ -178,7 +178,7 @@ class Survey:
 
     @property
     def experts(self) -> int:
-        """Of all layers together."""
+        """Experts of all layers together."""
         return self.trace.shape.layers * self.trace.shape.experts
 
     @property

@@ -133,7 +133,7 @@ class PositionMeans:
         self._means[position]._add(1.0, value)
 
     def values(self, count: int, doubt: float = 0.0) -> list[float]:
-        """Of the first `count` positions; shares, less `doubt` standard errors each."""
+        """Means of the first `count` positions, which are shares, less `doubt` standard errors each."""
         value, found = self._prior, []
         for position in range(count):
             weight, total = self._means[position]._sums if position < len(self._means) else (0.0, 0.0)
@@ -185,9 +185,9 @@ class Trials:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Of all cycles so far."""
+        """Seconds that all cycles took so far."""
         self.lost_s = 0.0
-        """What trials took beyond what the best would have taken for the same tokens."""
+        """Seconds that trials took beyond what the best would have taken for the same tokens."""
         self._cycle = 0
         self._pauses: dict[str, int] = {}
         self._due: dict[str, int] = {}

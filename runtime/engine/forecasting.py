@@ -210,7 +210,7 @@ class TokensAhead:
             self._load_idle(layer)
 
     def missing(self, layer: int) -> float | None:
-        """How many of the experts that a layer will need have no slot, as far as can be expected; None: unknown."""
+        """Expected number of experts that a layer needs and that have no slot; None: unknown."""
         if self._likely is None:
             return None
         slots = self._residency.pool.slots

@@ -217,7 +217,7 @@ class DiskLink(Link):
         return copy
 
     def start(self, copy: Transfer) -> None:
-        """Of less than full precision, which lies in memory: it is copied at once, and takes no time of the disk's."""
+        """Copy an expert of less than full precision at once: it lies in memory, and the disk is not used."""
         self._copy(copy)
         now = self.clock()
         self._complete(copy, now, now)

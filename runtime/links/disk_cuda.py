@@ -82,9 +82,9 @@ class CudaDiskLink(CudaLink):
         memory = HostMemory(count * place_bytes, PageLock() if pool.device.type == "cuda" else None)
         self._free = [memory.bytes[place * place_bytes :][: self._size] for place in range(count)]
         self._reads: dict[Transfer, Read | CodedRead] = {}
-        """Of the transfers that have a block, in the order in which they got it."""
+        """The read of each transfer that has a block, in the order in which they got it."""
         self._come: SimpleQueue[Transfer] = SimpleQueue()
-        """What has been read and is not on its way to the device, put here by the threads that read."""
+        """Transfers that have been read and not yet copied on; the threads that read put them here."""
         self._free_at = 0.0
         """When the last read that was counted ended."""
         self._reader = self._file.reader(self._threads, self.bandwidth)

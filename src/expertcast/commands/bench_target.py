@@ -220,7 +220,7 @@ class Target:
         return link
 
     def config(self, link: Json) -> OffloadConfig:
-        """What all runs over a link have in common."""
+        """The configuration that all runs over a link share."""
         return replace(self.options.offload, store=self.store, link=link["link"], bandwidth=link.get("bandwidth"))
 
     def heading(self, process: RoutingProcess | None) -> Json:

@@ -67,7 +67,7 @@ class Run:
         self.tokens = self.seconds = 0.0
         self.rate = self.steady_rate()
         self.best: list[tuple[str | None, int]] = []
-        """Of each cycle by exhaustive replay; what was chosen; whether it was a trial."""
+        """The best choice of each cycle by exhaustive replay; below, what was chosen and whether it was a trial."""
         self.chosen: list[tuple[str | None, int]] = []
         self.trials: list[bool] = []
         self.trial_loss_s = 0.0
@@ -124,7 +124,7 @@ class Run:
         return total
 
     def mean_s(self, name: str, new: list[int], n: int) -> float:
-        """What a cycle of n takes without noise."""
+        """Seconds of a cycle of n tokens without noise."""
         draft, world = self.world.drafts[name], self.world
         passes = [draft.pass_s] * n
         verify_s, _ = self._verification(passes, new[:n], world.verify_s + (n + 1) * world.token_s)

@@ -142,7 +142,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         """No layer runs."""
         self.chunks: list[list[int]] = []
-        """Of the running layer, the ones not released; empty when none runs."""
+        """Chunks of the running layer that are not released; empty when none runs."""
         self.held: set[int] = set()
         """Requested and not released: never to be evicted."""
         self.reading: list[int] = []
