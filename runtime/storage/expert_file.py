@@ -207,9 +207,12 @@ class ExpertWriter:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         _remove_left_over(self._target)
-        self._path = self._target.with_name(f"{self._target.name}.{os.getpid()}-{next(_NUMBER)}{PARTIAL}")
-        self._file = self._path.open("w+b")
-        _lock(self._file.fileno())  # as long as anything has it open
+        while True:  # another process may remove it before it is locked
+            self._path = self._target.with_name(f"{self._target.name}.{os.getpid()}-{next(_NUMBER)}{PARTIAL}")
+            self._file = self._path.open("w+b")
+            if _lock(self._file.fileno()) and self._path.exists():
+                return
+            self._file.close()
 
     def _check_room(self, least: int) -> None:
         free = shutil.disk_usage(self._folder).free
@@ -316,7 +319,7 @@ def _remove_left_over(path: Path) -> None:
     """Remove what processes that were killed while they packed have left."""
     for partial in path.parent.glob(f"{path.name}.*{PARTIAL}"):
         with contextlib.suppress(OSError), open_file(partial) as file:
-            if partial.stat().st_size and _lock(file.fileno()):  # an empty one is about to be locked
+            if _lock(file.fileno()):
                 partial.unlink()
 
 

@@ -491,8 +491,6 @@ def test_a_header_is_not_longer_than_its_file(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["_lock", "bytes"])
 def test_an_interrupt_leaves_no_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty one would stay for ever: the next process takes it for one that is about to be locked."""
-
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -504,13 +502,13 @@ def test_an_interrupt_leaves_no_file(name: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_killed_processes_left_is_removed(path: Path) -> None:
-    """But not what another one is writing, or is about to."""
-    left, starting = path.with_name(f"{FILE_NAME}.1.partial"), path.with_name(f"{FILE_NAME}.2.partial")
+    """But not what another one is writing."""
+    left, empty = path.with_name(f"{FILE_NAME}.1.partial"), path.with_name(f"{FILE_NAME}.2.partial")
     left.write_bytes(bytes(1000))
-    starting.touch()
+    empty.touch()  # killed before the first bytes were written
     form = read_header(path)
     writing = ExpertWriter(path, form)
-    assert sorted(path.parent.iterdir()) == sorted([path, starting, writing._path])
+    assert sorted(path.parent.iterdir()) == sorted([path, writing._path])
     held = writing._path.with_name(f"{FILE_NAME}.3.partial")
     writing._path.rename(held)
     ExpertWriter(path, form)
@@ -518,3 +516,19 @@ def test_what_killed_processes_left_is_removed(path: Path) -> None:
     del writing
     ExpertWriter(path, form)
     assert not held.exists()
+
+
+def test_a_file_removed_before_it_is_locked_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its creation and its lock, another process takes it for one that was left behind."""
+    lock = expert_file._lock
+
+    def late(descriptor: int) -> bool:
+        monkeypatch.setattr(expert_file, "_lock", lock)
+        expert_file._remove_left_over(path)
+        return lock(descriptor)
+
+    monkeypatch.setattr(expert_file, "_lock", late)
+    writing = ExpertWriter(path, read_header(path))
+    assert writing._path.exists()
+    other = ExpertWriter(path, read_header(path))
+    assert writing._path.exists() and other._path.exists()
