@@ -233,11 +233,22 @@ class Block:
     """In a check: which rows count; None for all."""
     written: Cache | None = field(default=None, repr=False)
     """Of a forward over whole texts: what holds the true keys and values."""
-    call: Call | None = None
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False)
+    """What it was called with."""
+
+    @property
+    def call(self) -> Call | None:
+        """How it was called; None: it was not."""
+        if self.given is None:
+            return None
+        args, kwargs = self.given
+        hidden = args[0] if args else kwargs["hidden_states"]
+        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        return Call(args[1:], rest, hidden.dtype)
 
     def clear(self) -> None:
         """Forget the forward."""
-        self.written = self.expected = self.rows = self.call = None
+        self.written = self.expected = self.rows = self.given = None
 
     def reach(self, hidden: Tensor, call: Call, past: Cache | None) -> Tensor:
         """The residual that the block reaches its router's norm with, whose hook ends the run by a `ReachedError`.
@@ -486,11 +497,14 @@ class EarlyAttention:
     def _called(
         self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if block.checked and kwargs.get("past_key_values") is not None:  # a decode step: most of them need no more
+            block.given, self._latest[block.kind] = (args, kwargs), block
+            return None
         hidden = args[0] if args else kwargs["hidden_states"]
-        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        call = block.call = Call(args[1:], rest, hidden.dtype)
-        self._latest[block.kind] = block
-        whole = rest.get("past_key_values") is None
+        block.given, self._latest[block.kind] = (args, kwargs), block
+        call = block.call
+        assert call is not None
+        whole = call.kwargs.get("past_key_values") is None
         runs = self._masked if whole else hidden.shape[1] == 1
         if runs and not block.checked and block.layer.index not in self.refused:
             self._try(block, hidden, call)
@@ -507,9 +521,9 @@ class EarlyAttention:
         yet, whose mask it needs (gpt_oss's second layer)."""
         block = self._blocks[layer]
         latest = self._latest.get(block.kind)
-        if layer in self.refused or latest is None or latest.call is None or _lacks_tokens(block, latest):
+        call = None if latest is None else latest.call
+        if layer in self.refused or latest is None or call is None or _lacks_tokens(block, latest, call):
             return None
-        call = latest.call
         hidden_B1D = hidden_TD.unsqueeze(1)
         found = self._programs[layer].run(hidden_B1D, call, lambda: self._run(block, hidden_B1D, call))
         return None if found is None else found.reshape(hidden_TD.shape)
@@ -518,11 +532,12 @@ class EarlyAttention:
         """The same for every token of whole texts at once, each reading the true past of its own text: once `layer`'s
         own attention has run. None where it cannot be had."""
         block = self._blocks[layer]
-        if layer in self.refused or block.written is None or block.call is None or block.cache_index is None:
+        call = block.call
+        if layer in self.refused or block.written is None or call is None or block.cache_index is None:
             return None
         sequences = block.written.layers[block.cache_index].keys.shape[0]
         hidden_BSD = hidden_TD.view(sequences, -1, hidden_TD.shape[-1])
-        return self._run_whole(block, hidden_BSD, block.call, block.written).reshape(hidden_TD.shape)
+        return self._run_whole(block, hidden_BSD, call, block.written).reshape(hidden_TD.shape)
 
     def _run(self, block: Block, hidden_B1D: Tensor, call: Call) -> Tensor | None:
         past = call.kwargs.get("past_key_values")
@@ -576,10 +591,9 @@ class EarlyAttention:
             )
 
 
-def _lacks_tokens(block: Block, latest: Block) -> bool:
-    """Whether the cache holds fewer tokens of a block than of one of its kind before this step."""
-    assert latest.call is not None
-    past = latest.call.kwargs.get("past_key_values")
+def _lacks_tokens(block: Block, latest: Block, call: Call) -> bool:
+    """Whether the cache holds fewer tokens of a block than of one of its kind before this step, whose call it was."""
+    past = call.kwargs.get("past_key_values")
     if past is None or block.cache_index is None or latest.cache_index is None:
         return False
     own, other = (growing_layer(past, index) for index in (block.cache_index, latest.cache_index))

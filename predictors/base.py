@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar
 
@@ -289,6 +289,13 @@ class Predictor(nn.Module, ABC):
     @abstractmethod
     def logits(self, state: RouterState, ahead: int) -> Tensor:
         """Forecast logits [T, E] for layer `state.layer + ahead`; the bounds are already checked."""
+
+    def rungs(self) -> Mapping[str, Predictor]:
+        """Ways to forecast that it contains, by name, bound as it is; the last is the predictor itself.
+
+        They share its tensors, and are cheaper and less sure than it: a run takes the one that saves most time.
+        """
+        return {self.name: self}
 
     def wants_early(self, layer: int, ahead: int) -> bool:
         """Whether a forecast made at `layer` for layer + `ahead` reads `RouterState.early_TD`."""

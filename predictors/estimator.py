@@ -8,7 +8,7 @@ Source: Speculating Experts, section 4. Training is :mod:`expertcast.training.es
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from expertcast.predictors.base import PredictorConfig, RouterState
-from expertcast.predictors.baselines import QuasiInput
+from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
+from expertcast.predictors.baselines import QuasiHidden, QuasiInput
 from expertcast.predictors.early_attention import EarlyConfig, LooksEarly, StandIn
 from expertcast.predictors.linear import RidgeConfig
 from expertcast.predictors.messages import ExpertcastError
@@ -245,6 +245,12 @@ class Estimator(LooksEarly, QuasiInput):
         if self.config.form == "residual":
             base_TE = torch.addmm(base_TE, x_TF, self._buffer("weight_PFE", ahead)[pair])
         return base_TE + self._buffer("gain_P", ahead)[pair] * self.network(ahead).one(x_TF, pair)
+
+    def rungs(self) -> Mapping[str, Predictor]:
+        """Its default vectors through the model's routers, and itself."""
+        cheap = QuasiHidden(PredictorConfig(ahead=self.ahead), self.shape)
+        cheap.expert_LED, cheap.shared_LD = self.expert_LED, self.shared_LD
+        return {cheap.name: cheap.bind(self.view), self.name: self}
 
     def _buffer(self, name: str, ahead: int) -> Tensor:
         return self.get_buffer(f"{name}_{ahead}")

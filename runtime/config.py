@@ -31,6 +31,7 @@ from expertcast.predictors.view import MoEView, overfetched
 from expertcast.runtime.drafts.names import NONE, check_draft
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
 from expertcast.runtime.policies import LRU, PRESETS, Fetch, Policies, Standard, TopK
+from expertcast.runtime.policies.settings import AUTO, FORECASTS
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.codecs import check_codec
 from expertcast.runtime.storage.expert_file import packed_codec
@@ -194,7 +195,6 @@ def named_checkpoint(given: str | Path) -> PredictorCheckpoint | None:
 
 MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
-FORECASTS = ("always", "worth")
 MOST_REFIT_MS = 1000.0
 LINKS = ("auto", "instant", "emulated", "disk", "cuda", "kernel")
 
@@ -238,9 +238,9 @@ class OffloadConfig:
     """Experts prefetched per token as a multiple of K; policies that are given say it themselves."""
     likely: float = 0.2
     """The least probability by next_token at which an expert is loaded when a token begins (above 0, 1: none)."""
-    forecasts: str = "always"
-    """always, or worth: with a cache, only those that are expected to save more waiting than they take; executed ones
-    are always made."""
+    forecasts: str = AUTO
+    """auto: at each layer the way to forecast that saves most waiting for its cost, as learned while the model runs, or
+    none; always: all, by the predictor itself; never. Executed forecasts are always made."""
     ahead: int = 1
     """Layers between a forecast and its target."""
     reach: int | None = None
@@ -497,8 +497,6 @@ def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iter
         named = named if config.policies is not None else []  # without, it is `overfetch` that says it
         overfetch = changed("overfetch") if config.cache else []  # else the default number of slots goes by it
         yield "without a predictor", [*changed("ahead", "reach", "forecasts"), *overfetch, *named]
-    elif not config.cache:
-        yield "without a cache", changed("forecasts")
     if config.next_token is None:
         reads = [f"looking ahead by eviction {str(policies.eviction)!r}"] if policies.eviction.cls.reads_tokens else []
         yield "without next_token", [*changed("likely"), *reads]
@@ -620,7 +618,6 @@ def _only_on_host(config: OffloadConfig) -> str | None:
         "next_token": config.next_token is not None,
         "refit": config.refit > 0,
         "reach": config.reach not in (None, config.ahead),
-        "forecasts='worth'": config.forecasts == "worth",
     }
     return next((name for name, given in used.items() if given), None)
 

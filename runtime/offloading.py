@@ -129,6 +129,14 @@ def recall_per_layer(checkpoint: PredictorCheckpoint | None, ahead: int = 1) -> 
     return {int(layer): float(value) for layer, value in zip(targets, per_layer, strict=True)}
 
 
+def mean_recall(checkpoint: PredictorCheckpoint | None) -> dict[str, float]:
+    """Recall@k, the mean over layers, of a checkpoint's predictor and of what needs no training, as metrics.json has
+    it."""
+    metrics = {} if checkpoint is None else checkpoint.metrics
+    found = {**metrics.get("baselines", {}), **metrics.get("recall_at_k", {})}
+    return {name: float(values["mean"]) for name, values in found.items()}
+
+
 def make_monitor(
     config: OffloadConfig, view: MoEView, predictor: Predictor | None, checkpoint: PredictorCheckpoint | None
 ) -> DriftMonitor | None:
@@ -234,7 +242,7 @@ class OffloadedModel:
     def __init__(
         self, model: PreTrainedModel, config: OffloadConfig, *, store: ExpertStore, slots: int, link: Link,
         speculator: Speculator, next_token: NextToken | None, kernel: SlotKernel, drift: DriftMonitor | None,
-        observers: Sequence[Observer],
+        recall: Mapping[str, float], observers: Sequence[Observer],
     ) -> None:  # fmt: skip
         self.model, self.view, self.store, self.link = model, speculator.view, store, link
         self.predictor = speculator.predictor
@@ -261,12 +269,14 @@ class OffloadedModel:
             self._parts = EngineParts(
                 link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=kernel,
                 tokens_ahead=None if next_token is None else NextTokenTracker(next_token),
-                drift=self.drift, keep=config.cache, likely=config.likely, gated=config.forecasts == "worth",
+                drift=self.drift, keep=config.cache, likely=config.likely, forecasts=config.forecasts, recall=recall,
             )  # fmt: skip
             self._engine = self._make_engine(undo)
             self.stats = self._engine.stats
             reporting = (self.drift, self.refit)
             self.stats.reports = [each.as_dict for each in reporting if each is not None]
+            if not link.decides_on_device:
+                self.stats.reports.append(self._engine.flow.forecasts_report)
             if self.drafting is not None:
                 self.stats.reports.append(self.drafting.report)
             self._enter_model(undo, speculator, kernel)
@@ -589,5 +599,6 @@ def offload(
         next_token=resolve_next_token(config.next_token, view, config.resolved_policies(), device),
         kernel=SlotKernel(kernel_of(model), count),
         drift=make_monitor(config, view, bound, checkpoint),
+        recall=mean_recall(checkpoint),
         observers=observers,
     )

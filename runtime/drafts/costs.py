@@ -12,8 +12,8 @@ from itertools import accumulate
 from operator import add, mul
 
 from expertcast.predictors.messages import Json
-from expertcast.runtime.drafts.learning import OUTLIER, Option, PositionMeans, RunningLine, RunningMean
 from expertcast.runtime.drafts.names import NONE
+from expertcast.runtime.recording.learning import OUTLIER, Option, PositionMeans, RunningLine, RunningMean
 
 
 @dataclass(slots=True, kw_only=True)

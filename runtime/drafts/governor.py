@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from expertcast.predictors.messages import Json
 from expertcast.runtime.drafts.costs import KEEP_SECONDS, Choice, Cycle, DraftModel, VerificationTimes
-from expertcast.runtime.drafts.learning import HOPE, OUTLIER, RunningMean, Trials
 from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer
+from expertcast.runtime.recording.learning import HOPE, OUTLIER, RunningMean, Trials
 
 _LEAST_S = 1e-9
 

@@ -578,7 +578,7 @@ class PolicyStage:
         speculator = Speculator(parts.speculator.view, None)
         self._residency, self._schedule = residency, schedule
         self._engine = HostEngine(
-            replace(parts, speculator=speculator, policies=made, tokens_ahead=None, drift=None, gated=False), residency
+            replace(parts, speculator=speculator, policies=made, tokens_ahead=None, drift=None), residency
         )
 
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:

@@ -237,7 +237,7 @@ class ExpertCache:
                 self._lose(key)
         self._wanted.difference_update(asked)
 
-    def request(self, keys: Sequence[int], precision: Mapping[int, str] | None = None) -> int:
+    def request(self, keys: Sequence[int], precision: Mapping[int, str] | None = None) -> tuple[int, int]:
         """Bring experts of one layer in, which is running; misses before anything else; they stay until `release`.
 
         Args:
@@ -246,7 +246,7 @@ class ExpertCache:
                 what it holds, and counts as a miss.
 
         Returns:
-            How many of them had no slot before a forecast, or at all.
+            How many of them had no slot, and how many have one by a forecast and are asked for the first time.
         """
         slots, copies, unused = self._slots, self.copies, self._unused
         self.running.update(keys)
@@ -274,7 +274,7 @@ class ExpertCache:
             else:
                 self._make_room(layer)
             self._load(key, True, FULL if precision is None else precision.get(key, FULL))
-        return misses + len(first_used)
+        return misses, len(first_used)
 
     def prefetch(self, keys: Sequence[int]) -> None:
         """Ask for experts of one later layer, most needed first; those without room are left out."""

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,12 +29,12 @@ from torch import Tensor, nn
 
 from expertcast.data.batch import RouterCall
 from expertcast.predictors.base import Forecast
-from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.forecasting import (
     LIKELY,
-    ForecastGate,
+    ForecastGovernor,
     Pace,
     TokenForecasts,
     TokensAhead,
@@ -46,7 +46,7 @@ from expertcast.runtime.policies.eviction import PROMPT_ROWS
 from expertcast.runtime.policies.miss import Lookup, Verdict
 from expertcast.runtime.policies.prefetch import NoPrefetch, Wanted
 from expertcast.runtime.policies.routing import Routed, Standard
-from expertcast.runtime.policies.settings import PolicySet
+from expertcast.runtime.policies.settings import ALWAYS, AUTO, PolicySet
 from expertcast.runtime.recording.recorder import State, heard
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
@@ -157,12 +157,14 @@ class LayerFlow:
         tokens_ahead: forecasts the next tokens' routing: evictions go by it where the policy takes it, and experts are
             loaded early where anything is.
         likely: the least probability by it at which an expert is loaded early.
-        gated: with a cache, weigh whether a forecast pays.
+        rungs: ways to forecast that are chosen from by what they save and cost, with their recall@k where it is known;
+            None: whatever can be forecast is.
     """
 
     def __init__(
         self, residency: ExpertCache, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
-        carry: int = 0, tokens_ahead: TokenForecasts | None = None, likely: float = LIKELY, gated: bool = False,
+        carry: int = 0, tokens_ahead: TokenForecasts | None = None, likely: float = LIKELY,
+        rungs: Mapping[str, float | None] | None = None,
     ) -> None:  # fmt: skip
         self.residency, self.policies = residency, policies
         self._view = view
@@ -190,19 +192,38 @@ class LayerFlow:
         """Experts of the running layer."""
         self._whole = True
         """The running layer runs in one chunk."""
-        reads = policies.prefetch.reads_transfer
-        self._pace = Pace(residency, shape.layers) if reads else None
-        gated = gated and residency.keep
-        self.gate = ForecastGate(residency.link, shape.layers, self.tokens_ahead) if gated else None
-        """Says which forecasts are worth making; None: all."""
+        self._reads_transfer = policies.prefetch.reads_transfer
+        self._rungs = rungs
+        self._pace = Pace(residency, shape.layers) if self._reads_transfer or rungs is not None else None
+        self._governors: dict[int, ForecastGovernor] = {}
+        """By the bits of the number of sequences: what forecasts cost depends on it."""
+        self.governor: ForecastGovernor | None = None
+        """Decides on the forecasts of the decode step that runs; None: all that are due are made."""
 
     def start_pass(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         """A forward starts; `fresh`: with new texts; `token_BS`: the ids of its tokens, where they are known."""
         self.residency.start_pass(fresh)
+        self.governor = None
         if self._pace is not None:
             self._pace.start_pass(fresh)
         if self.tokens_ahead is not None:
             self.tokens_ahead.start(fresh, token_BS)
+
+    def start_step(self, sequences: int) -> None:
+        """The forward that has started is a decode step of so many sequences; its first layer has been reached."""
+        if self._rungs is None or self._pace is None:
+            return
+        about = sequences.bit_length()
+        self.governor = self._governors.get(about)
+        if self.governor is None:
+            self.governor = self._governors[about] = ForecastGovernor(
+                self.residency, self._pace, self._rungs, self.tokens_ahead
+            )
+        self.governor.start()
+
+    def forecasts_report(self) -> Json:
+        """`forecasts`: what was chosen and why, by the least number of sequences (1, 2, 4 ...); empty where none is."""
+        return {"forecasts": {str(1 << about >> 1): own.report() for about, own in self._governors.items()}}
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
         """A router has run: its scores and what follows from them for the next tokens, to those who read them.
@@ -283,8 +304,10 @@ class LayerFlow:
         self.residency.observer.needed(layer, keys)
         self.residency.settle(layer, keys)
         if self._pace is not None:
+            self._pace.reached(layer)
+        if self._pace is not None and self._reads_transfer:
             experts = [key % self._experts for key in keys]
-            self._pace.reached(layer, experts)
+            self._pace.used(layer, experts)
             self.policies.prefetch.see_routing(layer, experts)
         self._executed = len(keys)
         chunks = self._chunked(keys, limit)
@@ -294,9 +317,9 @@ class LayerFlow:
 
     def request(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> None:
         """Request a chunk of the running layer."""
-        missed = self.residency.request(keys, precision)
-        if self.gate is not None:
-            self.gate.missed(layer, missed)
+        misses, found = self.residency.request(keys, precision)
+        if self.governor is not None:
+            self.governor.requested(layer, misses, found)
 
     def _chunked(self, keys: list[int], limit: int) -> list[list[int]]:
         """Half the slots at a time, so that one chunk loads while another computes; what is held goes first."""
@@ -315,7 +338,7 @@ class LayerFlow:
             policies.eviction.see_forecast(layer, wanted.probability_TE.mean(dim=0).tolist())
         if policies.pre_eviction.active:
             self._pre_evict(wanted)
-        transfer = None if self._pace is None else self._pace.transfer(layer)
+        transfer = self._pace.transfer(layer) if self._pace is not None and self._reads_transfer else None
         first = layer * self._experts
         self.residency.prefetch([first + expert for expert in policies.prefetch.experts(wanted, transfer)])
 
@@ -337,6 +360,13 @@ class LayerFlow:
             return
         keys = list(range(following * self._experts, (following + 1) * self._experts))
         self.residency.prefetch(self._chunked(keys, self.residency.limit(following))[0])
+
+    def forecast(self, target: int, rung: int, seconds: float) -> None:
+        """A rung's forecast for a layer, with all that was asked for by it, took the model's thread so long."""
+        if self._pace is not None:
+            self._pace.forecast(seconds)
+        if self.governor is not None:
+            self.governor.made(target, rung, seconds)
 
     def finish(self, layer: int) -> None:
         """All forecasts of a layer have been asked for: what comes early without one goes behind them."""
@@ -401,8 +431,10 @@ class EngineParts:
     """A cache: False frees an expert's slot as soon as its layer has run."""
     likely: float = LIKELY
     """The least probability by a forecast of a whole token at which an expert is loaded early."""
-    gated: bool = False
-    """With a cache, make only forecasts that are expected to save more waiting than they cost."""
+    forecasts: str = ALWAYS
+    """Which of those that are due are made: all (always), none (never), or what saves more waiting than it costs."""
+    recall: Mapping[str, float] = field(default_factory=dict)
+    """Recall@k of the ways to forecast by name, where it is known."""
 
 
 class Stage(Protocol):
@@ -565,7 +597,7 @@ class HostEngine(Engine):
         self._forecasts = speculator.predictor is not None
         self._flow = LayerFlow(
             residency, policies, shape, view=speculator.view, carry=speculator.ahead if self._forecasts else 0,
-            tokens_ahead=parts.tokens_ahead, likely=parts.likely, gated=parts.gated,
+            tokens_ahead=parts.tokens_ahead, likely=parts.likely, rungs=self._rungs(parts),
         )  # fmt: skip
         self._last = shape.layers - 1
         self._readback = None if parts.link.driver is None else Readback(parts.link.driver, parts.link.progress)
@@ -617,6 +649,8 @@ class HostEngine(Engine):
             self.ahead.routed(call)
         layer, flow = call.layer, self._flow
         self._enter("policy", layer)
+        if layer == 0 and call.tokens == 1:
+            flow.start_step(call.sequences)
         self._residency.observer.routed(layer, call.residual_TD, call.logits_TE)
         executed = self._speculator.executed(call) if self._forecasts else None
         own = executed is None  # the router's choice, unless policies change it
@@ -641,6 +675,17 @@ class HostEngine(Engine):
         self._enter("compute", layer)
         self._halfway = False
         return executed
+
+    @staticmethod
+    def _rungs(parts: EngineParts) -> Mapping[str, float | None] | None:
+        """Ways to forecast to choose from, with their recall@k; None: every forecast that is due is made."""
+        policies = parts.policies
+        read = policies.eviction.reads_forecasts or policies.pre_eviction.active
+        if parts.forecasts == ALWAYS or read or parts.speculator.predictor is None:
+            return None
+        useful = parts.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
+        names = [rung.predictor.name for rung in parts.speculator.rungs] if parts.forecasts == AUTO and useful else []
+        return {name: parts.recall.get(name) for name in names}
 
     def _read(self, *tensors: Tensor) -> list[Any]:
         """Values of some tensors; on CUDA once what has been launched so far is done."""
@@ -677,24 +722,34 @@ class HostEngine(Engine):
         On CUDA the host waits for a forecast before it launches the layer's experts: the link must know what comes next
         before it has made the layer's own copies.
         """
+        speculator, flow = self._speculator, self._flow
+        target = speculator.due(call, executed) if self._forecasts else None
+        if target is None:
+            return
+        rung = len(speculator.rungs) - 1
+        if flow.governor is not None and target not in speculator.layers:
+            chosen = flow.governor.choose(target)
+            if chosen is None:
+                return
+            rung = chosen
         self._enter("forecast", call.layer)
-        gate, start, forecast = self._flow.gate, perf_counter(), None
-        if self._forecasts:
-            forecast = self._speculator.forecast(call, executed, None if gate is None else gate.pays)
+        start = perf_counter()
+        forecast = speculator.forecast(call, rung)
         self._enter("policy", call.layer)
         if forecast is None:
             return
-        self._hint(forecast)
-        if gate is not None:
-            gate.took(perf_counter() - start)
-        for further in self._speculator.further(call):
+        self._hint(forecast, known=rung == len(speculator.rungs) - 1)
+        flow.forecast(target, rung, perf_counter() - start)
+        for further in speculator.further(call, rung):
             if not self._residency.idle:  # the link has nearer layers' experts to bring
                 break
-            self._hint(further)
+            self._hint(further, known=True)
 
-    def _hint(self, forecast: Forecast) -> None:
+    def _hint(self, forecast: Forecast, *, known: bool = False) -> None:
+        """Ask for a forecast's experts; `known`: it is the predictor's own, which is compared and may be executed."""
         ids, weights = self._read(forecast.topk_ids_TK, forecast.topk_weights_TK)
-        self._known[forecast.layer] = [expert for row in ids for expert in row]
+        if known:
+            self._known[forecast.layer] = [expert for row in ids for expert in row]
         self._flow.hint(forecast, ids, weights)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -713,6 +768,8 @@ class HostEngine(Engine):
         else:
             output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._chunks(plan, ids_TK.reshape(-1)))
         self._complete = layer.index == self._last
+        if self._complete and self._flow.governor is not None:
+            self._flow.governor.end()
         self._enter("compute", layer.index + 1)
         self._halfway = False
         return output_TD

@@ -1,4 +1,4 @@
-"""Forecasts at work: whether one pays, how much time a prefetch has, and what forecasts of whole tokens are good for.
+"""Forecasts at work: which are made, how much time a prefetch has, and what forecasts of whole tokens are good for.
 
 A forecast of whole tokens is made when a token begins, for all of its layers and for the tokens after it. Evictions go
 by it, and experts that it finds likely are asked for some layers before theirs: earlier than by any forecast of a
@@ -10,32 +10,29 @@ A key is layer * E + expert.
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from expertcast.predictors.messages import Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.eviction import Eviction
 from expertcast.runtime.policies.prefetch import Transfer
+from expertcast.runtime.recording.learning import Option, RunningMean, Share, Trials
 
 _MEMORY = 0.1
 """Weight of the newest observation in running means."""
-FOUND = 0.6
-"""Share of what is missing that a forecast is expected to find in time."""
-FORGET = 0.99
-"""What a forecast is taken to cost shrinks by this with every one that is not made: a price that was measured at a bad
-moment does not stand for ever."""
-
-
-def _running(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + _MEMORY * (value - mean)
 
 
 class Pace:
-    """Running means over decode steps, per layer. Waiting for copies is left out: it is what prefetching changes.
+    """Running means over decode steps, per layer. Waiting for copies and forecasting are left out: they are what a
+    decision about forecasts changes.
 
     Args:
         residency: keeps how busy the link is from now on.
@@ -45,43 +42,59 @@ class Pace:
     def __init__(self, residency: ExpertCache, layers: int) -> None:
         self._link, self._residency = residency.link, residency
         self._experts = experts = residency.experts
-        self._interval_s: list[float | None] = [None] * layers
-        """From the moment the layer before was reached to the moment this one is."""
+        self._interval = [RunningMean() for _ in range(layers)]
+        """Seconds from the moment the layer before was reached to the moment this one is."""
         self._rate_LE = np.zeros((layers, experts))
         """Share of recent steps that used the expert."""
         self._fresh = True
         self._layer = -1
-        self._reached_s = self._waited_s = 0.0
-        """When the running layer was reached, and what had been waited for until then."""
+        self._reached_s = self._other_s = 0.0
+        """When the running layer was reached, and what had been waited and forecast until then."""
+        self._forecast_s = 0.0
+        """Seconds that forecasts took so far."""
         residency.paced = True
 
     def start_pass(self, fresh: bool) -> None:
         """A forward starts; `fresh`: with new texts."""
         self._fresh, self._layer = fresh, -1
 
-    def reached(self, layer: int, experts: list[int]) -> None:
+    def reached(self, layer: int) -> None:
         """The layer's experts are known and about to be requested."""
-        now, waited_s, before = self._link.clock(), self._residency.waited_s, self._layer
+        now, other_s, before = self._link.clock(), self._residency.waited_s + self._forecast_s, self._layer
         if before == layer - 1 >= 0 and not self._fresh:
-            interval_s = now - self._reached_s - (waited_s - self._waited_s)
-            self._interval_s[layer] = _running(self._interval_s[layer], interval_s)
-        self._layer, self._reached_s, self._waited_s = layer, now, waited_s
+            self._interval[layer].observe(max(1e-9, now - self._reached_s - (other_s - self._other_s)))
+        self._layer, self._reached_s, self._other_s = layer, now, other_s
+
+    def used(self, layer: int, experts: list[int]) -> None:
+        """The layer's experts in this step."""
         self._rate_LE[layer] *= 1 - _MEMORY
         self._rate_LE[layer, experts] += _MEMORY
+
+    def forecast(self, seconds: float) -> None:
+        """A forecast took the model's thread so long."""
+        self._forecast_s += seconds
+
+    def computing_s(self, target: int) -> float | None:
+        """Seconds of computing from the running layer's routing to that of a later one; None: not known yet."""
+        intervals = [own.value for own in self._interval[self._layer + 1 : target + 1]]
+        return None if None in intervals else sum(value for value in intervals if value is not None)
+
+    def awaited_s(self, now: float) -> float:
+        """Seconds from now on that the running layer waits for its own copies: what is computed meanwhile is free."""
+        residency = self._residency
+        return 0.0 if residency.running.isdisjoint(residency.copies) else residency.backlog_s(now)
 
     def transfer(self, target: int) -> Transfer:
         """What a selection for a later layer may count with."""
         residency, first, now = self._residency, target * self._experts, self._link.clock()
-        copy_s = self._link.copy_s
-        intervals = self._interval_s[self._layer + 1 : target + 1]
-        left_s = copy_s if None in intervals else sum(value for value in intervals if value is not None)
+        copy_s, computing_s = self._link.copy_s, self.computing_s(target)
+        left_s = copy_s if computing_s is None else computing_s
         backlog_s = residency.backlog_s(now)
         # the layer at work waits for its copies too, and so does what follows
-        awaited_s = 0.0 if residency.running.isdisjoint(residency.copies) else backlog_s
         return Transfer(
             copy_s=copy_s,
             backlog_s=backlog_s,
-            left_s=max(0.0, left_s - (now - self._reached_s)) + awaited_s,
+            left_s=max(0.0, left_s - (now - self._reached_s)) + self.awaited_s(now),
             free=residency.free(target),
             resident=lambda expert: residency.holds(first + expert),
             victim_worth=lambda: self._worth(residency.victim(target)),
@@ -96,45 +109,229 @@ class Pace:
         return float(self._rate_LE[layer, expert]) if known is None else known
 
 
-class ForecastGate:
-    """Weighs waiting that a forecast may save against what forecasts have cost so far.
+# Which forecasts are made
 
-    A forecast takes the thread of the model a set time, whatever it finds. Where most experts of a layer are in slots
-    already, there is little that it could find.
 
-    What a layer will miss comes from a forecast of the whole token where there is one; else it is the mean number of
-    its experts in recent steps that had no slot before a forecast, or at all.
+RECALL = 0.8
+"""Share of the missing experts that a forecast is taken to find, where its checkpoint does not say."""
+_FIRM = 8.0
+"""Missing experts that a checkpoint's recall counts for."""
+_FORGET = 0.995
+"""What a way of forecasting is taken to cost shrinks by this whenever it is not chosen: a price that was measured at a
+bad moment does not stand for ever."""
+_LEAST_S = 1e-6
+"""Waiting below which no forecast is thought of."""
+_LITTLE = 0.01
+_NEIGHBOURS = 5
+"""Steps of the best kind whose median a trial of the other one is compared with: those just before it."""
+_TRIALS = 32
+"""Trials that are remembered."""
+_FIRST_TRIALS = 5
+"""Trials before the other kind can become the best."""
+_FEARED = 1.3
+"""How many times as long a step of the other kind is taken to be before one was run."""
+_FORECASTS, _NONE = "forecasts", "none"
+
+
+@dataclass(slots=True)
+class _Rung:
+    """One way to forecast, and what is known of it."""
+
+    name: str
+    found: Share
+    """Share of a layer's missing experts that it had under way."""
+    cost: RunningMean = field(default_factory=RunningMean)
+    """Seconds of the model's thread, with all that was asked for by it."""
+    made: int = 0
+    known: set[int] = field(default_factory=set)
+    """Layers that it has forecast: the first forecast for each runs what later ones need not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps(Option):
+    """Decode steps with forecasts, or without."""
+
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+
+class ForecastGovernor:
+    """Decides for each layer of a decode step whether a forecast is made, and by which rung of the predictor.
+
+    A forecast for a layer is worth the waiting that it removes. Of M experts that the layer will miss it finds a share
+    f, and their copies run while the model computes until that layer, for w seconds: it saves f x min(M x copy, w). It
+    costs its own c seconds; as far as the running layer waits for copies anyway, it is free. M, f, w and c are learned
+    while the model runs. The rung with the largest f x min(M x copy, w) - max(0, c - waiting) is taken, and none where
+    nothing is above 0.
+
+    What this leaves out (experts that wrong copies evict, caches of the processor) is seen by whole steps: now and then
+    one is run without forecasts, and where these are faster in the median, no forecasts are made until a trial finds
+    otherwise. Trials lose less than 1% of the time. Decisions depend on time, and never change a bit of the output.
+
+    One governor holds for one number of sequences.
 
     Args:
-        link: says what a copy takes.
-        layers: MoE layers of the model.
-        tokens_ahead: says how many of a layer's experts will be missing, where something forecasts whole tokens.
+        residency: says what is held and under way.
+        pace: says what is computed between layers.
+        rungs: ways to forecast by name, with their recall@k where it is known; the last is the predictor itself.
+        tokens_ahead: says what a layer will miss, where something forecasts whole tokens; else it is the running mean.
     """
 
-    def __init__(self, link: Link, layers: int, tokens_ahead: TokensAhead | None) -> None:
-        self._link, self._tokens_ahead = link, tokens_ahead
-        self._missing: list[float | None] = [None] * layers
-        self._cost_s: float | None = None
+    def __init__(
+        self, residency: ExpertCache, pace: Pace, rungs: Mapping[str, float | None],
+        tokens_ahead: TokensAhead | None = None,
+    ) -> None:  # fmt: skip
+        self._link, self._pace, self._tokens_ahead = residency.link, pace, tokens_ahead
+        self.rungs = [
+            _Rung(name, Share(RECALL if recall is None else recall, firmness=_FIRM)) for name, recall in rungs.items()
+        ]
+        self._missing: dict[int, Share] = {}
+        self._made: dict[int, _Rung] = {}
+        """By target layer, what has made the forecast that is under way for it."""
+        self._recent = deque[float](maxlen=_NEIGHBOURS)
+        """Seconds of the last steps of the best kind."""
+        self._ratios = deque[float](maxlen=_TRIALS)
+        """Seconds of the other kind's trials, over those of the steps just before."""
+        self._trials = Trials()
+        self._kind, self._best = _FORECASTS, _FORECASTS
+        self._start_s: float | None = None
+        self._count = 0
+        """Forecasts of this step."""
+        self._reasons: Counter[str] = Counter()
 
-    def missed(self, layer: int, count: int) -> None:
-        """So many of the experts that a layer requested had no slot before a forecast, or at all."""
-        self._missing[layer] = _running(self._missing[layer], count)
+    # one step
 
-    def pays(self, layer: int) -> bool:
-        """Whether a forecast for `layer` is expected to save more waiting than it costs."""
-        if self._cost_s is None:
-            return True
-        missing = None if self._tokens_ahead is None else self._tokens_ahead.missing(layer)
-        if missing is None:
-            missing = self._missing[layer]
-        if missing is None or missing * FOUND * self._link.copy_s > self._cost_s:
-            return True
-        self._cost_s *= FORGET
-        return False
+    def start(self) -> None:
+        """A decode step has reached its first layer."""
+        self._made.clear()
+        self._count, self._start_s = 0, self._link.clock()
+        self._kind = self._next_trial() or self._best
 
-    def took(self, seconds: float) -> None:
-        """A forecast, with all that was asked for by it, took the model's thread so long."""
-        self._cost_s = _running(self._cost_s, seconds)
+    def end(self) -> None:
+        """The step's last layer has been launched."""
+        if self._start_s is None:
+            return
+        seconds, self._start_s = self._link.clock() - self._start_s, None
+        self._trials.spent(seconds)
+        if self._kind == _FORECASTS and not self._count:
+            return  # it found no reason to forecast, and says nothing of either kind
+        if self._kind == self._best:
+            self._recent.append(seconds)
+            return
+        usual_s = statistics.median(self._recent)
+        self._ratios.append(seconds / usual_s)
+        self._trials.tried(self._kind, usual_s / seconds, seconds - usual_s)
+        middle, error = self._ratio()
+        if len(self._ratios) >= _FIRST_TRIALS and middle + error < 1.0:
+            self._best = self._kind
+            self._trials.won(self._kind)
+            self._ratios.clear()
+            self._recent.clear()
+
+    def choose(self, target: int) -> int | None:
+        """The rung that is to forecast a layer; None: no forecast is worth its time."""
+        if self._kind == _NONE:
+            self._reasons["steps without forecasts are faster"] += 1
+            return None
+        copy_s, computing_s = self._link.copy_s, self._pace.computing_s(target)
+        missing_s = self._expected_missing(target) * copy_s
+        most_s = missing_s if computing_s is None else min(missing_s, computing_s)
+        if most_s < _LEAST_S:
+            self._reasons["nothing is missing"] += 1
+            return None
+        free_s = self._pace.awaited_s(self._link.clock())
+        best, gain = None, 0.0
+        for number, rung in enumerate(self.rungs):
+            cost_s = rung.cost.value or 0.0
+            own = rung.found.value * most_s - max(0.0, cost_s - free_s)
+            if own > gain:
+                best, gain = number, own
+        for number, rung in enumerate(self.rungs):
+            if number != best:
+                rung.cost.shrink(_FORGET)
+        if best is None:
+            self._reasons["it costs more than it saves"] += 1
+        return best
+
+    def _expected_missing(self, target: int) -> float:
+        """Experts that a layer will need and that have no slot."""
+        found = None if self._tokens_ahead is None else self._tokens_ahead.missing(target)
+        if found is not None:
+            return found
+        known = self._missing.get(target)
+        return 1.0 if known is None else known.value
+
+    def made(self, target: int, number: int, seconds: float) -> None:
+        """The rung's forecast for a layer, with all that was asked for by it, took the model's thread so long."""
+        rung = self.rungs[number]
+        if target in rung.known:
+            rung.cost.observe(max(seconds, 1e-9))
+        rung.known.add(target)
+        rung.made += 1
+        self._count += 1
+        self._made[target] = rung
+
+    def requested(self, layer: int, misses: int, found: int) -> None:
+        """A layer asked for its experts.
+
+        Args:
+            layer: which.
+            misses: of its experts that had no slot.
+            found: those that have one by a forecast, and are asked for the first time.
+        """
+        missing = misses + found
+        known = self._missing.get(layer)
+        if known is None:
+            known = self._missing[layer] = Share(float(missing), firmness=_LITTLE, keep=1 - _MEMORY)
+        known.observe(missing)
+        rung = self._made.pop(layer, None)
+        if rung is not None and missing:
+            rung.found.observe(found, missing)
+
+    # steps with and without forecasts
+
+    def _ratio(self) -> tuple[float, float]:
+        """How many times as long the other kind's steps take, and its standard error."""
+        if not self._ratios:
+            return _FEARED, 0.0
+        error = statistics.stdev(self._ratios) / len(self._ratios) ** 0.5 if len(self._ratios) > 2 else 1.0
+        return statistics.median(self._ratios), min(error, 1.0)
+
+    def _next_trial(self) -> str | None:
+        """The kind that is not the best, where it is time to run it once more."""
+        if len(self._recent) < _NEIGHBOURS:
+            return None
+        usual_s, (middle, error) = statistics.median(self._recent), self._ratio()
+        other = _NONE if self._best == _FORECASTS else _FORECASTS
+        best = _Steps(kind=self._best, seconds=usual_s)
+        return self._trials.next(best, {other: _Steps(kind=other, seconds=middle * usual_s, doubt=error)})
+
+    def report(self) -> Json:
+        """What was chosen, how often, what is believed, and why, as plain values.
+
+        `rungs` by name: how many forecasts were `made`, their `cost_ms`, and the share of missing experts that they
+        `found`; `left_out`, by reason, those that were not made; `best`, whether steps make forecasts, and how
+        many times as long steps of the `other` kind take; `lost_s` by trials of `seconds`.
+        """
+        return {
+            "rungs": {
+                rung.name: {
+                    "made": rung.made,
+                    "cost_ms": None if rung.cost.value is None else 1e3 * rung.cost.value,
+                    "found": rung.found.value,
+                }
+                for rung in self.rungs
+            },
+            "left_out": dict(self._reasons),
+            "best": self._best,
+            "other": self._ratio()[0] if self._ratios else None,
+            "trials": len(self._ratios),
+            "lost_s": self._trials.lost_s,
+            "seconds": self._trials.seconds,
+        }
 
 
 # Forecasts of whole tokens

@@ -320,7 +320,8 @@ def speculate(
 
     def on_router(call: RouterCall) -> tuple[Tensor, Tensor] | None:
         executed = speculator.executed(call)
-        speculator.forecast(call, executed)
+        if speculator.due(call, executed) is not None:
+            speculator.forecast(call)
         if observe is not None:
             observe(call, call.ids_TK if executed is None else executed[0])
         return executed if execute else None

@@ -135,7 +135,9 @@ class Speculator:
         self.previous_logits_TLE: Tensor | None = None
         """Set from outside to give `previous_token` its router logits in a forward over whole texts."""
         self._memory = TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
-        self._traced = None if predictor is None else TracedForecasts(predictor)
+        found = {} if predictor is None else predictor.rungs()
+        self.rungs = [TracedForecasts(each) for each in found.values()]
+        """Ways to forecast; the last is the predictor itself."""
         self._forecasts: dict[int, Forecast] = {}
         self.early, self.router_free = early, router_free
         self._state: RouterState | None = None
@@ -154,8 +156,8 @@ class Speculator:
 
     def prepare(self) -> None:
         """Get ready for decode steps of one text."""
-        if self._traced is not None:
-            self._traced.prepare(self.view, self.ahead, self._check.wrong)
+        for rung in self.rungs:
+            rung.prepare(self.view, self.ahead, self._check.wrong)
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -205,70 +207,68 @@ class Speculator:
         own = self._forecasts.get(call.layer)
         return call.logits_TE if own is None or executed is None or self.true_weights else own.logits_TE
 
-    def forecast(
-        self,
-        call: RouterCall,
-        executed: tuple[Tensor, Tensor] | None,
-        pays: Callable[[int], bool] | None = None,
-    ) -> Forecast | None:
-        """The forecast made at this layer, if one is due.
+    def due(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> int | None:
+        """A router has run: keep what later forecasts read of it. Returns the layer that one is due for now, if any.
 
         Args:
             call: the layer's.
             executed: what :meth:`executed` said.
-            pays: whether one for a layer is worth making; layers that execute their forecast get one in any case.
         """
-        if self.predictor is None or self._traced is None:
-            return None
         logits_TE = self.executed_logits(call, executed)
         self._forecasts.pop(call.layer, None)
         if self._memory is not None:
             self._memory.see(call, logits_TE)
         if self.refit is not None:
             self.refit.routed(call)
-        if call.layer + self.ahead >= len(self.view.layers) or (call.tokens > 1 and not self.prefill):
-            return None
         target = call.layer + self.ahead
-        if target in self._check.wrong or (pays is not None and target not in self.layers and not pays(target)):
+        if target >= len(self.view.layers) or target in self._check.wrong or (call.tokens > 1 and not self.prefill):
             return None
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
-        state = RouterState(
-            layer=call.layer, residual_TD=call.residual_TD, router_input_TD=call.router_input_TD,
-            logits_TE=logits_TE,
+        self._state = RouterState(
+            layer=call.layer, residual_TD=call.residual_TD, router_input_TD=call.router_input_TD, logits_TE=logits_TE,
             topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, previous_logits_TLE=self._previous(call),
         )  # fmt: skip
-        self._state = state
-        if self.predictor.wants_early(call.layer, self.ahead) and not self._look_early(call, state):
+        return target
+
+    def forecast(self, call: RouterCall, rung: int = -1) -> Forecast | None:
+        """The forecast that is :meth:`due` at a layer; None where it waits for the next block's attention, over whole
+        texts.
+
+        Args:
+            call: the layer's.
+            rung: which of `rungs` makes it.
+        """
+        state, traced = self._state, self.rungs[rung]
+        assert state is not None, "a forecast that is not due"
+        if traced.predictor.wants_early(call.layer, self.ahead) and not self._look_early(call, state, traced):
             return None
-        made = (self._traced if call.tokens == 1 else self.predictor).forecast(state, self.ahead)
+        made = (traced if call.tokens == 1 else traced.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
-        if self.refit is not None:
+        if self.refit is not None and traced is self.rungs[-1]:
             self.refit.made(state)
         return made
 
-    def further(self, call: RouterCall) -> Iterator[Forecast]:
-        """Forecasts of decode steps for layers beyond the one that :meth:`forecast` looked at, nearest first: hints,
-        made when they are asked for."""
-        state = self._state
-        if self.predictor is None or self._traced is None or state is None or call.tokens > 1:
+    def further(self, call: RouterCall, rung: int = -1) -> Iterator[Forecast]:
+        """A rung's forecasts of decode steps for layers beyond the one that :meth:`forecast` looked at, nearest first:
+        hints, made when they are asked for."""
+        state, traced = self._state, self.rungs[rung]
+        if state is None or call.tokens > 1:
             return
         for distance in self._further:
             target = call.layer + distance
             if target >= len(self.view) or target in self._check.wrong:
                 continue
-            if state.early_TD is None and self.predictor.wants_early(call.layer, distance):
-                self._look_early(call, state)
-            yield self._traced.forecast(state, distance)
+            if state.early_TD is None and traced.predictor.wants_early(call.layer, distance):
+                self._look_early(call, state, traced)
+            yield traced.forecast(state, distance)
 
-    def _look_early(self, call: RouterCall, state: RouterState) -> bool:
+    def _look_early(self, call: RouterCall, state: RouterState, traced: TracedForecasts) -> bool:
         """Fill in early attention; False: of whole texts it is known when the next block's own has run."""
-        assert self.predictor is not None
-        assert self._traced is not None
         assert self.early is not None
         if call.tokens > 1:
-            self._waiting[call.layer] = state, self.predictor.stand_in(state)
+            self._waiting[call.layer] = state, traced.predictor.stand_in(state)
             return False
-        standing_TD = self._traced.stand_in(state)
+        standing_TD = traced.stand_in(state)
         state.early_TD = _residual(self.early.attend(call.layer + 1, standing_TD), standing_TD, state)
         return True
 

@@ -46,20 +46,20 @@ class TracedForecasts:
     """
 
     def __init__(self, predictor: Predictor) -> None:
-        self._predictor = predictor
+        self.predictor = predictor
         self._programs: dict[tuple[object, ...], _Program] = {}
 
     @torch.no_grad()
     def prepare(self, view: MoEView, ahead: int, without: Container[int] = ()) -> None:
         """Trace the forecasts of a single text's decode steps, and check them, before the first one is due; none for
         layers `without` any."""
-        if not self._predictor.traceable:
+        if not self.predictor.traceable:
             return
         generator = torch.Generator().manual_seed(0)  # its own: sampled generation must not change
         for layer in (layer for layer in range(len(view) - ahead) if layer + ahead not in without):
             for _ in range(_CHECKED_CALLS):
-                state = _random_state(view, layer, self._predictor.uses_previous_token, generator)
-                if self._predictor.wants_early(layer, ahead):
+                state = _random_state(view, layer, self.predictor.uses_previous_token, generator)
+                if self.predictor.wants_early(layer, ahead):
                     state.early_TD = self.stand_in(state).to(state.residual_TD.dtype)
                 self.forecast(state, ahead)
 
@@ -67,18 +67,18 @@ class TracedForecasts:
         """As `predictor.forecast`."""
 
         def outputs(given: RouterState) -> Tensors:
-            made = self._predictor.forecast(given, ahead)
+            made = self.predictor.forecast(given, ahead)
             return made.logits_TE, made.topk_ids_TK, made.topk_weights_TK
 
         logits_TE, ids_TK, weights_TK = self._run(ahead, outputs, state, state.layer + ahead)
         return Forecast(
             layer=state.layer + ahead, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK,
-            log_odds=self._predictor.log_odds(state.layer, ahead),
+            log_odds=self.predictor.log_odds(state.layer, ahead),
         )  # fmt: skip
 
     def stand_in(self, state: RouterState) -> Tensor:
         """As `predictor.stand_in`."""
-        (standing_TD,) = self._run("stand_in", lambda given: (self._predictor.stand_in(given),), state, state.layer)
+        (standing_TD,) = self._run("stand_in", lambda given: (self.predictor.stand_in(given),), state, state.layer)
         return standing_TD
 
     def _run(self, kind: int | str, function: _Function, state: RouterState, frozen: int) -> Tensors:
@@ -100,7 +100,7 @@ class TracedForecasts:
             if capturing():  # nothing can be compared now
                 return function(state)
             if program is None:
-                made = self._trace(function, state, frozen) if self._predictor.traceable else None
+                made = self._trace(function, state, frozen) if self.predictor.traceable else None
                 program = self._programs[key] = _Program(made)
             if program.run is None:
                 return function(state)
@@ -117,8 +117,8 @@ class TracedForecasts:
             given: dict[str, Any] = dict(zip(named, tensors, strict=True))
             return function(replace(state, **given))
 
-        target = self._predictor.view[frozen]
-        return traced(of_tensors, tuple(named.values()), [self._predictor, target.norm, target.router])
+        target = self.predictor.view[frozen]
+        return traced(of_tensors, tuple(named.values()), [self.predictor, target.norm, target.router])
 
 
 def _tensors(state: RouterState) -> dict[str, Tensor]:

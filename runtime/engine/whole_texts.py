@@ -114,7 +114,7 @@ class _TextEngine(HostEngine):
         self._seen = _SeenKernel(parts.pool, view.shape.experts)
         own = replace(
             parts, speculator=Speculator(view, None), policies=policies, kernel=self._seen, tokens_ahead=None,
-            drift=None, gated=False,
+            drift=None,
         )  # fmt: skip
         super().__init__(own, engine.flow.residency)
         self._flow.most = view.shape.experts // 2

@@ -62,7 +62,8 @@ class DeviceEngine(Engine):
         executed = self._speculator.executed(call)
         self._prepare(call.layer, call.ids_TK if executed is None else executed[0])
         self._enter("forecast", call.layer)
-        forecast = self._speculator.forecast(call, executed)
+        due = self._speculator.due(call, executed)
+        forecast = None if due is None else self._speculator.forecast(call)
         self._enter("policy", call.layer)
         if forecast is not None:
             self._expect(forecast, running=self._tables.width(call.ids_TK))

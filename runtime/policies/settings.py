@@ -48,6 +48,10 @@ EVICTION: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
     Belady,
 )
 
+AUTO, ALWAYS, NEVER = "auto", "always", "never"
+FORECASTS = (AUTO, ALWAYS, NEVER)
+"""Which forecasts are made."""
+
 __all__ = ["EVICTION", "LRU", "Belady", "EvictionPolicy", "bypass_misses"]
 
 

@@ -282,7 +282,7 @@ class WorkerOffload:
             EngineParts(
                 link=self.link, pool=self.pool, speculator=self.speculator,
                 policies=config.resolved_policies().make(cache), kernel=self.kernel, drift=self.drift,
-                keep=config.cache, likely=config.likely, gated=config.forecasts == "worth",
+                keep=config.cache, likely=config.likely, forecasts=config.forecasts,
             )
         )  # fmt: skip
         if self.drift is not None:

@@ -24,7 +24,8 @@ from expertcast.predictors.messages import Json, aligned
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.bench import Bench, BenchSettings
     from expertcast.runtime.benchmarking.routing import RoutingProcess
-    from expertcast.runtime.config import FORECASTS, OffloadConfig
+    from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.policies.settings import FORECASTS
 
 # Text of the result: one table per prompt.
 
@@ -149,8 +150,9 @@ class Options(TargetOptions):
     """The least probability by next_token at which they do."""
     policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
     """Policies of the runs with forecasts; those on demand keep lru."""
-    forecasts: Annotated[str, Option(choices=FORECASTS)] = "always"
-    """Make all forecasts, or with a cache only those that are expected to save more waiting than they take."""
+    forecasts: Annotated[str, Option(choices=FORECASTS)] = "auto"
+    """Which forecasts are made: at each layer the way that saves most waiting for its cost, or none (auto), all, or
+    none."""
     prompt_tokens: tuple[Count, ...] = (1024,)
     """Prompts of these lengths."""
     settings: Annotated[BenchSettings, Fields(new_tokens=COUNT, repetitions=COUNT)]

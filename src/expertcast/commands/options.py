@@ -31,15 +31,16 @@ from expertcast.predictors.options import field_docs
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from expertcast.runtime.config import FORECASTS, MODES, OffloadConfig
+    from expertcast.runtime.config import MODES, OffloadConfig
     from expertcast.runtime.offloading import OffloadedModel
     from expertcast.runtime.policies import Policies
+    from expertcast.runtime.policies.settings import FORECASTS
 
 C = TypeVar("C", bound="DataclassInstance")
 
 RUNTIME = {
     "BenchSettings": "benchmarking.bench",
-    "FORECASTS": "config",
+    "FORECASTS": "policies.settings",
     "MODES": "config",
     "OffloadConfig": "config",
     "RoutingOptions": "benchmarking.routing",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from expertcast.runtime.drafts.costs import Cycle, DraftModel, VerificationTimes, expected_tokens, exposed_seconds
-from expertcast.runtime.drafts.learning import Option, PositionMeans, RunningLine, RunningMean, Trials
+from expertcast.runtime.recording.learning import Option, PositionMeans, RunningLine, RunningMean, Trials
 
 
 @pytest.mark.parametrize("length", range(5))

@@ -1,6 +1,6 @@
 """Costs and values learned while they change, and how much of the time may go into trying what is not the best.
 
-Nothing here knows of drafts: a chooser of anything that is done again and again can be built on it.
+Drafts and forecasts are both chosen by what they cost and gave so far; nothing here knows of either.
 """
 
 from __future__ import annotations
@@ -66,11 +66,40 @@ class RunningMean(Fading):
         self.fade(self._keep)
         self._add(1.0, value)
 
+    def shrink(self, share: float) -> None:
+        """Take the mean for so much of what it was."""
+        self._sums[1] *= share
+
     @property
     def value(self) -> float | None:
         """None before there was an observation."""
         weight, total = self._sums
         return total / weight if weight else None
+
+
+class Share(Fading):
+    """How large a part of something was, in the mean; a prior stands for the first observations.
+
+    Args:
+        prior: of the share.
+        firmness: what the prior counts for, in wholes.
+        keep: as of :class:`Fading`.
+    """
+
+    def __init__(self, prior: float, *, firmness: float = 1.0, keep: float = 0.99) -> None:
+        super().__init__(2, keep)
+        self._prior, self._firmness = prior, firmness
+
+    def observe(self, part: float, whole: float = 1.0) -> None:
+        """One more `part` of a `whole`."""
+        self.fade(self._keep)
+        self._add(whole, part)
+
+    @property
+    def value(self) -> float:
+        """part / whole."""
+        weight, total = self._sums
+        return (total + self._firmness * self._prior) / (weight + self._firmness)
 
 
 class RunningLine(Fading):
