@@ -1,0 +1,233 @@
+"""Time per token on demand, with each way to forecast always, and with `forecasts="auto"`, over a grid of settings.
+
+    python -m benchmarks.forecasts --out benchmarks/results/forecasts.json
+    python -m benchmarks.forecasts --shape olmoe-1b-7b --layers 6 --out benchmarks/results/forecasts-large.json
+
+The bundled model decodes its own text with predictors trained here; a shape has random weights and drawn routing
+(persistence .3), with forecasts of set accuracy. `ratio` (R) is how many times as long K copies take as one layer
+computes. Sides run in alternation; what is compared is the median step over all repetitions. Every side must decode
+the same tokens. The file is written behind every setting; given again, the command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from benchmarks.results import ResultFile
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.commands.numbers import positive, positive_number
+from expertcast.commands.output import new_file, say
+from expertcast.commands.predictors import learned_documents
+from expertcast.data.collect import collect
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.plan import TextOptions
+from expertcast.data.text import bundled_ids, load_documents
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.messages import Json
+from expertcast.runtime.benchmarking.bench import decode_resident
+from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, drawn
+from expertcast.runtime.benchmarking.runs import LentStore, balanced_bandwidth
+from expertcast.runtime.benchmarking.shapes import build_shape
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.offloading import offload
+from expertcast.training.fit import fit
+
+RUNGS = ("quasi_hidden", "linear", "early_attention", "estimator")
+PROMPT = 64
+ON_DEMAND, AUTO = "on_demand", "auto"
+KEPT = ("shape", "layers", "new_tokens", "repetitions", "train_tokens", "threads", "accuracy")
+"""Runs of a file with the same ones are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One cell of the grid."""
+
+    ratio: float
+    capacity: float
+    """Share of all experts that has slots; 0: no cache."""
+    batch: int
+
+
+class Grid:
+    """Measures the settings that are not known yet.
+
+    Args:
+        args: of the command line.
+        folder: for traces and checkpoints.
+    """
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._args, self._folder = args, folder
+        self._file = ResultFile(args.out, {name: getattr(args, name) for name in KEPT})
+        torch.set_num_threads(args.threads)
+        if args.shape == REFERENCE:
+            self._model = load_model(REFERENCE)
+            self._sides: dict[str, Any] = self._trained()
+        else:
+            self._model = build_shape(args.shape, layers=args.layers)
+            self._sides = {}
+        self._view = find_moe_layers(self._model)
+        self._store = LentStore(self._view, torch.device("cpu"))
+
+    def measure(self) -> None:
+        """All settings, each written when it is done."""
+        runs: list[Json] = self._file.values["runs"]
+        known = {(run["ratio"], run["capacity"], run["batch"]) for run in runs}
+        for ratio, capacity, batch in product(self._args.ratios, self._args.capacities, self._args.batches):
+            if (ratio, capacity, batch) in known:
+                continue
+            say(f"ratio {ratio:g}, {capacity:.0%} of the experts, {batch} sequences")
+            runs.append(self._row(Setting(ratio, capacity, batch)))
+            self._file.write()
+        self._store.give_back()
+
+    def _trained(self) -> dict[str, Any]:
+        """Checkpoints by name, fitted on the bundled text where they do not lie in `--checkpoints`."""
+        folder = self._args.checkpoints or self._folder
+        missing = [name for name in RUNGS if not (folder / name).is_dir()]
+        if missing:
+            documents = load_documents([REFERENCE], tokens=self._args.train_tokens)
+            tokenizer = load_tokenizer(REFERENCE)
+            collect(self._model, tokenizer, documents, TextOptions(tokens=self._args.train_tokens), self._folder / "t")
+            source = TraceDataset.open(self._folder / "t")
+            for name in missing:
+                save_predictor(fit(name, source).predictor, folder / name, view=source.view, metrics={}, training={})
+        return {name: str(folder / name) for name in RUNGS}
+
+    def _prompt(self, batch: int) -> Tensor:
+        """[B, T]"""
+        if self._args.shape != REFERENCE:
+            generator = torch.Generator().manual_seed(0)
+            return torch.randint(self._model.config.vocab_size, (batch, PROMPT), generator=generator)
+        known = learned_documents(list(self._sides.values()))
+        ids = torch.tensor(bundled_ids(load_tokenizer(REFERENCE), batch * PROMPT, known))
+        return ids.view(batch, PROMPT)
+
+    def _row(self, setting: Setting) -> Json:
+        args, prompt_BS = self._args, self._prompt(setting.batch)
+        process, sides = None, dict(self._sides)
+        if not sides:
+            options = RoutingOptions(accuracy=args.accuracy)
+            tables = drawn(self._view.shape, prompt=PROMPT, new_tokens=args.new_tokens, options=options)
+            process = RoutingProcess(self._model, self._view, tables)
+            sides = {"listed": process.predictor((1,))}
+        with process if process is not None else nullcontext():
+            with self._store.resident():
+                resident = decode_resident(self._model, prompt_BS[:1], args.new_tokens)
+            bandwidth = balanced_bandwidth(self._model, resident) / setting.ratio
+            common: Json = {"bandwidth": bandwidth, "store": self._store, "cache": setting.capacity > 0}
+            if setting.capacity:
+                common["slots"] = round(setting.capacity * self._view.shape.layers * self._view.shape.experts)
+            best = list(sides.values())[-1]
+            runs = {ON_DEMAND: OffloadConfig(**common)}
+            runs |= {name: OffloadConfig(**common, predictor=own, forecasts="always") for name, own in sides.items()}
+            runs[AUTO] = OffloadConfig(**common, predictor=best)
+            return self._compared(setting, bandwidth, runs, prompt_BS)
+
+    def _compared(self, setting: Setting, bandwidth: float, runs: dict[str, OffloadConfig], prompt: Tensor) -> Json:
+        steps: dict[str, list[list[float]]] = {name: [] for name in runs}
+        texts: dict[str, Tensor] = {}
+        stats: dict[str, Json] = {}
+        for _ in range(self._args.repetitions):
+            for name, config in runs.items():
+                with offload(self._model, config) as offloaded:
+                    seconds, texts[name] = decode(self._model, prompt, self._args.new_tokens, offloaded)
+                    steps[name].append(seconds)
+                    stats[name] = offloaded.stats.as_dict()
+        median = {name: statistics.median([s for own in found for s in own]) for name, found in steps.items()}
+        count = self._args.new_tokens - 1
+        waited, moved = (stats[ON_DEMAND][key] / count for key in ("waited_s", "bytes_moved"))
+        least = min(own["bytes_moved"] for own in stats.values()) / count
+        fixed = min(value for name, value in median.items() if name != AUTO)
+        return {
+            "ratio": setting.ratio, "capacity": setting.capacity, "batch": setting.batch, "bandwidth": bandwidth,
+            "ms": {name: 1e3 * value for name, value in median.items()},
+            "repetitions_ms": {name: [1e3 * statistics.median(own) for own in each] for name, each in steps.items()},
+            "bound_ms": 1e3 * max(median[ON_DEMAND] - waited, min(least, moved) / bandwidth),
+            "auto_over_on_demand": median[AUTO] / median[ON_DEMAND],
+            "auto_over_best_fixed": median[AUTO] / fixed,
+            "identical": all(torch.equal(text, texts[ON_DEMAND]) for text in texts.values()),
+            "hit_rate": {name: own["hit_rate"] for name, own in stats.items()},
+            "chosen": stats[AUTO]["forecasts"],
+        }  # fmt: skip
+
+
+@torch.no_grad()
+def decode(model: PreTrainedModel, prompt_BS: Tensor, new_tokens: int, offloaded: Any) -> tuple[list[float], Tensor]:
+    """Greedy decoding: seconds of every step after the prompt's, and the tokens [B, new_tokens]."""
+    cache, inputs, seconds, tokens = DynamicCache(config=model.config), prompt_BS, [], []
+    for step in range(new_tokens):
+        start = time.perf_counter()
+        inputs = model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+        seconds.append(time.perf_counter() - start)
+        tokens.append(inputs)
+        if not step:
+            offloaded.reset_stats()
+    return seconds[1:], torch.cat(tokens, dim=1)
+
+
+def table(values: Json) -> str:
+    """Markdown: a row per setting."""
+    names = list(values["runs"][0]["ms"])
+    lines = ["| R | cached | batch | " + " | ".join(names) + " | bound | auto / on demand | auto / best fixed |"]
+    lines.append("|" + "---|" * (len(names) + 6))
+    for run in values["runs"]:
+        cells = [f"{run['ratio']:g}", f"{run['capacity']:.0%}", str(run["batch"])]
+        cells += [f"{run['ms'][name]:.1f}" for name in names] + [f"{run['bound_ms']:.1f}"]
+        cells += [f"{run[key]:.3f}" for key in ("auto_over_on_demand", "auto_over_best_fixed")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=new_file, required=True, help="JSON; gone on with where it stopped")
+    parser.add_argument("--shape", default=REFERENCE)
+    parser.add_argument("--layers", type=positive, help="MoE layers of a shape")
+    parser.add_argument("--ratios", type=positive_number, nargs="+", default=[1.0, 2.0, 5.0, 10.0])
+    parser.add_argument("--capacities", type=float, nargs="+", default=[0.0, 0.1, 0.25, 0.5])
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1])
+    parser.add_argument("--accuracy", type=float, default=0.9, help="of a shape's forecasts")
+    parser.add_argument("--new-tokens", type=positive, default=64)
+    parser.add_argument("--repetitions", type=positive, default=3)
+    parser.add_argument("--train-tokens", type=positive, default=100_000)
+    parser.add_argument("--checkpoints", type=Path, help="folder of checkpoints by predictor name; others are trained")
+    parser.add_argument("--threads", type=positive, default=1)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 with one line on standard error."""
+    args = read_arguments(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-forecasts-") as folder:
+            grid = Grid(args, Path(folder))
+            grid.measure()
+            print(table(grid._file.values))
+    except ExpertcastError as error:
+        print(f"benchmarks.forecasts: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
