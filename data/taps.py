@@ -66,6 +66,8 @@ class RouterTaps:
     ) -> None:
         self._on_router = on_router
         self._muted = False
+        self._packed = False
+        """The forward that runs is a step of several requests, a token of each, one behind the other."""
         self._residuals: list[Tensor | None] = [None] * len(view)
         with ExitStack() as self._stack:
             if on_start is not None:
@@ -102,10 +104,12 @@ class RouterTaps:
     def _before_model(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         past: Cache | None = kwargs.get("past_key_values")
         ids_BS = kwargs.get("input_ids", args[0] if args else None)
-        self._on_start(
-            past is None or (not capturing() and not past.get_seq_length()),
-            ids_BS if isinstance(ids_BS, Tensor) and not ids_BS.is_floating_point() else None,
-        )
+        if not isinstance(ids_BS, Tensor) or ids_BS.is_floating_point():
+            ids_BS = None
+        ends = kwargs.get("cu_seq_lens_q")  # of continuous batching, which keeps keys and values elsewhere
+        self._packed = isinstance(ends, Tensor) and ids_BS is not None and ids_BS.numel() == len(ends) - 1
+        fresh = ends is None if past is None else not capturing() and not past.get_seq_length()
+        self._on_start(fresh, ids_BS.view(-1, 1) if self._packed and ids_BS is not None else ids_BS)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _routed(self, layer: MoELayer, router_input: Tensor, output: RouterOutput) -> RouterOutput | None:
@@ -114,6 +118,8 @@ class RouterTaps:
         assert residual is not None, "the router ran without its norm"
         self._residuals[layer.index] = None
         sequences, tokens = residual.shape[:2] if residual.dim() == 3 else (residual.shape[0], 1)
+        if self._packed:
+            sequences, tokens = tokens, 1
         if not layer.norm_name:
             residual = router_input
         call = RouterCall(
