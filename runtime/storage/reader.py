@@ -20,7 +20,7 @@ from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.transfer import State, Transfer, TransferQueue
+from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 # Direct reads of a file.
 
@@ -59,10 +59,10 @@ class Read(Transfer):
 
     @property
     def waiting(self) -> bool:
-        return self.taken < self.pieces and self.state is not State.CANCELLED
+        return self.taken < self.pieces and not self.cancelled
 
     def begin(self) -> None:
-        self.state = State.RUNNING
+        self.started = True
         self.taken += 1
 
     @property
@@ -174,7 +174,7 @@ class DirectReader(TransferQueue[Read]):
         reads, size = [read], read.nbytes
         while read.pieces == 1 and read.aligned and size < PIECE:
             following = self._next_at.get(reads[-1].offset + reads[-1].nbytes)
-            if following is None or following.state is not State.QUEUED:
+            if following is None or following.started or following.cancelled:
                 break
             size += following.nbytes
             if following.urgent != read.urgent or not following.aligned or size > PIECE:
