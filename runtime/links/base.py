@@ -158,8 +158,11 @@ class Link(ABC):
         if precision != FULL:
             self.block_bytes(precision)  # refuses one that is not there
         copy = Transfer(key, slot, urgent, precision)
-        self._queue.submit(copy)
-        self._pump()
+        if self.overlaps:
+            self._queue.submit(copy)
+            self._pump()
+        else:
+            self._run(copy)
         return copy
 
     @abstractmethod
@@ -241,7 +244,7 @@ class Link(ABC):
 
     def _pump(self) -> None:
         """Start what may start, in the queue's order."""
-        with self._queue.changed:
+        with self._queue.lock:
             while (copy := self._queue.first()) is not None and self._may_start(copy):
                 self._run(copy)
 

@@ -70,7 +70,7 @@ class EmulatedLink(Link):
         return EmulatedLink(self.bandwidth, self.latency)
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
-        with self._queue.changed:  # the thread takes it once it is known since when it is due
+        with self._queue.lock:  # the thread takes it once it is known since when it is due
             copy = super().submit(key, slot, urgent=urgent, precision=precision)
             copy.start = self.clock()
         return copy

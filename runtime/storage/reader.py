@@ -126,7 +126,7 @@ class DirectReader(TransferQueue[Read]):
 
     def submit(self, read: Read, *, front: bool = False) -> None:
         read.left = read.pieces
-        with self.changed:
+        with self.lock:
             self._next_at[read.offset] = read
             super().submit(read, front=front)
 
@@ -156,7 +156,7 @@ class DirectReader(TransferQueue[Read]):
     def _count(self, requests: int, nbytes: int) -> float:
         """So many more are under way, and so many bytes have come; gives the time."""
         now = time.perf_counter()
-        with self.changed:
+        with self.lock:
             if self._under_way:
                 self.busy_s += now - self._busy_since
             self._under_way += requests
@@ -166,7 +166,7 @@ class DirectReader(TransferQueue[Read]):
 
     def _next(self) -> tuple[list[Read], int] | None:
         """The next request: a piece of one range, or small ranges that lie one after another."""
-        with self.changed:
+        with self.lock:
             read = self.take()
             return None if read is None else (self._joined(read), read.taken - 1)
 
@@ -217,13 +217,13 @@ class DirectReader(TransferQueue[Read]):
             done += count - count % unit  # less than was asked for, as network file systems may give
 
     def _keep_pace(self, size: int, pace: float) -> None:
-        with self.changed:
+        with self.lock:
             self._paced_until = until = max(self._paced_until, time.perf_counter() - size / pace) + size / pace
         time.sleep(max(0.0, until - time.perf_counter()))
 
     def _arrive(self, reads: list[Read], start: float, end: float) -> None:
         for read in reads:
-            with self.changed:
+            with self.lock:
                 read.left -= 1
                 read.start = min(read.start or start, start)
                 last = not read.left

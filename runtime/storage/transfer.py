@@ -113,29 +113,30 @@ class TransferQueue(Generic[T]):
     """Transfers that have not begun: urgent ones first, then forecasts, each in the order of their requests."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
         """Guards the queue, and the state of its transfers; may be entered again by the thread that holds it."""
+        self.changed = threading.Condition(self.lock)
         self._heap: list[tuple[bool, int, T]] = []
         self._order = itertools.count()
         self._closed = False
 
     def submit(self, transfer: T, *, front: bool = False) -> None:
         """Queue one behind (`front`: before) those that are as urgent."""
-        with self.changed:
+        with self.lock:
             order = next(self._order)
             heapq.heappush(self._heap, (not transfer.urgent, -order if front else order, transfer))
             self.changed.notify_all()
 
     def promote(self, transfer: T) -> None:
         """What has not begun of a forecast's transfer comes before all other forecasts."""
-        with self.changed:
+        with self.lock:
             if transfer.waiting and not transfer.urgent:
                 transfer.urgent = True
                 self.submit(transfer)
 
     def cancel(self, transfer: T) -> bool:
         """Drop a transfer that has not begun. True if nothing of it was or will be moved."""
-        with self.changed:
+        with self.lock:
             if transfer.started or transfer.cancelled:
                 return False
             transfer.cancelled = True
@@ -160,7 +161,7 @@ class TransferQueue(Generic[T]):
 
     def take(self) -> T | None:
         """Wait for the next one, and begin it; None: the queue is closed."""
-        with self.changed:
+        with self.lock:
             while (transfer := self.first()) is None:
                 if self._closed:
                     return None
@@ -170,12 +171,12 @@ class TransferQueue(Generic[T]):
 
     def clear(self) -> None:
         """Forget all."""
-        with self.changed:
+        with self.lock:
             self._heap.clear()
 
     def close(self) -> None:
         """Forget all; threads that take get None from now on."""
-        with self.changed:
+        with self.lock:
             self._closed = True
             self.clear()
             self.changed.notify_all()
