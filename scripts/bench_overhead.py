@@ -41,7 +41,7 @@ from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.transfer import State, Transfer
+from expertcast.runtime.storage.transfer import Transfer
 
 LAYERS, EXPERTS, TOP_K, SLOTS = 48, 128, 8, 512
 HIDDEN = 16
@@ -53,7 +53,7 @@ class NoLink(Link):
     name = "none"
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
-        return Transfer(key, slot, urgent, state=State.DONE)
+        return Transfer(key, slot, urgent, done=True)
 
     def start(self, copy: Transfer) -> None:
         del copy

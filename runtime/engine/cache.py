@@ -253,7 +253,7 @@ class ExpertCache:
         if precision:
             self._lose_worse(keys, precision)
         missing = [key for key in keys if key not in slots]
-        for key in keys:
+        for key in keys if copies else ():
             copy = copies.get(key)
             if copy is not None and not copy.done and not copy.urgent:
                 self.link.promote(copy)
@@ -481,20 +481,17 @@ class ExpertCache:
         layer = key // self.experts
         if self._shares is not None:
             self._held_by[layer] += 1
-        full = precision == FULL
+        full, nbytes = precision == FULL, self._block_bytes
         self._policies[layer].insert(key, full)
         try:
-            if full:  # a link that moves no others need not know of precisions
-                self.copies[key] = self.link.submit(key, slot, urgent=urgent)
-                nbytes = self._block_bytes
-            else:
+            if not full:
                 self._packed[key] = precision
-                self.copies[key] = self.link.submit(key, slot, urgent=urgent, precision=precision)
                 nbytes = self.link.block_bytes(precision)
+            self.copies[key] = self.link.submit(key, slot, urgent=urgent, precision=precision)
         except BaseException:
             self._lose(key)
             raise
-        if held_s := self.copies[key].held_s:  # the disk's pages came meanwhile, or the copy was made
+        if held_s := self.link.held_s:  # the disk's pages came meanwhile, or the copy was made
             self._waited(layer, held_s)
         count = self.stats.layers[layer]
         count.bytes_moved += nbytes

@@ -788,7 +788,8 @@ class HostEngine(Engine):
         if ids_TK.numel() <= _FEW_IDS:
             pairs = None
             if ids is None:
-                (ids,) = self._read(ids_TK.reshape(-1))
+                (rows,) = self._read(ids_TK)
+                ids = [expert for row in rows for expert in row]
             distinct = [first + expert for expert in dict.fromkeys(ids)]
         else:
             ids_P = ids_TK.reshape(-1).long()
@@ -821,7 +822,7 @@ class HostEngine(Engine):
         assert plan.sent is not None
         self._wait(layer.index, keys)
         sent = plan.sent.take()
-        slots_TK = sent[ids_TK] if plan.slots is None else sent.view(ids_TK.shape)
+        slots_TK = sent[ids_TK] if plan.slots is None else sent.view_as(ids_TK)
         output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, plan.slots)
         self._enter("policy", layer.index)
         self._residency.release(keys)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.transfer import Sent, State, Transfer, TransferQueue
+from expertcast.runtime.storage.transfer import Sent, Transfer, TransferQueue
 
 MOST_LATENCY_S = 3600
 
@@ -63,8 +64,6 @@ class Link(ABC):
     """What it keeps of experts beside the slots, known once attached: then these decide who may stay in a slot."""
     failure: BaseException | None = None
     """What the observer raised of a copy, in whatever thread, until :meth:`check` raises it in the model's."""
-    write_back_s: float = 0.0
-    """Seconds of the link that an evicted expert takes: a store keeps all weights, and nothing is copied back."""
 
     driver: CudaDevice | None = None
     """Through which everything about this link is asked of a CUDA device; known once attached."""
@@ -76,6 +75,10 @@ class Link(ABC):
         self.copies = 0
         self.busy_s = 0.0
         """Seconds in which a copy was under way."""
+        self.held_s = 0.0
+        """Seconds for which the last request held the model's thread up, where the link copies in it."""
+        self.write_back_s = 0.0
+        """Seconds of the link that an evicted expert takes: a store keeps all weights, and nothing is copied back."""
         self.observer = Observer()
         self._queue: TransferQueue[Any] = TransferQueue()
         self._counting = threading.Lock()
@@ -155,8 +158,11 @@ class Link(ABC):
         if precision != FULL:
             self.block_bytes(precision)  # refuses one that is not there
         copy = Transfer(key, slot, urgent, precision)
-        self._queue.submit(copy)
-        self._pump()
+        if self.overlaps:
+            self._queue.submit(copy)
+            self._pump()
+        else:
+            self._run(copy)
         return copy
 
     @abstractmethod
@@ -172,7 +178,7 @@ class Link(ABC):
         Raises:
             whatever the copy failed with.
         """
-        assert copy.state is not State.CANCELLED
+        assert not copy.cancelled
         self._queue.wait(copy)
 
     def promote(self, copy: Transfer) -> None:
@@ -192,9 +198,9 @@ class Link(ABC):
         """Small integers to where the slots are, behind the copies that have been asked for so far.
 
         Args:
-            values: they arrive as int64 [n].
+            values: one or more; they arrive as int64 [n].
         """
-        return Sent(torch.tensor(values, device=self._pool.device))
+        return Sent(torch.frombuffer(array("q", values), dtype=torch.int64).to(self._pool.device))
 
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         """The order in which copies of one layer's misses are best asked for."""
@@ -238,7 +244,7 @@ class Link(ABC):
 
     def _pump(self) -> None:
         """Start what may start, in the queue's order."""
-        with self._queue.changed:
+        with self._queue.lock:
             while (copy := self._queue.first()) is not None and self._may_start(copy):
                 self._run(copy)
 
@@ -296,10 +302,13 @@ class InstantLink(Link):
     by_address = False
 
     def start(self, copy: Transfer) -> None:
-        start = self.clock()
-        self._copy(copy)
-        copy.held_s = self.clock() - start
-        self._complete(copy, start, start + copy.held_s)
+        start = end = self.clock()
+        try:
+            self._copy(copy)
+        finally:
+            end = self.clock()
+            self.held_s = end - start
+        self._complete(copy, start, end)
 
     def twin(self) -> Link:
         return InstantLink()

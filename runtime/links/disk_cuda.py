@@ -33,7 +33,7 @@ from expertcast.runtime.storage.memory import HostMemory, PageLock
 from expertcast.runtime.storage.reader import PIECE, THREADS, Read, sectors
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.transfer import State, Transfer
+from expertcast.runtime.storage.transfer import Transfer
 
 _FEWEST, _MOST = 4, 32
 _DECODED, _COPIED = 4, 2
@@ -100,7 +100,7 @@ class CudaDiskLink(CudaLink):
         """Hold the host until the expert has been read; then make the current stream wait, and go on."""
         self.promote(copy)
         while copy.arrived is None and not copy.done:
-            if copy.state is State.QUEUED and self._issued:  # it has no block
+            if not copy.started and self._issued:  # it has no block
                 self._issued[0].arrived.synchronize()
             else:
                 self._until_read()
@@ -196,7 +196,7 @@ class CudaDiskLink(CudaLink):
         if read is None or not self._reader.cancel(read):  # type: ignore[arg-type]
             return False
         self._give_back(copy)
-        copy.state = State.QUEUED
+        copy.started = False
         return True
 
     def _give_back(self, copy: Transfer) -> Read | CodedRead:

@@ -15,6 +15,7 @@ import time
 from torch import Tensor
 
 from expertcast.runtime.links.base import Link, check_rate
+from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer, TransferQueue
@@ -68,12 +69,18 @@ class EmulatedLink(Link):
     def twin(self) -> Link:
         return EmulatedLink(self.bandwidth, self.latency)
 
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
+        with self._queue.lock:  # the thread takes it once it is known since when it is due
+            copy = super().submit(key, slot, urgent=urgent, precision=precision)
+            copy.start = self.clock()
+        return copy
+
     def _pump(self) -> None:
         """The thread takes what is queued."""
 
     def start(self, copy: Transfer) -> None:
         # from the moment it was due, not from when this thread woke up: a late wake-up costs no bandwidth
-        start = max(copy.asked, self._free_at)
+        start = max(copy.start, self._free_at)
         self._free_at = start + self._duration(copy)
         self._transfer(copy, self._free_at)
         self._complete(copy, start, self._free_at)

@@ -110,7 +110,7 @@ class ByRecency(EvictionPolicy):
     """Base of policies that give up groups of experts in an order, and of a group the one accessed longest ago.
 
     An access, which is a copy or a use, is O(1). A decision looks at one expert per group, and at what is protected in
-    front of it. As it stands there is one group.
+    front of it.
     """
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
@@ -119,9 +119,9 @@ class ByRecency(EvictionPolicy):
         """Residents by group, least recently accessed first, with the clock of that access; no group is empty."""
         self._clock = 0
 
+    @abstractmethod
     def _group(self, key: int) -> int:
         """The group of an expert; a resident's changes only between `remove` and `_access`."""
-        return 0
 
     def _order(self) -> Iterable[int]:
         """Groups, those to give up first in front; empty ones may be among them."""
@@ -349,18 +349,35 @@ class NextRun(Rescored):
         return self._next[layer] + layer / self.shape.layers
 
 
-class LRU(ByRecency):
+class LRU(EvictionPolicy):
     """Gives up the expert that was not used for the longest time. Every operation is O(1)."""
 
     name = "lru"
 
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
+        self._order: OrderedDict[int, None] = OrderedDict()
+        """Residents, least recently used first."""
+
+    def insert(self, key: int, full: bool = True) -> None:
+        self._order[key] = None
+
     def use(self, keys: Sequence[int]) -> None:
-        move = self._groups[0].move_to_end
+        move = self._order.move_to_end
         for key in keys:
             move(key)
 
+    def remove(self, key: int) -> None:
+        del self._order[key]
+
+    def clear(self) -> None:
+        self._order.clear()
+
     def victim(self, protected: Container[int]) -> int | None:
-        return self._oldest(0, protected)
+        for key in self._order:
+            if key not in protected:
+                return key
+        return None
 
 
 class FIFO(LRU):

@@ -386,13 +386,13 @@ class CodedReader(TransferQueue[CodedRead]):
         return self._memory.nbytes
 
     def submit(self, read: CodedRead, *, front: bool = False) -> None:
-        with self.changed:
+        with self.lock:
             super().submit(read, front=front)
             self._begin()
 
     def promote(self, read: CodedRead) -> None:
         """It comes before all forecasts; of one that has begun, what the disk and the threads have not."""
-        with self.changed:
+        with self.lock:
             super().promote(read)
             read.urgent = True
             for part in read.reads:
@@ -401,28 +401,28 @@ class CodedReader(TransferQueue[CodedRead]):
 
     def wait(self, read: CodedRead) -> None:
         """Return when an expert has come; the thread that asks computes nothing meanwhile."""
-        with self.changed:
+        with self.lock:
             self._awaited += 1
             self.changed.notify_all()
         try:
             read.wait()
         finally:
-            with self.changed:
+            with self.lock:
                 self._awaited -= 1
 
     def held(self, key: int) -> Kinds:
         """Which parts of an expert that is not under way are in memory."""
-        with self.changed:
+        with self.lock:
             return self._memory.held(key)
 
     def drop(self, key: int, keep: Kinds = NOTHING) -> None:
         """Forget the kept parts of an expert, but for some kinds; of one under way `wanted` says it at its end."""
-        with self.changed:
+        with self.lock:
             self._memory.drop(key, keep)
 
     def keep_plain(self, key: int, block: Tensor) -> None:
         """Keep the plain parts of an expert that is not under way, taken from its block, if there is room."""
-        with self.changed:
+        with self.lock:
             buffer = self._memory.put(key, PLAIN)
         if buffer is not None:
             (plain,) = (shard for shard in self._codec.shards if not self._codec.planes[shard.plane].compressed)
@@ -482,7 +482,7 @@ class CodedReader(TransferQueue[CodedRead]):
 
     def _come(self, read: CodedRead, number: int, part: Read) -> None:
         """A thread of the disk has read a piece."""
-        with self.changed:
+        with self.lock:
             read.reading -= 1
             if part.error is not None:
                 read.fail(part.error)
@@ -497,7 +497,7 @@ class CodedReader(TransferQueue[CodedRead]):
 
     def _next(self) -> tuple[CodedRead, Job] | None:
         """The next job, of urgent experts first; None: no more come."""
-        with self.changed:
+        with self.lock:
             while not self._closed:
                 ready = [read for read in self._under_way if read.ready]
                 read = min(ready, key=lambda read: not read.urgent, default=None)
@@ -521,7 +521,7 @@ class CodedReader(TransferQueue[CodedRead]):
                 self._plan.run(job, read.parts, scratch, read.target)
             except BaseException as caught:  # handed to whoever waits for it
                 error = caught
-            with self.changed:
+            with self.lock:
                 read.running -= 1
                 read.undone -= 1
                 if error is None:
@@ -536,7 +536,7 @@ class CodedReader(TransferQueue[CodedRead]):
     def _finish(self, read: CodedRead) -> None:
         error: BaseException | None = None
         try:
-            with self.changed:  # whoever wants something else from now on drops it after this
+            with self.lock:  # whoever wants something else from now on drops it after this
                 assert read.taken is not None
                 taken, read.taken, keep = read.taken, None, NOTHING
                 read.parts.clear()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.transfer import State, Transfer, TransferQueue
+from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 # Direct reads of a file.
 
@@ -59,10 +59,10 @@ class Read(Transfer):
 
     @property
     def waiting(self) -> bool:
-        return self.taken < self.pieces and self.state is not State.CANCELLED
+        return self.taken < self.pieces and not self.cancelled
 
     def begin(self) -> None:
-        self.state = State.RUNNING
+        self.started = True
         self.taken += 1
 
     @property
@@ -126,7 +126,7 @@ class DirectReader(TransferQueue[Read]):
 
     def submit(self, read: Read, *, front: bool = False) -> None:
         read.left = read.pieces
-        with self.changed:
+        with self.lock:
             self._next_at[read.offset] = read
             super().submit(read, front=front)
 
@@ -156,7 +156,7 @@ class DirectReader(TransferQueue[Read]):
     def _count(self, requests: int, nbytes: int) -> float:
         """So many more are under way, and so many bytes have come; gives the time."""
         now = time.perf_counter()
-        with self.changed:
+        with self.lock:
             if self._under_way:
                 self.busy_s += now - self._busy_since
             self._under_way += requests
@@ -166,7 +166,7 @@ class DirectReader(TransferQueue[Read]):
 
     def _next(self) -> tuple[list[Read], int] | None:
         """The next request: a piece of one range, or small ranges that lie one after another."""
-        with self.changed:
+        with self.lock:
             read = self.take()
             return None if read is None else (self._joined(read), read.taken - 1)
 
@@ -174,7 +174,7 @@ class DirectReader(TransferQueue[Read]):
         reads, size = [read], read.nbytes
         while read.pieces == 1 and read.aligned and size < PIECE:
             following = self._next_at.get(reads[-1].offset + reads[-1].nbytes)
-            if following is None or following.state is not State.QUEUED:
+            if following is None or following.started or following.cancelled:
                 break
             size += following.nbytes
             if following.urgent != read.urgent or not following.aligned or size > PIECE:
@@ -217,13 +217,13 @@ class DirectReader(TransferQueue[Read]):
             done += count - count % unit  # less than was asked for, as network file systems may give
 
     def _keep_pace(self, size: int, pace: float) -> None:
-        with self.changed:
+        with self.lock:
             self._paced_until = until = max(self._paced_until, time.perf_counter() - size / pace) + size / pace
         time.sleep(max(0.0, until - time.perf_counter()))
 
     def _arrive(self, reads: list[Read], start: float, end: float) -> None:
         for read in reads:
-            with self.changed:
+            with self.lock:
                 read.left -= 1
                 read.start = min(read.start or start, start)
                 last = not read.left

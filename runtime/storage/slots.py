@@ -30,6 +30,10 @@ class SlotState(Enum):
     IN_USE = "in use"
 
 
+_FREE, _LOADING, _READY, _IN_USE = SlotState
+"""Looked up many times per layer: a member of an enumeration takes ten times as long as a global."""
+
+
 class SlotPool:
     """One buffer on the device; any expert of any layer may lie in any slot.
 
@@ -52,7 +56,7 @@ class SlotPool:
         """All slots are free."""
         self.slots.clear()
         self._key_of: list[int | None] = [None] * self.count
-        self._state = [SlotState.FREE] * self.count
+        self._state = [_FREE] * self.count
         self.free_slots = list(range(self.count - 1, -1, -1))
 
     @property
@@ -91,15 +95,15 @@ class SlotPool:
         """Give `key` a free slot, loading. There must be one."""
         assert key not in self.slots, f"expert {key} has a slot already"
         slot = self.free_slots.pop()
-        assert self._state[slot] is SlotState.FREE
+        assert self._state[slot] is _FREE
         self.slots[key] = slot
         self._key_of[slot] = key
-        self._state[slot] = SlotState.LOADING
+        self._state[slot] = _LOADING
         return slot
 
     def arrived(self, key: int) -> None:
         """An expert's copy has come (loading -> ready)."""
-        self._state[self.slots[key]] = SlotState.READY
+        self._state[self.slots[key]] = _READY
 
     def mark(self, keys: Iterable[int], state: SlotState) -> None:
         """Move the slots of some keys to another state (ready -> in use -> ready)."""
@@ -110,9 +114,9 @@ class SlotPool:
     def release(self, key: int) -> None:
         """Free a key's slot. A slot in use is never freed."""
         slot = self.slots.pop(key)
-        assert self._state[slot] is not SlotState.IN_USE, f"slot {slot} is in use"
+        assert self._state[slot] is not _IN_USE, f"slot {slot} is in use"
         self._key_of[slot] = None
-        self._state[slot] = SlotState.FREE
+        self._state[slot] = _FREE
         self.free_slots.append(slot)
 
 

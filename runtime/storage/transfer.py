@@ -6,29 +6,16 @@ import _thread
 import heapq
 import itertools
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from expertcast.runtime.storage.layout import FULL
 
-
-class State(Enum):
-    """Of a transfer: queued, running, then done or failed; or queued, then cancelled."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-_STARTED = (State.RUNNING, State.DONE, State.FAILED)
-_OVER = (State.DONE, State.FAILED)
+_ENDING = threading.Lock()
+"""Guards `done` of all transfers against those who begin to wait."""
 
 
 def _held() -> _thread.LockType:
@@ -39,7 +26,14 @@ def _held() -> _thread.LockType:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One expert on its way into a slot, or bytes of a file on their way into memory."""
+    """One expert on its way into a slot, or bytes of a file on their way into memory.
+
+    The queue's lock guards `urgent`, `started` and `cancelled` while it may be in a queue. `done` may be read without a
+    lock: it is set once, after everything else that :meth:`finish` writes, and never cleared. So a thread that reads
+    True also reads the final `error` and `end`. One that reads False may be a moment late and asks again, or waits:
+    there it looks once more under the lock under which `done` is set, and leaves a lock for :meth:`finish` to release
+    only if it is not set yet. No end is missed, and a transfer that nobody waits for makes no lock.
+    """
 
     key: int = -1
     """The expert."""
@@ -47,40 +41,31 @@ class Transfer:
     urgent: bool = False
     """A layer that runs needs it; else a forecast asks for it."""
     precision: str = FULL
-    state: State = State.QUEUED
+    started: bool = False
+    """It has begun, and cannot be cancelled any more."""
+    done: bool = False
+    """It has arrived, or failed with `error`."""
+    cancelled: bool = False
     error: BaseException | None = None
-    asked: float = field(default_factory=time.perf_counter)
     start: float = 0.0
     end: float = 0.0
-    """Seconds of the clock: when it was asked for, and between which it was under way."""
+    """Seconds of the clock between which it was under way."""
     then: Callable[[Any], None] | None = None
     """Called with this when it is over, before anybody who waits goes on."""
-    held_s: float = 0.0
-    """Seconds for which the request held the model's thread up."""
     begun: Any = None
     arrived: Any = None
     """Events of a CUDA device around its copy; the copy before it ends at `begun`."""
-    _over: _thread.LockType = field(default_factory=_held, repr=False)
-    """Held until it is over."""
-
-    @property
-    def started(self) -> bool:
-        """Whether it has begun: it cannot be cancelled any more."""
-        return self.state in _STARTED
-
-    @property
-    def done(self) -> bool:
-        """Whether it has arrived, or failed with `error`."""
-        return self.state in _OVER
+    _awaited: _thread.LockType | None = field(default=None, repr=False)
+    """Held until it is over, for threads that wait."""
 
     @property
     def waiting(self) -> bool:
         """Whether something of it is left to begin: it stays in the queue as long."""
-        return self.state is State.QUEUED
+        return not (self.started or self.cancelled)
 
     def begin(self) -> None:
         """It is under way, or the next part of it."""
-        self.state = State.RUNNING
+        self.started = True
 
     def finish(self, end: float, error: BaseException | None = None) -> None:
         """It has arrived, or failed; what `then` raises is an error of it too.
@@ -97,8 +82,11 @@ class Transfer:
         except BaseException as raised:
             self.error = self.error or raised
         finally:
-            self.state = State.DONE if self.error is None else State.FAILED
-            self._over.release()
+            with _ENDING:
+                self.done = True
+                awaited, self._awaited = self._awaited, None
+            if awaited is not None:
+                awaited.release()
 
     def wait(self) -> None:
         """Return when it is over.
@@ -106,8 +94,14 @@ class Transfer:
         Raises:
             BaseException: whatever it failed with.
         """
-        with self._over:
-            pass
+        if not self.done:
+            awaited = _held()
+            with _ENDING:
+                over = self.done
+                self._awaited = awaited = self._awaited or awaited
+            if not over:
+                with awaited:
+                    pass
         if self.error is not None:
             raise self.error
 
@@ -119,32 +113,33 @@ class TransferQueue(Generic[T]):
     """Transfers that have not begun: urgent ones first, then forecasts, each in the order of their requests."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
         """Guards the queue, and the state of its transfers; may be entered again by the thread that holds it."""
+        self.changed = threading.Condition(self.lock)
         self._heap: list[tuple[bool, int, T]] = []
         self._order = itertools.count()
         self._closed = False
 
     def submit(self, transfer: T, *, front: bool = False) -> None:
         """Queue one behind (`front`: before) those that are as urgent."""
-        with self.changed:
+        with self.lock:
             order = next(self._order)
             heapq.heappush(self._heap, (not transfer.urgent, -order if front else order, transfer))
             self.changed.notify_all()
 
     def promote(self, transfer: T) -> None:
         """What has not begun of a forecast's transfer comes before all other forecasts."""
-        with self.changed:
+        with self.lock:
             if transfer.waiting and not transfer.urgent:
                 transfer.urgent = True
                 self.submit(transfer)
 
     def cancel(self, transfer: T) -> bool:
         """Drop a transfer that has not begun. True if nothing of it was or will be moved."""
-        with self.changed:
-            if transfer.state is not State.QUEUED:
+        with self.lock:
+            if transfer.started or transfer.cancelled:
                 return False
-            transfer.state = State.CANCELLED
+            transfer.cancelled = True
             return True
 
     def wait(self, transfer: T) -> None:
@@ -166,7 +161,7 @@ class TransferQueue(Generic[T]):
 
     def take(self) -> T | None:
         """Wait for the next one, and begin it; None: the queue is closed."""
-        with self.changed:
+        with self.lock:
             while (transfer := self.first()) is None:
                 if self._closed:
                     return None
@@ -176,12 +171,12 @@ class TransferQueue(Generic[T]):
 
     def clear(self) -> None:
         """Forget all."""
-        with self.changed:
+        with self.lock:
             self._heap.clear()
 
     def close(self) -> None:
         """Forget all; threads that take get None from now on."""
-        with self.changed:
+        with self.lock:
             self._closed = True
             self.clear()
             self.changed.notify_all()

@@ -41,7 +41,7 @@ from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.transfer import State, Transfer
+from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
 from tests.runtime.engine.evictions import eviction
 from tests.runtime.links.manual import SteppedLink
@@ -558,7 +558,7 @@ class _EarlyLink(SteppedLink):
 
     def start(self, copy: Transfer) -> None:
         super().start(copy)
-        copy.state = State.DONE
+        copy.done = True
 
 
 class _CarelessPolicy(LoggedPolicy):

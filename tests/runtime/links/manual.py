@@ -6,7 +6,7 @@ from collections import deque
 
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.emulated import move
-from expertcast.runtime.storage.transfer import State, Transfer
+from expertcast.runtime.storage.transfer import Transfer
 
 
 class ManualLink(Link):
@@ -104,7 +104,7 @@ class SteppedLink(Link):
         self._complete(copy, 0.0, 0.0)
 
     def wait(self, copy: Transfer) -> None:
-        assert copy.state is not State.CANCELLED
+        assert not copy.cancelled
         while not copy.done:
             self.step()
         self._go_on()
