@@ -13,7 +13,9 @@ VLLM_TORCH := $(shell sed -n 's/^torch==//p' integrations/vllm/constraints.txt)+
 
 .PHONY: demo test test-slow test-gpu test-vllm test-vllm-smoke coverage lint types check clean
 
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Bytecode of rewritten assertions is kept: without it every worker of every run compiles all tests again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+    --no-loadscope-reorder -p tests.scheduling
 
 demo: $(STAMP)
 	$(BIN)/expertcast demo

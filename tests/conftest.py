@@ -28,21 +28,7 @@ from expertcast.training.scoring import Fitted
 
 tqdm.monitor_interval = 0  # no thread of its own: tests count threads
 os.getloadavg = lambda: (0.0, 0.0, 0.0)  # commands warn of a busy machine, and tests make it one
-REFERENCE_TOKENS = 6_000
-LONGEST = (
-    "scripts/test_kill_commands.py", "benchmarks/test_disk.py", "package/test_readme.py", "training/test_resume.py",
-    "scripts/test_mutate", "families/", "package/", "training/",
-)  # fmt: skip
-"""Files that take a minute or more: begun first, or one worker is at them long after the others are done."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, the others in the usual order (workers are told not to reorder them)."""
-
-    def place(item: pytest.Item) -> int:
-        return next((rank for rank, part in enumerate(LONGEST) if part in item.nodeid), len(LONGEST))
-
-    items.sort(key=place)
+REFERENCE_TOKENS = 4_000
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +51,7 @@ def reference_view(reference_model: PreTrainedModel) -> MoEView:
 def reference_traces(
     reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> TraceDataset:
-    """About 6k tokens of the bundled text, split 80/10/10 by document."""
+    """About 4k tokens of the bundled text, split 80/10/10 by document."""
     folder = tmp_path_factory.mktemp("reference") / "traces"
     with torch.random.fork_rng():
         return collect(reference_model, reference_tokenizer, load_documents(REFERENCE), folder, tokens=REFERENCE_TOKENS)

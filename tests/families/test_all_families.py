@@ -74,7 +74,7 @@ def traces(
     folder = tmp_path_factory.mktemp(made.family)
     return collect(
         made.model, reference_tokenizer, documents, folder / "traces",
-        tokens=200, window=20, batch_size=4,
+        tokens=120, window=20, batch_size=4,
     )  # fmt: skip
 
 
@@ -164,12 +164,11 @@ def test_traces_route_as_the_model_does(made: Made, traces: TraceDataset) -> Non
 
 
 def test_offloaded_with_forecasts_is_bit_identical(made: Made, predictor: Predictor) -> None:
-    for given in (None, predictor):
-        with expertcast.offload(made.model, predictor=given, slots=SLOTS) as offloaded:
-            tokens, logits = greedy(made.model, made.prompt)
-            assert offloaded.stats.as_dict()["bytes_moved"] > 0
-        assert torch.equal(tokens, made.tokens)
-        assert torch.equal(logits, made.logits)
+    with expertcast.offload(made.model, predictor=predictor, slots=SLOTS) as offloaded:
+        tokens, logits = greedy(made.model, made.prompt)
+        assert offloaded.stats.as_dict()["bytes_moved"] > 0
+    assert torch.equal(tokens, made.tokens)
+    assert torch.equal(logits, made.logits)
 
 
 def test_forecasts_are_executed(made: Made, predictor: Predictor) -> None:

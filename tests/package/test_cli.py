@@ -164,9 +164,17 @@ def test_inspect_verify(
     assert "holds neither traces nor" in fails(capsys, "inspect", "reference", "--verify")
 
 
-def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A generation without any option."""
+    return _decoded(tmp_path_factory.mktemp("plain"))
+
+
+def test_collect_train_eval_generate_inspect(
+    capsys: pytest.CaptureFixture[str], plain: dict[str, Any], tmp_path: Path
+) -> None:
     traces, checkpoint, report = (tmp_path / name for name in ("traces", "ckpt", "report"))
-    assert main(f"collect reference --data reference --tokens 3000 --out {traces}".split()) == 0
+    assert main(f"collect reference --data reference --tokens 1500 --window 64 --out {traces}".split()) == 0
     assert main(f"train {traces} --predictor linear --out {checkpoint} --ahead 1 2".split()) == 0
     capsys.readouterr()
     link = "--bandwidth 4e9 --layer-time 1e-4 --expert-bytes 200000"
@@ -188,12 +196,11 @@ def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str],
     for row in ("timely@R2", "ECE before", "ms per forecast", "collection s"):
         assert f"{row} | " in card
     forecast = ("--predictor", checkpoint)
-    plain = _decoded(tmp_path)["tokens"]
     for words in (
         [], ["--policies", "eviction=importance:gamma=0.8", "prefetch=value"],
         ["--store-folder", tmp_path / "packed", "--memory", "4MB"],
     ):  # fmt: skip
-        assert _decoded(tmp_path, *forecast, *words)["tokens"] == plain
+        assert _decoded(tmp_path, *forecast, *words)["tokens"] == plain["tokens"]
     lossy = _decoded(tmp_path, *forecast, "--policies", "activeevict", "--slots", "96")
     assert lossy["stats"]["skipped"] > 0  # its routing is lossy
     for target in ("reference", traces, checkpoint):
@@ -206,20 +213,22 @@ def _decoded(tmp_path: Path, *words: str | Path) -> dict[str, Any]:
     return ran(tmp_path, "generate reference --new-tokens 4", "--prompt", "It is a truth", *words)
 
 
-def test_what_is_advised_is_saved_and_deployed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_advised_is_saved_and_deployed(
+    capsys: pytest.CaptureFixture[str], plain: dict[str, Any], tmp_path: Path
+) -> None:
     saved = tmp_path / "offload.json"
     advice = ran(tmp_path, f"advise reference --prompt-tokens 8 --new-tokens 3 --memory 4MB --save {saved}")
     assert f"wrote {saved}" in capsys.readouterr().out
     config = OffloadConfig.load(saved)
     assert (config.predictor, config.ahead) == (advice["predictor"], advice["ahead"] or 1)
     assert (config.link, config.bandwidth) == ("emulated", advice["bandwidth"])
-    assert _decoded(tmp_path, "--config", saved)["tokens"] == _decoded(tmp_path)["tokens"]
+    assert _decoded(tmp_path, "--config", saved)["tokens"] == plain["tokens"]
 
 
-def test_options_win_over_the_file(tmp_path: Path) -> None:
+def test_options_win_over_the_file(plain: dict[str, Any], tmp_path: Path) -> None:
     saved = tmp_path / "offload.json"
     OffloadConfig(predictor="next_norm", mode="speculate", slots=96, policies="activeevict").save(saved)
-    plain, file = _decoded(tmp_path), ["--config", saved]
+    file = ["--config", saved]
     assert _decoded(tmp_path, *file)["stats"]["skipped"] > 0  # the file's preset is lossy
     exact = ["--mode", "exact", "--policies", "eviction=lru"]
     found = _decoded(tmp_path, *file, *exact, "--slots", "192")

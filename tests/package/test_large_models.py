@@ -43,7 +43,7 @@ def store_folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def traces(model: str, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset:
     folder = tmp_path_factory.mktemp("plain") / "traces"
-    assert main(["collect", model, *TEXT, "--tokens", "1500", "--out", str(folder), *RUN]) == 0
+    assert main(["collect", model, *TEXT, "--tokens", "500", "--out", str(folder), *RUN]) == 0
     return TraceDataset.open(folder)
 
 
@@ -59,7 +59,7 @@ def test_collect(where: str, model: str, store_folder: str, traces: TraceDataset
     out = tmp_path / "traces"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "load_model", None)  # the whole model is never loaded
-        assert main(["collect", model, *TEXT, "--tokens", "1500", "--out", str(out), *RUN, *given]) == 0
+        assert main(["collect", model, *TEXT, "--tokens", "500", "--out", str(out), *RUN, *given]) == 0
     assert files(out) == files(traces.folder)
     assert TraceDataset.open(out).info["id"] == traces.info["id"]
     assert sorted(Path(store_folder).iterdir()) == packed
@@ -81,7 +81,7 @@ def test_train_online(model: str, store_folder: str, tmp_path: Path) -> None:
 
 def test_eval(model: str, store_folder: str, traces: TraceDataset, tmp_path: Path) -> None:
     command = ["eval", str(traces.folder), "--predictor", "next_norm", "early_attention", "--model", model, *TEXT]
-    command += ["--quality-tokens", "600"]
+    command += ["--quality-tokens", "200"]
     plain = ran(tmp_path, "", *command)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "load_model", None)
@@ -91,8 +91,8 @@ def test_eval(model: str, store_folder: str, traces: TraceDataset, tmp_path: Pat
 
 
 def test_simulate(model: str, store_folder: str, traces: TraceDataset, tmp_path: Path) -> None:
-    command = ["simulate", str(traces.folder), "--miss", "drop", "--slots", "4", "--tokens", "150", "--prefill", "8"]
-    command += ["--quality-tokens", "256", "--processes", "1", "--model", model, *TEXT]
+    command = ["simulate", str(traces.folder), "--miss", "drop", "--slots", "4", "--tokens", "60", "--prefill", "8"]
+    command += ["--quality-tokens", "96", "--processes", "1", "--model", model, *TEXT]
 
     def quality(result: Json) -> list[Any]:
         return [row[name] for row in result["results"] for name in ("perplexity", "agreement", "kl")]

@@ -38,8 +38,8 @@ def commands(model: str, traces: str, tmp_path: Path) -> dict[str, list[str]]:
     store = str(tmp_path / "store")
     return {
         "inspect": ["inspect", model],
-        "collect": ["collect", model, *text, "--tokens", "600", "--out", str(tmp_path / "collected")],
-        "train": ["train", model, *text, "--tokens", "600", "--predictor", "next_norm", "--out", str(tmp_path / "c")],
+        "collect": ["collect", model, *text, "--tokens", "200", "--out", str(tmp_path / "collected")],
+        "train": ["train", model, *text, "--tokens", "200", "--predictor", "next_norm", "--out", str(tmp_path / "c")],
         "eval": ["eval", traces, "--predictor", "next_norm", *quality],
         "generate": ["generate", model, "--prompt", "It is", "--slots", "6", "--new-tokens", "2"],
         "store": ["store", model, "--store-folder", store],

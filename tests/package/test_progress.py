@@ -28,7 +28,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The beginnings of some bundled documents."""
     rows = pq.read_table(TEXT, columns=["text"])["text"].to_pylist()
     path = tmp_path_factory.mktemp("text") / "my.jsonl"
-    path.write_text("".join(json.dumps({"text": row[:400]}) + "\n" for row in rows[:20]))
+    path.write_text("".join(json.dumps({"text": row[:200]}) + "\n" for row in rows[:20]))
     return str(path)
 
 
@@ -60,10 +60,10 @@ def test_training_online(capsys: pytest.CaptureFixture[str], text: str, tmp_path
 
 def test_evaluation_and_simulation(capsys: pytest.CaptureFixture[str], text: str, tmp_path: Path) -> None:
     traces = str(tmp_path / "traces")
-    collect = ["collect", "reference", "--data", text, "--tokens", "1200", "--early-rank", "none", "--out", traces]
+    collect = ["collect", "reference", "--data", text, "--tokens", "600", "--early-rank", "none", "--out", traces]
     assert main(collect) == 0
     assert "100%" in stages(capsys)["collecting"]
-    quality = ["--model", "reference", "--data", "reference", "--quality-tokens", "256"]
+    quality = ["--model", "reference", "--data", "reference", "--quality-tokens", "64"]
     assert main(["eval", traces, "--predictor", "frequency", *quality]) == 0
     found = stages(capsys)
     tokens = TraceDataset.open(Path(traces)).token_count("test")

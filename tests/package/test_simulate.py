@@ -70,7 +70,7 @@ def test_presets_without_published_settings_are_refused() -> None:
 
 
 def test_a_sweep(capsys: pytest.CaptureFixture[str], reference_traces: TraceDataset, tmp_path: Path) -> None:
-    out, command = tmp_path / "out", f"simulate {reference_traces.folder} --tokens 200 --processes 1"
+    out, command = tmp_path / "out", f"simulate {reference_traces.folder} --tokens 100 --processes 1"
     got = ran(tmp_path, f"{command} --sweep --policy lru lfu --out {out}")
     assert json.loads((out / "results.json").read_text())["results"] == got["results"]
     evictions = ["lru", "lfu", "belady", "belady_bypass"]

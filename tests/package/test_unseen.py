@@ -34,7 +34,7 @@ from expertcast.training.fit import FITTERS, select_hybrid
 from expertcast.training.scoring import FitOptions
 from tests.package.test_cli import fails, ran
 
-TOKENS = 3000
+TOKENS = 2000
 
 
 class Made(NamedTuple):
@@ -143,10 +143,10 @@ def test_text_that_was_learned_from_measures_no_quality(made: Made, tmp_path: Pa
     command = ["eval", str(made.traces), "--predictor", str(made.checkpoint), "--model", "reference"]
     runs = []
     for name in ("unseen", "both"):
-        text = ["--data", str(tmp_path / f"{name}.parquet"), "--quality-tokens", "512"]
+        text = ["--data", str(tmp_path / f"{name}.parquet"), "--quality-tokens", "128"]
         runs.append(ran(tmp_path, "", *command, *text)["quality"]["runs"])
     assert runs[0] == runs[1]
-    simulate = ["simulate", str(made.traces), "--predictor", str(made.checkpoint), "--split", "all", "--tokens", "300"]
+    simulate = ["simulate", str(made.traces), "--predictor", str(made.checkpoint), "--split", "all", "--tokens", "120"]
     lossy = ["--miss", "drop", "--model", "reference", "--quality-tokens", "64", "--processes", "1"]
     rows = []
     for name in ("unseen", "both"):
@@ -174,7 +174,7 @@ def test_validation_chooses_what_hybrid_execution_is_measured_with(
     recall = evaluate(fitted, reference_traces.batches("test", 4096), reference_traces.view).as_dict()["recall_at_k"]
     assert recall["test"]["mean"] > recall["validation"]["mean"]
     chosen = best_on_validation(fitted, reference_traces, 1)
-    found = forecast_quality(QualityOptions(quality_tokens=512), "reference", fitted, 1, reference_traces, chosen)
+    found = forecast_quality(QualityOptions(quality_tokens=128), "reference", fitted, 1, reference_traces, chosen)
     assert [name for name in found["runs"] if "hybrid" in name] == ["hybrid execution of validation"]
 
 

@@ -280,8 +280,8 @@ def _drive(link: EmulatedLink, *, forwards: int, **configuration: Any) -> _Watch
 
 @pytest.mark.parametrize("configuration", WATCHED)
 def test_canaries(configuration: dict[str, Any]) -> None:
-    watch = _drive(EmulatedLink(1e12, jitter=4e-4, seed=3), forwards=100, **configuration)
-    assert watch.steps == 400
+    watch = _drive(EmulatedLink(1e12, jitter=4e-4, seed=3), forwards=50, **configuration)
+    assert watch.steps == 200
     assert watch.wrong == 0
 
 

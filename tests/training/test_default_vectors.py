@@ -36,9 +36,9 @@ from tests.data.traffic import as_traffic
 from tests.package.test_cli import fails
 from tests.sealed import edit_json
 
-SMALL = EstimatorConfig(parameters=80_000, steps=12, step_tokens=128)
+SMALL = EstimatorConfig(parameters=80_000, steps=6, step_tokens=128)
 FEW: dict[str, Any] = {"tokens": 900, "seed": 1, "early_rank": None}
-QUICK = FitOptions(tokens=2000, validation_tokens=250)
+QUICK = FitOptions(tokens=1000, validation_tokens=250)
 CONFIGS: dict[str, PredictorConfig | None] = {"quasi_hidden": None, "linear": None, "estimator": SMALL}
 
 
@@ -144,7 +144,7 @@ def test_documents_that_they_come_from_do_not_score(
     reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
 ) -> None:
     short = [replace(document, text=document.text[:200]) for document in load_documents("reference")]
-    traces = collect(reference_model, reference_tokenizer, short, tmp_path / "traces", tokens=2000, early_rank=None)
+    traces = collect(reference_model, reference_tokenizer, short, tmp_path / "traces", tokens=1800, early_rank=None)
     quasi, test = fit("quasi_hidden", traces).predictor, traces.chosen("test")
     assert len(test) > 1
     seen = test[0]

@@ -216,13 +216,13 @@ def test_survey_and_advice(reference_model: PreTrainedModel, one: dict[str, Any]
     found = survey(
         reference_model,
         one["input_ids"],
-        OffloadConfig(slots=64, cache=False, bandwidth=2e7),
+        OffloadConfig(slots=64, cache=False, bandwidth=4e7),
         predictors=["next_norm"],
         new_tokens=6,
         repetitions=1,
     )
     assert (found.trace.shape.layers, found.trace.shape.top_k, found.experts, found.block_bytes) == (12, 4, 768, 36864)
-    assert found.speed.copy_s >= 36864 / 2e7
+    assert found.speed.copy_s >= 36864 / 4e7
     assert (found.case.slots, found.case.cache, found.case.machine.window) == (64, False, 1)
     assert found.trace.steps == 5
     assert found.known("next_norm", 1).source == "measured"
@@ -233,7 +233,7 @@ def test_survey_and_advice(reference_model: PreTrainedModel, one: dict[str, Any]
     assert on_demand.bytes_per_token == 12 * 4 * 36864
     assert on_demand.tpot_s == pytest.approx(found.tpot_s)  # what it was calibrated to
     assert 0.8 * on_demand.bytes_per_token < exact.bytes_per_token < 1.5 * on_demand.bytes_per_token
-    assert on_demand.tpot_s > 12 * 4 * 36864 / 2e7
+    assert on_demand.tpot_s > 12 * 4 * 36864 / 4e7
     assert exact.wait_s < on_demand.wait_s
     assert 11 / 12 <= speculated.hit_rate < 1  # the rest is the first layer's, which are the last token's again
     assert json.loads(json.dumps(advice.as_dict(), allow_nan=False))["options"][1]["predictor"] == "next_norm"

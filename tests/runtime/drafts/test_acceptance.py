@@ -19,7 +19,7 @@ from expertcast.runtime import OffloadedModel, offload
 from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled
 from tests.runtime.drafts.loops import SLOTS, Scripted, cycles_of, script, tiny
 
-SAMPLES = 60_000
+SAMPLES = 30_000
 LEAST_P = 1e-3
 
 Accept = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, torch.Generator], tuple[Tensor, Tensor]]
@@ -128,7 +128,7 @@ def test_sampled_follows_the_model(vocabulary: int, kept: int | None, draft: str
 
 @pytest.mark.parametrize("draft", ["sampled", "likeliest"])
 def test_as_many_stand_as_the_distributions_share(draft: str) -> None:
-    """The first token stands with probability sum(min(p, q)); within 5 standard errors of 60,000 draws."""
+    """The first token stands with probability sum(min(p, q)); within 5 standard errors of 30,000 draws."""
     p_VV, q_VV = chain(8, 1), chain(8, 2)
     _, accepted_B = sequences(accept_sampled, p_VV, q_VV if draft == "sampled" else None, 3)
     p_V, q_V = p_VV[0].softmax(dim=-1), q_VV[0].softmax(dim=-1)

@@ -113,11 +113,11 @@ def settled(model: PreTrainedModel, cache: DynamicCache, whole: torch.Tensor) ->
     ("family", "draft", "place"),
     [
         *(("qwen3_next", ("int4", "early_exit")[number % 2], place) for number, place in enumerate(PLACES)),
-        *(("qwen3_moe", draft, place) for draft in ("int4", "resident") for place in PLACES),
+        *(("qwen3_moe", "int4", place) for place in PLACES),
         *(
             ("qwen3_moe", draft, place)
-            for draft in ("drop_cascade", "speculate", "early_exit", "prompt_lookup")
-            for place in ("router", "last experts", "processor")
+            for draft in ("resident", "drop_cascade", "speculate", "early_exit", "prompt_lookup")
+            for place in ("last experts", "processor")
         ),
     ],
 )

@@ -22,8 +22,7 @@ from tests.data.early_oracle import random_stand_in
 from tests.runtime.drafts.loops import LENGTHS, SLOTS, check_books, cycles_of, padded, prompt, tiny
 
 FAMILIES = (
-    "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid", "lfm2_moe", "glm4_moe", "minimax", "gemma4",
-    "qwen3_next",
+    "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid", "lfm2_moe", "minimax", "gemma4", "qwen3_next",
 )  # fmt: skip
 DRAFTS = [name for name in draft_names() if name not in (NONE, AUTO, MTP)]
 EACH = ("int4", "resident", "speculate", "early_exit", "prompt_lookup", AUTO)

@@ -63,7 +63,7 @@ def built(family: str, **own: Any) -> PreTrainedModel:
 class Fed:
     """A model with its shared cache, and what it says of a text token by token."""
 
-    def __init__(self, model: PreTrainedModel, length: int = 40) -> None:
+    def __init__(self, model: PreTrainedModel, length: int = 30) -> None:
         self.model = model
         self.text = torch.randint(10, 4096, (1, length), generator=torch.Generator().manual_seed(3))
         output = model(input_ids=self.text[:, :PROMPT], use_cache=True)

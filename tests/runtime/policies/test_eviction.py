@@ -619,7 +619,7 @@ def _random_trace(choose: random.Random) -> tuple[list[list[Visit]], dict[str, i
 def test_no_policy_has_fewer_misses() -> None:
     choose = random.Random(1)
     better = dict.fromkeys(POLICIES, 0)
-    for _ in range(120):
+    for _ in range(60):
         forwards, shape = _random_trace(choose)
         bound = run(cache("belady", **shape), forwards).misses  # type: ignore[arg-type]
         for policy in POLICIES:
@@ -629,7 +629,7 @@ def test_no_policy_has_fewer_misses() -> None:
         events = [visit.needs for forward in forwards for visit in forward]
         if shape["scope"] == "global":
             assert sum(bypass_misses(events, int(shape["slots"]))) <= bound
-    assert all(count > 20 for count in better.values()), better
+    assert all(count > 10 for count in better.values()), better
 
 
 def _belady() -> Belady:

@@ -48,8 +48,8 @@ def tokenizer(reference_tokenizer: Any) -> Any:
     return chatting(reference_tokenizer)
 
 
-PAIRS = [(ASKS[place % len(ASKS)], PROMPTS[place % len(PROMPTS)]) for place in range(12)]
-"""Every way to ask with two prompts, every prompt asked in three ways."""
+PAIRS = [(ASKS[place % len(ASKS)], PROMPTS[place % len(PROMPTS)]) for place in range(6)]
+"""Every way to ask, and every prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_requests_that_fill_the_cache_alone_and_together(reference_tokenizer: An
             assert refused.status_code == 400
             assert f"by its --kv-tokens this server takes {ROOM - 1} at most" in refused.json()["error"]["message"]
         alone = [ask(words).json()["choices"] for words in (100, 110)]
-        with ThreadPoolExecutor(6) as clients:
-            together = [answer.json()["choices"] for answer in clients.map(ask, [100, 110] * 3)]
-        assert together == alone * 3
+        with ThreadPoolExecutor(4) as clients:
+            together = [answer.json()["choices"] for answer in clients.map(ask, [100, 110] * 2)]
+        assert together == alone * 2
         assert server.get("/health").status_code == 200
