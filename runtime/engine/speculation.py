@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from expertcast.data.batch import RouterCall, RouterOutput, capturing
@@ -31,22 +32,35 @@ class TokenMemory:
     """
 
     def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._now_BLE: Tensor | None = None
-        self.previous_BLE: Tensor | None = None
+        self._now: list[Tensor | None] = [None] * layers
+        """[B, E] by layer, as far as this forward has come."""
+        self._before: list[Tensor | None] | None = None
+        """Of the forward before; None where that was of other texts."""
+        self._previous_BLE: Tensor | None = None
 
     def start(self, fresh: bool) -> None:
-        self.previous_BLE = None if fresh else self._now_BLE
-        self._now_BLE = None
+        """A forward starts; `fresh`: with new texts."""
+        self._before = None if fresh else self._now
+        self._now, self._previous_BLE = [None] * len(self._now), None
 
     def see(self, call: RouterCall, logits_TE: Tensor) -> None:
         """A layer was routed by these logits [T, E]."""
-        last_BE = logits_TE.detach().reshape(call.sequences, call.tokens, -1)[:, -1]
-        if self._now_BLE is None:
-            self._now_BLE = last_BE.new_full((call.sequences, self._layers, last_BE.shape[-1]), float("nan"))
-            if self.previous_BLE is not None and self.previous_BLE.shape != self._now_BLE.shape:
-                self.previous_BLE = None
-        self._now_BLE[:, call.layer] = last_BE
+        last_BE = logits_TE.detach()
+        if call.tokens > 1:
+            last_BE = last_BE.reshape(call.sequences, call.tokens, -1)[:, -1].clone()
+        self._now[call.layer] = last_BE
+
+    def previous(self, sequences: int) -> Tensor | None:
+        """Logits [B, L, E] of the token before, NaN at layers that were not routed; None where there is no such token
+        of each sequence."""
+        if self._previous_BLE is None and self._before is not None:
+            known = [each for each in self._before if each is not None]
+            if not known or any(each.shape != known[0].shape for each in known):
+                return None
+            unknown_BE = torch.full_like(known[0], float("nan"))
+            self._previous_BLE = torch.stack([unknown_BE if each is None else each for each in self._before], dim=1)
+        found_BLE = self._previous_BLE
+        return found_BLE if found_BLE is not None and len(found_BLE) == sequences else None
 
 
 @contextmanager
@@ -228,7 +242,7 @@ class Speculator:
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
         self._state = RouterState(
             layer=call.layer, residual_TD=call.residual_TD, router_input_TD=call.router_input_TD, logits_TE=logits_TE,
-            topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, previous_logits_TLE=self._previous(call),
+            topk_ids_TK=ids_TK, topk_weights_TK=weights_TK,
         )  # fmt: skip
         return target
 
@@ -242,6 +256,8 @@ class Speculator:
         """
         state, traced = self._state, self.rungs[rung]
         assert state is not None, "a forecast that is not due"
+        if traced.predictor.uses_previous_token:
+            state.previous_logits_TLE = self._previous(call)
         if traced.predictor.wants_early(call.layer, self.ahead) and not self._look_early(call, state, traced):
             return None
         made = (traced if call.tokens == 1 else traced.predictor).forecast(state, self.ahead)
@@ -296,7 +312,7 @@ class Speculator:
     def _previous(self, call: RouterCall) -> Tensor | None:
         if self.previous_logits_TLE is not None:
             return self.previous_logits_TLE
-        return self._memory.previous_BLE if self._memory is not None and call.tokens == 1 else None
+        return self._memory.previous(call.sequences) if self._memory is not None and call.tokens == 1 else None
 
 
 def _residual(found_TD: Tensor | None, standing_TD: Tensor, state: RouterState) -> Tensor:
