@@ -31,7 +31,7 @@ from expertcast.predictors.view import MoEView, overfetched
 from expertcast.runtime.drafts.names import NONE, check_draft
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
 from expertcast.runtime.policies import LRU, PRESETS, Fetch, Policies, Standard, TopK
-from expertcast.runtime.policies.settings import AUTO, FORECASTS
+from expertcast.runtime.policies.settings import AUTO, FORECASTS, NEVER
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.codecs import check_codec
 from expertcast.runtime.storage.expert_file import packed_codec
@@ -618,6 +618,7 @@ def _only_on_host(config: OffloadConfig) -> str | None:
         "next_token": config.next_token is not None,
         "refit": config.refit > 0,
         "reach": config.reach not in (None, config.ahead),
+        "forecasts='never'": config.forecasts == NEVER,
     }
     return next((name for name, given in used.items() if given), None)
 

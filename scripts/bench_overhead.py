@@ -82,6 +82,9 @@ class ListedForecasts(Speculator):
 
     listed: list[Forecast | None]
 
+    def due(self, call: RouterCall, executed: object) -> int | None:
+        return None if self.listed[call.layer] is None else call.layer + 1
+
     def forecast(self, call: RouterCall, *_: object) -> Forecast | None:
         return self.listed[call.layer]
 
@@ -174,8 +177,7 @@ def build(forecasts: bool, drift: bool) -> tuple[HostEngine, MoEView, ListedFore
     pool = SlotPool(store.layout, SLOTS, torch.device("cpu"))
     link = NoLink()
     link.attach(store, pool)
-    speculator = ListedForecasts(view, None)
-    speculator.predictor = NextNorm(PredictorConfig(), view.shape) if forecasts else None
+    speculator = ListedForecasts(view, NextNorm(PredictorConfig(), view.shape).bind(view) if forecasts else None)
     policies = Policies().make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
     engine = HostEngine(
         EngineParts(

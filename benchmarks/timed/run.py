@@ -207,6 +207,7 @@ def decode_timed(case: TimedCase) -> TimedRun:
             policies=case.policies,
             slots=round(case.capacity * view.shape.layers * view.shape.experts) or None,
             predictor=None if case.accuracy is None else process.predictor(),
+            forecasts="always",
         )
         with offload(model, config, observers=[clockwork]) as offloaded:
             clockwork.offloaded(offloaded, config.ahead)

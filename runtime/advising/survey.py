@@ -26,6 +26,7 @@ from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.speed import LinkSpeed, link_speed
 from expertcast.runtime.offloading import offload, recall_per_layer, resolve_predictor
 from expertcast.runtime.policies import Policies
+from expertcast.runtime.policies.settings import ALWAYS
 from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, no_times
 from expertcast.runtime.simulation.simulator import simulate
@@ -244,7 +245,8 @@ def survey(
     new_tokens: int = 32,
     repetitions: int = 2,
 ) -> Survey:
-    """Decode a few tokens on demand, and with each predictor at each distance that it offers, in alternation.
+    """Decode a few tokens on demand, and with each predictor at each distance that it offers, in alternation. These
+    runs make every forecast, as the event model does: `forecasts="auto"` leaves out those that cost too much.
 
     Args:
         model: as :func:`expertcast.offload` takes it.
@@ -277,7 +279,7 @@ def survey(
         for label, (predictor, _) in resolved.items():
             assert predictor is not None
             for ahead in (ahead for ahead in predictor.ahead if ahead < len(view)):
-                own = replace(config, predictor=predictor, ahead=ahead)
+                own = replace(config, predictor=predictor, ahead=ahead, forecasts=ALWAYS)
                 runs[label, ahead].append(_run(model, prompt_ids, new_tokens, own))
     base = min(base_runs, key=attrgetter("tpot_s"))
     trace = base.watched.trace(view.shape)

@@ -158,7 +158,7 @@ class LayerFlow:
             loaded early where anything is.
         likely: the least probability by it at which an expert is loaded early.
         rungs: ways to forecast that are chosen from by what they save and cost, with their recall@k where it is known;
-            None: whatever can be forecast is.
+            None: whatever can be forecast is; empty: only what is executed.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class LayerFlow:
         """The running layer runs in one chunk."""
         self._reads_transfer = policies.prefetch.reads_transfer
         self._rungs = rungs
-        self._pace = Pace(residency, shape.layers) if self._reads_transfer or rungs is not None else None
+        self._pace = Pace(residency, shape.layers) if self._reads_transfer or rungs else None
         self._governors: dict[int, ForecastGovernor] = {}
         """By the bits of the number of sequences: what forecasts cost depends on it."""
         self.governor: ForecastGovernor | None = None
@@ -211,7 +211,7 @@ class LayerFlow:
 
     def start_step(self, sequences: int) -> None:
         """The forward that has started is a decode step of so many sequences; its first layer has been reached."""
-        if self._rungs is None or self._pace is None:
+        if not self._rungs or self._pace is None:
             return
         about = sequences.bit_length()
         self.governor = self._governors.get(about)
@@ -360,6 +360,17 @@ class LayerFlow:
             return
         keys = list(range(following * self._experts, (following + 1) * self._experts))
         self.residency.prefetch(self._chunked(keys, self.residency.limit(following))[0])
+
+    def choose(self, target: int, own: int) -> int | None:
+        """The rung that is to forecast a layer that does not execute it; None: none is.
+
+        Args:
+            target: the layer.
+            own: the predictor itself, which makes all forecasts that nothing decides on.
+        """
+        if self._rungs is not None and not self._rungs:
+            return None
+        return own if self.governor is None else self.governor.choose(target)
 
     def forecast(self, target: int, rung: int, seconds: float) -> None:
         """A rung's forecast for a layer, with all that was asked for by it, took the model's thread so long."""
@@ -678,10 +689,11 @@ class HostEngine(Engine):
 
     @staticmethod
     def _rungs(parts: EngineParts) -> Mapping[str, float | None] | None:
-        """Ways to forecast to choose from, with their recall@k; None: every forecast that is due is made."""
+        """Ways to forecast to choose from, with their recall@k; None: every forecast that is due is made; empty: only
+        executed ones are."""
         policies = parts.policies
         read = policies.eviction.reads_forecasts or policies.pre_eviction.active
-        if parts.forecasts == ALWAYS or read or parts.speculator.predictor is None:
+        if parts.forecasts == ALWAYS or (parts.forecasts == AUTO and read):
             return None
         useful = parts.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
         names = [rung.predictor.name for rung in parts.speculator.rungs] if parts.forecasts == AUTO and useful else []
@@ -726,19 +738,17 @@ class HostEngine(Engine):
         target = speculator.due(call, executed) if self._forecasts else None
         if target is None:
             return
-        rung = len(speculator.rungs) - 1
-        if flow.governor is not None and target not in speculator.layers:
-            chosen = flow.governor.choose(target)
-            if chosen is None:
-                return
-            rung = chosen
+        own = len(speculator.rungs) - 1
+        rung = own if target in speculator.layers else flow.choose(target, own)
+        if rung is None:
+            return
         self._enter("forecast", call.layer)
         start = perf_counter()
         forecast = speculator.forecast(call, rung)
         self._enter("policy", call.layer)
         if forecast is None:
             return
-        self._hint(forecast, known=rung == len(speculator.rungs) - 1)
+        self._hint(forecast, known=rung == own)
         flow.forecast(target, rung, perf_counter() - start)
         for further in speculator.further(call, rung):
             if not self._residency.idle:  # the link has nearer layers' experts to bring

@@ -117,8 +117,8 @@ RECALL = 0.8
 _FIRM = 8.0
 """Missing experts that a checkpoint's recall counts for."""
 _FORGET = 0.995
-"""What a way of forecasting is taken to cost shrinks by this whenever it is not chosen: a price that was measured at a
-bad moment does not stand for ever."""
+"""What a way of forecasting is taken to cost shrinks by this whenever it is not chosen, until it is made once more: a
+price that was measured at a bad moment does not stand for ever."""
 _LEAST_S = 1e-6
 """Waiting below which no forecast is thought of."""
 _LITTLE = 0.01
@@ -145,6 +145,13 @@ class _Rung:
     made: int = 0
     known: set[int] = field(default_factory=set)
     """Layers that it has forecast: the first forecast for each runs what later ones need not."""
+    passed_over: int = 0
+    """Choices since it was made last."""
+
+    @property
+    def price_s(self) -> float:
+        """Seconds that it is taken to cost; 0 before it was measured."""
+        return (self.cost.value or 0.0) * _FORGET**self.passed_over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +202,7 @@ class ForecastGovernor:
         """Seconds of the last steps of the best kind."""
         self._ratios = deque[float](maxlen=_TRIALS)
         """Seconds of the other kind's trials, over those of the steps just before."""
+        self._other = self._ratio()
         self._trials = Trials()
         self._kind, self._best = _FORECASTS, _FORECASTS
         self._start_s: float | None = None
@@ -224,12 +232,13 @@ class ForecastGovernor:
         usual_s = statistics.median(self._recent)
         self._ratios.append(seconds / usual_s)
         self._trials.tried(self._kind, usual_s / seconds, seconds - usual_s)
-        middle, error = self._ratio()
+        self._other = middle, error = self._ratio()
         if len(self._ratios) >= _FIRST_TRIALS and middle + error < 1.0:
             self._best = self._kind
             self._trials.won(self._kind)
             self._ratios.clear()
             self._recent.clear()
+            self._other = self._ratio()
 
     def choose(self, target: int) -> int | None:
         """The rung that is to forecast a layer; None: no forecast is worth its time."""
@@ -245,13 +254,11 @@ class ForecastGovernor:
         free_s = self._pace.awaited_s(self._link.clock())
         best, gain = None, 0.0
         for number, rung in enumerate(self.rungs):
-            cost_s = rung.cost.value or 0.0
-            own = rung.found.value * most_s - max(0.0, cost_s - free_s)
+            own = rung.found.value * most_s - max(0.0, rung.price_s - free_s)
             if own > gain:
                 best, gain = number, own
-        for number, rung in enumerate(self.rungs):
-            if number != best:
-                rung.cost.shrink(_FORGET)
+        for rung in self.rungs:
+            rung.passed_over += 1
         if best is None:
             self._reasons["it costs more than it saves"] += 1
         return best
@@ -271,6 +278,7 @@ class ForecastGovernor:
             rung.cost.observe(max(seconds, 1e-9))
         rung.known.add(target)
         rung.made += 1
+        rung.passed_over = 0
         self._count += 1
         self._made[target] = rung
 
@@ -304,7 +312,7 @@ class ForecastGovernor:
         """The kind that is not the best, where it is time to run it once more."""
         if len(self._recent) < _NEIGHBOURS:
             return None
-        usual_s, (middle, error) = statistics.median(self._recent), self._ratio()
+        usual_s, (middle, error) = statistics.median(self._recent), self._other
         other = _NONE if self._best == _FORECASTS else _FORECASTS
         best = _Steps(kind=self._best, seconds=usual_s)
         return self._trials.next(best, {other: _Steps(kind=other, seconds=middle * usual_s, doubt=error)})
@@ -327,7 +335,7 @@ class ForecastGovernor:
             },
             "left_out": dict(self._reasons),
             "best": self._best,
-            "other": self._ratio()[0] if self._ratios else None,
+            "other": self._other[0] if self._ratios else None,
             "trials": len(self._ratios),
             "lost_s": self._trials.lost_s,
             "seconds": self._trials.seconds,

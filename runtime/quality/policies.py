@@ -26,6 +26,7 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.policies import Policies
+from expertcast.runtime.policies.settings import ALWAYS, AUTO
 from expertcast.runtime.quality.forecasts import EXACT, Pass, RunScores
 from expertcast.runtime.simulation.trace import PREFILL, prefilled
 
@@ -135,7 +136,8 @@ def _passes(
     totals: Counter[str] = Counter()
     passes = []
     if config.link == "auto":
-        config = replace(config, link=InstantLink(), bandwidth=None, latency=0.0)
+        every = ALWAYS if config.forecasts == AUTO else config.forecasts  # auto would leave all out over such a link
+        config = replace(config, link=InstantLink(), bandwidth=None, latency=0.0, forecasts=every)
     with opener(config) as offloaded:
         for ids_BW in windows:
             with _recorded(offloaded.view) as executed:

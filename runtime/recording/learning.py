@@ -66,10 +66,6 @@ class RunningMean(Fading):
         self.fade(self._keep)
         self._add(1.0, value)
 
-    def shrink(self, share: float) -> None:
-        """Take the mean for so much of what it was."""
-        self._sums[1] *= share
-
     @property
     def value(self) -> float | None:
         """None before there was an observation."""

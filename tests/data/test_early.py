@@ -140,7 +140,7 @@ def test_a_cache_that_cannot_be_read_is_told_of_once() -> None:
     expected = decode(model)
     for cache in (OwnCache(), DynamicCache(config=model.config)):
         with (
-            offload(model, predictor=predictor(view), slots=8) as offloaded,
+            offload(model, predictor=predictor(view), slots=8, forecasts="always") as offloaded,
             warnings.catch_warnings(record=True) as said,
         ):
             warnings.simplefilter("always")
@@ -181,7 +181,7 @@ def test_layers_that_cannot_be_run_early_are_refused_and_runs_stay_exact(make: A
     view = find_moe_layers(model)
     assert told(EarlyAttention(model, view).refused) == expected
     plain = decode(model)
-    with offload(model, predictor=predictor(view), slots=8) as offloaded:
+    with offload(model, predictor=predictor(view), slots=8, forecasts="always") as offloaded:
         assert_same_logits(decode(model), plain)
         assert offloaded.stats.total.prefetched > 0
     whole = Follower(model, view, random_stand_in(view), whole=True)
@@ -225,7 +225,9 @@ def test_outputs_hold_the_models_own_entries(family: str) -> None:
             given_kwargs = {**inputs, **asked, "use_cache": past is not None}
             with torch.no_grad():
                 expected = model(**given_kwargs, past_key_values=copy.deepcopy(past))
-                with offload(model, predictor=predicted, slots=32, speculate_prefill=True) as offloaded:
+                with offload(
+                    model, predictor=predicted, slots=32, speculate_prefill=True, forecasts="always"
+                ) as offloaded:
                     found = model(**given_kwargs, past_key_values=copy.deepcopy(past))
                     assert past is None or offloaded.stats.total.prefetched > 0
             for name in ("router_logits", "hidden_states", "attentions"):

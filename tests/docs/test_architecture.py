@@ -115,7 +115,7 @@ def test_a_predictor(module: Make) -> None:
     (code,) = blocks("A predictor")
     module("same_logits", code)
     assert names()[-1] == "same_logits"
-    offloaded = same_as_resident(tiny_model("qwen3_moe"), predictor="same_logits")
+    offloaded = same_as_resident(tiny_model("qwen3_moe"), predictor="same_logits", forecasts="always")
     assert offloaded.stats.total.prefetched > 0
 
 
@@ -135,7 +135,7 @@ def test_a_policy(module: Make) -> None:
 def test_a_link(module: Make, predictor: str | None) -> None:
     (code,) = blocks("A link")
     link = module("steady", code).SteadyLink(20e6)
-    same_as_resident(tiny_model("qwen3_moe"), link=link, predictor=predictor)
+    same_as_resident(tiny_model("qwen3_moe"), link=link, predictor=predictor, forecasts="always")
     assert link.copies > 0
     assert link.busy_s >= link.bytes_moved / link.bandwidth
 
@@ -147,7 +147,7 @@ def test_a_store(module: Make) -> None:
     shared: list[bool] = []
     read_ahead = store.read_ahead
     store.read_ahead = lambda keys: (shared.append(store.block(0).is_shared()), read_ahead(keys))
-    same_as_resident(model, store=store, predictor="router_input")
+    same_as_resident(model, store=store, predictor="router_input", forecasts="always")
     assert shared
     assert all(shared)
 

@@ -111,7 +111,7 @@ def test_another_class_of_a_refused_family(family: str) -> None:
     ids_BT = torch.randint(10, 4096, (2, 9), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         expected = model(input_ids=ids_BT)[0]
-        with expertcast.offload(model, predictor="next_norm", slots=SLOTS) as offloaded:
+        with expertcast.offload(model, predictor="next_norm", slots=SLOTS, forecasts="always") as offloaded:
             assert torch.equal(model(input_ids=ids_BT)[0], expected)
             assert offloaded.stats.as_dict()["bytes_moved"] > 0
     assert bool(expected.isfinite().all())
@@ -164,7 +164,7 @@ def test_traces_route_as_the_model_does(made: Made, traces: TraceDataset) -> Non
 
 
 def test_offloaded_with_forecasts_is_bit_identical(made: Made, predictor: Predictor) -> None:
-    with expertcast.offload(made.model, predictor=predictor, slots=SLOTS) as offloaded:
+    with expertcast.offload(made.model, predictor=predictor, slots=SLOTS, forecasts="always") as offloaded:
         tokens, logits = greedy(made.model, made.prompt)
         assert offloaded.stats.as_dict()["bytes_moved"] > 0
     assert torch.equal(tokens, made.tokens)

@@ -65,7 +65,7 @@ def test_exact_mode_is_bit_identical(trained: dict[str, Any]) -> None:
     expected = greedy(model, PROMPT, 4)
     for name in ("linear", "early_attention", "estimator"):
         predictor = trained["predictors"][name]
-        with expertcast.offload(model, predictor=predictor, slots=8) as offloaded:
+        with expertcast.offload(model, predictor=predictor, slots=8, forecasts="always") as offloaded:
             assert_same(greedy(model, PROMPT, 4), expected)
             assert offloaded.stats.as_dict()["bytes_moved"] > 0
     assert_same(greedy(model, PROMPT, 4), expected)

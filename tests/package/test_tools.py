@@ -54,7 +54,7 @@ def same(one: Any, other: Any) -> bool:
 def check(model: PreTrainedModel, run: Callable[[Any], Any]) -> None:
     """Run a tool on the resident model, on the offload's model, on the offload, and on the resident model again."""
     expected = run(model)
-    with expertcast.offload(model, slots=SLOTS, predictor="next_norm") as offloaded:
+    with expertcast.offload(model, slots=SLOTS, predictor="next_norm", forecasts="always") as offloaded:
         assert same(run(offloaded.model), expected)
         assert offloaded.stats.total.requests, "the tool never ran an offloaded layer"
         assert same(run(offloaded), expected)

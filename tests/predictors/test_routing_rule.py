@@ -136,12 +136,14 @@ def test_a_layer_that_goes_by_more_gets_no_forecast(model: PreTrainedModel) -> N
 def test_offloaded_in_every_mode(model: PreTrainedModel) -> None:
     expected = greedy(model)
     with pytest.warns(UserWarning, match="no forecast is made"), expertcast.offload(
-        model, predictor="next_norm", slots=8
+        model, predictor="next_norm", slots=8, forecasts="always"
     ):  # fmt: skip
         assert torch.equal(greedy(model), expected)
     for mode, layers in (("speculate", None), ("hybrid", [WRONG])):
         with pytest.warns(UserWarning, match="no forecast is made"):
-            offloaded = expertcast.offload(model, predictor="next_norm", mode=mode, layers=layers, slots=8)
+            offloaded = expertcast.offload(
+                model, predictor="next_norm", mode=mode, layers=layers, slots=8, forecasts="always"
+            )
         with offloaded:
             assert torch.equal(greedy(model), expected) == (mode == "hybrid")
 
@@ -150,7 +152,7 @@ def test_nothing_is_asked_for_from_further_off(model: PreTrainedModel) -> None:
     view, hinted = find_moe_layers(model), []
     predictor = NextNorm(PredictorConfig(ahead=(1, 2)), view.shape).bind(view)
     with pytest.warns(UserWarning, match="no forecast is made"):
-        offloaded = expertcast.offload(model, predictor=predictor, reach=2, slots=32)
+        offloaded = expertcast.offload(model, predictor=predictor, reach=2, slots=32, forecasts="always")
     with offloaded:
         hint = offloaded.flow.hint
         offloaded.flow.hint = lambda *given: (hinted.append(given[0].layer), hint(*given))[1]  # type: ignore[method-assign]
@@ -173,7 +175,9 @@ def test_the_first_batch_is_asked_too() -> None:
     expected = greedy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        offloaded = expertcast.offload(model, predictor="next_norm", mode="hybrid", layers=[WRONG], slots=8)
+        offloaded = expertcast.offload(
+            model, predictor="next_norm", mode="hybrid", layers=[WRONG], slots=8, forecasts="always"
+        )
     with offloaded, pytest.warns(UserWarning, match="no forecast is made"):
         assert torch.equal(greedy(model), expected)
 

@@ -23,8 +23,9 @@ from expertcast.cli import main
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.options import field_docs
 from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, load_offloaded, offload
-from expertcast.runtime.config import FORECASTS, LINKS, MODES, remarks
+from expertcast.runtime.config import LINKS, MODES, remarks
 from expertcast.runtime.policies import MISS, PRESETS, ROUTING, Policies
+from expertcast.runtime.policies.settings import FORECASTS
 from expertcast.runtime.recording.recorder import Observer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
@@ -296,7 +297,7 @@ def test_a_preset_with_a_predictor_is_not_on_demand() -> None:
 
 LINES: list[tuple[dict[str, Any], list[str]]] = [
     ({}, []),
-    ({"predictor": "next_norm", "ahead": 2, "reach": 3, "overfetch": 1.5, "forecasts": "worth"}, []),
+    ({"predictor": "next_norm", "ahead": 2, "reach": 3, "overfetch": 1.5, "forecasts": "always"}, []),
     ({"mode": "speculate", "predictor": "next_norm", "policies": Policies(miss="drop")}, []),
     ({"mode": "hybrid", "predictor": "next_norm", "min_recall": 0.5, "true_weights": True}, []),
     ({"policies": "on_demand"}, []),
@@ -313,12 +314,9 @@ LINES: list[tuple[dict[str, Any], list[str]]] = [
         {"policies": Policies(prefetch="top_k:overfetch=2.0", pre_eviction="gap"), "ahead": 2},
         ["ahead, prefetch 'top_k:overfetch=2.0', pre_eviction 'gap' have no effect without a predictor"],
     ),
-    ({"overfetch": 2.0, "forecasts": "worth"}, ["forecasts, overfetch have no effect without a predictor"]),
+    ({"overfetch": 2.0, "forecasts": "never"}, ["forecasts, overfetch have no effect without a predictor"]),
     ({"overfetch": 2.0, "cache": False}, []),
-    (
-        {"cache": False, "predictor": "next_norm", "forecasts": "worth"},
-        ["forecasts has no effect without a cache"],
-    ),
+    ({"cache": False, "predictor": "next_norm", "forecasts": "never"}, []),
     (
         {"policies": Policies(eviction="forecast"), "likely": 0.5},
         ["likely, looking ahead by eviction 'forecast' have no effect without next_token"],

@@ -77,15 +77,15 @@ def test_trained_predictors(
     quasi.set_defaults(reference_traces.defaults)
     previous = predictor_class("previous_token")(Frequency.config_class(), shape)
     expected = greedy(reference_model, one)
-    with offload(reference_model, predictor=quasi, slots=24, cache=False) as offloaded:
+    with offload(reference_model, predictor=quasi, slots=24, cache=False, forecasts="always") as offloaded:
         assert_same(greedy(offloaded, one), expected)
         near = offloaded.stats.total
-    with offload(reference_model, predictor=quasi, slots=24, cache=False, ahead=2) as offloaded:
+    with offload(reference_model, predictor=quasi, slots=24, cache=False, ahead=2, forecasts="always") as offloaded:
         assert_same(greedy(offloaded, one), expected)
         far = offloaded.stats.total
     assert near.prefetched_used > far.prefetched_used
     assert far.prefetched_used > 0.5 * far.prefetched  # chance is K / E = 1/16; prefill requests cannot be forecast
-    with offload(reference_model, predictor=previous, slots=24, cache=False) as offloaded:
+    with offload(reference_model, predictor=previous, slots=24, cache=False, forecasts="always") as offloaded:
         assert_same(greedy(offloaded, one), expected)
         assert offloaded.stats.total.prefetched_used > 0
 
@@ -99,7 +99,7 @@ def test_plain_forward_and_pipeline(
 
     expected_text = text()
     expected = reference_model(**one, labels=one["input_ids"])
-    with offload(reference_model, slots=64, predictor="next_norm") as offloaded:
+    with offload(reference_model, slots=64, predictor="next_norm", forecasts="always") as offloaded:
         got = offloaded(**one, labels=one["input_ids"])
         assert torch.equal(got.logits, expected.logits)
         assert torch.equal(got.loss, expected.loss)
@@ -153,7 +153,7 @@ def test_slot_views_are_read_in_place(reference_model: PreTrainedModel) -> None:
 def test_first_layers_are_carried_over(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
     """No layer runs early enough to forecast layer 0: without a cache, the last token's experts are asked for again."""
     expected = greedy(reference_model, one)
-    with offload(reference_model, predictor="next_norm", slots=16, cache=False) as offloaded:
+    with offload(reference_model, predictor="next_norm", slots=16, cache=False, forecasts="always") as offloaded:
         assert_same(greedy(offloaded, one), expected)
         first = offloaded.stats.layers[0]
         assert 0 < first.prefetched <= 4 * 7, "once per decode step that follows another"
@@ -161,7 +161,7 @@ def test_first_layers_are_carried_over(reference_model: PreTrainedModel, one: di
         offloaded.reset_stats()
         assert_same(greedy(offloaded, one), expected)
         assert offloaded.stats.layers[0].prefetched == first.prefetched, "nothing is carried into another text"
-    with offload(reference_model, predictor="next_norm", slots=96) as offloaded:
+    with offload(reference_model, predictor="next_norm", slots=96, forecasts="always") as offloaded:
         greedy(offloaded, one)
         assert offloaded.stats.layers[0].prefetched == 0, "a cache keeps what it can"
 
@@ -236,9 +236,9 @@ def _canary_model() -> PreTrainedModel:
 
 WATCHED: list[dict[str, Any]] = [
     {"slots": 2},
-    {"slots": 5, "predictor": "next_norm"},
-    {"slots": 9, "predictor": "next_norm", "overfetch": 2.0},
-    {"slots": 6, "predictor": "router_input", "cache": False},
+    {"slots": 5, "predictor": "next_norm", "forecasts": "always"},
+    {"slots": 9, "predictor": "next_norm", "overfetch": 2.0, "forecasts": "always"},
+    {"slots": 6, "predictor": "router_input", "cache": False, "forecasts": "always"},
     {"slots": 7, "predictor": "next_norm", "mode": "speculate"},
 ]
 """Configurations under which every output is compared."""

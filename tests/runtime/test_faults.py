@@ -98,7 +98,7 @@ class _Interrupting(LogitsProcessor):  # type: ignore[misc]
 
 @pytest.mark.parametrize("mode", ["exact", "speculate"])
 def test_interrupt_between_steps(mode: str, model: PreTrainedModel, expected: Result) -> None:
-    with offload(model, slots=5, predictor="next_norm", mode=mode, link=slow_link()) as offloaded:
+    with offload(model, slots=5, predictor="next_norm", forecasts="always", mode=mode, link=slow_link()) as offloaded:
         own = greedy(offloaded, INPUTS)
         for step in (1, 4):
             with pytest.raises(KeyboardInterrupt):
@@ -310,7 +310,7 @@ def test_offload_fails_on_the_way(
 
 
 def test_use_after_close(model: PreTrainedModel, expected: Result) -> None:
-    offloaded = offload(model, slots=5, predictor="next_norm", link=slow_link())
+    offloaded = offload(model, slots=5, predictor="next_norm", forecasts="always", link=slow_link())
     find_moe_layers(model)  # routers run, our experts function does not
     offloaded.close()
     offloaded.close()
@@ -409,7 +409,7 @@ def test_inference_mode(model: PreTrainedModel, expected: Result) -> None:
         pass
     assert not any(parameter.is_inference() for parameter in model.parameters())
     with torch.inference_mode():
-        offloaded = offload(model, slots=5, predictor="next_norm")
+        offloaded = offload(model, slots=5, predictor="next_norm", forecasts="always")
     assert_same(greedy(offloaded, INPUTS), expected)
     offloaded.close()
     model(**INPUTS, labels=INPUTS["input_ids"]).loss.backward()
@@ -422,7 +422,7 @@ def test_closed_with_prefetches_under_way(model: PreTrainedModel, expected: Resu
     """A slow link is still busy with forecasts when the offload is closed."""
     link = EmulatedLink(1e9, 5e-3)
     facts, threads = facts_of(model), threading.active_count()
-    offloaded = offload(model, slots=16, predictor="next_norm", link=link, overfetch=4.0)
+    offloaded = offload(model, slots=16, predictor="next_norm", forecasts="always", link=link, overfetch=4.0)
     handle = offloaded.view[2].block.register_forward_pre_hook(RaiseAt(2, KeyError()))
     with pytest.raises(KeyError), offloaded:
         greedy(offloaded, INPUTS)
@@ -446,7 +446,7 @@ def test_dropped_without_close() -> None:
     """Model, store and the link's thread go when nobody holds the model any more."""
     threads = threading.active_count()
     model = tiny_model("qwen3_moe")
-    offloaded = offload(model, slots=5, predictor="next_norm", link=slow_link())
+    offloaded = offload(model, slots=5, predictor="next_norm", forecasts="always", link=slow_link())
     greedy(offloaded, INPUTS)
     gone = [weakref.ref(thing) for thing in (model, offloaded.store, offloaded.link, offloaded.view[0].experts)]
     del model, offloaded
@@ -500,7 +500,7 @@ def _own_threads() -> list[str]:
 @pytest.mark.usefixtures("swept")
 def test_the_handle_is_dropped(model: PreTrainedModel, expected: Result) -> None:
     """The model goes on from its slots."""
-    offload(model, slots=5, predictor="next_norm", link=slow_link())
+    offload(model, slots=5, predictor="next_norm", forecasts="always", link=slow_link())
     gc.collect()
     assert_same(greedy(model, INPUTS), expected)
     model._expertcast.close()  # or the link's thread ends while some other test counts threads
@@ -514,8 +514,8 @@ def test_two_models_at_once() -> None:
     expected = [greedy(model, INPUTS) for model in models]
     assert not torch.equal(expected[0][0], expected[1][0])
     with (
-        offload(models[0], slots=4, predictor="next_norm", link=slow_link()) as first,
-        offload(models[1], slots=4, predictor="next_norm", link=slow_link(), cache=False) as second,
+        offload(models[0], slots=4, predictor="next_norm", forecasts="always", link=slow_link()) as first,
+        offload(models[1], slots=4, predictor="next_norm", forecasts="always", link=slow_link(), cache=False) as second,
         offload(models[2], slots=4) as third,
     ):
         for _ in range(2):
@@ -539,12 +539,12 @@ def test_what_two_offloads_may_not_share(model: PreTrainedModel, expected: Resul
     link = slow_link()
     cls = predictor_class("next_norm")
     predictor = cls(cls.config_class(), find_moe_layers(model).shape)
-    with offload(model, slots=5, link=link, predictor=predictor) as offloaded:
+    with offload(model, slots=5, link=link, predictor=predictor, forecasts="always") as offloaded:
         for shared in ({"link": link}, {"predictor": predictor}, {"store": offloaded.store}):
             with pytest.raises(ExpertcastError, match="serves another offload: close that one first"):
                 offload(other, slots=5, **shared)
         assert_same(greedy(offloaded, INPUTS), expected)
-    with offload(other, slots=5, link=link, predictor=predictor):
+    with offload(other, slots=5, link=link, predictor=predictor, forecasts="always"):
         pass
 
 
@@ -669,7 +669,7 @@ def test_everything_is_put_back() -> None:
     facts = (facts_of(model), [m.training for m in model.modules()])
     numbers = [module.num_experts for module in model.modules() if hasattr(module, "num_experts")]
     strides = [parameter.stride() for parameter in parameters.values()]
-    with offload(model, slots=2, predictor="next_norm") as offloaded:
+    with offload(model, slots=2, predictor="next_norm", forecasts="always") as offloaded:
         greedy(offloaded, {"input_ids": torch.tensor([[3, 4, 5]])})
         assert parameters["model.layers.0.mlp.experts.gate_up_proj"].numel() == 0, "the model's own memory is released"
     after = model.state_dict()
@@ -689,7 +689,7 @@ def test_routing_changed_by_another_hook(reference_model: PreTrainedModel, one: 
         return logits_TE, weights_TK, (ids_TK + 7) % 64
 
     view = find_moe_layers(reference_model)
-    with offload(reference_model, slots=9, predictor="next_norm") as offloaded:
+    with offload(reference_model, slots=9, predictor="next_norm", forecasts="always") as offloaded:
         handle = view[4].router.register_forward_hook(turn)
         got = greedy(offloaded, one, 4)
         handle.remove()
@@ -810,7 +810,9 @@ def test_two_hundred_cycles(tmp_path: Path) -> None:
     for cycle in range(CYCLES):
         kept = DiskStore(find_moe_layers(model), tmp_path, fingerprint="a") if cycle % 3 == 2 else None
         store = kept or ("memory", "disk")[cycle % 3]
-        with offload(model, store=store, link=EmulatedLink(4e9), predictor="next_norm", slots=20) as offloaded:
+        with offload(
+            model, store=store, link=EmulatedLink(4e9), predictor="next_norm", forecasts="always", slots=20
+        ) as offloaded:
             logits = offloaded(prompt).logits
         if kept is not None:
             kept.close()

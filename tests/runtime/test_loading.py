@@ -31,7 +31,7 @@ def _saved(family: str, folder: Path, **arguments: Any) -> str:
 
 
 def test_reference_model(reference_model: PreTrainedModel, one: dict[str, Tensor], four: dict[str, Tensor]) -> None:
-    with load_offloaded(REFERENCE, slots=60, predictor="next_norm") as offloaded:
+    with load_offloaded(REFERENCE, slots=60, predictor="next_norm", forecasts="always") as offloaded:
         for inputs in (one, four):
             assert_same(greedy(offloaded, inputs, 6), greedy(reference_model, inputs, 6))
         assert offloaded.view.fingerprint() == offload_fingerprint(reference_model)
@@ -93,7 +93,9 @@ def test_on_disk(family: str, tmp_path: Path) -> None:
     path = _saved(family, tmp_path / "model")
     expected = greedy(load_model(path), IDS, 4)
     folder = tmp_path / "store"
-    with load_offloaded(path, store="disk", store_folder=folder, slots=6, predictor="next_norm") as offloaded:
+    with load_offloaded(
+        path, store="disk", store_folder=folder, slots=6, predictor="next_norm", forecasts="always"
+    ) as offloaded:
         assert isinstance(offloaded.store, DiskStore)
         assert_same(greedy(offloaded, IDS, 4), expected)
     assert [entry.name for entry in folder.iterdir()] == ["experts.safetensors"]

@@ -34,7 +34,7 @@ def expected(model: PreTrainedModel) -> Result:
 
 @pytest.fixture
 def offloaded(model: PreTrainedModel) -> Iterator[OffloadedModel]:
-    with offload(model, slots=8, predictor="next_norm") as made:
+    with offload(model, slots=8, predictor="next_norm", forecasts="always") as made:
         yield made
 
 

@@ -163,7 +163,7 @@ def test_generation_is_right_afterwards(
     """After a collection, and after one that was cut short between request and copies."""
     expected = greedy(reference_model, one, 6)
     settings: dict[str, Any] = {"tokens": 130, "window": 64, "early_rank": None}
-    with offload(reference_model, slots=100, predictor="next_norm") as offloaded:
+    with offload(reference_model, slots=100, predictor="next_norm", forecasts="always") as offloaded:
         assert_same(greedy(offloaded, one, 6), expected)
         collect(offloaded, reference_tokenizer, documents(), tmp_path / "whole", **settings)
         assert_same(greedy(offloaded, one, 6), expected)

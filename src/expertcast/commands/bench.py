@@ -52,7 +52,7 @@ def describe_prompt(prompt: Json) -> list[str]:
     lines = [f"prompt of {prompt['prompt_tokens']} tokens, {speed}, identical means as {prompt['compared_with']}"]
     if "measured_routing" in prompt:
         lines.append("routing came out as " + ", ".join(f"{k} {v:.3g}" for k, v in prompt["measured_routing"].items()))
-    lines.append(runs_table(prompt["runs"]))
+    lines += [runs_table(prompt["runs"]), *forecast_lines(prompt["runs"])]
     if "drafts" in prompt:
         lines += ["", drafts_table(prompt["drafts"]), ""]
     if prompt["resident"] is not None:
@@ -111,6 +111,17 @@ def runs_table(runs: Json) -> str:
             )
         )
     return aligned(rows)
+
+
+def forecast_lines(runs: Json) -> list[str]:
+    """A line per run in which forecasts were weighed: how many were made, by what, and why not all."""
+    lines = []
+    for name, run in runs.items():
+        for governor in run["stats"].get("forecasts", {}).values():
+            made = ", ".join(f"{own['made']} by {rung}" for rung, own in governor["rungs"].items())
+            left_out = ", ".join(f"{count} as {reason}" for reason, count in governor["left_out"].items())
+            lines.append(f"forecasts of {name}: {made}; left out: {left_out or 'none'}")
+    return lines
 
 
 def peer_text(found: Json) -> str:
@@ -333,8 +344,9 @@ def check_advice(options: Options, target: Target, prompt: Prompt) -> Json:
 
 
 def known_to_advise(config: OffloadConfig) -> bool:
-    """Whether the event model says what such a run takes: forecasts of whole tokens are none of it."""
-    return config.next_token is None and config.policies is None and config.forecasts == "always"
+    """Whether the event model says what such a run takes: without forecasts of whole tokens, and with all others."""
+    every = config.predictor is None or config.forecasts == "always"
+    return config.next_token is None and config.policies is None and every
 
 
 def peer(options: Options, target: Target, prompt: Prompt) -> Json:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.results import layer_table
+from expertcast.commands.bench import forecast_lines
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome, folder, say, write_json
@@ -327,7 +328,7 @@ def _text(out: Path, evaluation: Evaluation, result: Json) -> str:
             f"decoding with forecasts by {result['deployed_predictor']}, {SLOTS} of "
             f"{result['experts'] * result['layers']} experts on the device, "
             f"link of {result['bandwidth'] / 1e6:.1f} MB/s",
-            runs_table(result["runs"]),
+            "\n".join([runs_table(result["runs"]), *forecast_lines(result["runs"])]),
             f"{result['seconds']:.0f} seconds; wrote {', '.join(map(str, wrote))}",
             "next:" + "".join(f"\n    {command.format(**paths)}" for command in NEXT),
         ]

@@ -103,7 +103,9 @@ def test_offloaded_runs_see_the_same_routing(tiny: PreTrainedModel, mode: str, a
     made = tables(view.shape, prompt=5, new_tokens=NEW, accuracy=accuracy)
     with RoutingProcess(tiny, view, made) as process:
         expected = decode_greedily(tiny, prompt_ids, NEW)
-        with offload(tiny, predictor=process.predictor(), mode=mode, slots=6, cache=False) as offloaded:
+        with offload(
+            tiny, predictor=process.predictor(), mode=mode, slots=6, cache=False, forecasts="always"
+        ) as offloaded:
             got = decode_greedily(tiny, prompt_ids, NEW, offloaded=offloaded)
             stats = offloaded.stats.layers[1:]  # layer 0 has no forecast
     assert same_logits(got, expected) == (mode == "exact" or accuracy == 1.0)
@@ -117,7 +119,7 @@ def test_other_predictors_are_not_told_the_truth(tiny: PreTrainedModel) -> None:
     made = tables(view.shape, prompt=5, new_tokens=NEW)
     with (
         RoutingProcess(tiny, view, made),
-        offload(tiny, predictor="next_norm", mode="exact", slots=4, cache=False) as offloaded,
+        offload(tiny, predictor="next_norm", mode="exact", slots=4, cache=False, forecasts="always") as offloaded,
     ):
         decode_greedily(tiny, torch.arange(5).unsqueeze(0), NEW, offloaded=offloaded)
         assert offloaded.stats.hit_rate < 0.6

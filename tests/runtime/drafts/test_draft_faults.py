@@ -126,7 +126,7 @@ def test_nothing_is_left_of_a_fault(family: str, draft: str, place: str) -> None
     facts, threads = facts_of(model), own_threads()
     layers, list_of = model.config.num_hidden_layers, model.model.layers
     plain: Given = {"max_new_tokens": NEW, "do_sample": False}
-    with offload(model, slots=SLOTS, predictor="next_norm", link=slow_link()) as offloaded:
+    with offload(model, slots=SLOTS, predictor="next_norm", link=slow_link(), forecasts="always") as offloaded:
         whole = offloaded.generate(ids_BS, **plain, draft="none")
         executed = offloaded._engine._speculator.layers
         assert offloaded.drafting is not None

@@ -49,7 +49,7 @@ def unlimited(family: str) -> PreTrainedModel:
 def test_every_draft_gives_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids_BS = prompt()
     drafted, accepted = 0, 0
-    with offload(unlimited(family), slots=SLOTS, predictor="next_norm") as offloaded:
+    with offload(unlimited(family), slots=SLOTS, predictor="next_norm", forecasts="always") as offloaded:
         expected = plain(offloaded, ids_BS)
         for draft in [*DRAFTS, AUTO] if family == "qwen3_moe" else EACH:
             lengths = (1, *LENGTHS) if family == "qwen3_moe" else LENGTHS[:1]
@@ -89,7 +89,7 @@ def test_early_attention_leaves_out_layers_that_a_draft_skips(
         return residual_TD
 
     given = {**padded(rows), "max_new_tokens": NEW, "do_sample": False}
-    with offload(model, slots=SLOTS, predictor=predictor) as offloaded:
+    with offload(model, slots=SLOTS, predictor=predictor, forecasts="always") as offloaded:
         expected = offloaded.generate(**given, draft=NONE)
         monkeypatch.setattr(EarlyAttention, "attend", noted)
         with cycles_of(monkeypatch) as cycles:

@@ -139,7 +139,7 @@ def test_running_recall_is_that_of_a_count_by_hand(
     taps = RouterTaps(reference_model, reference_view, on_router, lambda _fresh, _ids: None)
     _decode(reference_model, ids, 2 * block)
     taps.close()
-    with offload(reference_model, predictor=predictor, slots=96) as offloaded:
+    with offload(reference_model, predictor=predictor, slots=96, forecasts="always") as offloaded:
         _decode(offloaded, ids, 2 * block)
         stats = offloaded.stats.as_dict()
         assert stats["drift"] is None
@@ -170,7 +170,7 @@ def test_a_checkpoint_is_what_recall_falls_from(
     predictor = NextNorm(PredictorConfig(), reference_view.shape).bind(reference_view)
     recall = {"recall_at_k": {"next_norm": {"mean": 1.0, "per_layer": [1.0] * 11}}}
     save_predictor(predictor, tmp_path / "p", view=reference_view, metrics=recall)
-    with offload(reference_model, predictor=tmp_path / "p", slots=96) as offloaded:
+    with offload(reference_model, predictor=tmp_path / "p", slots=96, forecasts="always") as offloaded:
         _decode(offloaded, ids, block)
         stats = offloaded.stats.as_dict()
         assert stats["drift"] == pytest.approx(1 - stats["forecast_recall"]["mean"])

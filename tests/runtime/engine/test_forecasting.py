@@ -1,8 +1,12 @@
-"""What forecasts of whole tokens bring about: early loads in the order of layers, and nothing where all is there."""
+"""Which forecasts are made, and what forecasts of whole tokens bring about: early loads in the order of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +15,25 @@ from transformers import PreTrainedModel
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, ModelShape, NextToken, Predictor
+from expertcast.predictors.messages import Json
 from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
 from expertcast.runtime.engine import forecasting as module
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.engine.forecasting import ForecastGate, TokensAhead, early_layers
+from expertcast.runtime.engine.engine import LayerFlow
+from expertcast.runtime.engine.forecasting import RECALL, ForecastGovernor, TokensAhead, early_layers
 from expertcast.runtime.experimental.kernel_link import KernelLink
+from expertcast.runtime.links.virtual import VirtualLink
+from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
+from expertcast.runtime.policies.base import CacheShape
+from expertcast.runtime.policies.settings import FORECASTS
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.training.scoring import Fitted
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.engine.evictions import eviction
@@ -119,33 +131,255 @@ def test_early_layers(keep: bool, loads: bool, forecast_from: int | None, layers
     assert early_layers(SHAPE, keep=keep, loads=loads, forecast_from=forecast_from) == layers
 
 
-def test_a_gate_weighs_waiting_against_cost(residency: ExpertCache) -> None:
-    """A copy takes 1 s, a forecast .25 s, and finds six tenths: it pays where .25 / .6 = .42 experts are missing."""
-    residency.link.bytes_moved, residency.link.busy_s = residency.pool.layout.block_bytes, 1.0
-    assert residency.link.copy_s == 1.0
-    ahead = made(residency, {9: 0.25, 10: 0.2, 17: 0.25, 18: 0.1})
-    ahead.start(False, None)
-    gate = ForecastGate(residency.link, 4, ahead)
-    assert gate.pays(2)  # nothing is known of what forecasts cost
-    gate.took(0.25)
-    assert [gate.pays(layer) for layer in range(4)] == [False, True, False, False]
+# Which forecasts are made
 
 
-def test_a_gate_goes_by_the_mean_where_nothing_else_is_known(residency: ExpertCache) -> None:
-    """Layer 0 has missed two experts, layer 1 none; what a forecast brought in counts as missed before it."""
-    residency.link.bytes_moved, residency.link.busy_s = residency.pool.layout.block_bytes, 1.0
-    gate = ForecastGate(residency.link, 4, None)
-    gate.took(0.5)
-    residency.settle(0, [0, 1])
-    residency.prefetch([0])
-    gate.missed(0, residency.request([0, 1]))
-    assert gate.pays(0)
-    gate.missed(1, 0)
-    assert not gate.pays(1)
-    assert gate.pays(2)  # it has never run
-    for _ in range(100):  # two were missing the first time, none since
-        gate.missed(0, residency.request([0, 1]))
-    assert not gate.pays(0)
+class Steps:
+    """A governor over a link on which a copy takes 1 s. Time passes when a test says so.
+
+    Args:
+        rungs: ways to forecast, with their recall@k.
+        likely: what a forecast of whole tokens says of the first token, by key.
+    """
+
+    def __init__(self, rungs: Mapping[str, float | None], likely: Mapping[int, float] | None = None) -> None:
+        self.link = VirtualLink({FULL: 8}, bandwidth=8.0)
+        block = Field(name="block", shape=(8,), dtype=torch.uint8, offset=0)
+        pool = SlotPool(BlockLayout(fields=(block,), block_bytes=8), 12, torch.device("meta"))
+        policies = Policies().make(CacheShape(layers=4, experts=8, top_k=2, slots=12))
+        self.residency = ExpertCache(pool, self.link, policies.eviction, RunStatistics(4), experts=8)
+        tokens_ahead = None if likely is None else Said(likely)
+        self.flow = LayerFlow(self.residency, policies, SHAPE, rungs=rungs, tokens_ahead=tokens_ahead, likely=1.0)
+        self.start()
+
+    def start(self, sequences: int = 1) -> ForecastGovernor:
+        """A decode step begins."""
+        self.flow.start_pass(False, None)
+        self.flow.start_step(sequences)
+        assert self.flow.governor is not None
+        return self.flow.governor
+
+    @property
+    def governor(self) -> ForecastGovernor:
+        assert self.flow.governor is not None
+        return self.flow.governor
+
+    def chosen(self, target: int) -> str | None:
+        """The name of the rung that would forecast a layer."""
+        number = self.flow.choose(target, len(self.governor.rungs) - 1)
+        return None if number is None else self.governor.rungs[number].name
+
+    def know(self, costs_s: Sequence[float], target: int = 3) -> None:
+        """Each rung has forecast a layer so often that its cost is known."""
+        for number, seconds in enumerate(costs_s):
+            for _ in range(3):
+                self.flow.forecast(target, number, seconds)
+
+    def reach(self, layers: int, seconds: float) -> None:
+        """The first so many layers are reached, `seconds` after one another; each needs an expert that has a slot."""
+        keys = [layer * SHAPE.experts for layer in range(layers)]
+        for layer, key in enumerate(keys):
+            if not self.residency.holds(key):
+                self.residency.prefetch([key])
+                self.link.spend(1.0)
+            self.flow.begin(layer, [key])
+            self.residency.release([key])
+            self.link.spend(seconds)
+
+
+@pytest.fixture
+def two() -> Steps:
+    """A cheap way to forecast that finds half of what is missing, and a dear one that finds nine tenths."""
+    return Steps({"cheap": 0.5, "dear": 0.9})
+
+
+def test_nothing_is_forecast_where_nothing_is_missing(two: Steps) -> None:
+    assert two.chosen(1) == "dear"  # it has never run
+    two.governor.requested(1, 0, 0)
+    assert two.chosen(1) is None
+    assert two.governor.report()["left_out"] == {"nothing is missing": 1}
+    two.governor.requested(1, 1, 1)
+    assert two.chosen(1) == "dear"
+
+
+def test_nothing_is_forecast_where_the_token_needs_nothing_more() -> None:
+    """Key 9, half a copy, is likely in layer 1; layer 2 needs nothing that a forecast of whole tokens knows of."""
+    steps = Steps({"cheap": 0.5}, likely={9: 0.5})
+    steps.know([0.2])
+    assert steps.chosen(1) == "cheap"
+    assert steps.chosen(2) is None
+    steps.know([0.3] * 1)
+    for _ in range(30):
+        steps.know([0.3])
+    assert steps.chosen(1) is None
+
+
+@pytest.mark.parametrize(
+    ("missing", "waiting", "rung"),
+    [(1, False, "cheap"), (2, False, "dear"), (1, True, "dear"), (0, True, None)],
+)
+def test_a_dear_forecast_belongs_into_a_wait(two: Steps, missing: int, waiting: bool, rung: str | None) -> None:
+    """It takes .6 s, the cheap one .05 s; of one missing copy it saves .9 s, the cheap one .5 s. While the layer waits
+    for a copy of its own, both are free."""
+    two.know([0.05, 0.6])
+    two.governor.requested(1, missing, 0)
+    if waiting:
+        two.flow.begin(0, [0])
+    assert two.chosen(1) == rung
+
+
+def test_only_what_computing_hides_is_saved(two: Steps) -> None:
+    """Two copies are missing. Between the layers the model computes for .1 s: a dear forecast saves .09 s at most."""
+    two.governor.requested(3, 2, 0)
+    two.know([0.01, 0.2])
+    assert two.chosen(3) == "dear"
+    for _ in range(3):
+        two.start()
+        two.reach(4, 0.1)
+    two.start()
+    two.reach(3, 0.1)
+    for _ in range(20):
+        two.governor.requested(3, 2, 0)
+    assert two.chosen(3) == "cheap"
+
+
+def test_a_forecast_that_costs_more_than_it_saves_is_not_made(two: Steps) -> None:
+    """One choice in a hundred looks again at what it costs."""
+    two.know([1.0, 2.0])
+    made = 0
+    for _ in range(2000):
+        two.governor.requested(1, 1, 0)
+        if (number := two.flow.choose(1, 1)) is not None:
+            two.flow.forecast(3, number, [1.0, 2.0][number])
+            made += 1
+    assert 0 < made <= 30
+    assert two.governor.report()["left_out"] == {"it costs more than it saves": 2000 - made}
+
+
+def test_a_price_of_a_bad_moment_is_forgotten(two: Steps) -> None:
+    """What took 5 s takes .01 s now; it is tried again, and then taken."""
+    two.know([5.0, 5.0])
+    for _ in range(2000):
+        two.governor.requested(1, 1, 0)
+        if (number := two.flow.choose(1, 1)) is not None:
+            two.flow.forecast(3, number, 0.01)
+    assert two.chosen(1) == "dear"
+
+
+@pytest.mark.parametrize(("found", "rung"), [(0, "cheap"), (1, "dear")])
+def test_what_forecasts_find_is_learned(two: Steps, found: int, rung: str) -> None:
+    """The dear one is taken by its recall, until it has found nothing several times."""
+    two.know([0.05, 0.05])
+    assert two.chosen(1) == "dear"
+    for _ in range(20):
+        two.flow.forecast(1, 1, 0.05)
+        two.governor.requested(1, 1 - found, found)
+    assert two.chosen(1) == rung
+    assert two.governor.report()["rungs"]["dear"]["found"] == pytest.approx(0.9 if found else 0.25, abs=0.1)
+
+
+def test_recall_that_no_checkpoint_knows() -> None:
+    assert Steps({"one": None}).governor.report()["rungs"]["one"]["found"] == RECALL
+
+
+# Whole steps with and without forecasts
+
+
+class Played:
+    """Decode steps that take 1 s without forecasts and `ratio` s with them, with noise and disturbances."""
+
+    def __init__(self, noise: float, seed: int = 0) -> None:
+        self._steps, self._random, self._noise = Steps({"only": 0.9}), Random(seed), noise
+        self._steps.know([1e-6])
+        self.lost_s = self.total_s = 0.0
+        """Expected seconds beyond those of the better kind, and of all steps."""
+
+    def run(self, count: int, ratio: float) -> list[bool]:
+        """Which of so many steps made forecasts."""
+        made = []
+        for _ in range(count):
+            governor = self._steps.start()
+            made.append(self._steps.chosen(1) is not None)
+            if made[-1]:
+                self._steps.flow.forecast(1, 0, 1e-6)
+            governor.requested(1, 1, 1)
+            mean = ratio if made[-1] else 1.0
+            disturbed = 5.0 if self._random.random() < 0.02 else 1.0
+            self._steps.link.spend(mean * disturbed * self._random.lognormvariate(0.0, self._noise))
+            governor.end()
+            self.lost_s += mean - min(1.0, ratio)
+            self.total_s += mean
+        return made
+
+    @property
+    def report(self) -> Json:
+        return self._steps.governor.report()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "noise"),
+    [(1 / 1.3, 0.05), (1 / 1.3, 0.2), (0.97, 0.0), (1.0, 0.05), (1.0, 0.2), (1.03, 0.0), (1.3, 0.05), (1.3, 0.2)],
+)
+def test_the_better_kind_of_step_is_run(ratio: float, noise: float) -> None:
+    """5,000 steps lose at most 1% of their time, and from the thousandth on 95% are of the better kind."""
+    played = Played(noise)
+    made = played.run(5000, ratio)
+    assert played.lost_s <= 0.01 * played.total_s
+    if ratio != 1.0:
+        assert sum(own == (ratio < 1.0) for own in made[1000:]) >= 0.95 * 4000
+
+
+def test_the_best_kind_follows_the_times() -> None:
+    """Forecasts lose, win, and lose once more; what trials of it lost is in the report."""
+    played = Played(0.05)
+    for ratio, best in ((1.3, "none"), (1 / 1.3, "forecasts"), (1.3, "none")):
+        played.run(3000, ratio)
+        assert played.report["best"] == best
+    report = played.report
+    assert 0 < report["lost_s"] <= 0.01 * report["seconds"]
+    assert report["other"] == pytest.approx(1.3, rel=0.1)
+    assert report["left_out"]["steps without forecasts are faster"] > 2000
+
+
+def test_steps_that_forecast_nothing_say_nothing_of_forecasts(two: Steps) -> None:
+    """Everything is there: no step is tried without forecasts."""
+    for _ in range(100):
+        governor = two.start()
+        governor.requested(1, 0, 0)
+        assert two.chosen(1) is None
+        two.link.spend(1.0)
+        governor.end()
+    report = two.governor.report()
+    assert (report["best"], report["trials"], report["lost_s"]) == ("forecasts", 0, 0.0)
+
+
+def test_the_report_has_plain_values(two: Steps) -> None:
+    two.know([0.5, 1.0])
+    two.governor.requested(1, 0, 0)
+    two.chosen(1)
+    report = two.flow.forecasts_report()["forecasts"]
+    assert json.loads(json.dumps(report)) == report
+    assert report["1"]["rungs"] == {
+        "cheap": {"made": 3, "cost_ms": pytest.approx(500.0), "found": 0.5},
+        "dear": {"made": 3, "cost_ms": pytest.approx(1000.0), "found": 0.9},
+    }
+    rest = {name: value for name, value in report["1"].items() if name != "rungs"}
+    assert rest == {
+        "left_out": {"nothing is missing": 1}, "best": "forecasts", "other": None, "trials": 0, "lost_s": 0.0,
+        "seconds": 0.0,
+    }  # fmt: skip
+
+
+def test_batches_have_a_governor_of_their_own(two: Steps) -> None:
+    """One for each power of two: what forecasts cost depends on how many sequences there are."""
+    alone = two.governor
+    alone.requested(1, 0, 0)
+    three = two.start(3)
+    assert three is not alone
+    assert two.chosen(1) == "dear"
+    assert two.start(2) is three
+    assert two.start(1) is alone
+    assert set(two.flow.forecasts_report()["forecasts"]) == {"1", "2"}
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +402,7 @@ def test_the_same_bits(
 ) -> None:  # fmt: skip
     """Whatever is loaded early, and whichever forecasts by layers are left out."""
     expected = greedy(reference_model, one)
-    gated = {"forecasts": "worth"} if predictor is not None else {}
-    config = OffloadConfig(slots=60, bandwidth=2e8, next_token=next_token, predictor=predictor, **gated, **fields)  # type: ignore[arg-type]
+    config = OffloadConfig(slots=60, bandwidth=2e8, next_token=next_token, predictor=predictor, **fields)  # type: ignore[arg-type]
     with offload(reference_model, config) as offloaded:
         assert_same(greedy(reference_model, one), expected)
         assert offloaded.stats.total.prefetched > 0
@@ -200,7 +433,7 @@ def test_ids_come_from_the_forward(reference_model: PreTrainedModel, next_token:
         ({"policies": Policies(prefetch="none")}, "serves prefetching and the eviction policy 'forecast'"),
         ({"link": KernelLink()}, "on the device, without next_token"),
         ({"likely": 0.0}, "likely=0.0: give a probability above 0"),
-        ({"forecasts": "sometimes"}, "unknown forecasts 'sometimes': choose from always, worth"),
+        ({"forecasts": "sometimes"}, "unknown forecasts 'sometimes': choose from auto, always, never"),
     ],
 )
 def test_refused(
@@ -208,3 +441,93 @@ def test_refused(
 ) -> None:
     with pytest.raises(ExpertcastError, match=message):
         offload(reference_model, slots=60, next_token=next_token, **fields)
+
+
+# The engine with each choice of forecasts
+
+
+def forecasts_made(offloaded: OffloadedModel) -> Counter[str]:
+    """By rung, over all numbers of sequences."""
+    made: Counter[str] = Counter()
+    for governor in offloaded.stats.as_dict()["forecasts"].values():
+        made.update({name: rung["made"] for name, rung in governor["rungs"].items()})
+    return made
+
+
+def inputs(model: PreTrainedModel, sequences: int) -> dict[str, Tensor]:
+    """Random texts of six tokens."""
+    ids = torch.randint(model.config.vocab_size, (sequences, 6), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("forecasts", FORECASTS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_no_choice_changes_bits(family: str, forecasts: str, sequences: int) -> None:
+    """Only `auto` weighs forecasts, for that number of sequences."""
+    model = tiny_model(family)
+    given = inputs(model, sequences)
+    expected = greedy(model, given, tokens=12)
+    with offload(model, slots=8, predictor="next_norm", bandwidth=1e7, forecasts=forecasts) as offloaded:
+        assert_same(greedy(model, given, tokens=12), expected)
+        chosen = offloaded.stats.as_dict()["forecasts"]
+    assert set(chosen) == ({str(1 << (sequences.bit_length() - 1))} if forecasts == "auto" else set())
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_rungs_of_an_estimator(
+    reference_model: PreTrainedModel, fitted_predictors: dict[str, Fitted], sequences: int
+) -> None:
+    given = inputs(reference_model, sequences)
+    expected = greedy(reference_model, given, tokens=12)
+    estimator = fitted_predictors["estimator"].predictor
+    with offload(reference_model, slots=192, predictor=estimator, bandwidth=2e8) as offloaded:
+        assert_same(greedy(reference_model, given, tokens=12), expected)
+        made = forecasts_made(offloaded)
+        assert offloaded.stats.total.prefetched > 0
+    assert set(made) == {"quasi_hidden", "estimator"}
+    assert made.total() > 0
+
+
+@pytest.mark.parametrize("fields", [{"mode": "speculate"}, {"mode": "hybrid", "layers": (1, 4, 7)}])
+@pytest.mark.parametrize("link", [{"bandwidth": 2e8}, {"link": "instant"}])
+def test_executed_layers_get_the_forecasts_of_the_predictor_itself(
+    reference_model: PreTrainedModel, one: dict[str, Tensor], fitted_predictors: dict[str, Fitted],
+    fields: dict[str, Any], link: dict[str, Any],
+) -> None:  # fmt: skip
+    """Whatever the others get: a cheaper rung's would be other tokens."""
+    estimator, found = fitted_predictors["estimator"].predictor, []
+    for forecasts in FORECASTS:
+        options = {"slots": 192, "predictor": estimator, "forecasts": forecasts, **link, **fields}
+        with offload(reference_model, **options):
+            found.append(greedy(reference_model, one, tokens=12))
+    assert_same(found[0], found[1])
+    assert_same(found[2], found[1])
+
+
+EVERY = set(range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"forecasts": "always"}, EVERY),
+        ({"forecasts": "always", "link": "instant"}, EVERY),
+        ({"forecasts": "never"}, set()),
+        ({"forecasts": "never", "policies": Policies(eviction="importance")}, set()),
+        ({"forecasts": "never", "mode": "hybrid", "layers": (5,), "speculate_prefill": True}, {5}),
+        ({"link": "instant"}, set()),
+        ({"link": "instant", "mode": "hybrid", "layers": (5,)}, {5}),
+        ({"link": "instant", "policies": Policies(eviction="importance")}, EVERY),
+        ({"link": "instant", "policies": Policies(pre_eviction="gap")}, EVERY),
+    ],
+)
+def test_layers_whose_experts_come_early(
+    reference_model: PreTrainedModel, one: dict[str, Tensor], fields: dict[str, Any], layers: set[int]
+) -> None:
+    """With `auto`, a link that copies in the model's thread brings none early, unless a policy reads forecasts."""
+    link = {} if "link" in fields else {"bandwidth": 2e8}
+    with offload(reference_model, slots=192, predictor="next_norm", **link, **fields) as offloaded:
+        greedy(reference_model, one, tokens=16)
+        counts = offloaded.stats.layers
+    assert {layer for layer, count in enumerate(counts) if count.prefetched} == layers

@@ -207,7 +207,7 @@ def test_bits_are_the_models_own(
 ) -> None:
     expected = greedy(reference_model, one, tokens=10)
     before = {name: tensor.clone() for name, tensor in predictor.state_dict().items()}
-    with offload(reference_model, predictor=predictor, slots=96, refit=1000.0) as offloaded:
+    with offload(reference_model, predictor=predictor, slots=96, refit=1000.0, forecasts="always") as offloaded:
         assert_same(greedy(offloaded, one, tokens=10), expected)
         report = offloaded.stats.as_dict()["refit"]
         assert list(report["layers"]) == list(range(1, 12))

@@ -193,7 +193,7 @@ def test_previous_logits(
     """Each decode step is given the router logits of the step before, row by row, or those of the forecast that was
     executed in their place; a new text starts anew."""
     recorder = _Recorder(reference_view)
-    with offload(reference_model, predictor=recorder, slots=64, mode=mode) as offloaded:
+    with offload(reference_model, predictor=recorder, slots=64, mode=mode, forecasts="always") as offloaded:
         greedy(offloaded, four, 5)
         assert len(recorder.now[0]) == 4, "no forecast in the prefill"
         for layer, previous in recorder.previous[11:]:
@@ -275,7 +275,9 @@ def test_further_layers_are_asked_for_while_the_link_idles(
 ) -> None:
     def run(**options: object) -> tuple[tuple[Tensor, list[Tensor]], list[int]]:
         asked: list[int] = []
-        with offload(reference_model, predictor=early, mode=mode, slots=128, **options) as offloaded:
+        with offload(
+            reference_model, predictor=early, mode=mode, slots=128, forecasts="always", **options
+        ) as offloaded:
             flow, here = offloaded.flow, -1
             begin, hint = flow.begin, flow.hint
 
@@ -316,7 +318,7 @@ def test_further_layers_have_early_attention_where_the_nearest_needs_none(
 
     def run(predictor: Predictor) -> tuple[tuple[Tensor, list[Tensor]], dict[tuple[int, int], list[list[int]]]]:
         second: dict[tuple[int, int], list[list[int]]] = {}
-        with offload(reference_model, predictor=predictor, reach=2, slots=128) as offloaded:
+        with offload(reference_model, predictor=predictor, reach=2, slots=128, forecasts="always") as offloaded:
             flow, here = offloaded.flow, [0, 0]
             begin, hint = flow.begin, flow.hint
 

@@ -266,7 +266,13 @@ def test_slots_hold_what_the_books_say(family: str, miss: str, cache: bool) -> N
     link = EmulatedLink(2e9, jitter=2e-4, seed=3)
     seen: dict[str, int] = {}
     with offload(
-        model, predictor="router_input", slots=7, link=link, cache=cache, policies=Policies(miss=miss)
+        model,
+        predictor="router_input",
+        slots=7,
+        link=link,
+        cache=cache,
+        policies=Policies(miss=miss),
+        forecasts="always",
     ) as offloaded:
         residency, pool, layout = offloaded.residency, offloaded.pool, offloaded.store.layout
         model.generate(torch.arange(1, 20)[None], max_new_tokens=6, do_sample=False)

@@ -132,7 +132,7 @@ def expected(model: PreTrainedModel) -> Any:
 @pytest.mark.parametrize("eviction", [name for name in EVICTION.names() if name != "belady"])
 def test_every_eviction_policy_is_exact(model: PreTrainedModel, expected: Any, eviction: str, scope: str) -> None:
     policies = Policies(eviction=eviction, scope=scope)
-    with offload(model, policies=policies, slots=10, predictor="router_input") as offloaded:
+    with offload(model, policies=policies, slots=10, predictor="router_input", forecasts="always") as offloaded:
         assert_same(greedy(offloaded, INPUTS), expected)
         total = offloaded.stats.total
     assert 0 < total.misses < total.requests
@@ -160,7 +160,7 @@ def test_per_layer_shares(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_run(model: PreTrainedModel, expected: Any, name: str) -> None:
     made = PRESETS[name]
-    with offload(model, policies=name, slots=12, bandwidth=2e9) as offloaded:
+    with offload(model, policies=name, slots=12, bandwidth=2e9, forecasts="always") as offloaded:
         found = greedy(offloaded, INPUTS)
         assert offloaded.policies == made.policies
         total = offloaded.stats.total

@@ -75,7 +75,9 @@ def test_nothing_recorded() -> None:
 
 def test_recorded_decoding_leaves_the_prefill_out(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
     recorder = Recorder()
-    with offload(reference_model, bandwidth=1e9, slots=100, predictor="next_norm", observers=[recorder]) as offloaded:
+    with offload(
+        reference_model, bandwidth=1e9, slots=100, predictor="next_norm", forecasts="always", observers=[recorder]
+    ) as offloaded:
         seconds = record(offloaded, one["input_ids"], 5, recorder)
         stats = offloaded.stats.total
     assert len(seconds) == len(recorder.steps()) == 4

@@ -69,7 +69,9 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def scraped(model: PreTrainedModel) -> Iterator[Scraped]:
-    with offload(model, slots=10, predictor="next_norm", link="emulated", bandwidth=2e7) as offloaded:
+    with offload(
+        model, slots=10, predictor="next_norm", link="emulated", bandwidth=2e7, forecasts="always"
+    ) as offloaded:
         yield Scraped(offloaded)
 
 

@@ -81,7 +81,7 @@ def resident(reference_fp32: PreTrainedModel, tokenizer: Any) -> Resident:
 
 @pytest.fixture(scope="module")
 def offloaded() -> Iterator[OffloadedModel]:
-    with load_offloaded(REFERENCE, dtype="fp32", slots=96, predictor="next_norm") as offloaded:
+    with load_offloaded(REFERENCE, dtype="fp32", slots=96, predictor="next_norm", forecasts="always") as offloaded:
         yield offloaded
 
 
@@ -96,7 +96,7 @@ def running(offloaded: OffloadedModel, tokenizer: Any) -> Iterator[Running]:
 def batches(tokenizer: Any) -> Iterator[Running]:
     """In batches."""
     with (
-        load_offloaded(REFERENCE, dtype="fp32", slots=96, predictor="next_norm") as offloaded,
+        load_offloaded(REFERENCE, dtype="fp32", slots=96, predictor="next_norm", forecasts="always") as offloaded,
         served(offloaded, tokenizer, batching=True) as server,
     ):
         yield server

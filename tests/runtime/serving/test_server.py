@@ -62,7 +62,7 @@ def expected(reference_fp32: PreTrainedModel, tokenizer: Any) -> dict[tuple[str,
 @pytest.fixture(scope="module", params=[False, True], ids=["one by one", "batched"])
 def running(request: pytest.FixtureRequest, tokenizer: Any) -> Iterator[Running]:
     with (
-        load_offloaded(REFERENCE, dtype="fp32", slots=96, predictor="next_norm") as offloaded,
+        load_offloaded(REFERENCE, dtype="fp32", slots=96, predictor="next_norm", forecasts="always") as offloaded,
         served(offloaded, tokenizer, batching=request.param) as server,
     ):
         yield server

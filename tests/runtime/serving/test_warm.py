@@ -69,7 +69,7 @@ def test_a_prompt_beyond_the_models_positions_is_cut() -> None:
 def test_prompts_run_with_early_attention(reference_tokenizer: Any, reference_traces: TraceDataset) -> None:
     """Which reads the cache where there is one."""
     predictor = fit("early_attention", reference_traces, config=EarlyConfig()).predictor
-    with load_offloaded("reference", slots=192, predictor=predictor) as offloaded:
+    with load_offloaded("reference", slots=192, predictor=predictor, forecasts="always") as offloaded:
         assert warm(offloaded, reference_tokenizer, ["In the beginning"]) > 0
         assert offloaded.pool.resident()
 

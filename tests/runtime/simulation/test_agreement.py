@@ -104,7 +104,7 @@ def counts_of_both(
     policies, bandwidth = config.resolved_policies(), config.bandwidth
     assert bandwidth is not None
     predictor, _ = resolve_predictor(config.resolved_predictor(), view)
-    config = replace(config, link="emulated", predictor=predictor)
+    config = replace(config, link="emulated", predictor=predictor, forecasts="always")
     with offload(model, config, observers=[recorder, seen]) as offloaded:
         decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         block_bytes = {FULL: offloaded.store.layout.block_bytes}

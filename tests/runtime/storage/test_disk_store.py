@@ -109,7 +109,9 @@ def test_offload_with_the_experts_on_disk(
     before = greedy(model, INPUTS)
     made = EmulatedLink(2e9) if link == "emulated" else link
     given = {"store_folder": tmp_path / "own"} if folder else {}
-    with offload(model, store="disk", codec=codec, slots=6, link=made, predictor="next_norm", **given) as offloaded:
+    with offload(
+        model, store="disk", codec=codec, slots=6, link=made, predictor="next_norm", forecasts="always", **given
+    ) as offloaded:
         assert isinstance(offloaded.store, DiskStore)
         path = offloaded.store.path
         assert path.stat().st_size > 0
