@@ -201,6 +201,63 @@ def test_caches_that_cannot_go_back_are_refused() -> None:
         SharedCache(compressed)
 
 
+class Adding(DynamicCache):
+    """Keeps states of its own beside the layers': `fed` is the last one, and what is fed reads it, or does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = [torch.zeros(2), {"last": torch.full((2,), 3.0)}, None]
+        self.seen = 0
+
+    def feed(self, tokens: int, forgets: bool = False) -> None:
+        new = torch.ones(1, 1, tokens, 4)
+        self.update(new, new, 0)
+        self.states[0] += tokens  # type: ignore[operator]
+        last = self.states[1]["last"]  # type: ignore[index, call-overload]
+        last.copy_(torch.ones(2) if forgets else 0.5 * last + 1)
+        self.seen += tokens
+
+    def found(self) -> tuple[int, float, float, int]:
+        first, last = self.states[0], self.states[1]["last"]  # type: ignore[index, call-overload]
+        return self.get_seq_length(), float(first.sum()), float(last.sum()), self.seen  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fed", [2, 4])
+def test_whatever_a_cache_adds_comes_back(fed: int) -> None:
+    """Tensors in lists and dictionaries, and numbers, as often as it is gone back to the mark."""
+    own = Adding()
+    own.feed(3)
+    cache = SharedCache(own)
+    assert not cache.recurrent
+    assert cache.mark() == 3
+    assert cache.recurrent
+    before = own.found()
+    for _ in range(2):
+        own.feed(fed)
+        assert own.found() != before
+        assert cache.roll_back(2 + fed) == 3, "only the mark can be gone back to"
+        assert own.found() == before
+    own.feed(fed)
+    after = own.found()
+    assert cache.roll_back(3 + fed) == 3 + fed, "everything stands"
+    assert own.found() == after
+    with pytest.raises(RuntimeError, match="mark first"):
+        cache.roll_back(2 + fed)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_states_that_are_not_read_are_refused(forgets: bool) -> None:
+    own, model = Adding(), torch.nn.Linear(1, 1)
+    own.feed(3)
+    before, cache = own.found(), SharedCache(own)
+    if forgets:
+        with pytest.raises(ExpertcastError, match="a Linear forgets its past"):
+            cache.refuse_unfit(model, lambda: own.feed(2, forgets=True))
+    else:
+        cache.refuse_unfit(model, lambda: own.feed(2))
+    assert own.found() == before
+
+
 NEW = 13
 
 
