@@ -228,8 +228,6 @@ def test_whatever_a_cache_adds_comes_back(fed: int) -> None:
     own = Adding()
     own.feed(3)
     cache = SharedCache(own)
-    assert not cache.recurrent
-    assert cache.mark() == 3
     assert cache.recurrent
     before = own.found()
     for _ in range(2):
@@ -243,6 +241,18 @@ def test_whatever_a_cache_adds_comes_back(fed: int) -> None:
     assert own.found() == after
     with pytest.raises(RuntimeError, match="mark first"):
         cache.roll_back(2 + fed)
+
+
+def test_a_cache_that_adds_nothing_goes_back_to_any_length() -> None:
+    class Renamed(DynamicCache):
+        pass
+
+    cache, new = SharedCache(Renamed()), torch.ones(1, 1, 6, 4)
+    cache.cache.update(new, new, 0)
+    assert cache.mark() == 6
+    cache.cache.update(new, new, 0)
+    assert not cache.recurrent
+    assert [cache.roll_back(9), cache.length] == [9, 9]
 
 
 @pytest.mark.parametrize("forgets", [False, True])
