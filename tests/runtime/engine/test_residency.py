@@ -571,6 +571,41 @@ def test_a_refused_copy_takes_no_slot() -> None:
     _run(residency, 0, [0, 1])
 
 
+def test_slots_by_hand() -> None:
+    layout = _store().layout
+    pool = SlotPool(layout, 3, torch.device("cpu"))
+    assert [pool.take(key) for key in (7, 8, 9)] == [0, 1, 2]
+    with pytest.raises(IndexError):
+        pool.take(10)
+    pool.arrived(7)
+    pool.mark([7], SlotState.IN_USE)
+    assert [pool.key_of(slot) for slot in range(3)] == [7, 8, 9]
+    assert [pool.state(slot) for slot in range(3)] == [SlotState.IN_USE, SlotState.LOADING, SlotState.LOADING]
+    for misuse, key in ((pool.release, 7), (pool.take, 8)):
+        with pytest.raises(AssertionError):
+            misuse(key)
+    pool.release(8)
+    assert (pool.resident(), pool.key_of(1), pool.state(1)) == ([9], None, SlotState.FREE)
+    assert pool.take(11) == 1
+    pool.clear()
+    assert (pool.resident(), pool.key_of(0), pool.state(2), pool.take(12)) == ([], None, SlotState.FREE, 0)
+    assert pool.nbytes == 3 * layout.block_bytes
+    assert pool.block(0).data_ptr() % 4096 == 0
+    for slot in range(3):
+        pool.block(slot).fill_(slot + 1)
+    for name, view in pool.views.items():
+        assert [view[slot].view(torch.uint8).unique().tolist() for slot in range(3)] == [[1], [2], [3]], name
+    pool.free()
+    assert pool.nbytes == len(pool.views) == 0
+
+
+def test_slots_lie_on_their_device() -> None:
+    pool = SlotPool(_store().layout, 3, torch.device("meta"))
+    assert pool.nbytes == 3 * pool.layout.block_bytes
+    assert {pool.block(2).device.type, *(view.device.type for view in pool.views.values())} == {"meta"}
+    assert len(pool.block(2)) == pool.layout.block_bytes
+
+
 def _experts(selection: str, forecast: Forecast) -> list[int]:
     policy = PREFETCH.choose(selection).make(CacheShape(layers=4, experts=8, top_k=2, slots=8))
     return policy.experts(Wanted(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist()), None)
