@@ -16,7 +16,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import Forecast
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.policies import PREFETCH, CacheShape, Policies
+from expertcast.runtime.policies import LRU, PREFETCH, CacheShape, EvictionPolicy, Policies
 from expertcast.runtime.policies.prefetch import Wanted
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
@@ -41,12 +41,17 @@ def _store() -> ExpertStore:
 
 
 def _residency(
-    slots: int, *, keep: bool = True, scope: str = "global", link: ManualLink | None = None
+    slots: int,
+    *,
+    keep: bool = True,
+    scope: str = "global",
+    link: ManualLink | None = None,
+    policy: str | type[EvictionPolicy] = "lru",
 ) -> tuple[ExpertCache, ManualLink]:
     store, link = _store(), link or ManualLink()
     pool = SlotPool(store.layout, slots, store.device)
     link.attach(store, pool)
-    policies = eviction(layers=4, experts=8, slots=slots, scope=scope)
+    policies = eviction(policy, layers=4, experts=8, slots=slots, scope=scope)
     return ExpertCache(pool, link, policies, RunStatistics(4), experts=8, keep=keep), link
 
 
@@ -513,6 +518,59 @@ def test_the_link_orders_misses_and_hears_of_what_is_lost(monkeypatch: pytest.Mo
     _run(residency, 1, [1, 2])
     residency.free_up(0, 1, ())
     assert len(written) == 3
+
+
+def test_policy_and_link_hear_of_everything_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[object, ...]] = []
+
+    class Heard(LRU):
+        def start_pass(self, fresh: bool) -> None:
+            heard.append(("start", fresh))
+
+        def start_layer(self, layer: int, keys: Sequence[int]) -> None:
+            heard.append(("layer", layer, keys))
+
+        def insert(self, key: int, full: bool = True) -> None:
+            heard.append(("insert", key, full))
+            super().insert(key, full)
+
+        def touch(self, keys: Sequence[int]) -> None:
+            heard.append(("touch", keys))
+
+        def use(self, keys: Sequence[int]) -> None:
+            heard.append(("use", keys))
+            super().use(keys)
+
+        def remove(self, key: int) -> None:
+            heard.append(("remove", key))
+            super().remove(key)
+
+    residency, link = _residency(4, policy=Heard)
+    monkeypatch.setattr(link, "read_ahead", lambda keys: heard.append(("ahead", keys)))
+    monkeypatch.setattr(link, "mark_read", lambda slots: heard.append(("read", slots)))
+    monkeypatch.setattr(link, "follow", lambda: heard.append(("follow",)))
+    residency.start_pass(True)
+    residency.settle(0, [0, 1])
+    residency.request([0, 1], {1: "int4"})
+    residency.wait([0, 1])
+    expanded = ("read", [1])
+    assert heard[:6] == [
+        ("start", True),
+        ("layer", 0, [0, 1]),
+        ("insert", 0, True),
+        ("insert", 1, False),
+        expanded,
+        ("use", [0, 1]),
+    ]
+    residency.release([0, 1])
+    residency.prefetch([8])
+    residency.prefetch([9, 8])
+    residency.settle(1, [9])
+    assert residency.fill([1, 2]) == 1
+    assert heard[6:] == [
+        ("read", [0, 1]), ("touch", []), ("ahead", [8]), ("insert", 8, True), ("touch", [8]), ("ahead", [9]),
+        ("insert", 9, True), ("layer", 1, [9]), ("remove", 8), ("follow",), ("insert", 2, True),
+    ]  # fmt: skip
 
 
 def test_what_forecasts_ask_for_is_told_to_every_observer() -> None:
