@@ -243,22 +243,26 @@ def test_whatever_a_cache_adds_comes_back(fed: int) -> None:
         cache.roll_back(2 + fed)
 
 
-def test_a_cache_that_adds_nothing_goes_back_to_any_length() -> None:
-    class Renamed(DynamicCache):
-        pass
-
-    cache, new = SharedCache(Renamed()), torch.ones(1, 1, 6, 4)
-    cache.cache.update(new, new, 0)
+@pytest.mark.parametrize("base", [DynamicCache, type("Renamed", (DynamicCache,), {})])
+def test_a_cache_that_adds_nothing_goes_back_to_any_length(base: type[DynamicCache]) -> None:
+    own, new = base(), torch.ones(1, 1, 6, 4)
+    if base is DynamicCache:
+        own.note = torch.zeros(1)  # type: ignore[attr-defined]  # a model's note, no state of the cache's class
+    cache = SharedCache(own)
+    own.update(new, new, 0)
     assert cache.mark() == 6
-    cache.cache.update(new, new, 0)
+    own.update(new, new, 0)
     assert not cache.recurrent
     assert [cache.roll_back(9), cache.length] == [9, 9]
 
 
+@pytest.mark.parametrize("size", [0.1, 3.0, 1e4])
 @pytest.mark.parametrize("forgets", [False, True])
-def test_states_that_are_not_read_are_refused(forgets: bool) -> None:
+def test_states_that_are_not_read_are_refused(forgets: bool, size: float) -> None:
+    """Small states and large ones."""
     own, model = Adding(), torch.nn.Linear(1, 1)
     own.feed(3)
+    own.states[1]["last"].fill_(size)  # type: ignore[index, call-overload]
     before, cache = own.found(), SharedCache(own)
     if forgets:
         with pytest.raises(ExpertcastError, match="a Linear forgets its past"):
