@@ -596,12 +596,13 @@ def test_what_forecasts_ask_for_is_told_to_every_observer() -> None:
 
 
 def test_without_cache_a_forecast_keeps_what_a_layer_has_used() -> None:
-    """0.0 and 0.1 have run; 0.1 and 1.0 are forecast, 2.0 is the window's: these stay, and 0.0 goes. A forward that is
-    cut short ends all of that."""
+    """0.0 and 0.1 run, and arrive before they are waited for; 0.1 and 1.0 are forecast, 2.0 is the window's: these
+    stay, and 0.0 goes. A forward that is cut short ends all of that."""
     residency, link = _residency(6, keep=False)
     residency.request([0, 1])
-    residency.wait([0, 1])
+    link.arrive()
     residency.prefetch([1])
+    residency.wait([0, 1])
     residency.window.add(16)
     residency.load_ahead(16)
     residency.prefetch([8])
