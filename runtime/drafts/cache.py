@@ -46,7 +46,7 @@ class _Copy:
 
 
 class SharedCache:
-    """A model's cache with a mark to which it can be rolled back.
+    """A model's cache with a mark to which it can be rolled back: its present end, at first.
 
     Args:
         cache: as the model fills it, `DynamicCache` or a subclass; it may be empty still.
@@ -67,11 +67,7 @@ class SharedCache:
                     f"{type(layer).__name__} of this model's cache cannot be rolled back: generate without drafts"
                 )
         self.cache = cache
-        self._mark = 0
-        self._floor = 0
-        self._layers = len(cache.layers)
-        self._copies: dict[int, _Copy] = {}
-        self._columns: dict[int, int] = {}
+        self.mark()
 
     @property
     def length(self) -> int:
@@ -89,7 +85,9 @@ class SharedCache:
         Returns:
             The tokens that the cache holds.
         """
-        self._copies, self._columns, self._layers = {}, {}, len(self.cache.layers)
+        self._copies: dict[int, _Copy] = {}
+        self._columns: dict[int, int] = {}
+        self._layers = len(self.cache.layers)
         for index, layer in enumerate(self.cache.layers):
             if not layer.is_croppable:
                 self._copies[index] = _Copy.of(layer)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
 from expertcast.runtime import OffloadedModel, offload
-from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled
+from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled, pick
 from tests.runtime.drafts.loops import SLOTS, Scripted, cycles_of, script, tiny
 
 SAMPLES = 30_000
@@ -167,6 +167,43 @@ def test_the_same_generator_draws_the_same() -> None:
     p_VV, q_VV = chain(8, 1), chain(8, 2)
     first, again = (sequences(accept_sampled, p_VV, q_VV, 3, seed=7)[0] for _ in range(2))
     assert torch.equal(first, again)
+
+
+def test_nothing_is_left_of_a_model_that_the_draft_equals() -> None:
+    """Row 0: p is q, and the drafted token is possible in neither, as after rounding: it is drawn from p. Row 1: p is
+    certain of another token than the drafted one."""
+    p_VV = torch.tensor([[0.0, 0.0, -torch.inf], [-torch.inf, -torch.inf, 0.0]])
+    q_VV = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, 0.0, 0.0]])
+    rows = torch.tensor([0, 1]).repeat(500)
+    ids_BN, accepted_B = accept_sampled(
+        p_VV[rows][:, None].expand(-1, 2, -1), torch.tensor([[2], [1]]).repeat(500, 1), q_VV[rows][:, None]
+    )
+    assert not accepted_B.any()
+    assert set(ids_BN[::2, 0].tolist()) == {0, 1}
+    assert set(ids_BN[1::2, 0].tolist()) == {2}
+    assert (ids_BN[:, 1] == -1).all()
+
+
+def test_tokens_of_a_draft_are_the_likeliest_or_drawn() -> None:
+    logits_BV = torch.tensor([[0.0, 1.0, -torch.inf], [2.0, 1.0, 2.5]]).repeat(20_000, 1)
+    assert pick(logits_BV[:2], sample=False).tolist() == [1, 2]
+    drawn_B = pick(logits_BV, sample=True)
+    assert drawn_B.shape == (40_000,)
+    for row in range(2):
+        shares_V = torch.bincount(drawn_B[row::2], minlength=3) / 20_000
+        assert torch.allclose(shares_V, logits_BV[row].softmax(dim=-1), atol=0.02)
+
+
+def test_another_default_device_changes_nothing() -> None:
+    """The logits' device counts: here the default one can hold no numbers."""
+    p_VV, drafted_Bn = chain(8, 1), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    logits_BNV, start_B = p_VV[torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]])], torch.tensor([1, 0])
+    with torch.device("meta"):
+        for q_BnV in (None, logits_BNV[:, :3]):
+            ids_BN, _ = accept_sampled(logits_BNV, drafted_Bn, q_BnV, start_B)
+            assert ids_BN.device.type == "cpu"
+        ids_BN, _ = accept_greedy(logits_BNV, drafted_Bn, start_B)
+    assert ids_BN.device.type == "cpu"
 
 
 def test_greedy_by_hand() -> None:

@@ -201,6 +201,77 @@ def test_caches_that_cannot_go_back_are_refused() -> None:
         SharedCache(compressed)
 
 
+class Adding(DynamicCache):
+    """Keeps states of its own beside the layers': `fed` is the last one, and what is fed reads it, or does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = [torch.zeros(2), {"last": torch.full((2,), 3.0)}, None]
+        self.seen = 0
+
+    def feed(self, tokens: int, forgets: bool = False) -> None:
+        new = torch.ones(1, 1, tokens, 4)
+        self.update(new, new, 0)
+        self.states[0] += tokens  # type: ignore[operator]
+        last = self.states[1]["last"]  # type: ignore[index, call-overload]
+        last.copy_(torch.ones(2) if forgets else 0.5 * last + 1)
+        self.seen += tokens
+
+    def found(self) -> tuple[int, float, float, int]:
+        first, last = self.states[0], self.states[1]["last"]  # type: ignore[index, call-overload]
+        return self.get_seq_length(), float(first.sum()), float(last.sum()), self.seen  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fed", [2, 4])
+def test_whatever_a_cache_adds_comes_back(fed: int) -> None:
+    """Tensors in lists and dictionaries, and numbers, as often as it is gone back to the mark."""
+    own = Adding()
+    own.feed(3)
+    cache = SharedCache(own)
+    assert cache.recurrent
+    before = own.found()
+    for _ in range(2):
+        own.feed(fed)
+        assert own.found() != before
+        assert cache.roll_back(2 + fed) == 3, "only the mark can be gone back to"
+        assert own.found() == before
+    own.feed(fed)
+    after = own.found()
+    assert cache.roll_back(3 + fed) == 3 + fed, "everything stands"
+    assert own.found() == after
+    with pytest.raises(RuntimeError, match="mark first"):
+        cache.roll_back(2 + fed)
+
+
+@pytest.mark.parametrize("base", [DynamicCache, type("Renamed", (DynamicCache,), {})])
+def test_a_cache_that_adds_nothing_goes_back_to_any_length(base: type[DynamicCache]) -> None:
+    own, new = base(), torch.ones(1, 1, 6, 4)
+    if base is DynamicCache:
+        own.note = torch.zeros(1)  # type: ignore[attr-defined]  # a model's note, no state of the cache's class
+    cache = SharedCache(own)
+    own.update(new, new, 0)
+    assert cache.mark() == 6
+    own.update(new, new, 0)
+    assert not cache.recurrent
+    assert [cache.roll_back(9), cache.length] == [9, 9]
+
+
+@pytest.mark.parametrize("size", [0.1, 3.0, 1e4])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_states_that_are_not_read_are_refused(forgets: bool, size: float) -> None:
+    """Small states and large ones."""
+    own, model = Adding(), torch.nn.Linear(1, 1)
+    own.feed(3)
+    own.states[1]["last"].fill_(size)  # type: ignore[index, call-overload]
+    before, cache = own.found(), SharedCache(own)
+    if forgets:
+        with pytest.raises(ExpertcastError, match="a Linear forgets its past"):
+            cache.refuse_unfit(model, lambda: own.feed(2, forgets=True))
+    else:
+        cache.refuse_unfit(model, lambda: own.feed(2))
+    assert own.found() == before
+
+
 NEW = 13
 
 

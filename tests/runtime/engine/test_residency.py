@@ -7,6 +7,7 @@ Model: 4 layers of 8 experts, 2 per token (tiny qwen3_moe). Keys are layer * 8 +
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -15,29 +16,43 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import Forecast
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.policies import PREFETCH, CacheShape, Policies
+from expertcast.runtime.policies import LRU, PREFETCH, CacheShape, EvictionPolicy, Policies
 from expertcast.runtime.policies.prefetch import Wanted
+from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
 from expertcast.runtime.simulation.machine import Case
 from expertcast.runtime.simulation.simulator import VirtualRuntime
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
 from tests.runtime.engine.evictions import eviction
 from tests.runtime.links.manual import ManualLink
 from tests.runtime.simulation.made import machine, trace
 
 
-def _residency(slots: int, *, keep: bool = True) -> tuple[ExpertCache, ManualLink]:
-    model = tiny_model("qwen3_moe")
-    view = find_moe_layers(model)
+@cache
+def _store() -> ExpertStore:
+    view = find_moe_layers(tiny_model("qwen3_moe"))
     store = ExpertStore(view)
     store.pack(view)
+    store.add_copies(("int8", "int4"))
+    return store
+
+
+def _residency(
+    slots: int,
+    *,
+    keep: bool = True,
+    scope: str = "global",
+    link: ManualLink | None = None,
+    policy: str | type[EvictionPolicy] = "lru",
+) -> tuple[ExpertCache, ManualLink]:
+    store, link = _store(), link or ManualLink()
     pool = SlotPool(store.layout, slots, store.device)
-    link = ManualLink()
     link.attach(store, pool)
-    policies = eviction(layers=len(view), experts=8, slots=slots)
-    return ExpertCache(pool, link, policies, RunStatistics(len(view)), experts=8, keep=keep), link
+    policies = eviction(policy, layers=4, experts=8, slots=slots, scope=scope)
+    return ExpertCache(pool, link, policies, RunStatistics(4), experts=8, keep=keep), link
 
 
 def _run(residency: ExpertCache, layer: int, experts: list[int]) -> None:
@@ -199,6 +214,455 @@ def test_abandon_unpins() -> None:
     assert residency.pool.state(residency.pool.slots.get(0) or 0) is SlotState.READY
     assert not residency.holds(8)
     _run(residency, 2, [1, 2, 3, 4])
+
+
+def _held(residency: ExpertCache) -> list[int]:
+    return sorted(residency.pool.resident())
+
+
+def test_layers_with_shares_leave_each_others_slots_alone() -> None:
+    """Eleven slots: three for each of the first three layers, two for the last. Layer 0 fills its share, then needs two
+    more; a forecast asks for four of layer 1, and layer 1 for two others."""
+    residency, link = _residency(11, scope="layer")
+    assert [residency.limit(layer) for layer in range(4)] == [3, 3, 3, 2]
+    _run(residency, 3, [0, 1])
+    _run(residency, 0, [0, 1, 2])
+    assert [residency.free(layer) for layer in range(4)] == [0, 3, 3, 0]
+    _run(residency, 0, [3, 4])
+    assert _held(residency) == [2, 3, 4, 24, 25]
+    residency.prefetch([16])
+    residency.prefetch([8, 9, 10, 11])
+    assert _held(residency) == [2, 3, 4, 8, 9, 10, 16, 24, 25], "the fourth has no room"
+    residency.request([12, 13])
+    assert _held(residency) == [2, 3, 4, 8, 12, 13, 16, 24, 25], "the layer's own queued forecasts, the last first"
+    assert residency.stats.layers[1].dropped == 2
+    assert [residency.free(layer) for layer in range(4)] == [0, 0, 2, 0]
+    residency.reset()
+    assert link.queue == []
+    assert [residency.free(layer) for layer in range(4)] == [3, 3, 3, 2]
+
+
+def test_a_reset_cache_is_a_new_one() -> None:
+    """A forward, forecasts and a window are cut short anywhere; afterwards the same calls do what they did at first."""
+    residency, _ = _residency(4)
+    found = []
+    for _ in range(2):
+        residency.settle(0, [0, 1])
+        residency.request([0, 1], {1: "int4"})
+        residency.wait([0])
+        residency.prefetch([8, 9])
+        residency.window.add(17)
+        assert residency.is_asked(1)
+        found.append((_held(residency), residency.held(0), residency.load_ahead(17)))
+        residency.reset()
+        residency.stats.reset()
+        assert residency.idle
+        assert not any((residency.pool.resident(), residency.running, residency.window.keys, residency.is_asked(1)))
+        _run(residency, 1, [0, 1, 2, 3])
+        _run(residency, 2, [0, 1, 2, 3])
+        assert residency.stats.total.collisions == residency.stats.total.prefetched_used == 0
+        residency.reset()
+        residency.stats.reset()
+    assert found == [([0, 1, 8, 9], {0: "full", 1: "int4"}, False)] * 2
+
+
+def test_an_expert_that_comes_back_in_the_same_forward_is_a_collision() -> None:
+    residency, _ = _residency(2)
+    residency.start_pass(False)
+    _run(residency, 0, [0, 1])
+    _run(residency, 1, [0, 1])
+    _run(residency, 0, [0, 2])
+    assert residency.stats.layers[0].collisions == 1, "0 was given up, 2 was never there"
+    residency.start_pass(False)
+    _run(residency, 1, [0, 1])
+    assert residency.stats.layers[1].collisions == 0, "they were given up in the forward before"
+
+
+def test_loading_ahead_takes_what_is_needed_last() -> None:
+    """Four slots: 0.0 and 0.1 are not needed, 3.0 and 2.0 are kept by the window. For layer 1 an unneeded expert goes
+    first, then those of the window from the last layer on, none of a nearer layer, and none that is on its way."""
+    residency, link = _residency(4)
+    _run(residency, 0, [0, 1])
+    for key in (24, 16):
+        residency.window.add(key)
+        assert residency.load_ahead(key)
+    link.arrive()
+    assert residency.idle
+    loaded = []
+    for key in (8, 9, 10, 11, 12):
+        residency.window.add(key)
+        loaded.append(residency.load_ahead(key))
+        link.arrive()
+        assert residency.idle
+        loaded.append(_held(residency))
+    assert loaded == [
+        True, [1, 8, 16, 24], True, [8, 9, 16, 24], True, [8, 9, 10, 16], True, [8, 9, 10, 11], False, [8, 9, 10, 11]
+    ]  # fmt: skip
+    assert residency.window.pop(1) == {8, 9, 10, 11, 12}
+    assert residency.window.keys == {16, 24}
+    residency.window.clear()
+    assert not residency.window.keys
+    assert residency.window.pop(2) == set()
+    residency.window.add(17)
+    assert residency.load_ahead(17)
+    assert _held(residency) == [9, 10, 11, 17]
+
+
+def test_a_running_layer_takes_what_the_window_keeps_for_later_ones() -> None:
+    """Three slots, all of the window: 2.0 and 3.0 have arrived, 3.1 is on its way and stays. Layer 2 loses none of its
+    own; with shares nothing of another layer's is of use."""
+    residency, link = _residency(3)
+    for key in (16, 24, 25):
+        residency.window.add(key)
+        residency.load_ahead(key)
+    link.arrive(2)
+    assert not residency.idle
+    residency.request([17])
+    assert _held(residency) == [16, 17, 25]
+    shared, link = _residency(8, scope="layer")
+    for key in (16, 17, 24):
+        shared.window.add(key)
+        assert shared.load_ahead(key)
+    link.arrive()
+    assert shared.idle
+    assert not shared.load_ahead(18)
+    shared.request([18])
+    assert _held(shared) == [17, 18, 24], "of what is kept for its own layer"
+
+
+def test_what_is_not_needed_after_all_is_taken_back() -> None:
+    """0.0 has arrived, 0.1 is on its way, 0.2 was requested since, 0.3 waits for its turn: 0.3 goes."""
+    residency, link = _residency(6)
+    residency.prefetch([0, 1, 2, 3])
+    link.arrive(1)
+    link.start(link.queue[0])
+    residency.request([2])
+    residency.take_back(range(8))
+    assert _held(residency) == [0, 1, 2]
+    assert (residency.stats.total.prefetched, residency.stats.total.dropped) == (3, 1)
+    residency.wait([2])
+    assert residency.stats.total.bytes_moved == 3 * residency.pool.layout.block_bytes
+
+
+def test_what_is_loaded_for_nobody_is_given_up_like_any_other() -> None:
+    """Three slots: 1.0 is loaded into a free one, 1.1 in place of the oldest, nothing while all are needed."""
+    residency, link = _residency(3)
+    _run(residency, 0, [0, 1])
+    residency.load_idle(8)
+    assert _held(residency) == [0, 1, 8]
+    residency.load_idle(9)
+    assert _held(residency) == [1, 8, 9]
+    link.arrive()
+    residency.prefetch([1, 8, 9])
+    residency.load_idle(10)
+    assert _held(residency) == [1, 8, 9]
+    assert residency.stats.layers[1].prefetched == 2
+    assert residency.stats.layers[0].evicted == 1
+
+
+def test_what_would_be_given_up() -> None:
+    residency, _ = _residency(2)
+    _run(residency, 0, [0])
+    assert residency.victim(1) is None, "a slot is free"
+    _run(residency, 0, [1])
+    assert residency.victim(1) == 0
+    residency.prefetch([0])
+    assert residency.victim(1) == 1
+    residency.prefetch([1])
+    assert residency.victim(1) is None
+
+
+def test_slots_are_freed_up_in_the_policys_order() -> None:
+    """Six slots: 0.0 is to stay, 0.1 is forecast, 1.0 runs, 2.0 is on its way; 0.2 and 0.3 can go."""
+    residency, _ = _residency(6)
+    _run(residency, 0, [0, 1, 2, 3])
+    residency.prefetch([1])
+    residency.prefetch([16])
+    residency.request([8])
+    residency.wait([8])
+    residency.free_up(1, 1, {0})
+    assert _held(residency) == [0, 1, 3, 8, 16]
+    residency.free_up(1, 1, {0})
+    assert len(residency.pool.free_slots) == 1
+    residency.free_up(1, 4, {0})
+    assert _held(residency) == [0, 1, 8, 16]
+    assert residency.stats.layers[0].evicted == 2
+
+
+def test_lower_precisions() -> None:
+    """0.0 comes in int4: it is a hit in int4 and a miss where it is to be full, for int8 is better and full is best."""
+    residency, link = _residency(4)
+    sizes = {level: link.block_bytes(level) for level in ("full", "int8", "int4")}
+    moved = []
+    for level in ("int4", "int4", "int8", "int4", "full", "int8"):
+        residency.settle(0, [0, 1])
+        residency.request([0, 1], {0: level})
+        residency.wait([0, 1])
+        residency.release([0, 1])
+        moved.append(residency.stats.total.bytes_moved)
+        assert residency.pool.block(residency.pool.slots[1]).equal(_store().block(1))
+        assert residency.pool.block(residency.pool.slots[0]).equal(_store().block(0)) == (
+            level == "full" or len(moved) > 5
+        )
+    first = sizes["full"] + sizes["int4"]
+    second = first + sizes["int8"]
+    assert moved == [first, first, second, second, second + sizes["full"], second + sizes["full"]]
+    assert residency.held(0) == {0: "full", 1: "full"}
+    assert (residency.stats.total.misses, residency.stats.total.evicted) == (4, 0)
+
+
+def test_only_full_precision_is_kept() -> None:
+    """Of four copies in int4 one has arrived, one was computed with, one is under way and one queued: all go, and the
+    full one stays. One that fails meanwhile is nobody's error."""
+    for failing in (False, True):
+        residency, link = _residency(6)
+        residency.request([0, 1], {0: "int4"})
+        residency.wait([0, 1])
+        residency.release([0, 1])
+        residency.settle(1, [8, 9, 10])
+        residency.request([8, 9, 10], dict.fromkeys((8, 9, 10), "int4"))
+        link.arrive(1)
+        link.start(link.queue[0])
+        link.queue[0].error = OSError("lost") if failing else None
+        residency.settle(1, [])
+        residency.keep_full_only()
+        assert _held(residency) == [1]
+        assert residency.idle
+        assert len(residency.pool.free_slots) == 5
+        blocks = link.block_bytes("full") + 3 * link.block_bytes("int4")
+        assert residency.stats.total.bytes_moved == blocks, "the queued one was taken back"
+        assert residency.held(0) == {1: "full"}
+
+
+def test_a_draft_that_waits_for_nothing_sees_only_what_has_arrived() -> None:
+    residency, link = _residency(4)
+    residency.prefetch([8, 9])
+    assert residency.held(1) == {0: "full", 1: "full"}
+    residency.only_arrived = True
+    assert residency.held(1) == {}
+    link.arrive(1)
+    assert residency.held(1) == {0: "full"}
+    assert residency.held(2) == {}
+    link.arrive()
+    assert residency.held(1) == {0: "full", 1: "full"}
+    assert residency.idle
+
+
+class TimedLink(ManualLink):
+    """A copy in full takes 2 s, and the test says what time it is."""
+
+    copy_s = 2.0  # type: ignore[assignment]
+    now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+
+def test_the_backlog_of_a_paced_cache() -> None:
+    """Copies follow one another: each takes 2 s of the link, one in int4 its share of that."""
+    residency, link = _residency(8, link=TimedLink())
+    residency.prefetch([8])
+    assert residency.backlog_s(0.0) == 0, "not kept so far"
+    residency.reset()
+    residency.paced = True
+    residency.prefetch([8, 9, 10])
+    assert [residency.backlog_s(now) for now in (0.0, 1.5, 6.0, 7.0)] == [6.0, 4.5, 0.0, 0.0]
+    residency.settle(1, [8, 9])
+    assert residency.backlog_s(1.0) == 3.0, "10 was taken back"
+    link.arrive(1)
+    assert not residency.idle
+    assert residency.backlog_s(1.0) == 2.0, "one copy is left, sooner than was to be expected"
+    link.arrive()
+    assert residency.idle
+    assert residency.backlog_s(1.0) == 0.0
+    link.now = 10.0
+    share = link.block_bytes("int4") / link.block_bytes("full")
+    residency.request([0, 1], {0: "int4"})
+    assert residency.backlog_s(10.0) == pytest.approx(2 + 2 * share)
+
+
+def test_seconds_that_the_models_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy holds the thread up for 3 s as it is asked for, and for 5 as it is waited for."""
+    residency, link = _residency(4, link=TimedLink())
+    submit, wait = link.submit, link.wait
+
+    def slow_submit(key: int, slot: int, *, urgent: bool) -> Transfer:
+        copy = submit(key, slot, urgent=urgent)
+        copy.held_s = 3.0
+        return copy
+
+    def slow_wait(copy: Transfer) -> None:
+        wait(copy)
+        link.now += 5.0
+
+    monkeypatch.setattr(link, "submit", slow_submit)
+    monkeypatch.setattr(link, "wait", slow_wait)
+    _run(residency, 1, [0, 1])
+    assert [layer.waited_s for layer in residency.stats.layers] == [0.0, 16.0, 0.0, 0.0]
+    assert residency.waited_s == 16.0
+    _run(residency, 1, [0, 1])
+    assert residency.waited_s == 16.0, "both are there"
+
+
+def test_the_link_orders_misses_and_hears_of_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what loses its slot to another one is written back, and only where that takes time."""
+    residency, link = _residency(3)
+    monkeypatch.setattr(link, "in_order", lambda keys: sorted(keys, reverse=True))
+    written: list[int] = []
+    monkeypatch.setattr(link, "write_back", lambda: written.append(residency.stats.total.evicted))
+    _run(residency, 0, [0, 2, 1])
+    assert [key for key, _ in link.submitted] == [2, 1, 0]
+    _run(residency, 1, [0])
+    assert written == []
+    link.write_back_s = 1.0
+    _run(residency, 1, [1, 2])
+    residency.free_up(0, 1, ())
+    assert len(written) == 3
+
+
+def test_policy_and_link_hear_of_everything_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[object, ...]] = []
+
+    class Heard(LRU):
+        def start_pass(self, fresh: bool) -> None:
+            heard.append(("start", fresh))
+
+        def start_layer(self, layer: int, keys: Sequence[int]) -> None:
+            heard.append(("layer", layer, keys))
+
+        def insert(self, key: int, full: bool = True) -> None:
+            heard.append(("insert", key, full))
+            super().insert(key, full)
+
+        def touch(self, keys: Sequence[int]) -> None:
+            heard.append(("touch", keys))
+
+        def use(self, keys: Sequence[int]) -> None:
+            heard.append(("use", keys))
+            super().use(keys)
+
+        def remove(self, key: int) -> None:
+            heard.append(("remove", key))
+            super().remove(key)
+
+    residency, link = _residency(4, policy=Heard)
+    monkeypatch.setattr(link, "read_ahead", lambda keys: heard.append(("ahead", keys)))
+    monkeypatch.setattr(link, "mark_read", lambda slots: heard.append(("read", slots)))
+    monkeypatch.setattr(link, "follow", lambda: heard.append(("follow",)))
+    residency.start_pass(True)
+    residency.settle(0, [0, 1])
+    residency.request([0, 1], {1: "int4"})
+    residency.wait([0, 1])
+    expanded = ("read", [1])
+    assert heard[:6] == [
+        ("start", True),
+        ("layer", 0, [0, 1]),
+        ("insert", 0, True),
+        ("insert", 1, False),
+        expanded,
+        ("use", [0, 1]),
+    ]
+    residency.release([0, 1])
+    residency.prefetch([8])
+    residency.prefetch([9, 8])
+    residency.settle(1, [9])
+    assert residency.fill([1, 2]) == 1
+    assert heard[6:] == [
+        ("read", [0, 1]), ("touch", []), ("ahead", [8]), ("insert", 8, True), ("touch", [8]), ("ahead", [9]),
+        ("insert", 9, True), ("layer", 1, [9]), ("remove", 8), ("follow",), ("insert", 2, True),
+    ]  # fmt: skip
+
+
+def test_what_forecasts_ask_for_is_told_to_every_observer() -> None:
+    class Asked(Observer):
+        def __init__(self) -> None:
+            self.heard: list[tuple[int, list[int]]] = []
+
+        def asked(self, layer: int, keys: Sequence[int]) -> None:
+            self.heard.append((layer, list(keys)))
+
+    first, second = Asked(), Asked()
+    link = ManualLink()
+    link.observer = first
+    residency, _ = _residency(4, link=link)
+    residency.tell(second)
+    residency.prefetch([])
+    residency.prefetch([9, 8])
+    assert first.heard == second.heard == [(1, [9, 8])]
+    assert residency.is_asked(1)
+    assert not residency.is_asked(2)
+    residency.settle(1, [9])
+    assert not residency.is_asked(1)
+
+
+def test_without_cache_a_forecast_keeps_what_a_layer_has_used() -> None:
+    """0.0 and 0.1 run, and arrive before they are waited for; 0.1 and 1.0 are forecast, 2.0 is the window's: these
+    stay, and 0.0 goes. A forward that is cut short ends all of that."""
+    residency, link = _residency(6, keep=False)
+    residency.request([0, 1])
+    link.arrive()
+    residency.prefetch([1])
+    residency.wait([0, 1])
+    residency.window.add(16)
+    residency.load_ahead(16)
+    residency.prefetch([8])
+    residency.release([0, 1])
+    link.arrive()
+    assert residency.idle
+    assert _held(residency) == [1, 8, 16]
+    residency.prefetch([24])
+    link.start(link.queue[0])
+    residency.abandon()
+    assert _held(residency) == [24], "what is under way goes when it has arrived"
+    link.arrive()
+    assert residency.idle
+    assert _held(residency) == []
+
+
+def test_a_refused_copy_takes_no_slot() -> None:
+    residency, link = _residency(2)
+    with pytest.raises(ExpertcastError):
+        residency.request([0], {0: "int2"})
+    residency.abandon()
+    assert residency.pool.resident() == link.queue == []
+    assert len(residency.pool.free_slots) == 2
+    assert residency.stats.total.bytes_moved == 0
+    _run(residency, 0, [0, 1])
+
+
+def test_slots_by_hand() -> None:
+    layout = _store().layout
+    pool = SlotPool(layout, 3, torch.device("cpu"))
+    assert [pool.take(key) for key in (7, 8, 9)] == [0, 1, 2]
+    with pytest.raises(IndexError):
+        pool.take(10)
+    pool.arrived(7)
+    pool.mark([7], SlotState.IN_USE)
+    assert [pool.key_of(slot) for slot in range(3)] == [7, 8, 9]
+    assert [pool.state(slot) for slot in range(3)] == [SlotState.IN_USE, SlotState.LOADING, SlotState.LOADING]
+    for misuse, key in ((pool.release, 7), (pool.take, 8)):
+        with pytest.raises(AssertionError):
+            misuse(key)
+    pool.release(8)
+    assert (pool.resident(), pool.key_of(1), pool.state(1)) == ([9], None, SlotState.FREE)
+    assert pool.take(11) == 1
+    pool.clear()
+    assert (pool.resident(), pool.key_of(0), pool.state(2), pool.take(12)) == ([], None, SlotState.FREE, 0)
+    assert pool.nbytes == 3 * layout.block_bytes
+    assert pool.block(0).data_ptr() % 4096 == 0
+    for slot in range(3):
+        pool.block(slot).fill_(slot + 1)
+    for name, view in pool.views.items():
+        assert [view[slot].view(torch.uint8).unique().tolist() for slot in range(3)] == [[1], [2], [3]], name
+    pool.free()
+    assert pool.nbytes == len(pool.views) == 0
+
+
+def test_slots_lie_on_their_device() -> None:
+    pool = SlotPool(_store().layout, 3, torch.device("meta"))
+    assert pool.nbytes == 3 * pool.layout.block_bytes
+    assert {pool.block(2).device.type, *(view.device.type for view in pool.views.values())} == {"meta"}
+    assert len(pool.block(2)) == pool.layout.block_bytes
 
 
 def _experts(selection: str, forecast: Forecast) -> list[int]:

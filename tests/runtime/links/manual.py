@@ -50,6 +50,10 @@ class ManualLink(Link):
             self.queue.remove(copy)
         return cancelled
 
+    def restart(self) -> None:
+        super().restart()
+        self.queue.clear()
+
 
 class SteppedLink(Link):
     """One copy at a time, half a block per step, urgent ones first.

@@ -86,13 +86,16 @@ class Slow:
     def order(self, expert: int) -> tuple[float, int]:
         return (-self.uses[expert], expert)
 
+    def lose(self, expert: int) -> None:
+        self.state[expert] = M
+        self.pool.pop(expert, None)
+
     def use(self, experts: list[int]) -> None:
         found = {expert: self.state[expert] for expert in experts}
         self.uses = [count * self.fade for count in self.uses]
         for expert in experts:
             self.uses[expert] += 1
-            self.state[expert] = M
-            self.pool.pop(expert, None)
+            self.lose(expert)
         for expert in sorted(experts, key=self.order):
             rank = sorted(range(len(self.uses)), key=self.order).index(expert)
             end = self.margin
@@ -134,7 +137,11 @@ def test_against_the_slowest_form(fade: float) -> None:
         memory = {pool: choose.choice([0, 0, 150, 290, 500, 640]) for pool in POOLS}
         cache = PoolCache(experts, size=SIZE, memory=memory, margin=margin, fade=fade)
         slow = Slow(experts, memory, margin, fade)
-        for _ in range(40):
+        for step in range(40):
+            if step % 8 == 7:  # a slot is taken away: what ranks behind it is full still
+                lost = choose.randrange(experts)
+                cache.lose(lost)
+                slow.lose(lost)
             used = choose.sample(range(experts), choose.randint(1, 3))
             before = [cache.state(expert) for expert in range(experts)]
             changed = cache.use(used)

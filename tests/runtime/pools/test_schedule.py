@@ -11,7 +11,7 @@ from math import ceil, factorial, prod
 import pytest
 
 from expertcast.runtime.pools.schedule import makespan, schedule
-from expertcast.runtime.pools.states import Costs, ExpertBytes, State
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State, pools_text
 
 INSTANCES, MOST = 1000, 600
 F, C, S, E, M = State
@@ -201,6 +201,7 @@ def test_the_makespan_against_one_that_ticks() -> None:
 def test_what_each_state_needs_and_takes() -> None:
     size = ExpertBytes(plane=100, exponents=37)
     assert {state.name: size.held(state) for state in State} == {"F": 200, "C": 137, "S": 100, "E": 37, "M": 0}
+    assert pools_text({E: 300_000, F: 4_000_000, S: 0, C: 2_000_000}) == "C=2000000,E=300000"
     assert Counter(state.name for state in State if state.reads_exponents) == Counter("SM")
     assert Counter(state.name for state in State if state.reads_mantissas) == Counter("EM")
     assert Counter(state.name for state in State if state.decodes) == Counter("CSEM")
