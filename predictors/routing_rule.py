@@ -58,8 +58,7 @@ def weights_over(layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 def renormalises(layer: MoELayer) -> bool:
     """Whether the layer's rule makes a token's K weights sum to a constant, whatever the logits are."""
-    weight = next(layer.router.parameters())
-    steep_E = torch.linspace(-2.0, 2.0, layer.num_experts, device=weight.device)
+    steep_E = torch.linspace(-2.0, 2.0, layer.num_experts)
     _, weights_2K = route(layer, torch.stack([torch.zeros_like(steep_E), steep_E]))
     flat, steep = weights_2K.float().sum(dim=-1).tolist()
     return bool(abs(flat - steep) < _SAME_SUM * abs(flat))
@@ -76,8 +75,7 @@ def goes_by_logits(view: MoEView) -> bool:
     logits_TE = (order_TE - experts // 2) * 2.0 ** -max(0, experts.bit_length() - 4)
     best_TK = logits_TE.topk(top_k, dim=-1).indices.sort(dim=1).values
     for layer in view:
-        weight = next(layer.router.parameters())
-        ids_TK, _ = route(layer, logits_TE.to(weight.device, weight.dtype))
+        ids_TK, _ = route(layer, logits_TE)
         if not torch.equal(ids_TK.sort(dim=1).values.cpu(), best_TK):
             return False
     return True

@@ -531,4 +531,5 @@ def test_a_file_removed_before_it_is_locked_is_made_again(path: Path, monkeypatc
     writing = ExpertWriter(path, read_header(path))
     assert writing._path.exists()
     other = ExpertWriter(path, read_header(path))
-    assert writing._path.exists() and other._path.exists()
+    assert writing._path.exists()
+    assert other._path.exists()
