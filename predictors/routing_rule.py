@@ -49,10 +49,10 @@ def weights_over(layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
     answers = _Answers(layer, logits_TE, ids_TK)
     routed_TK, weights_TK = _run(layer, answers)
     if not answers.chose:
-        outside = torch.ones_like(logits_TE, dtype=torch.bool).scatter(-1, ids_TK, False)
+        outside = torch.ones_like(logits_TE, dtype=torch.bool).scatter(1, ids_TK, False)
         routed_TK, weights_TK = route(layer, logits_TE.masked_fill(outside, float("-inf")))
         order = (routed_TK.unsqueeze(-2) == ids_TK.unsqueeze(-1)).int().argmax(dim=-1)
-        weights_TK = weights_TK.gather(-1, order)
+        weights_TK = weights_TK.gather(1, order)
     return weights_TK
 
 
@@ -73,7 +73,7 @@ def goes_by_logits(view: MoEView) -> bool:
     experts, top_k = view.shape.experts, view.shape.top_k
     order_TE = torch.stack([torch.randperm(experts, generator=generator) for _ in range(_PROBES)])
     logits_TE = (order_TE - experts // 2) * 2.0 ** -max(0, experts.bit_length() - 4)
-    best_TK = logits_TE.topk(top_k, dim=-1).indices.sort(dim=1).values
+    best_TK = logits_TE.topk(top_k).indices.sort(dim=1).values
     for layer in view:
         ids_TK, _ = route(layer, logits_TE)
         if not torch.equal(ids_TK.sort(dim=1).values.cpu(), best_TK):
@@ -128,7 +128,7 @@ class _Answers(TorchFunctionMode):
         if self._ids_TK is not None and func in (torch.topk, Tensor.topk) and args[0].dim() == 2:
             chosen = self._choice(self._ids_TK, args[0], args[1] if len(args) > 1 else kwargs["k"])
             if chosen is not None:
-                return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+                return torch.return_types.topk((args[0].gather(1, chosen), chosen))
         return func(*args, **kwargs)
 
     def _choice(self, ids_TK: Tensor, scores: Tensor, count: int) -> Tensor | None:
@@ -140,7 +140,7 @@ class _Answers(TorchFunctionMode):
             return None
         # groups are chosen first: those of the given ids, for the others' experts are masked out
         group_TK = ids_TK // (experts // scores.shape[1])
-        return torch.zeros_like(scores).scatter(-1, group_TK, 1.0).topk(count).indices
+        return torch.zeros_like(scores).scatter(1, group_TK, 1.0).topk(count).indices
 
 
 @dataclass(frozen=True, slots=True)

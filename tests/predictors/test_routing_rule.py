@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 import expertcast
 from expertcast.data.collect import collect
@@ -54,6 +54,7 @@ def test_the_routers_own_logits_are_routed_as_by_itself(family: str) -> None:
         assert found_weights_TK.dtype == weights_TK.dtype
         assert not found_weights_TK.requires_grad
     layer.router.to("meta")  # any other device
+    layer.router.register_forward_pre_hook(lambda *_: pytest.fail("a hook of the model's run was called"))
     assert {each.device.type for each in layer.route(logits_TE.detach())} == {"meta"}
 
 
@@ -80,8 +81,8 @@ def test_a_router_whose_logits_nothing_computes_is_refused() -> None:
 @pytest.mark.parametrize("experts", [3, 60, 512])
 def test_many_experts_are_told_apart(experts: int) -> None:
     """Their logits stay different in bf16; no number is drawn from the generator that samples a text."""
-    config = MixtralConfig(**{**CONFIGS["mixtral"].to_dict(), "num_local_experts": experts, "num_hidden_layers": 1})
-    view = find_moe_layers(MixtralForCausalLM(config).bfloat16())
+    config = GptOssConfig(**{**CONFIGS["gpt_oss"].to_dict(), "num_local_experts": experts})
+    view = find_moe_layers(GptOssForCausalLM(config).bfloat16())
     before = torch.get_rng_state()
     assert goes_by_logits(view)
     assert torch.equal(torch.get_rng_state(), before)
