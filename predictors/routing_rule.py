@@ -49,17 +49,16 @@ def weights_over(layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
     answers = _Answers(layer, logits_TE, ids_TK)
     routed_TK, weights_TK = _run(layer, answers)
     if not answers.chose:
-        outside = torch.ones_like(logits_TE, dtype=torch.bool).scatter(-1, ids_TK, False)
+        outside = torch.ones_like(logits_TE, dtype=torch.bool).scatter(1, ids_TK, False)
         routed_TK, weights_TK = route(layer, logits_TE.masked_fill(outside, float("-inf")))
         order = (routed_TK.unsqueeze(-2) == ids_TK.unsqueeze(-1)).int().argmax(dim=-1)
-        weights_TK = weights_TK.gather(-1, order)
+        weights_TK = weights_TK.gather(1, order)
     return weights_TK
 
 
 def renormalises(layer: MoELayer) -> bool:
     """Whether the layer's rule makes a token's K weights sum to a constant, whatever the logits are."""
-    weight = next(layer.router.parameters())
-    steep_E = torch.linspace(-2.0, 2.0, layer.num_experts, device=weight.device)
+    steep_E = torch.linspace(-2.0, 2.0, layer.num_experts)
     _, weights_2K = route(layer, torch.stack([torch.zeros_like(steep_E), steep_E]))
     flat, steep = weights_2K.float().sum(dim=-1).tolist()
     return bool(abs(flat - steep) < _SAME_SUM * abs(flat))
@@ -74,10 +73,9 @@ def goes_by_logits(view: MoEView) -> bool:
     experts, top_k = view.shape.experts, view.shape.top_k
     order_TE = torch.stack([torch.randperm(experts, generator=generator) for _ in range(_PROBES)])
     logits_TE = (order_TE - experts // 2) * 2.0 ** -max(0, experts.bit_length() - 4)
-    best_TK = logits_TE.topk(top_k, dim=-1).indices.sort(dim=1).values
+    best_TK = logits_TE.topk(top_k).indices.sort(dim=1).values
     for layer in view:
-        weight = next(layer.router.parameters())
-        ids_TK, _ = route(layer, logits_TE.to(weight.device, weight.dtype))
+        ids_TK, _ = route(layer, logits_TE)
         if not torch.equal(ids_TK.sort(dim=1).values.cpu(), best_TK):
             return False
     return True
@@ -130,7 +128,7 @@ class _Answers(TorchFunctionMode):
         if self._ids_TK is not None and func in (torch.topk, Tensor.topk) and args[0].dim() == 2:
             chosen = self._choice(self._ids_TK, args[0], args[1] if len(args) > 1 else kwargs["k"])
             if chosen is not None:
-                return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+                return torch.return_types.topk((args[0].gather(1, chosen), chosen))
         return func(*args, **kwargs)
 
     def _choice(self, ids_TK: Tensor, scores: Tensor, count: int) -> Tensor | None:
@@ -142,7 +140,7 @@ class _Answers(TorchFunctionMode):
             return None
         # groups are chosen first: those of the given ids, for the others' experts are masked out
         group_TK = ids_TK // (experts // scores.shape[1])
-        return torch.zeros_like(scores).scatter(-1, group_TK, 1.0).topk(count).indices
+        return torch.zeros_like(scores).scatter(1, group_TK, 1.0).topk(count).indices
 
 
 @dataclass(frozen=True, slots=True)

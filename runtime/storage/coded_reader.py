@@ -236,7 +236,7 @@ class PartMemory:
 
     def put(self, key: int, kind: int) -> Tensor | None:
         """A buffer for parts that come from elsewhere and count as kept from now on; None: there is no room."""
-        if self._count[kind] >= self._room[kind] or kind in self._kept.get(key, ()) or not self._free[kind]:
+        if self._count[kind] >= self._room[kind] or kind in self._kept.get(key, ()):
             return None
         buffer = self._free[kind].pop()
         self._settle(key, kind, buffer, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, Qwen3NextConfig, StaticCache
+from transformers.cache_utils import DynamicLayer
 
-from expertcast.data.early import _CHECKED, FIRST, EarlyAttention, ranges, reading_copy, told
+from expertcast.data.early import (
+    _CHECKED,
+    FIRST,
+    EarlyAttention,
+    beside,
+    growing_layer,
+    own_rows,
+    ranges,
+    reading_copy,
+    static_refusals,
+    told,
+)
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import MoEView
 from expertcast.predictors.early_attention import EarlyAttention as EarlyPredictor
@@ -151,6 +164,83 @@ def test_a_cache_that_cannot_be_read_is_told_of_once() -> None:
         assert all("OwnCache cannot be read without being changed" in line for line in lines)
     assert reading_copy(OwnCache(), 0) is None
     assert reading_copy(DynamicCache(), 2) is not None
+
+
+class OwnLayer(DynamicLayer):
+    """Somebody's: what a write to it changes is not known."""
+
+
+def test_caches_that_can_be_read_and_grow() -> None:
+    """What cannot be read is refused, an index that no layer has yet too, unless the cache adds layers by itself."""
+    model = tiny_model("qwen3_moe", torch.float32)
+    cache, empty = prefilled(model, ids(length=4)), DynamicCache()
+    one = torch.ones(1, 2, 1, 8)
+    reader = reading_copy(empty, 0)
+    assert reader is not None
+    reader.update(one, one, 0)
+    assert not empty.layers
+    assert growing_layer(empty, 0) is None
+    assert [growing_layer(cache, index) for index in range(4)] == cache.layers
+    full = DynamicCache(config=model.config)
+    assert growing_layer(full, 1) is None, "nothing was written yet"
+    assert reading_copy(full, 3) is not None
+    assert reading_copy(full, 4) is None, "it has as many layers as the model"
+    static = StaticCache(config=model.config, max_cache_len=8)
+    prefilled(model, ids(length=4), static)
+    assert reading_copy(static, 1) is not None
+    assert growing_layer(static, 1) is None, "it writes into its own tensors"
+    cache.layers[2] = OwnLayer()
+    assert [reading_copy(cache, index) is None for index in (1, 2, 3)] == [False, True, False]
+    assert growing_layer(cache, 2) is None
+    cache.offloading = True
+    assert reading_copy(cache, 1) is None
+    assert growing_layer(cache, 1) is None
+
+
+def test_a_layer_that_was_left_out_is_not_run_early() -> None:
+    """Its cache lacks a token that the others have; nor is anything run without a cache."""
+    model = tiny_model("qwen3_moe", torch.float32)
+    view, given = find_moe_layers(model), ids()
+    follower, cache = Follower(model, view, random_stand_in(view)), prefilled(model, given[:, :-1])
+    left_out = cache.layers[2]
+    left_out.keys, left_out.values = left_out.keys[:, :, :-1], left_out.values[:, :, :-1]
+    found = follower.run(input_ids=given[:, -1:], past_key_values=cache)
+    assert [each is None for each in found] == [False, True, False]
+    assert follower.run(input_ids=given[:, -1:], use_cache=False) == [None, None, None]
+    assert follower.early.refused == {0: FIRST}
+
+
+@pytest.mark.parametrize("kind", [None, torch.bool, torch.float32, torch.bfloat16])
+def test_masks_of_whole_texts(kind: torch.dtype | None) -> None:
+    """A query reads the true keys before its own that it may, and beside them its own stand-in where it sees itself."""
+    length, hidden_BSD = 5, torch.zeros(2, 5, 3)
+    may = torch.ones(2, 1, length, length).tril().bool()
+    if kind is not None:
+        may[1, :, :, :2] = False  # padding
+    mask = None if kind is None else may if kind == torch.bool else torch.where(may, 0.0, float("-inf")).to(kind)
+    found, rows_BS = beside(mask, hidden_BSD), own_rows(mask, hidden_BSD)
+    assert found.isfinite().all() or kind is not None
+    seen = (found if found.dtype == torch.bool else found == 0).expand(2, 1, length, 2 * length)
+    assert found.dtype == (kind or torch.bool)
+    for text, query, key in itertools.product(range(2), range(length), range(length)):
+        visible = bool(may[text, 0, query, key])
+        assert bool(seen[text, 0, query, key]) == (visible and key != query)
+        assert bool(seen[text, 0, query, length + key]) == (visible and key == query)
+    assert rows_BS is None if kind is None else torch.equal(rows_BS, may.diagonal(dim1=-2, dim2=-1)[:, 0])
+
+
+def test_what_the_structure_refuses() -> None:
+    model = tiny_model("qwen3_moe")
+    view = find_moe_layers(model)
+    assert static_refusals(model, view, whole=True) == {0: FIRST}
+    model.config._attn_implementation = "flash_attention_2"
+    assert static_refusals(model, view) == {0: FIRST}
+    refused = static_refusals(model, view, whole=True)
+    assert told(refused) == ["layers 1-3: attention by flash_attention_2 takes no mask of ours (sdpa does)"]
+    view[2].decoder.self_attn.layer_idx = None
+    assert told(static_refusals(model, view)) == ["layer 2: its block has no layer_idx, by which a cache is read"]
+    assert EarlyAttention(model, view).works
+    assert not EarlyAttention(model, view, whole=True).works
 
 
 def qwen3_next() -> PreTrainedModel:
@@ -326,3 +416,20 @@ def test_a_block_that_no_trace_would_follow_runs_itself(change: Callable[[nn.Mod
     found, follower = run(programs=True)
     assert_same(found, expected)
     assert runs(follower) == [[True], [False], [True]]
+
+
+@pytest.mark.parametrize(("change", "last"), [(None, 1), (_branching, 2)])
+def test_how_often_a_block_runs(change: Callable[[nn.Module], None] | None, last: int) -> None:
+    """In the end in the model alone; one that cannot be traced early too, and it is not traced for ever."""
+    model = tiny_model("qwen3_moe")
+    attention = find_moe_layers(model)[2].decoder.self_attn
+    if change is not None:
+        change(attention)
+    own, calls, by_step = attention.forward, itertools.count(), list[int]()
+    attention.forward = lambda *args, **kwargs: (next(calls), own(*args, **kwargs))[1]
+    handle = model.base_model.register_forward_hook(lambda *_: by_step.append(next(calls)))
+    decoded(model, programs=True)
+    handle.remove()
+    steps = [later - former - 1 for former, later in itertools.pairwise(by_step)]
+    assert max(steps) > last
+    assert steps[-4:] == [last] * 4

@@ -294,7 +294,9 @@ def test_parts_that_do_not_fit_each_other(
     change: Callable[[dict[str, Any]], object], told: str, traces: Path, expected: list[Any]
 ) -> None:
     edit_json(traces / "trace.json", change)
-    assert told in str(line(traces, expected))
+    found = str(line(traces, expected))
+    assert told in found
+    assert "collect the traces again" in found
 
 
 @pytest.mark.parametrize(

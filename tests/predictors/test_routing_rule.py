@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 import expertcast
 from expertcast.data.collect import collect
@@ -39,6 +39,54 @@ def test_all_layers_are_routed_by_their_own_rules(family: str) -> None:
         assert torch.equal(ids[layer.index], ids_TK)
         assert torch.equal(weights[layer.index], weights_TK)
     assert len(route_all(view, logits_TLE[:, :1])[0]) == 1
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_routers_own_logits_are_routed_as_by_itself(family: str) -> None:
+    """To the bit, whatever the dtype of the logits, and on the router's device."""
+    layer = find_moe_layers(tiny_model(family))[1]
+    hidden_TD = torch.randn(6, layer.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
+    logits_TE, weights_TK, ids_TK = layer.routed(hidden_TD)
+    for given_TE in (logits_TE, logits_TE.double()):
+        found_TK, found_weights_TK = layer.route(given_TE)
+        assert torch.equal(found_TK, ids_TK)
+        assert torch.equal(found_weights_TK, weights_TK)
+        assert found_weights_TK.dtype == weights_TK.dtype
+        assert not found_weights_TK.requires_grad
+    layer.router.to("meta")  # any other device
+    layer.router.register_forward_pre_hook(lambda *_: pytest.fail("a hook of the model's run was called"))
+    assert {each.device.type for each in layer.route(logits_TE.detach())} == {"meta"}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_goes_on_after_a_forecast() -> None:
+    layer = find_moe_layers(tiny_model("mixtral").requires_grad_(False))[0]
+
+    def function(given: Tensor) -> Tensor:
+        layer.route(torch.zeros(1, layer.num_experts))
+        return given + 1
+
+    traced = torch.jit.trace(function, torch.zeros(2), check_trace=False)
+    assert traced(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_a_router_whose_logits_nothing_computes_is_refused() -> None:
+    layer = find_moe_layers(tiny_model("mixtral"))[0]
+    given = torch.zeros(1, 8), torch.ones(1, 2), torch.tensor([[0, 1]])
+    layer.router.forward = lambda _hidden_TD: given
+    with pytest.raises(ExpertcastError, match=type(layer.router).__name__):
+        layer.route(torch.zeros(1, 8))
+
+
+@pytest.mark.parametrize("experts", [4, 60, 512])
+def test_many_experts_are_told_apart(experts: int) -> None:
+    """Their logits stay different in bf16; no number is drawn from the generator that samples a text."""
+    sizes = {"num_local_experts": experts, "num_experts_per_tok": 3}
+    config = GptOssConfig(**{**CONFIGS["gpt_oss"].to_dict(), **sizes})
+    view = find_moe_layers(GptOssForCausalLM(config).bfloat16())
+    before = torch.get_rng_state()
+    assert goes_by_logits(view)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import subprocess
 import sys
 import time
@@ -22,11 +23,11 @@ from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.messages import size_text
 from expertcast.runtime import EmulatedLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.storage.coded_reader import EVERYTHING, CodedReader
+from expertcast.runtime.storage.coded_reader import EVERYTHING, KINDS, CodedReader, PartMemory, Taken
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME, ExpertFile, verify_store
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.reader import DirectReader
+from expertcast.runtime.storage.reader import DirectReader, sectors
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
@@ -56,13 +57,14 @@ def expected() -> Tensor:
 
 @pytest.mark.parametrize("codec", ["raw", "bitsplit", "bitsplit:shards=3"])
 def test_same_blocks_as_in_memory(codec: str, expected: Tensor, tmp_path: Path) -> None:
-    """Also when the file is found again, layer by layer, and by others who read safetensors."""
-    store, view = _store(tmp_path, codec=codec)
+    """Also when the file is found again, layer by layer, and by others who read safetensors. Its folder is made."""
+    folder = tmp_path / "of" / "a model"
+    store, view = _store(folder, codec=codec)
     store.pack(view)
     assert torch.equal(_blocks(store), expected)
     store.close()
-    assert [entry.name for entry in tmp_path.iterdir()] == [FILE_NAME]
-    again, _ = _store(tmp_path, codec=codec)
+    assert [entry.name for entry in folder.iterdir()] == [FILE_NAME]
+    again, _ = _store(folder, codec=codec)
     assert again.holds(0)
     assert torch.equal(_blocks(again), expected)
     per_layer = expected.view(again.layers, again.experts, -1)
@@ -71,7 +73,7 @@ def test_same_blocks_as_in_memory(codec: str, expected: Tensor, tmp_path: Path) 
         for name, view_ES in again.layout.views(memory).items():
             view_ES.copy_(again.views(layer)[name])
         assert torch.equal(memory.view(again.experts, -1), per_layer[layer])
-    with safe_open(tmp_path / FILE_NAME, framework="pt") as file:
+    with safe_open(folder / FILE_NAME, framework="pt") as file:
         assert int(file.get_tensor("nbytes").sum()) == again.stored_nbytes
     if codec.startswith("bitsplit"):
         assert again.stored_nbytes < 0.95 * again.nbytes
@@ -116,7 +118,7 @@ def test_other_weights_or_codec_make_it_again(expected: Tensor, tmp_path: Path) 
     store.pack(view)
     for seed, codec, why in ((1, "bitsplit", "other weights"), (0, "bitsplit:shards=2", "made by codec 'bitsplit'")):
         with pytest.warns(
-            UserWarning, match=f"is made again: it was made .*{why}" if seed else "is made again: it was"
+            UserWarning, match=f"{store.path}' is made again: it was made .*{why}" if seed else "is made again: it was"
         ):
             again, view = _store(tmp_path, seed=seed, codec=codec)
         assert not again.holds(0)
@@ -197,8 +199,15 @@ def test_what_failed_counts_for_no_rate(tmp_path: Path, monkeypatch: pytest.Monk
         fail(0, "cannot be read: no disk")
     assert reader.rates() == unknown
     fail(1, "is damaged")
-    reader.close()
     assert reader.rates().decoding == unknown.decoding
+    whole = store.read(2, block, urgent=True)
+    reader.submit(whole)
+    reader.wait(whole)
+    reader.close()
+    known = reader.rates()
+    assert known.threads == unknown.threads
+    assert 0 < known.disk != unknown.disk
+    assert 0 < known.decoding != unknown.decoding
 
 
 def _change(path: Path, places: list[int]) -> None:
@@ -337,3 +346,53 @@ def test_processors_that_torch_leaves_free(store: DiskStore, reader: CodedReader
     reader.submit(read)
     read.wait()
     assert torch.equal(block, store.block(3))
+
+
+# Memory for parts
+
+
+@pytest.mark.parametrize("nbytes", [[5000, 300], [5000, 0], [0, 300]])
+@pytest.mark.parametrize("kept", [(0, 0), (2, 1), (1, 3)])
+def test_part_memory_against_a_plain_account(nbytes: list[int], kept: tuple[int, int]) -> None:
+    """Experts get under way, are given back, dropped and put at random: kept parts are whole, no two share a buffer."""
+    draw, under_way = random.Random(0), 3
+    memory = PartMemory(nbytes, under_way=under_way, kept=kept)
+    present = {kind for kind in KINDS if nbytes[kind]}
+    assert memory.nbytes == sum(sectors(nbytes[kind]) * (kept[kind] + under_way) for kind in present)
+    held: dict[int, set[int]] = {key: set() for key in range(6)}
+    away: dict[int, Taken] = {}
+
+    def room(kind: int) -> bool:
+        return kind in present and sum(kind in own for own in held.values()) < kept[kind]
+
+    def mark(buffer: Tensor, key: int, kind: int) -> None:
+        assert len(buffer) == sectors(nbytes[kind])
+        buffer.fill_(10 * key + kind)
+
+    for _ in range(500):
+        key, kind, spare = draw.randrange(6), draw.choice(KINDS), draw.randrange(under_way)
+        keep = {each for each in KINDS if draw.random() < 0.5}
+        action = draw.choice(("take", "take", "put", "drop"))
+        if key in away:
+            memory.give(key, away.pop(key), keep)
+            held[key] = {each for each in keep if room(each)}
+        elif action == "take":
+            taken = memory.take(key, spare)
+            assert (taken is None) == (under_way - len(away) <= spare)
+            if taken is not None:
+                assert taken.held == held[key]
+                assert {each for each in KINDS if taken.buffers[each] is not None} == present
+                assert all((taken.buffers[each] == 10 * key + each).all() for each in taken.held)
+                for each in present:
+                    mark(taken.buffers[each], key, each)
+                held[key], away[key] = set(), taken
+        elif action == "put":
+            buffer = memory.put(key, kind)
+            assert (buffer is not None) == (room(kind) and kind not in held[key])
+            if buffer is not None:
+                mark(buffer, key, kind)
+                held[key].add(kind)
+        else:
+            memory.drop(key, keep)
+            held[key] &= keep
+        assert all(memory.held(each) == own for each, own in held.items() if each not in away)

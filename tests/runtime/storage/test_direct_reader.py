@@ -97,7 +97,8 @@ class Held:
         self._come, self._go = threading.Event(), threading.Event()
         self.order: list[str] = []
         self._reader = reader
-        reader.submit(Read(target=memory(SECTOR), then=self._hold, offset=0))
+        self.read = Read(target=memory(SECTOR), then=self._hold, offset=0)
+        reader.submit(self.read)
         self._come.wait()
 
     def _hold(self, _read: Read) -> None:
@@ -122,6 +123,8 @@ def test_urgent_ones_first(path: Path) -> None:
     reads.append(held.ask("miss", 2 * SECTOR, urgent=True))
     reader.promote(reads[1])
     assert reader.cancel(reads[2])
+    assert held.read.state is State.RUNNING
+    assert not reader.cancel(held.read)
     held.let_go()
     for read in (reads[0], reads[1], reads[3]):
         read.wait()
@@ -145,6 +148,36 @@ def test_neighbours_are_one_request(content: Tensor, path: Path, monkeypatch: py
     reader.close()
     assert len(requests) == 3
     assert held.order == ["3", "4", "5", "6", "far", "odd"]
+
+
+class Clock:
+    """A clock that only waits move on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
+
+
+def test_a_slower_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges come no faster one after another than at its pace; idle time is not made up for."""
+    clock = Clock()
+    monkeypatch.setattr(direct_reader, "time", clock)
+    reader, come = DirectReader(path, threads=1, pace=1e6), []
+    for offset, idle in ((0, 0), (SECTOR, 0), (5, 0), (0, 5), (7, 0)):
+        clock.now += idle
+        read = Read(target=memory(100_000), offset=offset)
+        reader.submit(read)
+        read.wait()
+        come.append(read.end)
+    reader.close()
+    assert come == pytest.approx([100, 100.1, 100.2, 105.2, 105.3])
+    assert reader.busy_s == pytest.approx(0.3)
 
 
 def test_a_file_that_was_cut_off(path: Path) -> None:

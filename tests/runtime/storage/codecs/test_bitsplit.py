@@ -42,6 +42,8 @@ def decoded(codec: Codec, parts: tuple[Part, ...] | list[Part]) -> Tensor:
 
 def test_names() -> None:
     assert CODECS.names() == ["raw", "bitsplit", "mxfp4", "fp8"]
+    planes = {name: [plane.name for plane in make_codec(name, LAYOUT).planes] for name in CODECS.names()}
+    assert planes == {"raw": ["block"], "bitsplit": ["low", "high"], "mxfp4": ["shipped"], "fp8": ["shipped"]}
     with pytest.raises(ExpertcastError, match="unknown codec 'zip': choose from raw, bitsplit, mxfp4, fp8"):
         make_codec("zip", LAYOUT)
     with pytest.raises(ExpertcastError, match="codec 'bitsplit' has no option 'level=3': its options are shards"):
