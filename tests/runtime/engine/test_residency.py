@@ -484,18 +484,12 @@ def test_the_backlog_of_a_paced_cache() -> None:
 def test_seconds_that_the_models_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy holds the thread up for 3 s as it is asked for, and for 5 as it is waited for."""
     residency, link = _residency(4, link=TimedLink())
-    submit, wait = link.submit, link.wait
-
-    def slow_submit(key: int, slot: int, *, urgent: bool) -> Transfer:
-        copy = submit(key, slot, urgent=urgent)
-        copy.held_s = 3.0
-        return copy
+    link.held_s, wait = 3.0, link.wait
 
     def slow_wait(copy: Transfer) -> None:
         wait(copy)
         link.now += 5.0
 
-    monkeypatch.setattr(link, "submit", slow_submit)
     monkeypatch.setattr(link, "wait", slow_wait)
     _run(residency, 1, [0, 1])
     assert [layer.waited_s for layer in residency.stats.layers] == [0.0, 16.0, 0.0, 0.0]
