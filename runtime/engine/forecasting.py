@@ -202,6 +202,8 @@ class ForecastGovernor:
         """Seconds of the last steps of the best kind."""
         self._ratios = deque[float](maxlen=_TRIALS)
         """Seconds of the other kind's trials, over those of the steps just before."""
+        self._feared = _FEARED
+        """The same before there was a trial."""
         self._other = self._ratio()
         self._trials = Trials()
         self._kind, self._best = _FORECASTS, _FORECASTS
@@ -234,7 +236,7 @@ class ForecastGovernor:
         self._trials.tried(self._kind, usual_s / seconds, seconds - usual_s)
         self._other = middle, error = self._ratio()
         if len(self._ratios) >= _FIRST_TRIALS and middle + error < 1.0:
-            self._best = self._kind
+            self._best, self._feared = self._kind, 1 / middle
             self._trials.won(self._kind)
             self._ratios.clear()
             self._recent.clear()
@@ -304,7 +306,7 @@ class ForecastGovernor:
     def _ratio(self) -> tuple[float, float]:
         """How many times as long the other kind's steps take, and its standard error."""
         if not self._ratios:
-            return _FEARED, 0.0
+            return self._feared, 0.0
         error = statistics.stdev(self._ratios) / len(self._ratios) ** 0.5 if len(self._ratios) > 2 else 1.0
         return statistics.median(self._ratios), min(error, 1.0)
 
