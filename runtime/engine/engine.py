@@ -753,7 +753,7 @@ class HostEngine(Engine):
         for further in speculator.further(call, rung):
             if not self._residency.idle:  # the link has nearer layers' experts to bring
                 break
-            self._hint(further, known=True)
+            self._hint(further)
 
     def _hint(self, forecast: Forecast, *, known: bool = False) -> None:
         """Ask for a forecast's experts; `known`: it is the predictor's own, which is compared and may be executed."""
