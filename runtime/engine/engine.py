@@ -735,7 +735,7 @@ class HostEngine(Engine):
         before it has made the layer's own copies.
         """
         speculator, flow = self._speculator, self._flow
-        target = speculator.due(call, executed) if self._forecasts else None
+        target = speculator.due(call, executed)
         if target is None:
             return
         own = len(speculator.rungs) - 1

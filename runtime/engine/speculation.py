@@ -214,6 +214,8 @@ class Speculator:
             call: the layer's.
             executed: what :meth:`executed` said.
         """
+        if self.predictor is None:
+            return None
         logits_TE = self.executed_logits(call, executed)
         self._forecasts.pop(call.layer, None)
         if self._memory is not None:
