@@ -222,8 +222,10 @@ class LayerFlow:
         self.governor.start()
 
     def forecasts_report(self) -> Json:
-        """`forecasts`: what was chosen and why, by the least number of sequences (1, 2, 4 ...); empty where none is."""
-        return {"forecasts": {str(1 << about >> 1): own.report() for about, own in self._governors.items()}}
+        """`forecasts`: what was chosen and why, by the least number of sequences (1, 2, 4 ...); left out where nothing
+        was to be chosen."""
+        found = {str(1 << about >> 1): own.report() for about, own in self._governors.items()}
+        return {"forecasts": found} if found else {}
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
         """A router has run: its scores and what follows from them for the next tokens, to those who read them.
