@@ -222,8 +222,10 @@ class LayerFlow:
         self.governor.start()
 
     def forecasts_report(self) -> Json:
-        """`forecasts`: what was chosen and why, by the least number of sequences (1, 2, 4 ...); empty where none is."""
-        return {"forecasts": {str(1 << about >> 1): own.report() for about, own in self._governors.items()}}
+        """`forecasts`: what was chosen and why, by the least number of sequences (1, 2, 4 ...); left out where nothing
+        was to be chosen."""
+        found = {str(1 << about >> 1): own.report() for about, own in self._governors.items()}
+        return {"forecasts": found} if found else {}
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
         """A router has run: its scores and what follows from them for the next tokens, to those who read them.
@@ -735,7 +737,7 @@ class HostEngine(Engine):
         before it has made the layer's own copies.
         """
         speculator, flow = self._speculator, self._flow
-        target = speculator.due(call, executed) if self._forecasts else None
+        target = speculator.due(call, executed)
         if target is None:
             return
         own = len(speculator.rungs) - 1
@@ -753,7 +755,7 @@ class HostEngine(Engine):
         for further in speculator.further(call, rung):
             if not self._residency.idle:  # the link has nearer layers' experts to bring
                 break
-            self._hint(further, known=True)
+            self._hint(further)
 
     def _hint(self, forecast: Forecast, *, known: bool = False) -> None:
         """Ask for a forecast's experts; `known`: it is the predictor's own, which is compared and may be executed."""

@@ -25,7 +25,7 @@ def test_names_of_links_are_bandwidths() -> None:
 def test_bench_a_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     options = "--layers 3 --slots 24 --accuracy 1 --prompt-tokens 6 12 --new-tokens 4 --repetitions 1 --bandwidth pcie3"
-    got = ran(tmp_path, f"bench reference {options} --timeline {trace}")
+    got = ran(tmp_path, f"bench reference {options} --forecasts always --timeline {trace}")
     modes = ["on_demand", "exact", "speculate", "hybrid"]
     assert list(got["runs"]) == [*modes, *(f"{mode}_cache" for mode in modes)]
     wanted = {
@@ -62,7 +62,9 @@ def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert [option["length"] for option in advice["drafts"][0]["options"]] == [0, 1, 2, 3]  # 5 steps
     assert advice["slots"] == 96
     assert {option["mode"] for option in advice["options"]} == {"on_demand", "exact", "speculate"}
-    assert "advice: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "advice: " in said
+    assert "forecasts of exact_cache: " in said
 
 
 def test_bench_with_forecasts_of_tokens(tmp_path: Path, reference_view: MoEView) -> None:

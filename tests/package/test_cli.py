@@ -227,7 +227,9 @@ def test_what_is_advised_is_saved_and_deployed(
 
 def test_options_win_over_the_file(plain: dict[str, Any], tmp_path: Path) -> None:
     saved = tmp_path / "offload.json"
-    OffloadConfig(predictor="next_norm", mode="speculate", slots=96, policies="activeevict").save(saved)
+    OffloadConfig(predictor="next_norm", mode="speculate", slots=96, policies="activeevict", forecasts="always").save(
+        saved
+    )
     file = ["--config", saved]
     assert _decoded(tmp_path, *file)["stats"]["skipped"] > 0  # the file's preset is lossy
     exact = ["--mode", "exact", "--policies", "eviction=lru"]

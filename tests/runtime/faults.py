@@ -33,7 +33,7 @@ def facts_of(model: nn.Module) -> list[Any]:
 def still_right(model: PreTrainedModel, expected: Result, **configuration: Any) -> Iterator[OffloadedModel]:
     """Whatever the body does to the offloaded model, it gives the resident model's bits after it, open and closed."""
     facts, threads = facts_of(model), threading.active_count()
-    configuration = {"slots": 5, "predictor": "next_norm", "link": slow_link()} | configuration
+    configuration = {"slots": 5, "predictor": "next_norm", "forecasts": "always", "link": slow_link()} | configuration
     with offload(model, **configuration) as offloaded:
         yield offloaded
         assert_same(greedy(offloaded, INPUTS), expected)

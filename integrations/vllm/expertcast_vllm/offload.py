@@ -38,6 +38,7 @@ from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.experimental.device_engine import DeviceEngine
 from expertcast.runtime.links.base import Link
+from expertcast.runtime.offloading import mean_recall
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.serving.metrics import ExpertMetrics, Source
@@ -283,10 +284,13 @@ class WorkerOffload:
                 link=self.link, pool=self.pool, speculator=self.speculator,
                 policies=config.resolved_policies().make(cache), kernel=self.kernel, drift=self.drift,
                 keep=config.cache, likely=config.likely, forecasts=config.forecasts,
+                recall=mean_recall(self.checkpoint),
             )
         )  # fmt: skip
-        if self.drift is not None:
-            engine.stats.reports = [self.drift.as_dict]
+        reports = [] if self.drift is None else [self.drift.as_dict]
+        if isinstance(engine, HostEngine):
+            reports.append(engine.flow.forecasts_report)
+        engine.stats.reports = reports
         self.ending.callback(_sum_up, engine.stats)
         return engine
 

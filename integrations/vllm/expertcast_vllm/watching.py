@@ -25,7 +25,6 @@ from expertcast.data.batch import RouterCall, capturing
 from expertcast.data.live import Conversations, LiveDocument, LiveOptions, LiveTraces
 from expertcast.data.processes import exclusive
 from expertcast.predictors import Predictor
-from expertcast.predictors.base import Forecast
 from expertcast.predictors.messages import ExpertcastError, first_line
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 from expertcast.runtime.engine.drift import DriftMonitor
@@ -391,16 +390,11 @@ class WatchedSpeculator(Speculator):
         if self._previous_tokens is not None and self._watching.running is not None:
             self._previous_tokens.start(self._watching.running)
 
-    def forecast(
-        self,
-        call: RouterCall,
-        executed: tuple[Tensor, Tensor] | None,
-        pays: Callable[[int], bool] | None = None,
-    ) -> Forecast | None:
+    def due(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> int | None:
         seen = self._watching.seen(call)
         if self._previous_tokens is not None:
             self._previous_tokens.see(seen)
-        return super().forecast(seen, executed, pays)
+        return super().due(seen, executed)
 
     def _previous(self, call: RouterCall) -> Tensor | None:
         return None if self._previous_tokens is None or call.tokens > 1 else self._previous_tokens.of(call)

@@ -13,7 +13,7 @@ from family_models import FAMILIES, first_layers, make_model
 
 def test_compiled_layers_are_forecast_from_router_inputs(tmp_path: Path) -> None:
     model = first_layers(tmp_path, 4)  # compiling takes longer than running
-    options = {"slots": 32, "predictor": "router_input"}
+    options = {"slots": 32, "predictor": "router_input", "forecasts": "always"}
     resident, ran = both(options, engine={"enforce_eager": False}, model=model, tokens=40)
     assert ran.tokens == resident.tokens
     (counted,) = ran.workers
@@ -47,7 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_forecast_and_collected(family: str, folder: Path) -> None:
-    options = {"slots": 16, "predictor": "next_norm", "collect": str(folder / f"{family}-traces")}
+    traces = str(folder / f"{family}-traces")
+    options = {"slots": 16, "predictor": "next_norm", "forecasts": "always", "collect": traces}
     model = make_model(folder / family, family, torch.float32, num_hidden_layers=4, initializer_range=0.02)
     environment = {"VLLM_MLA_DISABLE": "1"}
     ran = run(options, engine={"dtype": "float32"}, environment=environment, model=model, tokens=40)

@@ -77,7 +77,7 @@ def test_same_tokens(family: str, tmp_path: Path) -> None:
 @pytest.mark.smoke
 def test_two_processes(tmp_path: Path) -> None:
     resident, offloaded = both(
-        {"slots": 11, "predictor": "router_input"},
+        {"slots": 11, "predictor": "router_input", "forecasts": "always"},
         model=make_model(tmp_path, "mixtral", intermediate_size=128),
         engine={"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
     )

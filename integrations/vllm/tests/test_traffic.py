@@ -33,7 +33,10 @@ def resident() -> Ran:
 @pytest.fixture(scope="module")
 def collected(folder: Path) -> Ran:
     """Forecast by what needs no training, and collected."""
-    return run({"slots": 96, "predictor": "router_input", "collect": str(folder / "traces")}, tokens=TOKENS)
+    return run(
+        {"slots": 96, "predictor": "router_input", "forecasts": "always", "collect": str(folder / "traces")},
+        tokens=TOKENS,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,7 @@ def test_running_recall_is_what_an_evaluation_of_the_traces_finds(collected: Ran
 
 
 def test_a_predictor_trained_from_the_traffic_forecasts_it(resident: Ran, checkpoint: Path, folder: Path) -> None:
-    ran = run({"slots": 96, "predictor": str(checkpoint)}, tokens=TOKENS)
+    ran = run({"slots": 96, "predictor": str(checkpoint), "forecasts": "always"}, tokens=TOKENS)
     assert ran.tokens == resident.tokens
     (counted,) = ran.workers
     assert counted["prefetched_used"] > 0
@@ -104,7 +107,7 @@ def test_with_default_vectors_from_elsewhere_what_reads_residuals_does_too(
     made = folder / predictor
     settings = ["parameters=60000", "steps=100"] if predictor == "estimator" else []
     train(folder / "traces", predictor, made, *settings, default_vectors=vectors)
-    ran = run({"slots": 96, "predictor": str(made)}, tokens=TOKENS)
+    ran = run({"slots": 96, "predictor": str(made), "forecasts": "always"}, tokens=TOKENS)
     assert ran.tokens == resident.tokens
     (counted,) = ran.workers
     assert counted["prefetched_used"] > 0
@@ -118,7 +121,7 @@ def test_with_default_vectors_from_elsewhere_what_reads_residuals_does_too(
 
 def test_the_previous_token_of_each_request_is_known(collected: Ran, folder: Path) -> None:
     train(folder / "traces", "previous_token", folder / "previous")
-    ran = run({"slots": 96, "predictor": str(folder / "previous")}, tokens=TOKENS)
+    ran = run({"slots": 96, "predictor": str(folder / "previous"), "forecasts": "always"}, tokens=TOKENS)
     assert ran.tokens == collected.tokens
     found = elsewhere(traces=str(folder / "traces"), predictor=str(folder / "previous"), prompts=prompts())
     assert recall(ran) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
@@ -157,7 +160,7 @@ def refusals(log: str) -> list[str]:
 
 
 def test_one_of_two_workers_collects_and_both_forecast(folder: Path) -> None:
-    options = {"slots": 96, "predictor": "router_input", "collect": str(folder / "two")}
+    options = {"slots": 96, "predictor": "router_input", "forecasts": "always", "collect": str(folder / "two")}
     engine = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     ran = run(options, engine=engine, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert [counted["prefetched_used"] > 0 for counted in ran.workers] == [True, True]

@@ -16,7 +16,7 @@ from torch import Tensor
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import COUNT, POLICIES_HELP, Count, Fields, Option, policies_of
-from expertcast.commands.output import Outcome, new_file, say
+from expertcast.commands.output import Outcome, forecast_lines, new_file, say
 from expertcast.commands.predictors import is_checkpoint
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, aligned
@@ -111,17 +111,6 @@ def runs_table(runs: Json) -> str:
             )
         )
     return aligned(rows)
-
-
-def forecast_lines(runs: Json) -> list[str]:
-    """A line per run in which forecasts were weighed: how many were made, by what, and why not all."""
-    lines = []
-    for name, run in runs.items():
-        for governor in run["stats"].get("forecasts", {}).values():
-            made = ", ".join(f"{own['made']} by {rung}" for rung, own in governor["rungs"].items())
-            left_out = ", ".join(f"{count} as {reason}" for reason, count in governor["left_out"].items())
-            lines.append(f"forecasts of {name}: {made}; left out: {left_out or 'none'}")
-    return lines
 
 
 def peer_text(found: Json) -> str:

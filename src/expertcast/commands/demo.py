@@ -16,10 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.results import layer_table
-from expertcast.commands.bench import forecast_lines
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import Count, Option
-from expertcast.commands.output import Outcome, folder, say, write_json
+from expertcast.commands.output import Outcome, folder, forecast_lines, say, write_json
 from expertcast.commands.predictors import best_on_validation, checkpoint_metrics, ledger_of, predictor_config
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer

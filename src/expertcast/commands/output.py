@@ -75,3 +75,14 @@ def _shown(value: object) -> str:
 def say(text: str) -> None:
     """Tell how far a command is, on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def forecast_lines(runs: Json) -> list[str]:
+    """A line per run in which forecasts were weighed: how many were made, by what, and why not all."""
+    lines = []
+    for name, run in runs.items():
+        for governor in run["stats"].get("forecasts", {}).values():
+            made = ", ".join(f"{own['made']} by {rung}" for rung, own in governor["rungs"].items())
+            left_out = ", ".join(f"{count} as {reason}" for reason, count in governor["left_out"].items())
+            lines.append(f"forecasts of {name}: {made}; left out: {left_out or 'none'}")
+    return lines

@@ -84,7 +84,7 @@ def test_counts_on_demand_are_those_of_the_ordinary_engine(
 def test_prefetches_hit_as_often(reference_fp32: PreTrainedModel, one: dict[str, Tensor]) -> None:
     rates = []
     for link in ("instant", "kernel"):
-        with offload(reference_fp32, link=link, slots=96, predictor="next_norm") as offloaded:
+        with offload(reference_fp32, link=link, slots=96, predictor="next_norm", forecasts="always") as offloaded:
             greedy(offloaded, one, 8)
             rates.append(offloaded.stats.hit_rate)
             assert offloaded.stats.total.prefetched_used > 50
