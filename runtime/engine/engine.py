@@ -339,8 +339,12 @@ class LayerFlow:
         if policies.pre_eviction.active:
             self._pre_evict(wanted)
         transfer = self._pace.transfer(layer) if self._pace is not None and self._reads_transfer else None
+        self.prefetch(layer, policies.prefetch.experts(wanted, transfer))
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Ask for a later layer's experts (0..E-1), most needed first."""
         first = layer * self._experts
-        self.residency.prefetch([first + expert for expert in policies.prefetch.experts(wanted, transfer)])
+        self.residency.prefetch([first + expert for expert in experts])
 
     def _pre_evict(self, wanted: Wanted) -> None:
         first = wanted.layer * self._experts
@@ -606,6 +610,8 @@ class HostEngine(Engine):
         """Ids (flat) of forecasts by target layer, as far as the host has them."""
         self._plan: Plan | None = None
         self._drift, self._refit = parts.drift, speculator.refit
+        if policies.prefetch.first is not None and not policies.evicts_by_forecasts:
+            speculator.hint_only(policies.prefetch.first)
 
     @property
     def stats(self) -> RunStatistics:  # type: ignore[override]
@@ -680,8 +686,7 @@ class HostEngine(Engine):
     def _rungs(parts: EngineParts) -> Mapping[str, float | None] | None:
         """Ways to forecast to choose from, with their recall@k; None: every forecast that is due is made."""
         policies = parts.policies
-        read = policies.eviction.reads_forecasts or policies.pre_eviction.active
-        if parts.forecasts == ALWAYS or read or parts.speculator.predictor is None:
+        if parts.forecasts == ALWAYS or policies.evicts_by_forecasts or parts.speculator.predictor is None:
             return None
         useful = parts.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
         names = [rung.predictor.name for rung in parts.speculator.rungs] if parts.forecasts == AUTO and useful else []
@@ -734,11 +739,19 @@ class HostEngine(Engine):
             rung = chosen
         self._enter("forecast", call.layer)
         start = perf_counter()
-        forecast = speculator.forecast(call, rung)
+        known = rung == len(speculator.rungs) - 1
+        ids_1N = speculator.hint(call, rung)
+        forecast = speculator.forecast(call, rung) if ids_1N is None else None
         self._enter("policy", call.layer)
-        if forecast is None:
+        if ids_1N is not None:
+            ((ids,),) = self._read(ids_1N)
+            if known:
+                self._known[target] = ids[: call.ids_TK.shape[1]]
+            flow.prefetch(target, ids)
+        elif forecast is not None:
+            self._hint(forecast, known=known)
+        else:
             return
-        self._hint(forecast, known=rung == len(speculator.rungs) - 1)
         flow.forecast(target, rung, perf_counter() - start)
         for further in speculator.further(call, rung):
             if not self._residency.idle:  # the link has nearer layers' experts to bring
