@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 
-from expertcast.data.tracing import Program, traced
 from expertcast.predictors.folded import norm_scale
 from expertcast.predictors.view import MoELayer
 
@@ -33,8 +32,6 @@ class QuickBlock:
 
     def __init__(self, layer: MoELayer) -> None:
         self._function = _function(layer)
-        self._modules = [layer.decoder]
-        self._program: Program | None = None
         self._calls = 0
 
     def run(
@@ -56,15 +53,10 @@ class QuickBlock:
             return own()
         given = hidden_1D, past.keys, past.values, *positions
         self._calls += 1
-        if self._program is not None and self._calls > _CHECKED and self._calls % _AGAIN:
-            return self._program(*given)[0]
-        return self._checked(given, own())
-
-    def _checked(self, given: tuple[Tensor, ...], expected: Tensor | None) -> Tensor | None:
-        """`expected`, which the program must come near."""
-        if self._program is None and self._function is not None:
-            self._program = traced(self._function, given, self._modules)
-        if self._program is None or (expected is not None and not _near(self._program(*given)[0], expected)):
+        if self._calls > _CHECKED and self._calls % _AGAIN:
+            return self._function(*given)
+        expected = own()
+        if expected is not None and not _near(self._function, given, expected):
             self._function = None
         return expected
 
@@ -74,13 +66,16 @@ def _plain(past: Any) -> TypeGuard[DynamicLayer]:
     return type(past) is DynamicLayer and past.is_initialized and len(past.keys) == 1
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
-    expected = expected.float().view_as(found)
-    return bool((found - expected).norm() <= _CLOSE * expected.norm())
+def _near(function: Callable[..., Tensor], given: tuple[Tensor, ...], expected: Tensor) -> bool:
+    try:
+        found = function(*given)
+    except (RuntimeError, TypeError):  # positions of another form
+        return False
+    return bool((found - expected.view_as(found)).norm() <= _CLOSE * found.norm())
 
 
 @torch.no_grad()
-def _function(layer: MoELayer) -> Program | None:
+def _function(layer: MoELayer) -> Callable[..., Tensor] | None:
     """From input [1, D], keys and values [1, G, S, C] and the position's cos and sin; None: it is another block."""
     attention, norm = getattr(layer.decoder, "self_attn", None), getattr(layer.decoder, "input_layernorm", None)
     linear = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
@@ -102,7 +97,7 @@ def _function(layer: MoELayer) -> Program | None:
     if own_HC is None and norms != [None, None]:
         return None
 
-    def run(hidden_1D: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+    def run(hidden_1D: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         size_11 = torch.hypot(torch.linalg.vector_norm(hidden_1D, dim=1, keepdim=True), floor)
         made = (torch.mm(hidden_1D, map_DN) / size_11).view(1, sum(heads), 1, channels)
         both, value = made.split_with_sizes([heads[0] + heads[1], heads[2]], dim=1)
@@ -114,7 +109,7 @@ def _function(layer: MoELayer) -> Program | None:
             query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2), scale=scaling,
             enable_gqa=heads[0] != heads[1],
         )  # fmt: skip
-        return (torch.addmm(hidden_1D, output.view(1, -1), out_XD),)
+        return torch.addmm(hidden_1D, output.view(1, -1), out_XD)
 
     return run
 
