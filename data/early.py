@@ -30,6 +30,7 @@ from transformers.cache_utils import (
 
 from expertcast.data.batch import capturing
 from expertcast.data.means import adds_block
+from expertcast.data.quick_block import QuickBlock
 from expertcast.data.taps import unrecorded
 from expertcast.data.tracing import Program, traced
 from expertcast.predictors.view import MoELayer, MoEView
@@ -440,6 +441,8 @@ class EarlyAttention:
         self._masked = takes_masks(model)
         self._blocks = [Block(each, kind_of(model, each.decoder), cache_index(each.decoder)) for each in view]
         self._programs = [EarlyProgram(block) for block in self._blocks]
+        self._quick: dict[int, QuickBlock] = {}
+        """By layer, those that have run quickly."""
         self._latest: dict[str | None, Block] = {}
         """By kind, the block that has run last."""
         self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -513,6 +516,21 @@ class EarlyAttention:
         self._blocks[block.layer.index - 1].written = None  # nobody asks for that layer any more
         block.written = DynamicCache()
         return args, {**kwargs, "past_key_values": block.written}
+
+    def attend_roughly(self, layer: int, hidden_1D: Tensor) -> Tensor | None:
+        """As :meth:`attend` for one token of one text, up to rounding and by fewer operations."""
+        block = self._blocks[layer]
+        latest, index = self._latest.get(block.kind), block.cache_index
+        if latest is None or latest.given is None or latest.cache_index is None or layer in self.refused:
+            return None
+        kwargs = latest.given[1]
+        pasts = getattr(kwargs.get("past_key_values"), "layers", [])
+        if not block.checked or index is None or index >= len(pasts):
+            return self.attend(layer, hidden_1D)
+        if layer not in self._quick:
+            self._quick[layer] = QuickBlock(block.layer)
+        past, other = pasts[index], pasts[latest.cache_index]
+        return self._quick[layer].run(hidden_1D, past, other, kwargs, lambda: self.attend(layer, hidden_1D))
 
     def attend(self, layer: int, hidden_TD: Tensor) -> Tensor | None:
         """The residual [T, D] before the norm of `layer`'s router, had its block been given `hidden_TD`: in a decode

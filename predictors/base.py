@@ -11,7 +11,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.options import check_finite, written
 from expertcast.predictors.view import ModelShape, MoEView
+
+if TYPE_CHECKING:
+    from expertcast.predictors.folded import Maps
 
 # Probabilities from forecast logits: calibrated, or as the logits stand
 
@@ -289,6 +292,11 @@ class Predictor(nn.Module, ABC):
     @abstractmethod
     def logits(self, state: RouterState, ahead: int) -> Tensor:
         """Forecast logits [T, E] for layer `state.layer + ahead`; the bounds are already checked."""
+
+    def maps(self, layer: int, ahead: int) -> Maps | None:
+        """The forecast that is made at `layer` for layer + `ahead` as maps of its inputs, for hints; None: it has no
+        such form."""
+        return None
 
     def rungs(self) -> Mapping[str, Predictor]:
         """Ways to forecast that it contains, by name, bound as it is; the last is the predictor itself.

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState
+from expertcast.predictors.folded import Maps, router_map
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 
@@ -233,3 +234,10 @@ class QuasiHidden(QuasiInput, ThroughRouter):
     """q_l through the router of layer l + ahead; trained by collecting default vectors only."""
 
     name: ClassVar[str] = "quasi_hidden"
+
+    def maps(self, layer: int, ahead: int) -> Maps | None:
+        found = router_map(self.view[layer + ahead])
+        if found is None:
+            return None
+        defaults = self.expert_LED[layer], self.shared_LD[layer]
+        return Maps(of={"quasi_hidden": found[0]}, bias_X=found[1], defaults=defaults)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.baselines import ThroughRouter, weighted_rows
+from expertcast.predictors.folded import Maps, router_map
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import check_between
 from expertcast.predictors.view import ModelShape
@@ -156,3 +157,7 @@ class EarlyAttention(LooksEarly, ThroughRouter):
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
         """LN_{l+ahead} of the early residual [T, D]."""
         return self.early_input(state, ahead)
+
+    def maps(self, layer: int, ahead: int) -> Maps | None:
+        found = router_map(self.view[layer + ahead])
+        return None if found is None else Maps(of={"early": found[0]}, bias_X=found[1])

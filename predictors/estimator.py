@@ -19,6 +19,7 @@ from torch.nn import functional
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.baselines import QuasiHidden, QuasiInput
 from expertcast.predictors.early_attention import EarlyConfig, LooksEarly, StandIn
+from expertcast.predictors.folded import Maps
 from expertcast.predictors.linear import RidgeConfig
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import check_between
@@ -245,6 +246,35 @@ class Estimator(LooksEarly, QuasiInput):
         if self.config.form == "residual":
             base_TE = torch.addmm(base_TE, x_TF, self._buffer("weight_PFE", ahead)[pair])
         return base_TE + self._buffer("gain_P", ahead)[pair] * self.network(ahead).one(x_TF, pair)
+
+    def maps(self, layer: int, ahead: int) -> Maps | None:
+        """Ridge and projection side by side, the standardisation in both; nothing of a network whose gain is 0."""
+        if self.config.form != "residual":
+            return None
+        mean_F, inverse_F, map_FX, bias_X, gain = (
+            self._buffer(name, ahead)[layer] for name in ("mean_PF", "inverse_PF", "weight_PFE", "bias_PE", "gain_P")
+        )
+        network, experts = self.network(ahead), self.shape.experts
+        if gain:
+            map_FX = torch.cat([map_FX, network.projection_GFW[layer]], dim=1)
+            bias_X = torch.cat([bias_X, network.position_PW[layer]])
+        map_FX = inverse_F[:, None] * map_FX
+        bias_X = bias_X - mean_F @ map_FX
+        sizes = [self.shape.hidden if name in HIDDEN_INPUTS else experts for name in self.inputs]
+        of, usual_E = dict(zip(self.inputs, map_FX.split_with_sizes(sizes), strict=True)), None
+        if "previous" in of:  # less their mean, and about the usual ones
+            usual_E = self.get_buffer("usual_LE")[layer + ahead]
+            bias_X = bias_X + usual_E @ of["previous"]
+            of["previous"] = of["previous"] - of["previous"].mean(dim=0)
+
+        def refined(y_1X: Tensor) -> Tensor:
+            base_1E, x_1W = y_1X.split_with_sizes([experts, width], dim=1)
+            hidden_1W = torch.addmm(x_1W, functional.silu(x_1W @ network.up_WH), network.down_HW)
+            return torch.addmm(base_1E, network.norm(hidden_1W), head_WE)
+
+        head_WE, width = gain * network.head_GWE[layer], network.position_PW.shape[1]
+        defaults = self.expert_LED[layer], self.shared_LD[layer]
+        return Maps(of=of, bias_X=bias_X, then=refined if gain else None, usual_E=usual_E, defaults=defaults)
 
     def rungs(self) -> Mapping[str, Predictor]:
         """Its default vectors through the model's routers, and itself."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from expertcast.predictors.base import PredictorConfig, RouterState
 from expertcast.predictors.baselines import QuasiInput
+from expertcast.predictors.folded import Maps
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 
@@ -79,6 +80,13 @@ class Linear(QuasiInput):
         if self.config.reads == "router_input":
             return state.router_input_TD
         return super().input_vector(state, ahead)
+
+    def maps(self, layer: int, ahead: int) -> Maps:
+        weight_DE, bias_E = (self.get_buffer(f"{name}_{ahead}")[layer] for name in ("weight_PDE", "bias_PE"))
+        if self.config.reads == "router_input":
+            return Maps(of={"router_input": weight_DE}, bias_X=bias_E)
+        defaults = self.expert_LED[layer], self.shared_LD[layer]
+        return Maps(of={"quasi_hidden": weight_DE}, bias_X=bias_E, defaults=defaults)
 
     def logits(self, state: RouterState, ahead: int) -> Tensor:
         """x W + b [T, E] in fp32."""

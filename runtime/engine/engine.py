@@ -341,8 +341,12 @@ class LayerFlow:
         if policies.pre_eviction.active:
             self._pre_evict(wanted)
         transfer = self._pace.transfer(layer) if self._pace is not None and self._reads_transfer else None
+        self.prefetch(layer, policies.prefetch.experts(wanted, transfer))
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Ask for a later layer's experts (0..E-1), most needed first."""
         first = layer * self._experts
-        self.residency.prefetch([first + expert for expert in policies.prefetch.experts(wanted, transfer)])
+        self.residency.prefetch([first + expert for expert in experts])
 
     def _pre_evict(self, wanted: Wanted) -> None:
         first = wanted.layer * self._experts
@@ -619,6 +623,8 @@ class HostEngine(Engine):
         """Ids (flat) of forecasts by target layer, as far as the host has them."""
         self._plan: Plan | None = None
         self._drift, self._refit = parts.drift, speculator.refit
+        if policies.prefetch.first is not None and not policies.evicts_by_forecasts:
+            speculator.hint_only(policies.prefetch.first)
 
     @property
     def stats(self) -> RunStatistics:  # type: ignore[override]
@@ -694,8 +700,7 @@ class HostEngine(Engine):
         """Ways to forecast to choose from, with their recall@k; None: every forecast that is due is made; empty: only
         executed ones are."""
         policies = parts.policies
-        read = policies.eviction.reads_forecasts or policies.pre_eviction.active
-        if parts.forecasts == ALWAYS or (parts.forecasts == AUTO and read):
+        if parts.forecasts == ALWAYS or (parts.forecasts == AUTO and policies.evicts_by_forecasts):
             return None
         useful = parts.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
         names = [rung.predictor.name for rung in parts.speculator.rungs] if parts.forecasts == AUTO and useful else []
@@ -746,11 +751,18 @@ class HostEngine(Engine):
             return
         self._enter("forecast", call.layer)
         start = perf_counter()
-        forecast = speculator.forecast(call, rung)
+        ids_1N = speculator.hint(call, rung)
+        forecast = speculator.forecast(call, rung) if ids_1N is None else None
         self._enter("policy", call.layer)
-        if forecast is None:
+        if ids_1N is not None:
+            ((ids,),) = self._read(ids_1N)
+            if rung == own:
+                self._known[target] = ids[: call.ids_TK.shape[1]]
+            flow.prefetch(target, ids)
+        elif forecast is not None:
+            self._hint(forecast, known=rung == own)
+        else:
             return
-        self._hint(forecast, known=rung == own)
         flow.forecast(target, rung, perf_counter() - start)
         for further in speculator.further(call, rung):
             if not self._residency.idle:  # the link has nearer layers' experts to bring

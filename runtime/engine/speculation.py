@@ -16,7 +16,7 @@ from torch import Tensor
 from expertcast.data.batch import RouterCall, RouterOutput, capturing
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.routing_rule import weights_over
+from expertcast.predictors.routing_rule import goes_by_logits, weights_over
 from expertcast.predictors.view import MoELayer, MoEView, RuleCheck
 from expertcast.runtime.engine.traced import TracedForecasts
 
@@ -168,6 +168,13 @@ class Speculator:
         self.refit: OnlineRefit | None = None
         """Follows the text with the predictor's weights, where it is set before the first forward."""
 
+    def hint_only(self, count: int) -> None:
+        """The first `count` ids of one token's forecast are all that is read of it: :meth:`hint` gives them where no
+        layer executes forecasts, weights do not change, and routers take the experts with the highest logits."""
+        if self.rungs and not self.layers and self.refit is None and goes_by_logits(self.view):
+            for rung in self.rungs:
+                rung.hinted = count
+
     def prepare(self) -> None:
         """Get ready for decode steps of one text."""
         for rung in self.rungs:
@@ -254,17 +261,39 @@ class Speculator:
             call: the layer's.
             rung: which of `rungs` makes it.
         """
-        state, traced = self._state, self.rungs[rung]
-        assert state is not None, "a forecast that is not due"
-        if traced.predictor.uses_previous_token:
-            state.previous_logits_TLE = self._previous(call)
-        if traced.predictor.wants_early(call.layer, self.ahead) and not self._look_early(call, state, traced):
+        state, traced = self._known(call, rung)
+        wants_early = traced.predictor.wants_early(call.layer, self.ahead) and state.early_TD is None
+        if wants_early and not self._look_early(call, state, traced):
             return None
         made = (traced if call.tokens == 1 else traced.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
         if self.refit is not None and traced is self.rungs[-1]:
             self.refit.made(state)
         return made
+
+    def _known(self, call: RouterCall, rung: int) -> tuple[RouterState, TracedForecasts]:
+        """A rung, and the state that it forecasts from now."""
+        state, traced = self._state, self.rungs[rung]
+        assert state is not None, "a forecast that is not due"
+        if traced.predictor.uses_previous_token:
+            state.previous_logits_TLE = self._previous(call)
+        return state, traced
+
+    @torch.no_grad()
+    def hint(self, call: RouterCall, rung: int = -1) -> Tensor | None:
+        """Ids [1, N] in place of the forecast that is :meth:`due`, the likeliest first; None: it must be made.
+
+        Arguments are those of :meth:`forecast`.
+        """
+        state, traced = self._known(call, rung)
+        if traced.hinted is None or call.tokens > 1 or call.sequences > 1:
+            return None
+        if traced.predictor.wants_early(call.layer, self.ahead):
+            assert self.early is not None
+            standing_1D = traced.stand_in(state)
+            found_1D = self.early.attend_roughly(call.layer + 1, standing_1D)
+            state.early_TD = standing_1D if found_1D is None else found_1D
+        return traced.hint(state, self.ahead)
 
     def further(self, call: RouterCall, rung: int = -1) -> Iterator[Forecast]:
         """A rung's forecasts of decode steps for layers beyond the one that :meth:`forecast` looked at, nearest first:

@@ -18,6 +18,8 @@ from torch import Tensor
 from expertcast.data.batch import capturing
 from expertcast.data.tracing import Program, Tensors, traced
 from expertcast.predictors.base import Forecast, Predictor, RouterState
+from expertcast.predictors.early_attention import LooksEarly
+from expertcast.predictors.folded import Hints, folded_stand_in, hints
 from expertcast.predictors.view import MoEView
 
 _CHECKED_CALLS = 3
@@ -28,7 +30,15 @@ TENSORS = (
 )  # fmt: skip
 """A state's tensors, in the order of a trace's inputs; the last two may be missing."""
 
-_TENSORS_OF = attrgetter(*TENSORS)
+_KNOWN, _LAST = TENSORS[:5], TENSORS[5:]
+_INPUTS_OF = {
+    (previous, early): attrgetter(
+        *_KNOWN, *[name for name, there in zip(_LAST, (previous, early), strict=True) if there]
+    )
+    for previous in (True, False)
+    for early in (True, False)
+}
+"""A trace's inputs, by which of the last two there are."""
 _Function = Callable[[RouterState], Tensors]
 
 
@@ -47,6 +57,10 @@ class TracedForecasts:
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
+        self.hinted: int | None = None
+        """How many ids :meth:`hint` gives; None: it gives none, and all is bit for bit the predictor's."""
+        self._hints: dict[tuple[int, int], Hints | None] = {}
+        self._stand_ins: dict[int, Callable[[RouterState], Tensor]] = {}
         self._programs: dict[tuple[object, ...], _Program] = {}
 
     @torch.no_grad()
@@ -61,7 +75,8 @@ class TracedForecasts:
                 state = _random_state(view, layer, self.predictor.uses_previous_token, generator)
                 if self.predictor.wants_early(layer, ahead):
                     state.early_TD = self.stand_in(state).to(state.residual_TD.dtype)
-                self.forecast(state, ahead)
+                if self.hint(state, ahead) is None:
+                    self.forecast(state, ahead)
 
     def forecast(self, state: RouterState, ahead: int) -> Forecast:
         """As `predictor.forecast`."""
@@ -76,12 +91,33 @@ class TracedForecasts:
             log_odds=self.predictor.log_odds(state.layer, ahead),
         )  # fmt: skip
 
-    def stand_in(self, state: RouterState) -> Tensor:
-        """As `predictor.stand_in`."""
-        (standing_TD,) = self._run("stand_in", lambda given: (self.predictor.stand_in(given),), state, state.layer)
-        return standing_TD
+    def hint(self, state: RouterState, ahead: int) -> Tensor | None:
+        """The ids [1, `hinted`] that a forecast of one token would name, the likeliest first, by fewer operations and
+        up to rounding; None where only the forecast can tell."""
+        count, layer = self.hinted, state.layer
+        if count is None or len(state.residual_TD) > 1:
+            return None
+        key = layer, ahead
+        if key not in self._hints:
+            self._hints[key] = hints(self.predictor, layer, ahead, count)
+        own = self._hints[key]
+        if own is None:
+            return None
+        if own.short:
+            return own(state)
+        return self._run(("hint", ahead), lambda given: (own(given),), state, layer + ahead)[0]
 
-    def _run(self, kind: int | str, function: _Function, state: RouterState, frozen: int) -> Tensors:
+    def stand_in(self, state: RouterState) -> Tensor:
+        """As `predictor.stand_in`; up to rounding where hints are given."""
+        held = self.predictor.held if isinstance(self.predictor, LooksEarly) else None
+        if held is None or self.hinted is None or len(state.residual_TD) > 1:
+            (standing_TD,) = self._run("stand_in", lambda given: (self.predictor.stand_in(given),), state, state.layer)
+            return standing_TD
+        if state.layer not in self._stand_ins:
+            self._stand_ins[state.layer] = folded_stand_in(held, state.layer)
+        return self._stand_ins[state.layer](state)
+
+    def _run(self, kind: object, function: _Function, state: RouterState, frozen: int) -> Tensors:
         """The function's tensors, by its trace where that gives the same bits.
 
         Args:
@@ -90,9 +126,9 @@ class TracedForecasts:
             state: of any number of tokens.
             frozen: the layer whose norm and router it may run.
         """
-        tensors = _TENSORS_OF(state)
-        key = (kind, state.layer, len(state.residual_TD), *(tensor is None for tensor in tensors[-2:]))
-        inputs = tuple(tensor for tensor in tensors if tensor is not None)
+        there = state.previous_logits_TLE is not None, state.early_TD is not None
+        key = kind, state.layer, len(state.residual_TD), there
+        inputs = _INPUTS_OF[there](state)
         program = self._programs.get(key)
         if program is not None and not program.checks_left and program.run is not None:
             return program.run(*inputs)

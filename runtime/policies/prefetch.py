@@ -71,6 +71,9 @@ class PrefetchPolicy(Policy):
 
     reads_transfer: ClassVar[bool] = False
     """Whether `transfer` is given to :meth:`experts`."""
+    first: int | None = None
+    """Of one token's forecast it takes so many experts with the highest logits, in their order, and reads no more;
+    None: it reads logits or weights."""
 
     @abstractmethod
     def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
@@ -120,7 +123,7 @@ class TopK(PrefetchPolicy):
 
     def __init__(self, config: TopKConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
-        self._budget = overfetched(config.overfetch, shape.top_k, shape.experts)
+        self.first = self._budget = overfetched(config.overfetch, shape.top_k, shape.experts)
 
     def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
         experts = by_weight(wanted.ids, wanted.weights)

@@ -136,6 +136,11 @@ class PolicySet:
     routing: RoutingPolicy
     pre_eviction: PreEviction
 
+    @property
+    def evicts_by_forecasts(self) -> bool:
+        """Whether forecasts are read for more than prefetches."""
+        return self.eviction.reads_forecasts or self.pre_eviction.active
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:

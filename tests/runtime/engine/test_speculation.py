@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -279,18 +280,18 @@ def test_further_layers_are_asked_for_while_the_link_idles(
             reference_model, predictor=early, mode=mode, slots=128, forecasts="always", **options
         ) as offloaded:
             flow, here = offloaded.flow, -1
-            begin, hint = flow.begin, flow.hint
+            begin, prefetch = flow.begin, flow.prefetch
 
             def begun(layer: int, *given: object) -> object:
                 nonlocal here
                 here = layer
                 return begin(layer, *given)  # type: ignore[arg-type]
 
-            def hinted(forecast: object, *given: object) -> None:
-                asked.append(forecast.layer - here)  # type: ignore[attr-defined]
-                hint(forecast, *given)  # type: ignore[arg-type]
+            def prefetched(layer: int, experts: Sequence[int]) -> None:
+                asked.append(layer - here)
+                prefetch(layer, experts)
 
-            flow.begin, flow.hint = begun, hinted  # type: ignore[assignment, method-assign]
+            flow.begin, flow.prefetch = begun, prefetched  # type: ignore[assignment, method-assign]
             return greedy(offloaded, one, 3), asked
 
     near, only = run()

@@ -1,0 +1,185 @@
+"""Hints: the experts that a forecast would name, without the forecast. A prefetch needs ids in order of likelihood.
+
+What is linear in a forecast is folded into one map per layer: the target's norm into its router, means and spreads into
+biases, ridge and projection side by side. Norm and router are found by probing; one that does something else to random
+inputs is not folded. Hints differ from forecasts by rounding.
+
+D hidden size, E routed experts, K experts per token, R rank, V length of what is mapped, X outputs; one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from expertcast.predictors.base import Predictor, RouterState
+    from expertcast.predictors.early_attention import StandIn
+    from expertcast.predictors.view import MoELayer
+
+# What the model's own norm and router do
+
+_PROBES = 16
+_CLOSE = 2e-2
+"""Largest error of a folded module over random inputs, relative to its largest output; bf16 alone makes .004."""
+
+
+@torch.no_grad()
+def norm_scale(norm: nn.Module, size: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """g [D] and c [], fp32, of a norm that is x * g / sqrt(|x|^2 + c^2), as RMS norms are; None: it is another.
+
+    Args:
+        norm: of vectors of `size` numbers.
+        size: D.
+        like: of the dtype and on the device of its inputs.
+    """
+    if any(each.shape != (size,) for each in norm.parameters()):
+        return None
+    run: Callable[[Tensor], Tensor] = norm.forward  # without hooks
+    square = size * float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)) or 0.0)
+    scale_D = run(like.new_ones(1, size))[0].float() * (size + square) ** 0.5
+    x_TD = torch.cat([factor * _random(_PROBES, size, like) for factor in (0.03, 1.0, 30.0)])
+    folded_TD = x_TD.float() * scale_D / (x_TD.float().square().sum(dim=1, keepdim=True) + square).sqrt()
+    return (scale_D, scale_D.new_tensor(square**0.5)) if _close(folded_TD, run(x_TD)) else None
+
+
+@torch.no_grad()
+def router_map(layer: MoELayer) -> tuple[Tensor, Tensor] | None:
+    """W [D, E] and b [E], fp32, of a layer's router whose logits are x W + b; None: they are something else."""
+    like = next(layer.router.parameters()).new_empty(0, dtype=layer.dtype)
+    unit_DD = torch.eye(layer.hidden_size).to(like)
+    bias_1E = layer.routed(torch.zeros_like(unit_DD[:1]), hooks=False)[0].float()
+    map_DE = layer.routed(unit_DD, hooks=False)[0].float() - bias_1E
+    x_TD = _random(_PROBES, layer.hidden_size, like)
+    folded_TE = torch.addmm(bias_1E, x_TD.float(), map_DE)
+    return (map_DE, bias_1E[0]) if _close(folded_TE, layer.routed(x_TD, hooks=False)[0]) else None
+
+
+def _random(rows: int, size: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)  # its own: sampled generation must not change
+    return torch.randn(rows, size, generator=generator).to(like)
+
+
+def _close(folded: Tensor, own: Tensor) -> bool:
+    return bool((folded - own.float()).abs().max() <= _CLOSE * own.float().abs().max())
+
+
+# A forecast as maps
+
+NORMED = ("quasi_hidden", "early")
+"""Inputs that go through the target's norm; all inputs are named as in `EstimatorConfig.inputs`."""
+_IN_ORDER = (*NORMED, "router_input", "previous")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maps:
+    """One pair of layers' forecast: logits = then(sum over inputs of input @ map + bias)."""
+
+    of: Mapping[str, Tensor]
+    """By input, [D or E, X]; `previous` is the previous token's logits less `usual_E`, zero where there are none."""
+    bias_X: Tensor
+    then: Callable[[Tensor], Tensor] | None = None
+    """[1, X] to [1, E]; None: they are the logits."""
+    defaults: tuple[Tensor, Tensor] | None = None
+    """Of the source layer's experts [E, D] and shared experts [D], where `quasi_hidden` is an input."""
+    usual_E: Tensor | None = None
+
+
+def hints(predictor: Predictor, layer: int, ahead: int, count: int) -> Hints | None:
+    """Hints in place of the forecasts that a predictor makes at `layer` for layer + `ahead`: `count` ids; None where
+    something in these is no map."""
+    target = predictor.view[layer + ahead]
+    like = next(target.router.parameters()).new_empty(0, dtype=target.dtype)
+    maps, norm = predictor.maps(layer, ahead), norm_scale(target.norm, target.hidden_size, like)
+    return None if maps is None or norm is None else Hints(maps, norm, target.index, count)
+
+
+class Hints:
+    """Ids of the experts whose forecast logits are highest, of one token.
+
+    Args:
+        maps: of the predictor, for the pair of layers.
+        norm: of the target layer, as :func:`norm_scale` gives it.
+        target: the layer's index.
+        count: ids that are wanted.
+    """
+
+    def __init__(self, maps: Maps, norm: tuple[Tensor, Tensor], target: int, count: int) -> None:
+        self._maps, self._target, self._count = maps, target, count
+        self.short = maps.then is None
+        """It is so few operations that a trace of them is no faster."""
+        scale_D, self._floor = norm
+        folded = {name: scale_D[:, None] * each if name in NORMED else each for name, each in maps.of.items()}
+        self._map_VX = torch.cat([folded[name] for name in _IN_ORDER if name in folded])
+        self._bare = len(folded) == 1 and not maps.of.keys().isdisjoint(NORMED)
+        self._bare = self._bare and maps.then is None and not maps.bias_X.any()
+        """The norm is a positive factor: it changes no order."""
+        self._rows = maps.defaults
+        """Of an expert, and where their sum starts: default vectors, and what `routing` adds, by one lookup."""
+        if maps.defaults is not None and "routing" in maps.of:
+            expert_ED, shared_D = maps.defaults
+            self._rows = torch.cat([expert_ED, maps.of["routing"]], dim=1), torch.cat([shared_D, maps.bias_X])
+
+    def __call__(self, state: RouterState) -> Tensor:
+        """[1, count], the likeliest first."""
+        maps, start, parts = self._maps, self._maps.bias_X, []
+        if self._rows is not None:
+            rows_KV = self._rows[0].index_select(0, state.topk_ids_TK[0])
+            mixed_1V = torch.addmm(self._rows[1], state.topk_weights_TK.float(), rows_KV)
+            if "routing" in maps.of:
+                outputs = len(maps.bias_X)
+                mixed_1V, start = mixed_1V.split_with_sizes([mixed_1V.shape[1] - outputs, outputs], dim=1)
+            parts.append(mixed_1V + state.residual_TD)
+        if "early" in maps.of:
+            assert state.early_TD is not None
+            parts.append(state.early_TD)
+        if self._bare:
+            return torch.mm(parts[0].float(), self._map_VX).topk(self._count).indices
+        if parts:
+            parts = [self._normed(_joined(parts, 0)).view(1, -1)]
+        if "router_input" in maps.of:
+            parts.append(state.router_input_TD)
+        if "previous" in maps.of:
+            parts.append(self._previous(state))
+        y_1X = torch.addmm(start, _joined(parts, 1).float(), self._map_VX)
+        return (y_1X if maps.then is None else maps.then(y_1X)).topk(self._count).indices
+
+    def _normed(self, x_HD: Tensor) -> Tensor:
+        size_H1 = torch.linalg.vector_norm(x_HD, dim=1, keepdim=True, dtype=torch.float32)
+        return x_HD / torch.hypot(size_H1, self._floor)
+
+    def _previous(self, state: RouterState) -> Tensor:
+        """Zero where the previous token is not known."""
+        usual_E = self._maps.usual_E
+        assert usual_E is not None
+        if state.previous_logits_TLE is None:
+            return torch.zeros_like(usual_E)[None]
+        return torch.nan_to_num(state.previous_logits_TLE.select(1, self._target) - usual_E)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+# The stand-in of early attention
+
+
+def folded_stand_in(held: StandIn, layer: int) -> Callable[[RouterState], Tensor]:
+    """r_l + the stand-in's output [1, D], fp32, of one token: base vectors are the maps' last rows."""
+    experts, _, hidden = held.map_LERD.shape[1:]
+    rows_EV = torch.cat([held.map_LERD[layer], held.base_LED[layer, :, None].bfloat16()], dim=1).view(experts, -1)
+    shared_V = torch.cat([held.shared_map_LRD[layer].float(), held.shared_LD[layer, None]]).view(-1)
+    projection_DS = torch.nn.functional.pad(held.projection_LDR[layer], (0, 1))
+    one_S = torch.nn.functional.pad(-held.centre_LR[layer], (0, 1), value=1.0)
+
+    def stand_in(state: RouterState) -> Tensor:
+        z_1S = torch.addmm(one_S, state.router_input_TD.float(), projection_DS)
+        rows_KV = rows_EV.index_select(0, state.topk_ids_TK[0]).float()
+        mixed_SD = torch.addmm(shared_V, state.topk_weights_TK.float(), rows_KV).view(-1, hidden)
+        return torch.addmm(state.residual_TD.float(), z_1S, mixed_SD)
+
+    return stand_in

@@ -1,0 +1,109 @@
+"""Hints name the experts that forecasts name: predictors with random weights, in every family of models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors import MoEView
+from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
+from expertcast.predictors.baselines import QuasiHidden
+from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
+from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
+from expertcast.predictors.folded import folded_stand_in, hints
+from expertcast.predictors.linear import Linear, LinearConfig
+from expertcast.runtime.engine.speculation import Speculator
+from expertcast.training.scoring import Fitted
+from tests.data.early_oracle import random_stand_in
+from tests.families.models import CONFIGS, tiny_model
+from tests.predictors.test_routing_rule import BY_LOGITS
+
+STATES = 64
+OTHER_NORM = {"phimoe"}
+"""Layer norms."""
+SHAPES = {
+    "quasi_hidden": (QuasiHidden, PredictorConfig()),
+    "linear": (Linear, LinearConfig()),
+    "linear_of_router_input": (Linear, LinearConfig(reads="router_input")),
+    "early_attention": (EarlyAttention, EarlyConfig(stand_in_rank=2)),
+    "estimator": (Estimator, EstimatorConfig(inputs=INPUTS, stand_in_rank=2, parameters=20_000)),
+}
+
+
+def random_predictor(name: str, view: MoEView) -> Predictor:
+    cls, config = SHAPES[name]
+    predictor = cls(config, view.shape).bind(view)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in predictor.state_dict().values():
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.1 * torch.randn(tensor.shape))
+    if isinstance(predictor, Estimator):  # the usual logits of the previous token are about their mean
+        predictor.usual_LE -= predictor.usual_LE.mean(dim=1, keepdim=True)
+    return predictor
+
+
+def random_state(view: MoEView, layer: int, generator: torch.Generator) -> RouterState:
+    shape, dtype = view.shape, view[0].dtype
+    residual_1D, early_1D = torch.randn(2, 1, shape.hidden, generator=generator).to(dtype)
+    router_input_1D = view[layer].router_input(residual_1D)
+    logits_1E, weights_1K, ids_1K = view[layer].routed(router_input_1D)
+    previous_1LE = torch.randn(1, shape.layers, shape.experts, generator=generator)
+    if torch.rand(1, generator=generator) < 0.2:
+        previous_1LE[:] = torch.nan
+    return RouterState(
+        layer=layer, residual_TD=residual_1D, router_input_TD=router_input_1D, logits_TE=logits_1E,
+        topk_ids_TK=ids_1K, topk_weights_TK=weights_1K, early_TD=early_1D,
+        previous_logits_TLE=previous_1LE if torch.rand(1, generator=generator) < 0.7 else None,
+    )  # fmt: skip
+
+
+def recall(predictor: Predictor, view: MoEView, layer: int, states: int) -> float:
+    """Share of the experts with the highest forecast logits that hints name, in the forecasts' order."""
+    generator, named, found = torch.Generator().manual_seed(layer), 0, 0
+    made = hints(predictor, layer, 1, view.shape.top_k)
+    assert made is not None
+    for _ in range(states):
+        state = random_state(view, layer, generator)
+        own = predictor.forecast(state).logits_TE[0].topk(view.shape.top_k).indices.tolist()
+        named, found = named + len(own), found + len(set(own) & set(made(state)[0].tolist()))
+    return found / named
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("family", CONFIGS)
+@torch.no_grad()
+def test_hints_are_the_forecasts_experts(family: str, name: str) -> None:
+    view = find_moe_layers(tiny_model(family, torch.float32))
+    predictor = random_predictor(name, view)
+    if family in OTHER_NORM:
+        assert hints(predictor, 0, 1, view.shape.top_k) is None
+        return
+    for layer in range(len(view) - 1):
+        assert recall(predictor, view, layer, STATES) >= 0.999
+
+
+@torch.no_grad()
+def test_hints_of_fitted_predictors_in_bf16(reference_view: MoEView, fitted_predictors: dict[str, Fitted]) -> None:
+    for name in ("quasi_hidden", "linear", "early_attention", "estimator"):
+        assert recall(fitted_predictors[name].predictor, reference_view, 5, 100) >= 0.98, name
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@torch.no_grad()
+def test_the_stand_in_of_one_token(rank: int) -> None:
+    view = find_moe_layers(tiny_model("qwen2_moe", torch.float32))
+    predictor = EarlyAttention(EarlyConfig(stand_in_rank=rank), view.shape)
+    predictor.set_stand_in(random_stand_in(view, rank))
+    assert predictor.held is not None
+    state = random_state(view, 1, torch.Generator().manual_seed(0))
+    found, expected = folded_stand_in(predictor.held, 1)(state), predictor.stand_in(state)
+    assert float((found - expected).norm()) <= 1e-2 * float(expected.norm())
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_routers_with_groups_or_biases_have_forecasts_only(family: str) -> None:
+    view = find_moe_layers(tiny_model(family, torch.float32))
+    speculator = Speculator(view, random_predictor("quasi_hidden", view))
+    speculator.hint_only(view.shape.top_k)
+    assert all((rung.hinted is not None) == (family in BY_LOGITS) for rung in speculator.rungs)
