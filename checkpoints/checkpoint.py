@@ -99,7 +99,7 @@ class ConfigFile(TypedDict):
     versions: dict[str, str | None]
     calibration: dict[str, _Readings]
     """By distance, slope, root and offset of each layer pair (:class:`LogOdds`)."""
-    member_calibration: NotRequired[dict[str, dict[str, _Readings]]]
+    member_calibration: dict[str, dict[str, _Readings]]
     """The same of each predictor that it is made of, by name."""
     training: NotRequired[_Free]
     files: _Files
@@ -425,16 +425,17 @@ class PredictorCheckpoint:
         """Give a predictor, and those that it is made of, their calibration.
 
         Raises:
-            ExpertcastError: of a predictor that is not there; or as :meth:`_readings`.
+            ExpertcastError: that of a member is missing, or there is no such member; or as :meth:`_readings`.
         """
         predictor.calibration = self._readings(predictor, "calibration", self.config["calibration"])
-        members = _members(predictor)
-        for name, values in self.config.get("member_calibration", {}).items():
-            if name not in members:
-                raise ExpertcastError(
-                    f"{self.folder / CONFIG}: member_calibration.{name[:20]!r} is none of {list(members)}; {REMEDY}"
-                )
-            members[name].calibration = self._readings(members[name], f"member_calibration.{name}", values)
+        members, given = _members(predictor), self.config["member_calibration"]
+        if members.keys() != given.keys():
+            raise ExpertcastError(
+                f"{self.folder / CONFIG}: member_calibration is of {[name[:20] for name in given]}, not of "
+                f"{list(members)}; {REMEDY}"
+            )
+        for name, member in members.items():
+            member.calibration = self._readings(member, f"member_calibration.{name}", given[name])
 
     def _readings(
         self, predictor: Predictor, field: str, values: Mapping[str, Sequence[Sequence[float]]]
@@ -518,7 +519,6 @@ def load_predictor(folder: str | Path, view: MoEView | None = None, *, revision:
 
 def describe(predictor: Predictor, view: MoEView) -> Json:
     """The contents of config.json for a predictor that was trained for the model of `view`."""
-    members = {name: _values(member) for name, member in _members(predictor).items()}
     return {
         "format": FORMAT,
         "predictor": predictor.name,
@@ -528,7 +528,7 @@ def describe(predictor: Predictor, view: MoEView) -> Json:
         "shape": predictor.shape.as_dict(),
         "tap_point": _reads(predictor),
         "calibration": _values(predictor),
-        **({"member_calibration": members} if members else {}),
+        "member_calibration": {name: _values(member) for name, member in _members(predictor).items()},
         **provenance(),
     }
 

@@ -85,7 +85,7 @@ def _wanted(options: Options) -> tuple[str, PredictorConfig]:
     word_of = {word: word.partition("=")[0] for word in options.settings}
     for word, key in word_of.items():
         if not any(key in fields for fields in known.values()):
-            raise ExpertcastError(f"--set {word}: none of {', '.join(names)} has such an option")
+            raise ExpertcastError(f"--set: none of {', '.join(names)} has an option {word!r}")
     configs = {
         name: predictor_config(name, options.ahead, [word for word, key in word_of.items() if key in fields]).as_dict()
         for name, fields in known.items()
