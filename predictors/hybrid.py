@@ -178,7 +178,7 @@ class Hybrid(Predictor):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Hybrid:
         """Moved to another device, members have tensors of their own again."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._share()
         return self
 
