@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from expertcast.checkpoints.hub import HubName
 from expertcast.checkpoints.results import (
     RECALL,
+    ladder_table,
     layer_table,
     ledger_table,
     link_table,
@@ -111,6 +112,12 @@ with expertcast.offload(model, {{ keyword }}="{{ where }}") as offloaded:
 
 {% endif %}{% if others %}{{ others }}
 
+{% endif %}{% if ladder %}## Rungs
+
+A run forecasts with the one that saves most time.
+
+{{ ladder }}
+
 {% endif %}## Training and costs
 
 {{ training }}
@@ -152,6 +159,7 @@ def model_card(config: Json, metrics: Json, where: str, license: str | None = No
         scored=scored(metrics),
         recall=recall_part(name, metrics),
         others=link_table(metrics).markdown(turned=True),
+        ladder=ladder_table(config).markdown(),
         training=markdown_table(training_rows(config, metrics)),
         config=json.dumps(config["predictor_config"], indent=2),
         costs=ledger_table(metrics.get("ledger", {})).markdown(turned=True),

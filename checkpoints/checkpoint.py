@@ -38,7 +38,7 @@ from expertcast.checkpoints.hub import HubName, Kind, blamed, located, push
 from expertcast.checkpoints.provenance import check_fingerprints, fingerprints, provenance, without_folders
 from expertcast.predictors import ModelShape, MoEView, predictor_class
 from expertcast.predictors.artefacts import CLOSED, check_file, digest, open_file, read_json, seal
-from expertcast.predictors.base import PREDICTORS, LogOdds, Predictor
+from expertcast.predictors.base import PREDICTORS, LogOdds, Predictor, PredictorConfig
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.options import from_values
 
@@ -99,6 +99,8 @@ class ConfigFile(TypedDict):
     versions: dict[str, str | None]
     calibration: dict[str, _Readings]
     """By distance, slope, root and offset of each layer pair (:class:`LogOdds`)."""
+    member_calibration: dict[str, dict[str, _Readings]]
+    """The same of each predictor that it is made of, by name."""
     training: NotRequired[_Free]
     files: _Files
     digest: str
@@ -389,6 +391,20 @@ class PredictorCheckpoint:
         """
         check_fingerprints(self.config, view, str(self.folder))
 
+    def predictor(self) -> tuple[type[Predictor], PredictorConfig]:
+        """Class and configuration of the predictor.
+
+        Raises:
+            ExpertcastError: unknown predictor, or fields that are not its own.
+        """
+        path = self.folder / CONFIG
+        try:
+            cls = predictor_class(self.name)
+        except ExpertcastError as error:
+            raise ExpertcastError(f"{path}: {error}; or register the predictor before it is loaded") from None
+        what = f"{path}: predictor_config of {self.name!r}"
+        return cls, from_values(cls.config_class, self.config["predictor_config"], what, REMEDY)
+
     def load(self, view: MoEView | None = None) -> Predictor:
         """The predictor in eval mode, bound to the model when one is given.
 
@@ -398,38 +414,56 @@ class PredictorCheckpoint:
         """
         if view is not None:
             self.verify(view)
-        path = self.folder / CONFIG
-        try:
-            cls = predictor_class(self.name)
-        except ExpertcastError as error:
-            raise ExpertcastError(f"{path}: {error}; or register the predictor before it is loaded") from None
-        what = f"{path}: predictor_config of {self.name!r}"
-        config = from_values(cls.config_class, self.config["predictor_config"], what, REMEDY)
+        cls, config = self.predictor()
         shape = ModelShape.from_dict(self.config["shape"])
         predictor = load_into(lambda: cls(config, shape), self.folder / WEIGHTS, REMEDY)
-        predictor.calibration = self._readings(predictor)
+        self._calibrate(predictor)
         predictor.learned_from = self.learned_from
         return predictor if view is None else predictor.bind(view)
 
-    def _readings(self, predictor: Predictor) -> dict[int, Sequence[LogOdds]]:
+    def _calibrate(self, predictor: Predictor) -> None:
+        """Give a predictor, and those that it is made of, their calibration.
+
+        Raises:
+            ExpertcastError: that of a member is missing, or there is no such member; or as :meth:`_readings`.
+        """
+        predictor.calibration = self._readings(predictor, "calibration", self.config["calibration"])
+        members, given = _members(predictor), self.config["member_calibration"]
+        if members.keys() != given.keys():
+            raise ExpertcastError(
+                f"{self.folder / CONFIG}: member_calibration is of {[name[:20] for name in given]}, not of "
+                f"{list(members)}; {REMEDY}"
+            )
+        for name, member in members.items():
+            member.calibration = self._readings(member, f"member_calibration.{name}", given[name])
+
+    def _readings(
+        self, predictor: Predictor, field: str, values: Mapping[str, Sequence[Sequence[float]]]
+    ) -> dict[int, Sequence[LogOdds]]:
         """Calibration of the predictor's logits: by distance, one reading per layer pair.
+
+        Args:
+            predictor: whose.
+            field: of config.json that has it.
+            values: of that.
 
         Raises:
             ExpertcastError: a distance that the predictor does not look, or too few or too many pairs.
         """
         path, distances = self.folder / CONFIG, {str(ahead): ahead for ahead in predictor.ahead}
-        for name, pairs in self.config["calibration"].items():
+        for name, pairs in values.items():
             if name not in distances:
-                raise ExpertcastError(
-                    f"{path}: calibration.{name[:20]!r} is no distance of {list(distances)}; {REMEDY}"
-                )
+                raise ExpertcastError(f"{path}: {field}.{name[:20]!r} is no distance of {list(distances)}; {REMEDY}")
             expected = predictor.shape.layers - distances[name]
             if len(pairs) != expected:
-                raise ExpertcastError(
-                    f"{path}: calibration.{name} has {len(pairs)} layer pairs of {expected}; {REMEDY}"
-                )
-        return {distances[name]: [LogOdds(*pair) for pair in pairs]
-                for name, pairs in self.config["calibration"].items()}  # fmt: skip
+                raise ExpertcastError(f"{path}: {field}.{name} has {len(pairs)} layer pairs of {expected}; {REMEDY}")
+        return {distances[name]: [LogOdds(*pair) for pair in pairs] for name, pairs in values.items()}
+
+
+def _members(predictor: Predictor) -> dict[str, Predictor]:
+    """Predictors that one is made of, by name."""
+    parts = ((path, part) for path, part in predictor.named_modules() if path)
+    return {path.rpartition(".")[2]: part for path, part in parts if isinstance(part, Predictor)}
 
 
 def save_predictor(
@@ -493,11 +527,16 @@ def describe(predictor: Predictor, view: MoEView) -> Json:
         **fingerprints(view),
         "shape": predictor.shape.as_dict(),
         "tap_point": _reads(predictor),
-        "calibration": {
-            str(ahead): [[own.slope, own.root, own.offset] for own in each]
-            for ahead, each in predictor.calibration.items()
-        },
+        "calibration": _values(predictor),
+        "member_calibration": {name: _values(member) for name, member in _members(predictor).items()},
         **provenance(),
+    }
+
+
+def _values(predictor: Predictor) -> dict[str, list[list[float]]]:
+    """Its calibration as config.json has it."""
+    return {
+        str(ahead): [[own.slope, own.root, own.offset] for own in each] for ahead, each in predictor.calibration.items()
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from expertcast.predictors.hybrid import Hybrid, member_recall
 from expertcast.predictors.messages import Json, aligned
 
 Cell = str | float | int | None
@@ -159,3 +160,19 @@ def ledger_table(ledger: Mapping[str, Json]) -> Table:
     digits = {"training_s": 1, "collection_s": 1}
     rows = [[name, *(cell(entry.get(key), digits.get(key, 3)) for key in COSTS)] for name, entry in ledger.items()]
     return Table(caption="costs", headings=["predictor", *COSTS.values()], rows=rows)
+
+
+def ladder_table(config: Json) -> Table:
+    """Ways to forecast that a hybrid holds, by rising cost, with recall@k on validation; no rows for other predictors.
+
+    Args:
+        config: the contents of config.json.
+    """
+    own = config["predictor_config"] if config["predictor"] == Hybrid.name else {"choices": [], "cost_ms": {}}
+    recall, cost_ms = member_recall(own["choices"]), own["cost_ms"]
+    names = sorted(cost_ms, key=lambda name: float(cost_ms[name]))
+    several = len({choice["predictor"] for choice in own["choices"]}) > 1
+    return Table(
+        headings=["rung", "recall@k on validation", "ms per forecast, without early attention's block"],
+        rows=[[name, recall.get(name), cost_ms.get(name)] for name in [*names, *([Hybrid.name] if several else [])]],
+    )

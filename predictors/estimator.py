@@ -134,7 +134,7 @@ class EstimatorConfig(RidgeConfig, EarlyConfig):
     """Tokens per optimiser step (each gives one example per layer pair)."""
     steps: int = 1500
     """Optimiser steps at most."""
-    passes: int = 12
+    passes: int = 30
     """Passes over the training tokens at most."""
     patience: int = 4
     """Validation rounds without gain before training stops; there are twelve in a full run."""

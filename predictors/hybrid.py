@@ -1,14 +1,17 @@
 """Per layer the best of several predictors: Hybrid-PF of Speculating Experts, over all predictors here.
 
-T tokens, D hidden size, E routed experts. Who is chosen where is decided on validation by
-:mod:`expertcast.training.fit` and stands in the config, so a checkpoint's config.json can be read for it.
+T tokens, D hidden size, E routed experts. Who is chosen where, and which others are kept because they cost less, is
+decided on validation by :mod:`expertcast.training.fit` and stands in the config, so a checkpoint's config.json can be
+read for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -34,6 +37,10 @@ BEST, PAPER = "best", "paper"
 RULES = (BEST, PAPER)
 PAPER_CANDIDATES = ("quasi_hidden", "estimator")
 LOW_RECALL = 0.8
+SHARED = ("expert_LED", "shared_LD")
+"""Default vectors."""
+SHARED_PARTS = ("held.",)
+"""The stand-in for early attention."""
 
 
 class Choice(TypedDict):
@@ -63,7 +70,10 @@ class HybridConfig(PredictorConfig):
     """With rule paper, the recall on validation below which a layer takes the second candidate; the paper says low and
     gives no number, this one is ours."""
     member_configs: dict[str, Json] = field(default_factory=dict)
-    """By predictor: before training, the config to fit a candidate with; after it, that of each chosen predictor."""
+    """By predictor: before training, the config to fit a candidate with; after it, that of each kept predictor."""
+    cost_ms: dict[str, Annotated[float, Field(ge=0)]] = field(default_factory=dict)
+    """By kept predictor, milliseconds of one forecast for one token, without the block that early attention runs:
+    filled by training."""
     choices: Sequence[Choice] = ()
     """Per distance and target layer: `ahead`, `layer`, `predictor`, `recall` of every candidate; filled by training."""
 
@@ -85,9 +95,10 @@ class HybridConfig(PredictorConfig):
         strangers = {choice["predictor"] for choice in self.choices} - set(self.candidates)
         if strangers:
             raise ExpertcastError(f"choices of {sorted(strangers)}, which are not among {self.candidates}")
-        unknown = set(self.member_configs) - set(self.candidates)
-        if unknown:
-            raise ExpertcastError(f"member_configs for {sorted(unknown)}, which are not among {self.candidates}")
+        for what, values in (("member_configs", self.member_configs), ("cost_ms", self.cost_ms)):
+            unknown = set(values) - set(self.candidates)
+            if unknown:
+                raise ExpertcastError(f"{what} for {sorted(unknown)}, which are not among {self.candidates}")
 
     def _check_rule(self) -> None:
         check_between(self, 0, 1, "low_recall")
@@ -102,8 +113,30 @@ class HybridConfig(PredictorConfig):
             )
 
 
+def member_recall(choices: Sequence[Choice]) -> dict[str, float]:
+    """Mean recall@k on validation over the target layers at the shortest distance, by candidate; and the hybrid's own.
+
+    Args:
+        choices: as in :class:`HybridConfig`.
+    """
+    nearest = min((choice["ahead"] for choice in choices), default=0)
+    found: dict[str, list[float]] = {}
+    for choice in choices:
+        if choice["ahead"] == nearest:
+            own = (
+                {Hybrid.name: choice["recall"][choice["predictor"]]} if choice["predictor"] in choice["recall"] else {}
+            )
+            for name, value in (choice["recall"] | own).items():
+                found.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values) for name, values in found.items()}
+
+
 class Hybrid(Predictor):
-    """Hands each forecast to the member chosen for the target layer; holds the chosen members only."""
+    """Hands each forecast to the member chosen for the target layer.
+
+    It holds the chosen members, and the cheaper ones that `HybridConfig.cost_ms` names: these are rungs only. What
+    members have in common (default vectors, the stand-in for early attention) is one tensor for all of them.
+    """
 
     name: ClassVar[str] = "hybrid"
     config_class: ClassVar[type[PredictorConfig]] = HybridConfig
@@ -116,8 +149,10 @@ class Hybrid(Predictor):
         targets = [(ahead, layer) for ahead in config.ahead for layer in range(ahead, shape.layers)]
         if config.choices and sorted((choice["ahead"], choice["layer"]) for choice in config.choices) != targets:
             raise ExpertcastError(f"choices are not one for each target layer of {shape.as_dict()}: train hybrid again")
-        names = [name for name in config.candidates if name in self.chosen.values()]
+        kept = {*self.chosen.values(), *config.cost_ms} if self.chosen else set()
+        names = [name for name in config.candidates if name in kept]
         self.members = nn.ModuleDict({name: _member(name, config, shape) for name in names})
+        self._share()
         self.uses_previous_token = any(self.member(name).uses_previous_token for name in names)
         self.uses_early = any(self.member(name).uses_early for name in names)
         self.reads_residual = any(self.member(name).reads_residual for name in names)
@@ -125,10 +160,27 @@ class Hybrid(Predictor):
         self.traceable = all(self.member(name).traceable for name in names)
 
     def member(self, name: str) -> Predictor:
-        """A chosen member by its registry name."""
+        """A kept member by its registry name."""
         module = self.members[name]
         assert isinstance(module, Predictor)
         return module
+
+    def _share(self) -> None:
+        """The first member's tensor stands for those of the same name; the state dict has it once."""
+        first: dict[str, Tensor] = {}
+        for name in self.members:
+            for path, tensor in list(self.member(name).named_buffers()):
+                if path in SHARED or path.startswith(SHARED_PARTS):
+                    parent, _, key = path.rpartition(".")
+                    own = first.setdefault(path, tensor)
+                    if own is not tensor and own.shape == tensor.shape:
+                        self.member(name).get_submodule(parent).register_buffer(key, own, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Hybrid:
+        """Moved to another device, members have tensors of their own again."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._share()
+        return self
 
     def bind(self, view: MoEView) -> Predictor:
         if not self.chosen:
@@ -136,6 +188,15 @@ class Hybrid(Predictor):
         for name in self.members:
             self.member(name).bind(view)
         return super().bind(view)
+
+    def rungs(self) -> Mapping[str, Predictor]:
+        """Its members by rising cost, those that read early attention behind the others; last the hybrid, or the member
+        that it has chosen for all layers."""
+        cost, chosen = self.config.cost_ms, set(self.chosen.values())
+        order = sorted(self.members, key=lambda name: (self.member(name).uses_early, cost.get(name, math.inf)))
+        found = {name: self.member(name) for name in order}
+        last = found.pop(chosen.pop()) if len(chosen) == 1 else self
+        return {**found, last.name: last}
 
     def wants_early(self, layer: int, ahead: int) -> bool:
         """Whether the member chosen for a forecast made at `layer` reads early attention."""

@@ -25,6 +25,7 @@ from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.source import check_release
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
+from expertcast.predictors.hybrid import Hybrid, member_recall
 from expertcast.predictors.next_token import NextTokenTracker
 from expertcast.runtime.config import OffloadConfig, make_link, make_store, named_checkpoint, remarks, slots_for
 from expertcast.runtime.drafts.names import NONE, QUANTISED
@@ -131,10 +132,14 @@ def recall_per_layer(checkpoint: PredictorCheckpoint | None, ahead: int = 1) -> 
 
 def mean_recall(checkpoint: PredictorCheckpoint | None) -> dict[str, float]:
     """Recall@k, the mean over layers, of a checkpoint's predictor and of what needs no training, as metrics.json has
-    it."""
-    metrics = {} if checkpoint is None else checkpoint.metrics
-    found = {**metrics.get("baselines", {}), **metrics.get("recall_at_k", {})}
-    return {name: float(values["mean"]) for name, values in found.items()}
+    it; of a hybrid and its members on validation, as its config has it."""
+    if checkpoint is None:
+        return {}
+    found = {**checkpoint.metrics.get("baselines", {}), **checkpoint.metrics.get("recall_at_k", {})}
+    means = {name: float(values["mean"]) for name, values in found.items()}
+    return means | member_recall(
+        checkpoint.config["predictor_config"]["choices"] if checkpoint.name == Hybrid.name else []
+    )
 
 
 def make_monitor(

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,7 +22,7 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, predictor_class
 from expertcast.predictors.baselines import Frequency, PreviousToken, QuasiHidden
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
-from expertcast.predictors.hybrid import CANDIDATES, PAPER, Choice, Hybrid, HybridConfig
+from expertcast.predictors.hybrid import CANDIDATES, PAPER, Choice, Hybrid, HybridConfig, member_recall
 from expertcast.training.calibrate import calibrate
 from expertcast.training.estimator import fit_estimator
 from expertcast.training.linear import fit_linear
@@ -173,6 +176,15 @@ def fit_many(
 # With `rule=paper` layers are chosen as by Hybrid-PF of Speculating Experts (section 6.3): the estimator takes over
 # where the router's forecast from the quasi-hidden state has a low hit rate, and nowhere else, also where it would be
 # better. The paper gives no number for low.
+#
+# Besides the chosen candidates a hybrid keeps the rungs of a ladder: those that no other one beats in both recall and
+# cost. The run chooses among them by what they cost there.
+
+CLEARLY = 0.9
+"""A candidate is kept as a rung where it takes at most this share of the time of those with more recall: costs are
+measured, and retraining must keep the same ones (repeated under load, ratios of costs differ by 3%)."""
+COST_TOKENS = 16
+"""Tokens whose forecasts are timed."""
 
 
 def fit_hybrid(
@@ -221,13 +233,67 @@ def select_hybrid(
     for ahead in config.ahead:
         cost = forecast_flops(members, source, ahead, options)
         choices += _choose(validation_recall(members, source, ahead, options), cost, ahead, config)
-    chosen = {choice["predictor"] for choice in choices}
-    configs = {name: member.config.as_dict() for name, member in members.items() if name in chosen}
-    hybrid = Hybrid(replace(config, choices=choices, member_configs=configs), source.view.shape)
+    cost_s = forecast_seconds(members, source, min(config.ahead), options)
+    kept = {choice["predictor"] for choice in choices} | _front(members, member_recall(choices), cost_s)
+    configs = {name: member.config.as_dict() for name, member in members.items() if name in kept}
+    cost_ms = {name: 1e3 * cost_s[name] for name in configs}
+    hybrid = Hybrid(replace(config, choices=choices, member_configs=configs, cost_ms=cost_ms), source.view.shape)
     for name in hybrid.members:
-        hybrid.member(name).load_state_dict(members[name].state_dict())
+        _take_over(members[name], hybrid.member(name))
     brief = [{**choice, "recall": choice["recall"][choice["predictor"]]} for choice in choices]
     return Fitted(predictor=hybrid, report={"choices": brief})
+
+
+def _take_over(fitted: Predictor, member: Predictor) -> None:
+    """Make a new hybrid's member what the fitted candidate is."""
+    tensors = fitted.state_dict()
+    missing, shared = member.load_state_dict(tensors, strict=False)
+    assert not missing
+    for path in shared:
+        assert torch.equal(member.get_buffer(path), tensors[path].cpu()), f"{fitted.name} has a {path} of its own"
+    member.calibration = fitted.calibration
+
+
+def _front(members: Mapping[str, Predictor], recall: Mapping[str, float], cost_s: Mapping[str, float]) -> set[str]:
+    """Those that no other one beats in both recall and cost.
+
+    Traces hold no blocks, so that early attention's own part is not timed: as it takes longer than any forecast here,
+    what reads it counts as dearer than what does not.
+    """
+    kept: list[str] = []
+    for name in sorted(members, key=lambda name: (-recall[name], cost_s[name])):
+        early = members[name].uses_early
+        dearer = [cost_s[other] for other in kept if early or not members[other].uses_early]
+        if cost_s[name] <= CLEARLY * min(dearer, default=math.inf):
+            kept.append(name)
+    return set(kept)
+
+
+@torch.no_grad()
+def forecast_seconds(
+    members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
+) -> dict[str, float]:
+    """Seconds of one forecast for one token on the model's thread, early attention's stand-in included.
+
+    Of all layer pairs and `COST_TOKENS` tokens, one call in ten was faster: on a busy machine that is steadier than the
+    median. Members take turns.
+
+    Args:
+        members, source, ahead, options: as for :func:`forecast_flops`.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in members}
+    turns = deque(members.items())
+    batch = validation_batch(source, options)[:COST_TOKENS]
+    for token in range(len(batch)):
+        for state in states_of(source.view, batch[token : token + 1])[:-ahead]:
+            turns.rotate()  # who comes first finds caches cold
+            for name, member in turns:
+                start = time.perf_counter()
+                if member.wants_early(state.layer, ahead):
+                    member.stand_in(state)
+                member.forecast(state, ahead)
+                seconds[name].append(time.perf_counter() - start)
+    return {name: sorted(times)[len(times) // 10] for name, times in seconds.items()}
 
 
 def forecast_flops(

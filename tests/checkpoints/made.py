@@ -30,7 +30,8 @@ CONFIGS = {
     "hybrid": HybridConfig(
         candidates=["next_norm", "linear"],
         choices=[{"ahead": 1, "layer": 1 + at, "predictor": "linear", "recall": {"linear": 0.5}} for at in range(3)],
-        member_configs={"linear": LinearConfig().as_dict()},
+        member_configs={"next_norm": {"ahead": [1]}, "linear": LinearConfig().as_dict()},
+        cost_ms={"next_norm": 0.1, "linear": 0.2},
     ),
 }
 """The configurations that hold something."""

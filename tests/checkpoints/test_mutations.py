@@ -156,6 +156,7 @@ OPTIONAL = {
     "versions",
     "choices",
     "member_configs",
+    "cost_ms",
 }
 """Members that may be missing, or hold what they like: nothing else tells a field of theirs is wrong but the seal."""
 

@@ -201,9 +201,21 @@ def test_collect_train_eval_generate_inspect(
         ["--store-folder", tmp_path / "packed", "--memory", "4MB"],
     ):  # fmt: skip
         assert _decoded(tmp_path, *forecast, *words)["tokens"] == plain["tokens"]
+    both = tmp_path / "both"
+    assert main(f"train {traces} --predictor next_norm linear --out {both} --set strengths=1e-3".split()) == 0
+    made = _decoded(tmp_path, "--predictor", both)
+    assert made["tokens"] == plain["tokens"]
+    assert set(made["stats"]["forecasts"]["1"]["rungs"]) >= {"next_norm", "linear"}
+    waiting = ran(tmp_path, f"eval {traces} --predictor next_norm {both}")["waiting"]
+    assert {"on demand", "next_norm", "hybrid", "hybrid/next_norm"} <= set(waiting)
+    assert waiting["next_norm"] == waiting["hybrid/next_norm"]
+    waits = [found["wait_s"] for found in waiting.values()]
+    assert waits == sorted(waits)
+    assert waiting["hybrid"]["wait_s"] < waiting["on demand"]["wait_s"]
+    assert "rung | " in (both / "README.md").read_text()
     lossy = _decoded(tmp_path, *forecast, "--policies", "activeevict", "--slots", "96")
     assert lossy["stats"]["skipped"] > 0  # its routing is lossy
-    for target in ("reference", traces, checkpoint):
+    for target in ("reference", traces, checkpoint, both):
         capsys.readouterr()
         assert main(["inspect", str(target)]) == 0
         assert capsys.readouterr().out.strip()

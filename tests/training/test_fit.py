@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.commands.predictors import predictor_config
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, PredictorConfig, names
+from expertcast.predictors.baselines import QuasiInput
 from expertcast.predictors.estimator import Estimator, EstimatorConfig, EstimatorNetwork, fitting_width
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.predictors.linear import LinearConfig
@@ -219,6 +222,45 @@ class TestHybrid:
         config = predictor_config("hybrid", [1], ["rule=paper", "low_recall=0.75"])
         assert isinstance(config, HybridConfig)
         assert (config.low_recall, list(config.candidates)) == (0.75, ["quasi_hidden", "estimator"])
+
+    @pytest.mark.parametrize(
+        ("costs", "dropped"),
+        [
+            ({"frequency": 1.0, "quasi_hidden": 2.0, "linear": 3.0}, set()),
+            ({"frequency": 2.0, "quasi_hidden": 1.0, "linear": 3.0}, {"frequency"}),
+            ({"frequency": 1.0, "quasi_hidden": 2.9, "linear": 3.0}, {"quasi_hidden"}),
+            ({"frequency": 3.0, "quasi_hidden": 2.0, "linear": 1.0}, {"frequency", "quasi_hidden"}),
+        ],
+    )
+    def test_keeps_what_no_other_beats_in_recall_and_cost(
+        self, costs: dict[str, float], dropped: set[str], fitted_predictors: dict[str, Fitted],
+        reference_traces: TraceDataset, monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        """Costs are given here, for those that are measured differ from run to run."""
+        monkeypatch.setattr("expertcast.training.fit.forecast_seconds", lambda *_: costs)
+        members = {name: fitted_predictors[name].predictor for name in costs}
+        config = HybridConfig(candidates=list(costs))
+        hybrid = select_hybrid(members, reference_traces, config, FitOptions()).predictor.bind(reference_traces.view)
+        assert isinstance(hybrid, Hybrid)
+        assert set(hybrid.chosen.values()) == {"linear"}
+        kept = sorted(costs.keys() - dropped - {"linear"}, key=lambda name: costs[name])
+        assert list(hybrid.rungs()) == [*kept, "linear"]
+
+    def test_checkpoint_keeps_every_member_as_it_is(
+        self, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset, tmp_path: Path
+    ) -> None:
+        view = reference_traces.view
+        save_predictor(fitted_predictors["hybrid"].predictor, tmp_path / "hybrid", view=view)
+        hybrid = load_predictor(tmp_path / "hybrid", view)
+        *kept, last = hybrid.rungs().items()
+        assert last[1] is (hybrid if last[0] == "hybrid" else hybrid.get_submodule(f"members.{last[0]}"))
+        state = next(reference_traces.batches("test", 32)).state(view, 3)
+        for name, member in kept:
+            own, got = fitted_predictors[name].predictor.forecast(state), member.forecast(state)
+            assert torch.equal(got.logits_TE, own.logits_TE)
+            assert torch.equal(got.probability(), own.probability())
+        readers = [member for _, member in hybrid.rungs().items() if isinstance(member, QuasiInput)]
+        assert all(member.expert_LED is readers[0].expert_LED for member in readers)
 
     def test_fits_its_own_candidates(self, rows: Rows) -> None:
         config = HybridConfig(candidates=["next_norm", "quasi_hidden"], ahead=(1, 2))

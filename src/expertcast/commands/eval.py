@@ -1,14 +1,18 @@
-"""`expertcast eval`: score predictors on traces, and say what executing their forecasts costs a model."""
+"""`expertcast eval`: score predictors on traces, and say how long a run that uses their forecasts would wait and what
+executing them costs a model."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
+
+import torch
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.checkpoints.results import ledger_table
+from expertcast.checkpoints.results import Table, ledger_table
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import BANDWIDTH, Count, OffloadedOptions, Option
 from expertcast.commands.output import Outcome, folder
@@ -18,6 +22,7 @@ from expertcast.commands.predictors import (
     check_shape,
     evaluated,
     forecast_quality,
+    forecast_seconds,
     is_checkpoint,
     ledger_of,
     quality_table,
@@ -33,6 +38,10 @@ from expertcast.training.metrics import Windows, copies_in_time, ratio_windows
 from expertcast.training.report import example_text, report_sources, write_report
 from expertcast.training.scoring import Fitted
 from expertcast.training.unseen import unseen_traces
+
+if TYPE_CHECKING:
+    from expertcast.runtime.simulation.machine import Machine
+    from expertcast.runtime.simulation.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +63,10 @@ class Options(OffloadedOptions, QualityOptions):
     """Learning curve at these token counts."""
     bandwidth: Annotated[float | None, BANDWIDTH] = None
     """Bytes per second of the link of timely recall, with --layer-time (default: copies of K experts that take 1, 2 and
-    5 times as long as a layer)."""
+    5 times as long as a layer), and of the waiting (default: as long as a layer)."""
     layer_time: Annotated[float | None, Option(metavar="S", read=positive_number)] = None
-    """Seconds that a layer computes: a forecast's own milliseconds then count in timely recall."""
+    """Seconds that a layer computes: a forecast's own milliseconds then count in timely recall and in the waiting
+    (default: 1 ms per layer for the waiting, and forecasts take no time)."""
     expert_bytes: Count | None = None
     """Of one expert's copy, with --bandwidth (default: as the model stores it)."""
 
@@ -86,6 +96,9 @@ def run(options: Options) -> Outcome:
         found, table = scores_ahead(predictors, unseen, split, ahead, windows)
         result |= found
         tables.insert(0, table)
+        result["waiting"] = waiting(options, predictors, unseen, split, ahead[0])
+        if result["waiting"]:
+            tables.insert(1, waiting_table(result["waiting"]).text())
     tables.append(ledger_table(ledger).text())
     scored = f"scored on split {split!r}, {result['tokens']} tokens"
     tables.append("; ".join(filter(None, (scored, str(left_out)))))
@@ -122,6 +135,103 @@ def _windows(options: Options, view: MoEView, costs: Json) -> Windows:
 
     copy_s = (options.expert_bytes or BlockLayout.of(view).block_bytes) / options.bandwidth
     return {"link": copies_in_time(layer_s, copy_s, forecast_s)}
+
+
+# Expected waiting: short simulations of decoding with each predictor and each of its rungs.
+
+CACHED = 0.25
+"""Share of the experts that are kept in slots."""
+TOKENS = 512
+"""Tokens that are simulated at most."""
+LAYER_S = 1e-3
+"""Seconds that a layer computes, where nothing says another number."""
+ON_DEMAND = "on demand"
+
+
+def waiting(
+    options: Options, predictors: Mapping[str, Predictor], traces: TraceDataset, split: str, ahead: int
+) -> dict[str, Json]:
+    """Recall@k and seconds per token beyond computing, of a run over a link that caches a quarter of the experts (LRU).
+
+    Args:
+        options: name the link.
+        predictors: by name, bound to the traces' view; their rungs are simulated too.
+        traces: whose routing is decoded.
+        split: of it.
+        ahead: layers between forecasts and their targets.
+
+    Returns:
+        By predictor, rungs as `predictor/rung`, `recall_at_k` (None on demand), on the simulated tokens, and `wait_s`;
+        the shortest first. Nothing where the split's documents are too short to decode.
+    """
+    from expertcast.runtime.policies.settings import Policies
+    from expertcast.runtime.simulation.machine import Case
+    from expertcast.runtime.simulation.simulator import simulate
+    from expertcast.runtime.simulation.sweep import slots_of
+    from expertcast.runtime.simulation.trace import Texts, load_trace
+
+    if all(document.tokens < 2 for document in traces.chosen(split)):
+        return {}
+    ways = _with_rungs(predictors)
+    trace = load_trace(traces, Texts(split=split, tokens=TOKENS), predictors=ways, ahead=ahead)
+    forecast_s: Mapping[str, float] = {}
+    if options.layer_time is not None:
+        forecast_s = forecast_seconds({name: Fitted(predictor=way) for name, way in ways.items()}, traces, split, ahead)
+    found: dict[str, Json] = {}
+    for name in (ON_DEMAND, *ways):
+        done = simulate(
+            trace,
+            Case(
+                policies=Policies(prefetch="none" if name == ON_DEMAND else "top_k"),
+                slots=max(traces.view.shape.top_k, slots_of(CACHED, traces.view.shape)),
+                machine=_machine(options, traces.view, forecast_s.get(name, 0.0)),
+                predictor=None if name == ON_DEMAND else name,
+            ),
+        )
+        computing_s = len(traces.view) * (options.layer_time or LAYER_S)
+        recall = None if name == ON_DEMAND else _recall(trace, name)
+        found[name] = {"recall_at_k": recall, "wait_s": statistics.fmean(done.steps_s) - computing_s}
+    return dict(sorted(found.items(), key=lambda item: float(item[1]["wait_s"])))
+
+
+def _with_rungs(predictors: Mapping[str, Predictor]) -> dict[str, Predictor]:
+    """Predictors, each followed by the cheaper ones that it contains."""
+    found: dict[str, Predictor] = {}
+    for name, predictor in predictors.items():
+        *cheaper, _ = predictor.rungs().items()
+        found |= {name: predictor, **{f"{name}/{rung}": way for rung, way in cheaper}}
+    return found
+
+
+def _machine(options: Options, view: MoEView, forecast_s: float) -> Machine:
+    """The link that the options name, and layers that compute as long as they say."""
+    from expertcast.runtime.simulation.machine import Machine, constant_times
+    from expertcast.runtime.storage.layout import FULL, BlockLayout
+
+    layer_s, layers = options.layer_time or LAYER_S, len(view)
+    size = 1 if options.bandwidth is None else options.expert_bytes or BlockLayout.of(view).block_bytes
+    times = replace(constant_times(layers, layer_s), forecast_s=[forecast_s] * layers)
+    bandwidth = options.bandwidth or size * view.shape.top_k / layer_s
+    return Machine(times=times, block_bytes={FULL: size}, bandwidth=bandwidth)
+
+
+def _recall(trace: Trace, name: str) -> float:
+    """Mean recall@k of a trace's hints over their target layers."""
+    from expertcast.runtime.simulation.trace import Hints
+
+    hints, routes = trace.hints[name], trace.known_routes()
+    assert isinstance(hints, Hints)
+    hits = [
+        (routes.ids[layer][:, :, None] == forecast.topk_ids_TK[:, None]).any(dim=2).float().mean()
+        for layer, forecast in hints.forecasts.items()
+    ]
+    return float(torch.stack(hits).mean())
+
+
+def waiting_table(found: Mapping[str, Json]) -> Table:
+    """A row per predictor and rung of :func:`waiting`."""
+    rows = [[name, values["recall_at_k"], 1e3 * values["wait_s"]] for name, values in found.items()]
+    return Table(headings=["forecasts by", "recall@k", "ms waited per token"], rows=rows)
 
 
 def split_by_looks(options: Options, predictors: dict[str, Predictor]) -> tuple[dict[str, Predictor], NextToken | None]:

@@ -9,12 +9,14 @@ from typing import Annotated
 from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, holds_predictor
+from expertcast.checkpoints.results import ladder_table
 from expertcast.commands.options import ModelOptions, Option
 from expertcast.commands.output import Outcome, describe_traces, table
 from expertcast.data.inspection import inspect_model
 from expertcast.data.trace_format import TRACE_FILE
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.hybrid import Hybrid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ def run(options: Options) -> Outcome:
         recall = checkpoint.metrics.get("recall_at_k", {}).get(checkpoint.name)
         shown = {key: value for key, value in checkpoint.config.items() if key != "tap_point"}
         text = table({**shown, "recall_at_k": recall})
-        return checkpoint.config, f"{text}\n  reads {checkpoint.config['tap_point']}"
+        return checkpoint.config, f"{text}\n  reads {checkpoint.config['tap_point']}{_ladder(checkpoint)}"
     model = Path(resolve_model(options.target))
     if model.is_dir() and not (model / files.CONFIG).is_file():
         raise ExpertcastError(
@@ -59,6 +61,14 @@ def run(options: Options) -> Outcome:
     shown = {key: value for key, value in report.items() if value != "" and key != "not_early"}
     shown["early_attention"] = f"at {report['early_attention']} of {report['layers']} layers"
     return report, "\n".join([table(shown), *(f"  no early attention at {line}" for line in report["not_early"])])
+
+
+def _ladder(checkpoint: PredictorCheckpoint) -> str:
+    """The table of a hybrid's rungs; nothing for other predictors."""
+    if checkpoint.name != Hybrid.name:
+        return ""
+    checkpoint.predictor()  # its config is right
+    return f"\n\n{ladder_table(checkpoint.config).text()}"
 
 
 def _verify(folder: Path) -> list[str]:

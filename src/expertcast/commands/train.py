@@ -21,7 +21,9 @@ from expertcast.data.trace_format import TRACE_FILE
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.predictors.base import PredictorConfig
+from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.predictors.messages import Json
+from expertcast.predictors.options import settable
 from expertcast.training.evaluation import baseline_recall
 from expertcast.training.fit import fit
 from expertcast.training.loop import forget, resume_folder
@@ -37,14 +39,15 @@ class Options(OffloadedOptions):
 
     source: Annotated[str, Option(positional=True, metavar="TRACES|MODEL")]
     """Traces folder, or user/repo of the hub; with --data a model to train on online."""
-    predictor: Annotated[str, Option(metavar="NAME")]
-    """Registry name of the predictor."""
+    predictor: Annotated[tuple[str, ...], Option(metavar="NAME")]
+    """Registry name of the predictor; several are trained into one checkpoint, `hybrid`: per layer the best one
+    forecasts, and a run takes cheaper ones where they save more time."""
     out: Annotated[Path, Option(metavar="CKPT", read=folder)]
     """Checkpoint folder to write."""
     ahead: tuple[Count, ...] = (1,)
     """Layers ahead; each distance is fitted and scored."""
     settings: Annotated[tuple[str, ...], Option(flag="--set", metavar="KEY=VALUE")] = ()
-    """Fields of the predictor's config."""
+    """Fields of the predictor's config; of several predictors, of each that has such a field."""
     data: Data = ()
     """With MODEL only."""
     text_column: TextColumn = TEXT_COLUMN
@@ -61,21 +64,43 @@ class Options(OffloadedOptions):
 
 def run(options: Options) -> Outcome:
     """Under torchrun every rank fits and scores the same, and the first one saves."""
-    if predictor_class(options.predictor).looks == "tokens" and options.ahead != (1,):
-        raise ExpertcastError(f"--ahead counts layers and {options.predictor} looks tokens ahead: give --set tokens=N")
-    config = predictor_config(options.predictor, options.ahead, options.settings)
+    for name in options.predictor:
+        if predictor_class(name).looks == "tokens" and options.ahead != (1,):
+            raise ExpertcastError(f"--ahead counts layers and {name} looks tokens ahead: give --set tokens=N")
+    name, config = _wanted(options)
     with exclusive(resume_folder(options.out)):
-        return _train(options, config)
+        return _train(options, name, config)
 
 
-def _train(options: Options, config: PredictorConfig) -> Outcome:
+def _wanted(options: Options) -> tuple[str, PredictorConfig]:
+    """Name and config of what is trained: the predictor, or a hybrid of several.
+
+    Raises:
+        ExpertcastError: as :func:`predictor_config`; or several, and one that a hybrid cannot hold.
+    """
+    names = list(dict.fromkeys(options.predictor))
+    if len(names) == 1:
+        return names[0], predictor_config(names[0], options.ahead, options.settings)
+    known = {name: settable(predictor_class(name).config_class) for name in names}
+    word_of = {word: word.partition("=")[0] for word in options.settings}
+    for word, key in word_of.items():
+        if not any(key in fields for fields in known.values()):
+            raise ExpertcastError(f"--set: none of {', '.join(names)} has an option {word!r}")
+    configs = {
+        name: predictor_config(name, options.ahead, [word for word, key in word_of.items() if key in fields]).as_dict()
+        for name, fields in known.items()
+    }
+    return Hybrid.name, HybridConfig(ahead=options.ahead, candidates=names, member_configs=configs)
+
+
+def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
     source = training_source(options)
     if options.default_vectors is not None:
         source = with_default_vectors(source, options.default_vectors)
     settings = replace(options.fit, resume_folder=resume_folder(options.out))
-    fitted = fit(options.predictor, source, config=config, options=settings)
+    fitted = fit(name, source, config=config, options=settings)
     if options.default_vectors is not None and NOTE not in fitted.report:
-        say(f"{options.predictor} reads no default vectors as it is: --default-vectors changed nothing of it")
+        say(f"{name} reads no default vectors as it is: --default-vectors changed nothing of it")
     predictor, ahead = fitted.predictor, min(fitted.predictor.ahead, default=1)
     ledger = ledger_of({predictor.name: fitted}, source, "test", ahead)
     metrics, table = checkpoint_metrics(predictor, source, ledger)
@@ -86,9 +111,9 @@ def _train(options: Options, config: PredictorConfig) -> Outcome:
         save_predictor(predictor, options.out, view=source.view, metrics=metrics, training=fitted.report)
         forget(options.out)
         if options.fit.log_folder and "recall_at_k" in metrics:
-            used = {"predictor": options.predictor, "seed": options.fit.seed, "tokens": fitted.report["tokens"]}
+            used = {"predictor": name, "seed": options.fit.seed, "tokens": fitted.report["tokens"]}
             settings_used = {**used, **predictor.config.as_dict()}
-            log_evaluation(options.fit.log_folder, options.predictor, metrics, settings_used)
+            log_evaluation(options.fit.log_folder, name, metrics, settings_used)
     text = (
         f"{table}\n\n{ledger_table(ledger).text()}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
     )
