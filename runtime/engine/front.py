@@ -24,7 +24,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertcast.data.batch import RouterCall
-from expertcast.data.early import EarlyAttention
 from expertcast.data.moe_layers import PROBE_EXPERTS
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors.base import Predictor
@@ -312,7 +311,11 @@ def speculate(
         ExpertcastError: `layers` or `ahead` outside what model and predictor have.
     """
     chosen = range(len(view)) if layers is None else layers
-    early = EarlyAttention(model, view) if predictor.uses_early else None
+    early = None
+    if predictor.uses_early:
+        from expertcast.data.early import EarlyAttention
+
+        early = EarlyAttention(model, view)
     speculator = Speculator(
         view, predictor, layers=chosen, true_weights=true_weights, prefill=prefill, ahead=ahead, early=early,
         router_free=router_free,

@@ -18,11 +18,11 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.routing_rule import goes_by_logits, weights_over
 from expertcast.predictors.view import MoELayer, MoEView, RuleCheck
-from expertcast.runtime.engine.traced import TracedForecasts
 
 if TYPE_CHECKING:
     from expertcast.data.early import EarlyAttention
     from expertcast.runtime.engine.refit import OnlineRefit
+    from expertcast.runtime.engine.traced import TracedForecasts
 
 
 class TokenMemory:
@@ -149,9 +149,12 @@ class Speculator:
         self.previous_logits_TLE: Tensor | None = None
         """Set from outside to give `previous_token` its router logits in a forward over whole texts."""
         self._memory = TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
-        found = {} if predictor is None else predictor.rungs()
-        self.rungs = [TracedForecasts(each) for each in found.values()]
+        self.rungs: list[TracedForecasts] = []
         """Ways to forecast; the last is the predictor itself."""
+        if predictor is not None:
+            from expertcast.runtime.engine.traced import TracedForecasts
+
+            self.rungs += map(TracedForecasts, predictor.rungs().values())
         self._forecasts: dict[int, Forecast] = {}
         self.early, self.router_free = early, router_free
         self._state: RouterState | None = None
