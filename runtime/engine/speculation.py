@@ -174,7 +174,8 @@ class Speculator:
     def hint_only(self, count: int) -> None:
         """The first `count` ids of one token's forecast are all that is read of it: :meth:`hint` gives them where no
         layer executes forecasts, weights do not change, and routers take the experts with the highest logits."""
-        if self.rungs and not self.layers and self.refit is None and goes_by_logits(self.view):
+        plain = not self.layers and self.refit is None and not self._check.wrong
+        if self.rungs and plain and goes_by_logits(self.view):
             for rung in self.rungs:
                 rung.hinted = count
 

@@ -107,7 +107,18 @@ def test_the_snippet_of_a_predictor_that_looks_tokens_ahead_runs(hub: FakeHub, w
 
 
 def test_by_name_it_is_the_same_checkpoint(hub: FakeHub, worker: Worker, work: Path) -> None:
-    command = ["generate", "reference", "--prompt", "It is", "--new-tokens", "3", "--slots", "64"]
+    command = [
+        "generate",
+        "reference",
+        "--prompt",
+        "It is",
+        "--new-tokens",
+        "3",
+        "--slots",
+        "64",
+        "--forecasts",
+        "always",
+    ]
     for name, given in (("here", "./linear"), ("there", "me/linear@main")):
         right(worker.run(*command, "--predictor", given, "--json", f"{name}.json"))
     here, there = (json.loads((work / f"{name}.json").read_text()) for name in ("here", "there"))

@@ -36,6 +36,7 @@ from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer
@@ -191,10 +192,10 @@ class _Unreliable(EmulatedLink):
             self.fails()
         super()._move(copy, start, end)
 
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Transfer:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
         if self.submitting:
             self.fails()
-        return super().submit(key, slot, urgent=urgent)
+        return super().submit(key, slot, urgent=urgent, precision=precision)
 
 
 @pytest.mark.parametrize("submitting", [True, False])
