@@ -40,6 +40,7 @@ from expertcast.data.plan import TextOptions
 from expertcast.data.text import bundled_ids, load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.messages import Json
 from expertcast.runtime.benchmarking.bench import decode_resident
 from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, drawn
@@ -47,9 +48,11 @@ from expertcast.runtime.benchmarking.runs import LentStore, balanced_bandwidth
 from expertcast.runtime.benchmarking.shapes import build_shape
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloading import offload
-from expertcast.training.fit import fit
+from expertcast.training.fit import fit_many
 
 RUNGS = ("quasi_hidden", "linear", "early_attention", "estimator")
+LADDER = "hybrid"
+"""The checkpoint that `auto` runs with: all of them."""
 PROMPT = 64
 ON_DEMAND, AUTO = "on_demand", "auto"
 KEPT = ("shape", "layers", "new_tokens", "repetitions", "train_tokens", "threads", "accuracy")
@@ -102,15 +105,15 @@ class Grid:
     def _trained(self) -> dict[str, Any]:
         """Checkpoints by name, fitted on the bundled text where they do not lie in `--checkpoints`."""
         folder = self._args.checkpoints or self._folder
-        missing = [name for name in RUNGS if not (folder / name).is_dir()]
-        if missing:
+        if not all((folder / name).is_dir() for name in (*RUNGS, LADDER)):
             documents = load_documents([REFERENCE], tokens=self._args.train_tokens)
             tokenizer = load_tokenizer(REFERENCE)
             collect(self._model, tokenizer, documents, TextOptions(tokens=self._args.train_tokens), self._folder / "t")
             source = TraceDataset.open(self._folder / "t")
-            for name in missing:
-                save_predictor(fit(name, source).predictor, folder / name, view=source.view, metrics={}, training={})
-        return {name: str(folder / name) for name in RUNGS}
+            fitted = fit_many([*RUNGS, LADDER], source, {LADDER: HybridConfig(candidates=RUNGS)})
+            for name, own in fitted.items():
+                save_predictor(own.predictor, folder / name, view=source.view)
+        return {name: str(folder / name) for name in (*RUNGS, LADDER)}
 
     def _prompt(self, batch: int) -> Tensor:
         """[B, T]"""
@@ -137,6 +140,7 @@ class Grid:
             if setting.capacity:
                 common["slots"] = round(setting.capacity * self._view.shape.layers * self._view.shape.experts)
             best = list(sides.values())[-1]
+            sides.pop(LADDER, None)
             runs = {ON_DEMAND: OffloadConfig(**common)}
             runs |= {name: OffloadConfig(**common, predictor=own, forecasts="always") for name, own in sides.items()}
             runs[AUTO] = OffloadConfig(**common, predictor=best)

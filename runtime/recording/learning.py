@@ -43,7 +43,37 @@ class Fading:
         self._sums = [own + one for own, one in zip(self._sums, new, strict=True)]
 
 
-class RunningMean(Fading):
+class RunningSums:
+    """A mean of observations, each of which counts `keep` times as much as the one after it.
+
+    It is asked at every layer of every step: two numbers, no list.
+
+    Args:
+        keep: above 0, below 1.
+        weight: of what is known before the first observation.
+        total: what is known then, times its weight.
+    """
+
+    __slots__ = ("_keep", "_total", "weight")
+
+    def __init__(self, keep: float, weight: float = 0.0, total: float = 0.0) -> None:
+        self._keep, self.weight, self._total = keep, weight, total
+
+    def fade(self, share: float) -> None:
+        """Multiply the weight of all observations so far."""
+        self.weight, self._total = self.weight * share, self._total * share
+
+    def limit(self, weight: float) -> None:
+        """Limit the weight of all observations so far."""
+        if self.weight > weight:
+            self.fade(weight / self.weight)
+
+    def _add(self, weight: float, total: float) -> None:
+        self.weight = self.weight * self._keep + weight
+        self._total = self._total * self._keep + total
+
+
+class RunningMean(RunningSums):
     """A mean of numbers above 0.
 
     The very first counts little as soon as there is a second: what runs for the first time is not what it will be. From
@@ -54,48 +84,44 @@ class RunningMean(Fading):
     """Weight of the first."""
 
     def __init__(self, keep: float = 0.9) -> None:
-        super().__init__(2, keep)
+        super().__init__(keep)
 
     def observe(self, value: float) -> None:
         """One more."""
-        if self.value is None:
-            self._add(self.FIRST, self.FIRST * value)
+        weight = self.weight
+        if not weight:
+            self.weight, self._total = self.FIRST, self.FIRST * value
             return
-        if self.weight > 2 * self.FIRST:
-            value = min(value, OUTLIER * self.value)
-        self.fade(self._keep)
+        if weight > 2 * self.FIRST:
+            value = min(value, OUTLIER * self._total / weight)
         self._add(1.0, value)
 
     @property
     def value(self) -> float | None:
         """None before there was an observation."""
-        weight, total = self._sums
-        return total / weight if weight else None
+        return self._total / self.weight if self.weight else None
 
 
-class Share(Fading):
-    """How large a part of something was, in the mean; a prior stands for the first observations.
+class Share(RunningSums):
+    """How large a part of something was, in the mean; a prior stands for the first observations, and fades as they do.
 
     Args:
         prior: of the share.
         firmness: what the prior counts for, in wholes.
-        keep: as of :class:`Fading`.
+        keep: as of :class:`RunningSums`.
     """
 
     def __init__(self, prior: float, *, firmness: float = 1.0, keep: float = 0.99) -> None:
-        super().__init__(2, keep)
-        self._prior, self._firmness = prior, firmness
+        super().__init__(keep, firmness, firmness * prior)
 
     def observe(self, part: float, whole: float = 1.0) -> None:
         """One more `part` of a `whole`."""
-        self.fade(self._keep)
         self._add(whole, part)
 
     @property
     def value(self) -> float:
         """part / whole."""
-        weight, total = self._sums
-        return (total + self._firmness * self._prior) / (weight + self._firmness)
+        return self._total / self.weight
 
 
 class RunningLine(Fading):
