@@ -119,6 +119,8 @@ _FIRM = 8.0
 _FORGET = 0.995
 """What a way of forecasting is taken to cost shrinks by this whenever it is not chosen, until it is made once more: a
 price that was measured at a bad moment does not stand for ever."""
+_CHECKING = 3
+"""Forecasts for each layer whose seconds say nothing of later ones: programs are made and compared in them."""
 _LEAST_S = 1e-6
 """Waiting below which no forecast is thought of."""
 _LITTLE = 0.01
@@ -143,8 +145,8 @@ class _Rung:
     cost: RunningMean = field(default_factory=RunningMean)
     """Seconds of the model's thread, with all that was asked for by it."""
     made: int = 0
-    known: set[int] = field(default_factory=set)
-    """Layers that it has forecast: the first forecast for each runs what later ones need not."""
+    calls: Counter[int] = field(default_factory=Counter)
+    """Forecasts by target layer: the first ones for each also check what later ones need not."""
     passed_over: int = 0
     """Choices since it was made last."""
 
@@ -276,9 +278,9 @@ class ForecastGovernor:
     def made(self, target: int, number: int, seconds: float) -> None:
         """The rung's forecast for a layer, with all that was asked for by it, took the model's thread so long."""
         rung = self.rungs[number]
-        if target in rung.known:
+        rung.calls[target] += 1
+        if rung.calls[target] > _CHECKING:
             rung.cost.observe(max(seconds, 1e-9))
-        rung.known.add(target)
         rung.made += 1
         rung.passed_over = 0
         self._count += 1

@@ -172,7 +172,7 @@ class Steps:
     def know(self, costs_s: Sequence[float], target: int = 3) -> None:
         """Each rung has forecast a layer so often that its cost is known."""
         for number, seconds in enumerate(costs_s):
-            for _ in range(3):
+            for _ in range(8):
                 self.flow.forecast(target, number, seconds)
 
     def reach(self, layers: int, seconds: float) -> None:
@@ -360,8 +360,8 @@ def test_the_report_has_plain_values(two: Steps) -> None:
     report = two.flow.forecasts_report()["forecasts"]
     assert json.loads(json.dumps(report)) == report
     assert report["1"]["rungs"] == {
-        "cheap": {"made": 3, "cost_ms": pytest.approx(500.0), "found": 0.5},
-        "dear": {"made": 3, "cost_ms": pytest.approx(1000.0), "found": 0.9},
+        "cheap": {"made": 8, "cost_ms": pytest.approx(500.0), "found": 0.5},
+        "dear": {"made": 8, "cost_ms": pytest.approx(1000.0), "found": 0.9},
     }
     rest = {name: value for name, value in report["1"].items() if name != "rungs"}
     assert rest == {
