@@ -38,7 +38,6 @@ from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.plan import TextOptions
 from expertcast.data.text import bundled_ids, load_documents
-from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.messages import Json
@@ -106,10 +105,9 @@ class Grid:
         """Checkpoints by name, fitted on the bundled text where they do not lie in `--checkpoints`."""
         folder = self._args.checkpoints or self._folder
         if not all((folder / name).is_dir() for name in (*RUNGS, LADDER)):
-            documents = load_documents([REFERENCE], tokens=self._args.train_tokens)
-            tokenizer = load_tokenizer(REFERENCE)
-            collect(self._model, tokenizer, documents, TextOptions(tokens=self._args.train_tokens), self._folder / "t")
-            source = TraceDataset.open(self._folder / "t")
+            options = TextOptions(tokens=self._args.train_tokens)
+            documents, tokenizer = load_documents(REFERENCE), load_tokenizer(REFERENCE)
+            source = collect(self._model, tokenizer, documents, self._folder / "traces", options)
             fitted = fit_many([*RUNGS, LADDER], source, {LADDER: HybridConfig(candidates=RUNGS)})
             for name, own in fitted.items():
                 save_predictor(own.predictor, folder / name, view=source.view)
