@@ -235,11 +235,11 @@ class Block:
     written: Cache | None = field(default=None, repr=False)
     """Of a forward over whole texts: what holds the true keys and values."""
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False)
-    """What it was called with."""
+    """Arguments of its last call."""
 
     @property
     def call(self) -> Call | None:
-        """How it was called; None: it was not."""
+        """Its last call in this forward; None before there is one."""
         if self.given is None:
             return None
         args, kwargs = self.given

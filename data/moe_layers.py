@@ -269,7 +269,7 @@ def _forward(model: PreTrainedModel, blocks: Sequence[Probed], given: Mapping[st
 
 
 def _first_tensor(output: object) -> Tensor | None:
-    """What a module put out, or the first of several outputs; None where that is no tensor."""
+    """The output of a module, or the first of several; None where it is no tensor."""
     first = output[0] if isinstance(output, tuple) and output else output
     return first if isinstance(first, Tensor) else None
 

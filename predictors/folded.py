@@ -85,7 +85,7 @@ class Maps:
     then: Callable[[Tensor], Tensor] | None = None
     """[1, X] to [1, E]; None: they are the logits."""
     defaults: tuple[Tensor, Tensor] | None = None
-    """Of the source layer's experts [E, D] and shared experts [D], where `quasi_hidden` is an input."""
+    """Default vectors of the source layer's experts [E, D] and shared experts [D], where `quasi_hidden` is an input."""
     usual_E: Tensor | None = None
 
 
@@ -119,7 +119,7 @@ class Hints:
         self._bare = self._bare and maps.then is None and not maps.bias_X.any()
         """The norm is a positive factor: it changes no order."""
         self._rows = maps.defaults
-        """Of an expert, and where their sum starts: default vectors, and what `routing` adds, by one lookup."""
+        """Rows by expert, and where their sum starts: default vectors, with what `routing` adds beside them."""
         if maps.defaults is not None and "routing" in maps.of:
             expert_ED, shared_D = maps.defaults
             self._rows = torch.cat([expert_ED, maps.of["routing"]], dim=1), torch.cat([shared_D, maps.bias_X])

@@ -36,6 +36,7 @@ from expertcast.runtime.engine.front import (
     ForwardGuard,
     attach,
     detach,
+    early_attention_for,
     in_use,
     refuse_offloaded,
     refuse_shared,
@@ -580,11 +581,7 @@ def offload(
         if bound.looks != "layers":
             raise ExpertcastError(f"{bound.name} forecasts tokens, not layers: give it as next_token=, not predictor=")
         bound.to(device)
-    early = None
-    if bound is not None and bound.uses_early:
-        from expertcast.data.early import EarlyAttention
-
-        early = EarlyAttention(model, view)
+    early = early_attention_for(bound, model, view)
     speculator = Speculator(
         view, bound, layers=executed_layers(config, len(view), recall_per_layer(checkpoint, config.ahead)),
         true_weights=config.true_weights, prefill=config.speculate_prefill, ahead=config.ahead,

@@ -307,10 +307,10 @@ class LayerFlow:
         self.residency.settle(layer, keys)
         if self._pace is not None:
             self._pace.reached(layer)
-        if self._pace is not None and self._reads_transfer:
-            experts = [key % self._experts for key in keys]
-            self._pace.used(layer, experts)
-            self.policies.prefetch.see_routing(layer, experts)
+            if self._reads_transfer:
+                experts = [key % self._experts for key in keys]
+                self._pace.used(layer, experts)
+                self.policies.prefetch.see_routing(layer, experts)
         self._executed = len(keys)
         chunks = self._chunked(keys, limit)
         self._whole = len(chunks) == 1

@@ -49,7 +49,7 @@ class Pace:
         self._fresh = True
         self._layer = -1
         self._reached_s = self._other_s = 0.0
-        """When the running layer was reached, and what had been waited and forecast until then."""
+        """Time at which the running layer was reached; seconds of waiting and forecasting until then."""
         self._forecast_s = 0.0
         """Seconds that forecasts took so far."""
         residency.paced = True
@@ -205,7 +205,7 @@ class ForecastGovernor:
         self._ratios = deque[float](maxlen=_TRIALS)
         """Seconds of the other kind's trials, over those of the steps just before."""
         self._feared = _FEARED
-        """The same before there was a trial."""
+        """Ratio that is assumed before the first trial."""
         self._other = self._ratio()
         self._trials = Trials()
         self._kind, self._best = _FORECASTS, _FORECASTS
@@ -306,7 +306,7 @@ class ForecastGovernor:
     # steps with and without forecasts
 
     def _ratio(self) -> tuple[float, float]:
-        """How many times as long the other kind's steps take, and its standard error."""
+        """Duration of the other kind's steps over that of the best kind's, and its standard error."""
         if not self._ratios:
             return self._feared, 0.0
         error = statistics.stdev(self._ratios) / len(self._ratios) ** 0.5 if len(self._ratios) > 2 else 1.0
@@ -322,7 +322,7 @@ class ForecastGovernor:
         return self._trials.next(best, {other: _Steps(kind=other, seconds=middle * usual_s, doubt=error)})
 
     def report(self) -> Json:
-        """What was chosen, how often, what is believed, and why, as plain values.
+        """The choices so far, with counts, reasons and present estimates, as plain values.
 
         `rungs` by name: how many forecasts were `made`, their `cost_ms`, and the share of missing experts that they
         `found`; `left_out`, by reason, those that were not made; `best`, whether steps make forecasts, and how

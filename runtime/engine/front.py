@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -31,6 +31,9 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.speculation import Speculator
+
+if TYPE_CHECKING:
+    from expertcast.data.early import EarlyAttention
 
 # The experts function in transformers' registry
 
@@ -279,7 +282,16 @@ def _apply_in_place(part: nn.Module, function: Callable[[Tensor], Tensor], recur
     return part
 
 
-# Executed forecasts without an engine
+# Early attention, and executed forecasts without an engine
+
+
+def early_attention_for(predictor: Predictor | None, model: PreTrainedModel, view: MoEView) -> EarlyAttention | None:
+    """Early attention over a model, where a predictor reads it."""
+    if predictor is None or not predictor.uses_early:
+        return None
+    from expertcast.data.early import EarlyAttention
+
+    return EarlyAttention(model, view)
 
 
 @contextmanager
@@ -311,11 +323,7 @@ def speculate(
         ExpertcastError: `layers` or `ahead` outside what model and predictor have.
     """
     chosen = range(len(view)) if layers is None else layers
-    early = None
-    if predictor.uses_early:
-        from expertcast.data.early import EarlyAttention
-
-        early = EarlyAttention(model, view)
+    early = early_attention_for(predictor, model, view)
     speculator = Speculator(
         view, predictor, layers=chosen, true_weights=true_weights, prefill=prefill, ahead=ahead, early=early,
         router_free=router_free,

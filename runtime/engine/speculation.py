@@ -35,7 +35,7 @@ class TokenMemory:
         self._now: list[Tensor | None] = [None] * layers
         """[B, E] by layer, as far as this forward has come."""
         self._before: list[Tensor | None] | None = None
-        """Of the forward before; None where that was of other texts."""
+        """The forward before, likewise; None where it ran other texts."""
         self._previous_BLE: Tensor | None = None
 
     def start(self, fresh: bool) -> None:

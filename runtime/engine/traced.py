@@ -58,7 +58,7 @@ class TracedForecasts:
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
         self.hinted: int | None = None
-        """How many ids :meth:`hint` gives; None: it gives none, and all is bit for bit the predictor's."""
+        """Number of ids that :meth:`hint` gives; None: no hints, every forecast is bit for bit the predictor's."""
         self._hints: dict[tuple[int, int], Hints | None] = {}
         self._stand_ins: dict[int, Callable[[RouterState], Tensor]] = {}
         self._programs: dict[tuple[object, ...], _Program] = {}

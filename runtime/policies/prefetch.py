@@ -72,8 +72,8 @@ class PrefetchPolicy(Policy):
     reads_transfer: ClassVar[bool] = False
     """Whether `transfer` is given to :meth:`experts`."""
     first: int | None = None
-    """Of one token's forecast it takes so many experts with the highest logits, in their order, and reads no more;
-    None: it reads logits or weights."""
+    """Number of experts with the highest logits that are all it reads of one token's forecast, in their order; None: it
+    reads logits or weights."""
 
     @abstractmethod
     def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:

@@ -13,36 +13,6 @@ OUTLIER = 3.0
 change is learned all the same."""
 
 
-class Fading:
-    """Sums of observations, each of which counts `keep` times as much as the one after it.
-
-    Args:
-        sums: how many; the first is that of the weights.
-        keep: above 0, below 1.
-    """
-
-    def __init__(self, sums: int, keep: float) -> None:
-        self._keep = keep
-        self._sums = [0.0] * sums
-
-    @property
-    def weight(self) -> float:
-        """Weight of all observations, in fresh ones."""
-        return self._sums[0]
-
-    def fade(self, share: float) -> None:
-        """Multiply the weight of all observations so far."""
-        self._sums = [total * share for total in self._sums]
-
-    def limit(self, weight: float) -> None:
-        """Limit the weight of all observations so far."""
-        if self.weight > weight:
-            self.fade(weight / self.weight)
-
-    def _add(self, *new: float) -> None:
-        self._sums = [own + one for own, one in zip(self._sums, new, strict=True)]
-
-
 class RunningSums:
     """A mean of observations, each of which counts `keep` times as much as the one after it.
 
@@ -54,23 +24,23 @@ class RunningSums:
         total: what is known then, times its weight.
     """
 
-    __slots__ = ("_keep", "_total", "weight")
+    __slots__ = ("_keep", "total", "weight")
 
     def __init__(self, keep: float, weight: float = 0.0, total: float = 0.0) -> None:
-        self._keep, self.weight, self._total = keep, weight, total
+        self._keep, self.weight, self.total = keep, weight, total
 
     def fade(self, share: float) -> None:
         """Multiply the weight of all observations so far."""
-        self.weight, self._total = self.weight * share, self._total * share
+        self.weight, self.total = self.weight * share, self.total * share
 
     def limit(self, weight: float) -> None:
         """Limit the weight of all observations so far."""
         if self.weight > weight:
             self.fade(weight / self.weight)
 
-    def _add(self, weight: float, total: float) -> None:
-        self.weight = self.weight * self._keep + weight
-        self._total = self._total * self._keep + total
+    def add(self, weight: float, total: float) -> None:
+        """One observation more, its value times its weight as `total`; earlier ones do not fade by it."""
+        self.weight, self.total = self.weight + weight, self.total + total
 
 
 class RunningMean(RunningSums):
@@ -90,20 +60,21 @@ class RunningMean(RunningSums):
         """One more."""
         weight = self.weight
         if not weight:
-            self.weight, self._total = self.FIRST, self.FIRST * value
+            self.weight, self.total = self.FIRST, self.FIRST * value
             return
         if weight > 2 * self.FIRST:
-            value = min(value, OUTLIER * self._total / weight)
-        self._add(1.0, value)
+            value = min(value, OUTLIER * self.total / weight)
+        self.fade(self._keep)
+        self.add(1.0, value)
 
     @property
     def value(self) -> float | None:
         """None before there was an observation."""
-        return self._total / self.weight if self.weight else None
+        return self.total / self.weight if self.weight else None
 
 
 class Share(RunningSums):
-    """How large a part of something was, in the mean; a prior stands for the first observations, and fades as they do.
+    """A running mean of shares; a prior stands for the first observations, and fades as they do.
 
     Args:
         prior: of the share.
@@ -116,30 +87,38 @@ class Share(RunningSums):
 
     def observe(self, part: float, whole: float = 1.0) -> None:
         """One more `part` of a `whole`."""
-        self._add(whole, part)
+        self.fade(self._keep)
+        self.add(whole, part)
 
     @property
     def value(self) -> float:
         """part / whole."""
-        return self._total / self.weight
+        return self.total / self.weight
 
 
-class RunningLine(Fading):
+class RunningLine:
     """A least-squares line through points; flat where they do not say otherwise.
 
     Args:
-        keep: as of :class:`Fading`.
+        keep: as of :class:`RunningSums`.
         ridge: how much evidence a slope needs, in squared steps of x.
     """
 
     def __init__(self, keep: float, ridge: float) -> None:
-        super().__init__(5, keep)
-        self._ridge = ridge
+        self._keep, self._ridge = keep, ridge
+        self._sums = [0.0] * 5
+        """Of 1, x, y, x x and x y."""
 
     def observe(self, x: float, y: float) -> None:
         """One more point."""
-        self.fade(self._keep)
-        self._add(1.0, x, y, x * x, x * y)
+        point = (1.0, x, y, x * x, x * y)
+        self._sums = [self._keep * total + new for total, new in zip(self._sums, point, strict=True)]
+
+    def limit(self, weight: float) -> None:
+        """Limit the weight of all observations so far."""
+        own = self._sums[0]
+        if own > weight:
+            self._sums = [total * (weight / own) for total in self._sums]
 
     def at(self, xs: Sequence[float]) -> list[float]:
         """y at each x; 0 before there was a point."""
@@ -164,7 +143,7 @@ class PositionMeans:
 
     def __init__(self, prior: float, *, keep: float, firmness: float) -> None:
         self._prior, self._keep, self._firmness = prior, keep, firmness
-        self._means: list[Fading] = []
+        self._means: list[RunningSums] = []
 
     def start_cycle(self) -> None:
         """Let the observations of earlier cycles fade."""
@@ -180,15 +159,16 @@ class PositionMeans:
     def observe(self, position: int, value: float) -> None:
         """One observation at a position."""
         while len(self._means) <= position:
-            self._means.append(Fading(2, self._keep))
-        self._means[position]._add(1.0, value)
+            self._means.append(RunningSums(self._keep))
+        self._means[position].add(1.0, value)
 
     def values(self, count: int, doubt: float = 0.0) -> list[float]:
         """Means of the first `count` positions, which are shares, less `doubt` standard errors each."""
         value, found = self._prior, []
         for position in range(count):
-            weight, total = self._means[position]._sums if position < len(self._means) else (0.0, 0.0)
-            value = (total + self._firmness * value) / (weight + self._firmness)
+            mean = self._means[position] if position < len(self._means) else RunningSums(self._keep)
+            weight = mean.weight
+            value = (mean.total + self._firmness * value) / (weight + self._firmness)
             error = (value * (1 - value) / (weight + self._firmness)) ** 0.5 if doubt else 0.0
             found.append(max(0.0, value - doubt * error))
         return found

@@ -171,7 +171,7 @@ class OwnLayer(DynamicLayer):
 
 
 def test_caches_that_can_be_read_and_grow() -> None:
-    """What cannot be read is refused, an index that no layer has yet too, unless the cache adds layers by itself."""
+    """Unreadable caches are refused, and so is an index without a layer, unless the cache adds layers by itself."""
     model = tiny_model("qwen3_moe", torch.float32)
     cache, empty = prefilled(model, ids(length=4)), DynamicCache()
     one = torch.ones(1, 2, 1, 8)

@@ -295,7 +295,7 @@ class Played:
         """Expected seconds beyond those of the better kind, and of all steps."""
 
     def run(self, count: int, ratio: float) -> list[bool]:
-        """Which of so many steps made forecasts."""
+        """Run so many steps; return for each whether it made forecasts."""
         made = []
         for _ in range(count):
             governor = self._steps.start()

@@ -412,8 +412,8 @@ def test_lower_precisions() -> None:
 
 
 def test_only_full_precision_is_kept() -> None:
-    """Of four copies in int4 one has arrived, one was computed with, one is under way and one queued: all go, and the
-    full one stays. One that fails meanwhile is nobody's error."""
+    """Four copies in int4 (arrived, computed with, under way, queued) all go, and the full one stays. One that fails
+    meanwhile is nobody's error."""
     for failing in (False, True):
         residency, link = _residency(6)
         residency.request([0, 1], {0: "int4"})
