@@ -11,7 +11,7 @@ VLLM_PYTEST = EXPERTCAST_PYTHON=$(abspath $(BIN))/python $(abspath $(VLLM_VENV))
     --no-loadscope-reorder
 VLLM_TORCH := $(shell sed -n 's/^torch==//p' integrations/vllm/constraints.txt)+cpu
 
-.PHONY: demo test test-slow test-gpu test-vllm test-vllm-smoke coverage lint types check clean
+.PHONY: demo test test-slow test-gpu test-vllm test-vllm-smoke coverage lint types docs check clean
 
 # Bytecode of rewritten assertions is kept: without it every worker of every run compiles all tests again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
@@ -49,7 +49,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file $(VLLM)/pyproject.toml
 
-check: test test-slow lint types
+# the documentation as a site, in docs/_build; a warning is an error
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
+check: test test-slow lint types docs
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -16,10 +15,9 @@ from tests.hub.conftest import TOKENS
 from tests.hub.fake_hub import WRITER, FakeHub
 from tests.hub.test_checkpoints import right, snippet
 from tests.hub.worker import Worker
+from tests.pages import commands_of
 
 datasets = pytest.importorskip("datasets")
-
-README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def test_what_is_pushed_is_the_folder(hub: FakeHub, work: Path) -> None:
@@ -102,9 +100,9 @@ def test_shards_of_other_traces_go_and_what_is_the_owners_stays(hub: FakeHub, wo
     assert tree["notes.txt"] == b"mine"
 
 
-def test_the_readmes_commands_run(hub: FakeHub, worker: Worker, work: Path) -> None:
+def test_the_pages_commands_run(hub: FakeHub, worker: Worker, work: Path) -> None:
     names = {"MODEL": "reference", "checkpoint": "./linear"}
-    lines = re.findall(r"^    expertcast (.* user/.*)$", README.read_text(), flags=re.MULTILINE)
+    lines = commands_of("docs/sharing.md")
     assert {line.split()[0] for line in lines} == {"push", "pull", "generate", "eval"}
     for line in lines:
         words = [names.get(word, word).replace("user/", "me/shared-") for word in shlex.split(line)]

@@ -123,8 +123,8 @@ def test_an_editable_install_is_found_from_anywhere_else(clone: Path, editable: 
         assert (found.stderr, found.stdout) == ("", "expertcast.runtime\n")
 
 
-def test_the_readme_says_what_an_editable_install_finds_beside_the_clone(clone: Path, editable: Path) -> None:
-    """Its finder comes behind the one that takes the folder. Once this passes no more, the README's sentence can go."""
+def test_contributing_says_what_an_editable_install_finds_beside_the_clone(clone: Path, editable: Path) -> None:
+    """Its finder comes behind the one that takes the folder. Once this passes no more, the sentence can go."""
     said = imported(clone.parent, editable, "import expertcast; expertcast.offload").stderr.splitlines()[-1]
     assert said == "AttributeError: module 'expertcast' has no attribute 'offload'"
-    assert said.partition(": ")[2] in " ".join((ROOT / "README.md").read_text().split())
+    assert said.partition(": ")[2] in " ".join((ROOT / "CONTRIBUTING.md").read_text().split())

@@ -1,5 +1,5 @@
-"""The README's commands run as they are written, on the bundled model and little text; under torchrun two ranks share
-the work and one writes."""
+"""The commands of README and guides run as they are written, on the bundled model and little text; under torchrun two
+ranks share the work and one writes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import pytest
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.cli import main
 from expertcast.data.traces import TraceDataset
+from tests.pages import ROOT, commands_of
 
-ROOT = Path(__file__).resolve().parents[2]
 ROUTING = str(ROOT / "benchmarks" / "routing" / "gpt-oss-120b-k2.parquet")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("quickstart", "deciding", "storage", "policies", "drafts"))]
 STAND_INS = {
     "Qwen/Qwen3-30B-A3B": "reference", "MODEL": "reference", "200000": "6000", "1024": "256",
     "qwen3-30b-a3b": "reference", "8": "2", "ROUTING.parquet": ROUTING,
@@ -28,11 +29,11 @@ FEW_TOKENS = ["--prompt-tokens", "8", "--new-tokens", "4", "--repetitions", "1",
 SMALLER = {"estimator": ["parameters=80000"], "next_token": ["width=32"]}
 
 
-def readme_lines() -> list[str]:
-    """What stands behind `expertcast` in the README, but for what needs a hub or serves: `tests/hub` and
-    `tests/runtime/serving` run these."""
-    lines = re.findall(r"^    expertcast (.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    return [line for line in lines if " user/" not in line and not line.startswith("serve ")]
+def documented_commands() -> list[str]:
+    """What stands behind `expertcast` in README and guides, each once, but for what needs a hub or serves: `tests/hub`
+    and `tests/runtime/serving` run these."""
+    found = [line for page in PAGES for line in commands_of(page)]
+    return [line for line in dict.fromkeys(found) if " user/" not in line and not line.startswith("serve ")]
 
 
 def shortened(line: str) -> list[str]:
@@ -57,10 +58,10 @@ def write_texts(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path)
-    lines = readme_lines()
+    lines = documented_commands()
     assert "collect MODEL --data my.parquet --tokens 200000 --out traces" in lines
     commands = [shortened(line) for line in lines]
     assert {command[0] for command in commands} == {
@@ -79,7 +80,7 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_readme_names_make_targets_that_exist() -> None:
-    targets = re.findall(r"^    make (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    targets = re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     makefile = (ROOT / "Makefile").read_text()
     assert {"demo", "test"} <= set(targets)
     for target in targets:

@@ -20,10 +20,10 @@ import pytest
 from benchmarks.serving_clients import ask
 from transformers import PreTrainedModel
 
+from tests.pages import commands_of
 from tests.runtime.conftest import PROMPTS
 from tests.runtime.serving.serving import WAIT_S
 
-ROOT = Path(__file__).resolve().parents[3]
 LONG = {"prompt": "It is a truth", "max_tokens": 900, "temperature": 0}
 
 
@@ -100,12 +100,10 @@ def test_an_address_that_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_serves(tmp_path: Path) -> None:
+def test_the_page_serves(tmp_path: Path) -> None:
     """As it is written, but for the model, the predictor and the port."""
-    line = re.search(r"^    expertcast serve (.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    assert line is not None
-    words = line[1].replace("checkpoint", "next_norm").replace("1024", "256").split()
-    assert words[0] == "MODEL"
+    (line,) = (line for line in commands_of("docs/serving.md") if line.startswith("serve MODEL"))
+    words = line.removeprefix("serve ").replace("checkpoint", "next_norm").replace("1024", "256").split()
     with process(*words[1:], folder=tmp_path) as (_, address, _lines):
         answer = httpx2.post(f"{address}/v1/completions", json={**LONG, "max_tokens": 5}, timeout=WAIT_S)
         assert answer.json()["usage"]["completion_tokens"] == 5
