@@ -1,4 +1,19 @@
-"""expertcast: forecast the experts a Mixture-of-Experts model routes to next, and hide their transfers."""
+"""Forecast which experts a Mixture-of-Experts model will route to next, and hide the transfers of their weights.
+
+The three steps, each also a command of `expertcast`:
+
+    import expertcast
+
+    traces = expertcast.collect(model, tokenizer, expertcast.load_documents("my.parquet"), "traces", tokens=200_000)
+    fitted = expertcast.fit("estimator", traces)                                     # train: minutes on a CPU
+    scores = expertcast.evaluate({"estimator": fitted.predictor}, traces.batches("test", 1024), traces.view)
+    expertcast.save_predictor(fitted.predictor, "checkpoint", view=traces.view)
+    with expertcast.offload(model, predictor="checkpoint", memory="8GB") as offloaded:   # deploy
+        offloaded.generate(**inputs)
+
+A predictor of your own is a subclass of `Predictor` that was given to `register`. Errors are `ExpertcastError`: one
+line that says what is wrong and what to do.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +22,57 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from expertcast.checkpoints.checkpoint import PredictorCheckpoint, save_predictor
+    from expertcast.data.collect import collect
+    from expertcast.data.text import load_documents
+    from expertcast.data.traces import TraceDataset
+    from expertcast.predictors import ExpertcastError, Predictor, register
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.loading import load_offloaded
     from expertcast.runtime.offloading import OffloadedModel, offload
+    from expertcast.runtime.policies import Policies
+    from expertcast.training.evaluation import evaluate
+    from expertcast.training.fit import fit
 
 __version__ = "0.1.0"
 UNSUPPORTED = f"expertcast runs on Linux and macOS, not on {sys.platform}: on Windows, install it in WSL"
 if sys.platform in ("linux", "darwin"):
     UNSUPPORTED = ""
-__all__ = ["OffloadConfig", "OffloadedModel", "__version__", "load_offloaded", "offload"]
+__all__ = [
+    "ExpertcastError",
+    "OffloadConfig",
+    "OffloadedModel",
+    "Policies",
+    "Predictor",
+    "PredictorCheckpoint",
+    "TraceDataset",
+    "__version__",
+    "collect",
+    "evaluate",
+    "fit",
+    "load_documents",
+    "load_offloaded",
+    "offload",
+    "register",
+    "save_predictor",
+]
 
 _LAZY = {
+    "ExpertcastError": "expertcast.predictors",
     "OffloadConfig": "expertcast.runtime.config",
     "OffloadedModel": "expertcast.runtime.offloading",
+    "Policies": "expertcast.runtime.policies",
+    "Predictor": "expertcast.predictors",
+    "PredictorCheckpoint": "expertcast.checkpoints.checkpoint",
+    "TraceDataset": "expertcast.data.traces",
+    "collect": "expertcast.data.collect",
+    "evaluate": "expertcast.training.evaluation",
+    "fit": "expertcast.training.fit",
+    "load_documents": "expertcast.data.text",
     "load_offloaded": "expertcast.runtime.loading",
     "offload": "expertcast.runtime.offloading",
+    "register": "expertcast.predictors",
+    "save_predictor": "expertcast.checkpoints.checkpoint",
 }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,8 +39,9 @@ from expertcast.predictors import (
     RouterState,
     names,
     predictor_class,
+    register,
 )
-from expertcast.predictors.messages import Json, aligned
+from expertcast.predictors.messages import Json, aligned, first_line
 from expertcast.predictors.next_token import NextTokenTracker
 from expertcast.predictors.options import parse_settings
 from expertcast.training.evaluation import evaluate, evaluate_tokens, ledger_entry
@@ -104,6 +108,29 @@ POLICY_WINDOW = 128
 """Tokens per window when policies are at work, or twice the prefill: what is left is decoded token by token."""
 
 
+def registered(words: Sequence[str]) -> tuple[str, ...]:
+    """Predictor names as given, with each `module:Class` imported from the current folder and registered.
+
+    Raises:
+        ExpertcastError: no such module or class, an error in it, or a name that is taken.
+    """
+    return tuple(_registered(word) if re.fullmatch(r"[\w.]+:\w+", word) else word for word in words)
+
+
+def _registered(word: str) -> str:
+    module, _, name = word.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a user's own code does
+        raise ExpertcastError(f"cannot import predictor {word!r}: {first_line(error)}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not (isinstance(found, type) and issubclass(found, Predictor)):
+        raise ExpertcastError(f"{word!r} is no subclass of expertcast.Predictor")
+    return register(found).name
+
+
 def predictor_config(name: str, ahead: Sequence[int], settings: Sequence[str] = ()) -> PredictorConfig:
     """A predictor's config from `--ahead` and `--set key=value ...`.
 
@@ -127,6 +154,7 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] 
         ExpertcastError: neither a checkpoint nor a name, two predictors of one name, or a checkpoint that reads early
             attention as other traces hold it.
     """
+    wanted = registered(wanted)
     found = {given: loaded(given, traces.view) for given in wanted if is_checkpoint(given)}
     for given, made in found.items():
         check_stand_in(made.predictor, traces, given)

@@ -11,7 +11,7 @@ from expertcast.checkpoints.hub import HubName, NotOnHubError
 from expertcast.checkpoints.results import ledger_table
 from expertcast.commands.options import COUNT, Count, Data, Fields, OffloadedOptions, Option, Text, TextColumn
 from expertcast.commands.output import Outcome, folder, say
-from expertcast.commands.predictors import checkpoint_metrics, ledger_of, predictor_config
+from expertcast.commands.predictors import checkpoint_metrics, ledger_of, predictor_config, registered
 from expertcast.data.live import NOTE, with_default_vectors
 from expertcast.data.online import OnlineTraces
 from expertcast.data.plan import SPLITS
@@ -40,8 +40,8 @@ class Options(OffloadedOptions):
     source: Annotated[str, Option(positional=True, metavar="TRACES|MODEL")]
     """Traces folder, or user/repo of the hub; with --data a model to train on online."""
     predictor: Annotated[tuple[str, ...], Option(metavar="NAME")]
-    """Registry name of the predictor; several are trained into one checkpoint, `hybrid`: per layer the best one
-    forecasts, and a run takes cheaper ones where they save more time."""
+    """Name of the predictor, or module:Class of your own; several are trained into one checkpoint, `hybrid`: per layer
+    the best one forecasts, and a run takes cheaper ones where they save more time."""
     out: Annotated[Path, Option(metavar="CKPT", read=folder)]
     """Checkpoint folder to write."""
     ahead: tuple[Count, ...] = (1,)
@@ -64,6 +64,7 @@ class Options(OffloadedOptions):
 
 def run(options: Options) -> Outcome:
     """Under torchrun every rank fits and scores the same, and the first one saves."""
+    options = replace(options, predictor=registered(options.predictor))
     for name in options.predictor:
         if predictor_class(name).looks == "tokens" and options.ahead != (1,):
             raise ExpertcastError(f"--ahead counts layers and {name} looks tokens ahead: give --set tokens=N")
