@@ -462,3 +462,49 @@ def test_one_tokens_attention_up_to_rounding(family: str, monkeypatch: pytest.Mo
             assert mine is None or own is None or float((mine - own).norm()) <= 1e-4 * float(own.norm())
     layers = sum(each is not None for each in expected[0])
     assert calls == (4 if family in {"qwen3_moe", "mixtral"} else STEPS) * layers
+
+
+def test_a_block_that_fails_beside_the_model_is_refused() -> None:
+    """The model's own run goes on, and the warning holds the error."""
+    model = tiny_model("qwen3_moe")
+    view = find_moe_layers(model)
+    own, calls = view[2].decoder.self_attn.forward, itertools.count()
+
+    def failing_once(*args: Any, **kwargs: Any) -> Any:
+        if not next(calls):
+            raise ValueError("two\nlines")
+        return own(*args, **kwargs)
+
+    view[2].decoder.self_attn.forward = failing_once
+    follower = Follower(model, view, random_stand_in(view), whole=True)
+    with pytest.warns(UserWarning, match=r"at layer 2: its block cannot .* \(ValueError: two lines\)"):
+        found = follower.run(input_ids=ids(), use_cache=False)
+    assert [each is None for each in found] == [False, True, False]
+
+
+def test_tensors_of_a_dictionary_are_inputs_of_a_program() -> None:
+    """Blocks are called with another scale in each step."""
+    model = tiny_model("qwen3_moe")
+    for layer in find_moe_layers(model):
+
+        def scaled(*args: Any, own: Any = layer.decoder.self_attn.forward, given: Any, **kwargs: Any) -> Any:
+            output, *rest = own(*args, **kwargs)
+            return (output * given["scale"], *rest)
+
+        layer.decoder.self_attn.forward = scaled
+
+    def run(**kwargs: bool) -> tuple[list[list[Tensor | None]], Follower]:
+        scales = itertools.count(1.0, 0.125)
+        handle = model.base_model.register_forward_pre_hook(
+            lambda _model, args, kwargs: (args, {**kwargs, "given": {"scale": torch.tensor(next(scales))}}),
+            with_kwargs=True,
+        )
+        try:
+            return decoded(model, **kwargs)
+        finally:
+            handle.remove()
+
+    expected, _ = run(programs=False)
+    found, follower = run(programs=True)
+    assert_same(found, expected)
+    assert runs(follower) == [[True]] * 3

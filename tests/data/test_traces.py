@@ -398,3 +398,9 @@ def test_other_columns_are_refused(
         TraceDataset.open(traces)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_as_many_experts_per_token_as_there_are_do_not_contradict_each_other(traces: Path, expected: list[Any]) -> None:
+    """What is refused is the model, which has another number."""
+    edit_json(traces / "trace.json", lambda info: info["shape"].update(K=info["shape"]["E"]))
+    assert "is not of the model" in str(line(traces, expected))

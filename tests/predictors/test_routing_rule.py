@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 import warnings
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM
 
 import expertcast
 from expertcast.data.collect import collect
@@ -19,7 +20,7 @@ from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.baselines import NextNorm
-from expertcast.predictors.routing_rule import goes_by_logits, route_all, weights_over
+from expertcast.predictors.routing_rule import goes_by_logits, renormalises, route_all, weights_over
 from expertcast.predictors.view import RuleCheck, follows_rule
 from expertcast.runtime.engine.front import speculate
 from tests.families.models import CONFIGS, tiny_model
@@ -242,3 +243,29 @@ def test_collection_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
         )
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "traces").exists()
+
+
+def test_weights_have_the_dtype_of_the_routers_input() -> None:
+    """The router's own weight is float32, and what it returns follows its input."""
+    layer = find_moe_layers(tiny_model("mixtral"))[0]
+    own = layer.router.float().forward
+
+    def forward(hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE, weights_TK, ids_TK = own(hidden_TD.float())
+        return logits_TE, weights_TK.to(hidden_TD.dtype), ids_TK
+
+    layer.router.forward = forward
+    logits_TE, weights_TK, _ = layer.routed(torch.randn(6, layer.hidden_size).bfloat16())
+    found_TK = layer.route(logits_TE)[1]
+    assert found_TK.dtype == weights_TK.dtype == torch.bfloat16
+    assert torch.equal(found_TK, weights_TK)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_whether_weights_of_many_experts_sum_to_a_constant(constant: bool) -> None:
+    """Two of 512 weigh .004 where logits are equal: sums may differ by little and not be the same."""
+    config = copy.deepcopy(CONFIGS["qwen3_moe"])
+    config.num_experts, config.norm_topk_prob = 512, constant
+    layer = find_moe_layers(Qwen3MoeForCausalLM(config).bfloat16())[0]
+    assert layer.num_experts == 512
+    assert renormalises(layer) == constant

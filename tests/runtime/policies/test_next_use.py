@@ -137,3 +137,9 @@ def test_weights_are_those_of_the_newton_steps() -> None:
         use.visit(experts)
         model.visit(0, experts)
     assert model.log_odds(0) == pytest.approx(weights @ use.features())
+
+
+def test_an_expert_that_was_never_used_is_marked() -> None:
+    use = LayerUse(5, 2)
+    use.visit([0, 3])
+    assert use.features()[11].tolist() == [0, 1, 1, 0, 1]

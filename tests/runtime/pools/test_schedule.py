@@ -205,3 +205,22 @@ def test_what_each_state_needs_and_takes() -> None:
     assert Counter(state.name for state in State if state.reads_exponents) == Counter("SM")
     assert Counter(state.name for state in State if state.reads_mantissas) == Counter("EM")
     assert Counter(state.name for state in State if state.decodes) == Counter("CSEM")
+
+
+@pytest.mark.parametrize(
+    ("states", "costs", "expected"),
+    [
+        ([E, E], Costs(read_s=3, ratio=0.5, decode_s=5), [[0], [1]]),
+        ([S, M, C, C], Costs(read_s=3, ratio=1, decode_s=4), [[0, 2, 1], [3]]),
+    ],
+)
+def test_the_lag_by_hand(states: list[State], costs: Costs, expected: list[list[int]]) -> None:
+    """One thread, one shard per expert.
+
+    Two E: nothing is read before the first block. Its plane is there at 3, its decoding ends at 5: 2 behind, and a
+    shard takes 1.5.
+
+    The second layer: M and S are read until 9, their shards at 3 and 6. With C, whose shard is in memory, all three of
+    the block are decoded until 4, 8 and 12: 3 behind, and a shard takes 3.
+    """
+    assert schedule(states, costs) == expected
