@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,10 @@ MANY_ROWS = 192
 """From so many rows on an expert's weights are expanded and multiplied in bf16, which then takes less time."""
 
 # Codes and scales of one matrix
+
+
+MIDDLE = {4: 8, 8: 136}
+"""The code that stands for a group's zero, by bits."""
 
 
 class Coding(NamedTuple):
@@ -52,9 +57,11 @@ class Coding(NamedTuple):
         bits, groups, symmetric = zip(*codings, strict=True)
         return cls(max(bits), min(groups), all(symmetric))
 
-
-MIDDLE = {4: 8, 8: 136}
-"""The code that stands for a group's zero, by bits."""
+    @classmethod
+    def within(cls, bits: int, group: int, symmetric: bool) -> Coding | None:
+        """Of groups of any size, which become several of the kernel's; None: it takes none of them."""
+        found = next((each for each in GROUPS if group % each == 0), None)
+        return None if found is None or bits not in MIDDLE else cls(bits, found, symmetric)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,9 @@ class Coded:
     def shape(self) -> torch.Size:
         """Of the codes."""
         return self.codes.shape
+
+    def __getitem__(self, part: slice | EllipsisType) -> Coded:
+        return Coded(self.bits, self.codes[part], self.scales[part], None if self.zeros is None else self.zeros[part])
 
     @property
     def mT(self) -> Coded:
@@ -285,13 +295,11 @@ class PackedMatrix:
         name: of the parameter.
         form: how it lies.
         transposed: whether the parameter was [E, I, N].
+        dtype: of the parameter, and of the products.
     """
 
-    dtype = torch.bfloat16
-    """In which it is multiplied."""
-
-    def __init__(self, experts: nn.Module, name: str, form: PackedForm, transposed: bool) -> None:
-        self._own = experts._parameters
+    def __init__(self, experts: nn.Module, name: str, form: PackedForm, transposed: bool, dtype: torch.dtype) -> None:
+        self._own, self.dtype = experts._parameters, dtype
         self._codes, self._scales = name + CODES, name + SCALES
         self.form, self.transposed = form, transposed
 
@@ -322,9 +330,9 @@ class PackedMatrix:
         return self
 
     def products(self, rows_PI: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
-        """[P, N] in the rows' dtype: one product per group (expert, rows), the groups' rows one after another."""
+        """One product in bf16 per group (expert, rows), the groups' rows one after another: [P, N] in the rows' dtype."""
         codes, scales = self.parts()
-        inputs_PI, outputs, start = rows_PI.to(self.dtype), [], 0
+        inputs_PI, outputs, start = rows_PI.bfloat16(), [], 0
         for expert, count in groups:
             outputs.append(self.form.multiply(inputs_PI[start : start + count], codes[expert], scales[expert]))
             start += count
@@ -389,7 +397,7 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
         for end, (shape, dtype) in form.parts().items():
             empty = torch.empty(count, *shape, dtype=dtype, device=matrix.device)
             experts.register_parameter(name + end, nn.Parameter(empty, requires_grad=False))
-        experts.__dict__[name] = PackedMatrix(experts, name, form, transposed)
+        experts.__dict__[name] = PackedMatrix(experts, name, form, transposed, matrix.dtype)
 
 
 def packed_matrices(experts: nn.Module) -> dict[str, PackedMatrix]:

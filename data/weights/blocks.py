@@ -48,8 +48,13 @@ def coded_blocks(kind: str, octets: Tensor) -> Coded:
 
 def coded_mxfp4(blocks: Tensor, scales: Tensor) -> Coded:
     """As gpt-oss ships them: blocks uint8 [..., J, 16], whose codes lie in order, and exponents uint8 [..., J]."""
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-3)
-    return Coded(8, _looked_up(codes, _FP4), _exponential(scales), None)
+    return Coded(8, _looked_up(nibbles(blocks).flatten(-2), _FP4), _exponential(scales), None)
+
+
+def nibbles(octets: Tensor) -> Tensor:
+    """The codes of 4 bits in bytes, low half first: uint8 [..., n] -> [..., 2 n]."""
+    wide = octets.to(torch.int16)
+    return (wide << 4).bitwise_or_(wide).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
 def _float(blocks: Tensor, start: int) -> Tensor:
@@ -129,7 +134,7 @@ def _iq4_nl(blocks: Tensor) -> Parts:
 
 def _iq4_xs(blocks: Tensor) -> Parts:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
-    low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=-1).flatten(-2)
+    low = nibbles(blocks[..., 4:8])
     high = ((blocks[..., 2:4].unsqueeze(-1) >> shifts) & 3).flatten(-2)
     scales = _float(blocks, 0) * ((low | high << 4).float() - 32)
     return _looked_up(_halves(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2), _IQ4), scales, None
