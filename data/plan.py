@@ -34,7 +34,7 @@ HELD_OUT_SHARE = 0.1
 MIN_DOCUMENTS = 3
 MIN_DOCUMENTS_WANTED = 10
 """A small collection takes parts of so many documents rather than the whole of a few: splits need several."""
-TOKENIZER_BATCH = 64
+TOKENIZER_BATCH = 16
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 T = TypeVar("T")

@@ -82,20 +82,8 @@ def test_card_names_a_base_model_of_the_hub_alone(model_id: str, base: str | Non
     assert f'AutoModelForCausalLM.from_pretrained("{model_id}"' in text
 
 
-def test_another_models_routers_are_refused(linear: Path, fitted_predictors: dict[str, Fitted]) -> None:
-    view = fitted_predictors["linear"].predictor.view
-    router = view[3].router
-    weight = next(router.parameters())
-    before = weight.detach().clone()
-    try:
-        with torch.no_grad():
-            weight[0, 0] += 1.0
-        with pytest.raises(ExpertcastError, match="routers' or norms' weights are not those of"):
-            load_predictor(linear, view)
-        assert PredictorCheckpoint.open(linear).load().bind(view).name == "linear"
-    finally:
-        with torch.no_grad():
-            weight.copy_(before)
+def test_a_model_of_another_shape_is_refused(linear: Path) -> None:
+    """`test_fingerprints` has models with other weights."""
     with pytest.raises(ExpertcastError, match="was made for"):
         PredictorCheckpoint.open(linear).load().bind(tiny_view())
 

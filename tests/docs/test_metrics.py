@@ -266,11 +266,3 @@ def test_queries_are_prometheus(query: str) -> None:
         assert rated == (described.kind in ("counter", "histogram")), selector
         assert {matcher.name for matcher in selector.matchers.matchers} <= {*described.labels, "instance"}
     assert grouped <= known
-
-
-@pytest.mark.parametrize(
-    "wrong", ["sum(rate(a_total[1m])", "rate(a_total)", "sum by (layer) rate(a_total[1m])", "a{b=c}"]
-)
-def test_what_is_no_query_is_seen(wrong: str) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        promql.parse(wrong)

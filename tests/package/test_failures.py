@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from expertcast.checkpoints.bundled import REFERENCE, resolve_model
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.cli import main
 from expertcast.commands import inspect
 from expertcast.data.traces import TraceDataset
 from tests.families.models import tiny_model
+from tests.package.conftest import RUN
 from tests.package.test_cli import fails
 from tests.package.test_layout import ROOT
 from tests.sealed import edit_json
@@ -29,13 +30,8 @@ def kept(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for path in Path(resolve_model(REFERENCE)).iterdir():
-        if path.is_file():
-            shutil.copy(path, folder)
-    return folder
+def model(tiny_folder: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"])
@@ -44,8 +40,8 @@ def test_a_cut_model(file: str, model: Path, tmp_path: Path, capsys: pytest.Capt
     (model / file).write_bytes(content[: len(content) // 2])
     before, out = kept(model), tmp_path / "out"
     for command in (
-        ["generate", str(model), "--prompt", "It", "--new-tokens", "1", "--slots", "100"],
-        ["collect", str(model), "--data", REFERENCE, "--tokens", "900", "--out", str(out)],
+        ["generate", str(model), "--prompt", "It", "--new-tokens", "1", "--slots", "16"],
+        ["collect", str(model), "--data", REFERENCE, "--tokens", "900", *RUN, "--out", str(out)],
     ):
         assert main(command) == 2
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("expertcast: ")]
@@ -61,7 +57,7 @@ def test_a_cut_model(file: str, model: Path, tmp_path: Path, capsys: pytest.Capt
 def test_a_configuration_of_another_size(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_json(model / "config.json", lambda config: config.update(moe_intermediate_size=64))
     command = ["eval", "no/traces", "--predictor", "next_norm"]
-    assert main(["collect", str(model), "--data", REFERENCE, "--tokens", "900", "--out", str(model / "out")]) == 2
+    assert main(["collect", str(model), "--data", REFERENCE, "--tokens", "900", *RUN, "--out", str(model / "out")]) == 2
     error = capsys.readouterr().err
     assert "its configuration and its weights disagree about their sizes" in error
     assert not (model / "out").exists()
@@ -69,16 +65,16 @@ def test_a_configuration_of_another_size(model: Path, capsys: pytest.CaptureFixt
 
 
 def test_what_lacks_its_description(
-    reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    traces = shutil.copytree(reference_traces.folder, tmp_path / "traces")
+    traces = shutil.copytree(tiny_traces.folder, tmp_path / "traces")
     checkpoint = tmp_path / "checkpoint"
     assert main(["train", str(traces), "--predictor", "frequency", "--out", str(checkpoint)]) == 0
     capsys.readouterr()
     (traces / "trace.json").unlink()
     (checkpoint / "config.json").unlink()
     assert "holds neither a model nor a checkpoint (config.json) nor traces" in fails(capsys, "inspect", str(traces))
-    whole = str(reference_traces.folder)
+    whole = str(tiny_traces.folder)
     for command in (
         ["inspect", str(checkpoint)], ["eval", whole, "--predictor", str(checkpoint)], ["push", str(checkpoint), "a/b"],
     ):  # fmt: skip
@@ -87,12 +83,12 @@ def test_what_lacks_its_description(
 
 
 def test_a_model_that_is_not_the_traces(
-    reference_traces: TraceDataset, model: Path, tmp_path: Path, reference_tokenizer: Any,
+    tiny_traces: TraceDataset, model: Path, tmp_path: Path, reference_tokenizer: Any,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """One of another shape is refused before anything is scored, one with other weights when it is loaded."""
-    other, traces = tmp_path / "other", str(reference_traces.folder)
-    tiny_model("qwen3_moe").save_pretrained(other)
+    other, traces = tmp_path / "other", str(tiny_traces.folder)
+    tiny_model("deepseek_v2").save_pretrained(other)
     reference_tokenizer.save_pretrained(other)
     quality = ["--data", REFERENCE, "--quality-tokens", "64"]
     simulate = ["simulate", traces, "--miss", "drop", "--tokens", "40"]

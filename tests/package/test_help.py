@@ -17,12 +17,8 @@ from expertcast.cli import COMMANDS, main
 from expertcast.commands.frozen import FILE
 from expertcast.commands.numbers import bandwidth
 from expertcast.commands.options import Count, Fields, Given, Option, add_options, read_options
-from expertcast.predictors import ExpertcastError, Predictor, names, predictor_class
+from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.base import PREDICTORS
-from expertcast.predictors.options import settable, written
-from expertcast.runtime.drafts.names import draft_names
-from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING
-from expertcast.runtime.storage.codecs import CODECS
 
 
 def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str) -> str:
@@ -40,57 +36,6 @@ def entry(said: str, name: str) -> str:
     return found[1]
 
 
-def check(said: str, name: str, config: type, leave_out: str = "") -> None:
-    text = entry(said, name)
-    for field in settable(config):
-        if field != leave_out:
-            default = written(getattr(config(), field))
-            described = rf"^    {field}={re.escape(default)}\s+\S"
-            assert re.search(described, text, flags=re.MULTILINE), (name, field)
-
-
-def test_train_shows_every_predictor_and_key(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = help_of(capsys, monkeypatch, "train")
-    for name in names() + names("tokens"):
-        check(said, name, predictor_class(name).config_class, leave_out="ahead")
-    assert all(len(line) <= 100 or len(line.split()) == 1 for line in said.splitlines())
-    assert "ridge strengths to choose from on validation" in " ".join(entry(said, "linear").split())
-
-
-@pytest.mark.parametrize("command", ["generate", "bench", "simulate"])
-def test_policies_presets_and_predictors(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = help_of(capsys, monkeypatch, command)
-    for registry in (EVICTION, PREFETCH, MISS, ROUTING, PRE_EVICTION):
-        for cls in registry.classes():
-            text = said[said.index(f"\n{registry.kind.replace(' policy', '').replace('-', '_')}: ") :]
-            check(text, cls.name, cls.config_class)
-            assert ("[lossy]" in entry(text, cls.name)) == getattr(cls, "lossy", False), cls.name
-    for name, preset in PRESETS.items():
-        assert preset.source.split()[0] in entry(said, name)
-    for name in names() + names("tokens"):
-        assert entry(said, name).strip()
-
-
-def test_commands_agree_about_the_codec(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in ("collect", "train", "eval", "generate", "serve"):
-        said = " ".join(help_of(capsys, monkeypatch, command).split())
-        assert "how experts are packed in --store-folder (default: as they are there, else raw)" in said, command
-    packing = " ".join(help_of(capsys, monkeypatch, "store").split())
-    assert "generate and the others take what the folder was packed with (default: bitsplit)" in packing
-
-
-def test_drafts_and_codecs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    said = help_of(capsys, monkeypatch, "generate")
-    drafts = " ".join(said[said.index("\ndrafts:") :].split())
-    assert ", ".join(draft_names()) in drafts
-    for cls in CODECS.classes():
-        check(said[said.index("\ncodecs:") :], cls.name, cls.config_class)
-
-
 def test_what_is_registered_later_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     class SameLogits(Predictor):
         """Takes this layer's logits for those of a later one. The rest is not shown."""
@@ -100,12 +45,6 @@ def test_what_is_registered_later_is_shown(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setitem(PREDICTORS._classes, SameLogits.name, SameLogits)
     said = help_of(capsys, monkeypatch, "eval")
     assert " ".join(entry(said, "same_logits").split()) == "takes this layer's logits for those of a later one"
-
-
-def test_a_command_without_such_options_has_none(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "predictors" not in help_of(capsys, monkeypatch, "inspect")
 
 
 def test_the_frozen_command_line_is_that_of_the_registries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,15 +145,6 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ExpertcastError, match="speed=-1"):
         parse("here", "--out", "x", "--speed", "-1")
     assert "unseen" not in parser().format_help()
-
-
-def test_help_is_the_docstring() -> None:
-    text = " ".join(parser().format_help().split())
-    assert "TARGET what to look at" in text
-    assert "--out DIR IDs are written there" in text  # required: no default
-    assert "--counts N [N ...] how many (default: 1 2)" in text
-    assert "--seed SEED order of tokens (default: none)" in text
-    assert "inner: How it is run. --speed S how fast it goes, at 100% (default: 2.5)" in text
 
 
 @dataclass(frozen=True, kw_only=True)

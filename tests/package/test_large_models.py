@@ -16,35 +16,18 @@ from expertcast.commands import options
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.messages import Json
-from tests.families.models import tiny_model
+from tests.package.conftest import RUN
 from tests.package.test_cli import ran
 
 TEXT = ("--data", REFERENCE)
-RUN = ("--window", "32", "--batch-size", "4")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, reference_tokenizer: Any) -> str:
-    folder = str(tmp_path_factory.mktemp("model"))
-    made = tiny_model("qwen3_moe")
-    made.save_pretrained(folder)
-    reference_tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def store_folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def store_folder(tiny_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The experts, packed by the command for that."""
     folder = str(tmp_path_factory.mktemp("store"))
-    assert main(["store", model, "--store-folder", folder, "--codec", "bitsplit"]) == 0
+    assert main(["store", tiny_folder, "--store-folder", folder, "--codec", "bitsplit"]) == 0
     return folder
-
-
-@pytest.fixture(scope="module")
-def traces(model: str, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset:
-    folder = tmp_path_factory.mktemp("plain") / "traces"
-    assert main(["collect", model, *TEXT, "--tokens", "500", "--out", str(folder), *RUN]) == 0
-    return TraceDataset.open(folder)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -52,23 +35,23 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("where", ["disk", "memory"])
-def test_collect(where: str, model: str, store_folder: str, traces: TraceDataset, tmp_path: Path) -> None:
+def test_collect(where: str, tiny_folder: str, store_folder: str, tiny_traces: TraceDataset, tmp_path: Path) -> None:
     """From a packed folder, whose own codec is found, and from memory."""
     packed = sorted(Path(store_folder).iterdir())
     given = ["--store-folder", store_folder, "--memory", "60kB"] if where == "disk" else ["--slots", "9"]
     out = tmp_path / "traces"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "load_model", None)  # the whole model is never loaded
-        assert main(["collect", model, *TEXT, "--tokens", "500", "--out", str(out), *RUN, *given]) == 0
-    assert files(out) == files(traces.folder)
-    assert TraceDataset.open(out).info["id"] == traces.info["id"]
+        assert main(["collect", tiny_folder, *TEXT, "--tokens", "500", "--out", str(out), *RUN, *given]) == 0
+    assert files(out) == files(tiny_traces.folder)
+    assert TraceDataset.open(out).info["id"] == tiny_traces.info["id"]
     assert sorted(Path(store_folder).iterdir()) == packed
 
 
-def test_train_online(model: str, store_folder: str, tmp_path: Path) -> None:
+def test_train_online(tiny_folder: str, store_folder: str, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": each.text[:400]}) + "\n" for each in load_documents(REFERENCE)[:8]))
-    command = ["train", model, "--data", str(text), "--predictor", "linear", *RUN]
+    text.write_text("".join(json.dumps({"text": each.text[:150]}) + "\n" for each in load_documents(REFERENCE)[:8]))
+    command = ["train", tiny_folder, "--data", str(text), "--predictor", "linear", *RUN]
     assert main([*command, "--out", str(tmp_path / "plain")]) == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "load_model", None)
@@ -79,9 +62,9 @@ def test_train_online(model: str, store_folder: str, tmp_path: Path) -> None:
     assert all(own[name].equal(tensor) for name, tensor in other.items())
 
 
-def test_eval(model: str, store_folder: str, traces: TraceDataset, tmp_path: Path) -> None:
-    command = ["eval", str(traces.folder), "--predictor", "next_norm", "early_attention", "--model", model, *TEXT]
-    command += ["--quality-tokens", "200"]
+def test_eval(tiny_folder: str, store_folder: str, tiny_traces: TraceDataset, tmp_path: Path) -> None:
+    command = ["eval", str(tiny_traces.folder), "--predictor", "next_norm", "early_attention"]
+    command += ["--quality-tokens", "64", "--model", tiny_folder, *TEXT]
     plain = ran(tmp_path, "", *command)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "load_model", None)
@@ -90,9 +73,10 @@ def test_eval(model: str, store_folder: str, traces: TraceDataset, tmp_path: Pat
     assert plain["quality"]["runs"]["speculate early_attention"]["kl"] > 0
 
 
-def test_simulate(model: str, store_folder: str, traces: TraceDataset, tmp_path: Path) -> None:
-    command = ["simulate", str(traces.folder), "--miss", "drop", "--slots", "4", "--tokens", "60", "--prefill", "8"]
-    command += ["--quality-tokens", "96", "--processes", "1", "--model", model, *TEXT]
+def test_simulate(tiny_folder: str, store_folder: str, tiny_traces: TraceDataset, tmp_path: Path) -> None:
+    command = ["simulate", str(tiny_traces.folder), "--miss", "drop", "--slots", "4", "--tokens", "60"]
+    command += ["--prefill", "8"]
+    command += ["--quality-tokens", "96", "--processes", "1", "--model", tiny_folder, *TEXT]
 
     def quality(result: Json) -> list[Any]:
         return [row[name] for row in result["results"] for name in ("perplexity", "agreement", "kl")]

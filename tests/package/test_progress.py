@@ -18,9 +18,10 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors import messages as progress
 from expertcast.predictors.messages import Progress, tokens_read
 from expertcast.runtime.benchmarking.runs import decode_greedily
+from tests.package.conftest import RUN
 
 TEXT = Path(__file__).resolve().parents[2] / "checkpoints" / "reference" / "text" / "test.parquet"
-TINY = ["--set", "steps=6", "step_tokens=64", "parameters=80000", "patience=6"]
+TINY = ["--set", "steps=6", "step_tokens=64", "parameters=10000", "patience=6"]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ def stages(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return {bar.rpartition(": ")[0]: bar for bar in bars if "|" in bar}
 
 
-def test_training_online(capsys: pytest.CaptureFixture[str], text: str, tmp_path: Path) -> None:
-    command = ["train", "reference", "--data", text, "--predictor", "estimator", *TINY]
+def test_training_online(capsys: pytest.CaptureFixture[str], text: str, tiny_folder: str, tmp_path: Path) -> None:
+    command = ["train", tiny_folder, "--data", text, *RUN, "--predictor", "estimator", *TINY]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     found = stages(capsys)
     for stage in (
@@ -58,19 +59,21 @@ def test_training_online(capsys: pytest.CaptureFixture[str], text: str, tmp_path
     assert not any("Epoch" in stage for stage in found)
 
 
-def test_evaluation_and_simulation(capsys: pytest.CaptureFixture[str], text: str, tmp_path: Path) -> None:
+def test_evaluation_and_simulation(
+    capsys: pytest.CaptureFixture[str], text: str, tiny_folder: str, tmp_path: Path
+) -> None:
     traces = str(tmp_path / "traces")
-    collect = ["collect", "reference", "--data", text, "--tokens", "600", "--early-rank", "none", "--out", traces]
+    collect = ["collect", tiny_folder, "--data", text, *RUN, "--tokens", "600", "--early-rank", "none", "--out", traces]
     assert main(collect) == 0
     assert "100%" in stages(capsys)["collecting"]
-    quality = ["--model", "reference", "--data", "reference", "--quality-tokens", "64"]
+    quality = ["--model", tiny_folder, "--data", "reference", "--quality-tokens", "64"]
     assert main(["eval", traces, "--predictor", "frequency", *quality]) == 0
     found = stages(capsys)
     tokens = TraceDataset.open(Path(traces)).token_count("test")
     assert f"{tokens}/{tokens}" in found["scoring on split 'test'"].replace(".0", "")
     assert "frequency: counting" in found
     assert "100%" in found["executing forecasts"]
-    options = ["--tokens", "60", "--processes", "1", "--miss", "fetch", "drop", "--quality-tokens", "40"]
+    options = ["--tokens", "60", "--processes", "1", "--miss", "fetch", "drop", *quality]
     assert main(["simulate", traces, *options]) == 0
     found = stages(capsys)
     assert "2/2" in found["simulating"]

@@ -32,6 +32,7 @@ from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import FITTERS, select_hybrid
 from expertcast.training.scoring import FitOptions
+from tests.package.conftest import RUN
 from tests.package.test_cli import fails, ran
 
 TOKENS = 2000
@@ -48,13 +49,13 @@ class Made(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tiny_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """The bundled text in another file: other indices, other domains, blanks around the documents."""
     folder = tmp_path_factory.mktemp("unseen")
     texts = [document.text for document in load_documents("reference")]
     pq.write_table(pa.table({"text": ["", *(f"\n{text}  " for text in texts)]}), folder / "text.parquet")
     traces, checkpoint = folder / "traces", folder / "checkpoint"
-    collect = ["collect", "reference", "--data", str(folder / "text.parquet"), "--early-rank", "none"]
+    collect = ["collect", tiny_folder, "--data", str(folder / "text.parquet"), "--early-rank", "none", *RUN]
     assert main([*collect, "--tokens", str(TOKENS), "--out", str(traces)]) == 0
     assert main(["train", str(traces), "--predictor", "linear", "--ahead", "2", "1", "--out", str(checkpoint)]) == 0
     info = json.loads((traces / "trace.json").read_text())
@@ -62,10 +63,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(traces, checkpoint, learned, json.loads((checkpoint / files.METRICS).read_text()))
 
 
+@pytest.fixture(scope="module")
+def more(tiny_folder: str, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset:
+    """Traces of more of the same text."""
+    folder = tmp_path_factory.mktemp("more") / "traces"
+    collect = ["collect", tiny_folder, "--data", REFERENCE, "--early-rank", "none", *RUN]
+    assert main([*collect, "--tokens", str(2 * TOKENS), "--out", str(folder)]) == 0
+    return TraceDataset.open(folder)
+
+
 def test_more_of_the_same_text_scores_unseen_documents_only(
-    made: Made, reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: Made, more: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    traces, texts = reference_traces, {each.index: each.text.strip() for each in load_documents("reference")}
+    traces, texts = more, {each.index: each.text.strip() for each in load_documents("reference")}
     seen = {each.index for each in traces.documents if texts[each.index] in made.learned}
     batches = list(traces.batches("all", 512))
     unseen = [batch[[int(index) not in seen for index in batch.document_T]] for batch in batches]
@@ -123,31 +133,33 @@ def test_every_distance_is_scored(made: Made, tmp_path: Path, capsys: pytest.Cap
     assert "looks [1, 2] layers ahead, not 3" in fails(capsys, *command, "--ahead", "1", "3")
 
 
-def test_nothing_left_is_refused(made: Made, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_nothing_left_is_refused(
+    made: Made, tiny_folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     traces, checkpoint = str(made.traces), str(made.checkpoint)
     line = "linear learned from every document of split 'train': score another split"
     assert line in fails(capsys, "eval", traces, "--predictor", checkpoint, "--split", "train")
     simulate = ["simulate", traces, "--predictor", checkpoint, "--split", "train", "--processes", "1"]
     assert "learned from every document of split 'train'" in fails(capsys, *simulate)
     pq.write_table(pa.table({"text": sorted(made.learned)}), tmp_path / "seen.parquet")
-    quality = ["--model", "reference", "--data", str(tmp_path / "seen.parquet")]
+    quality = ["--model", tiny_folder, "--data", str(tmp_path / "seen.parquet")]
     assert main(["eval", traces, "--predictor", checkpoint, *quality]) == 2
     assert "linear learned from every document of the text" in capsys.readouterr().err
 
 
-def test_text_that_was_learned_from_measures_no_quality(made: Made, tmp_path: Path) -> None:
+def test_text_that_was_learned_from_measures_no_quality(made: Made, tiny_folder: str, tmp_path: Path) -> None:
     """Executed forecasts are measured on a text as on its unseen documents alone."""
     unseen = [each.text for each in load_documents("reference") if each.text.strip() not in made.learned][:3]
     pq.write_table(pa.table({"text": unseen}), tmp_path / "unseen.parquet")
     pq.write_table(pa.table({"text": [*made.learned, *unseen]}), tmp_path / "both.parquet")
-    command = ["eval", str(made.traces), "--predictor", str(made.checkpoint), "--model", "reference"]
+    command = ["eval", str(made.traces), "--predictor", str(made.checkpoint), "--model", tiny_folder]
     runs = []
     for name in ("unseen", "both"):
         text = ["--data", str(tmp_path / f"{name}.parquet"), "--quality-tokens", "128"]
         runs.append(ran(tmp_path, "", *command, *text)["quality"]["runs"])
     assert runs[0] == runs[1]
     simulate = ["simulate", str(made.traces), "--predictor", str(made.checkpoint), "--split", "all", "--tokens", "120"]
-    lossy = ["--miss", "drop", "--model", "reference", "--quality-tokens", "64", "--processes", "1"]
+    lossy = ["--miss", "drop", "--model", tiny_folder, "--quality-tokens", "64", "--processes", "1"]
     rows = []
     for name in ("unseen", "both"):
         found = ran(tmp_path, "", *simulate, *lossy, "--data", tmp_path / f"{name}.parquet")
@@ -157,36 +169,34 @@ def test_text_that_was_learned_from_measures_no_quality(made: Made, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def fitted(reference_traces: TraceDataset) -> dict[str, Predictor]:
+def fitted(more: TraceDataset) -> dict[str, Predictor]:
     """Two predictors, one fitted on the documents of the validation split, the other on those of the test split."""
     fitted = {}
     for split in ("validation", "test"):
-        source = copy.copy(reference_traces)
-        own = {each.index for each in reference_traces.documents if each.split == split}
-        source.documents = [replace(each, split="train") for each in reference_traces.documents if each.index in own]
+        source = copy.copy(more)
+        own = {each.index for each in more.documents if each.split == split}
+        source.documents = [replace(each, split="train") for each in more.documents if each.index in own]
         fitted[split] = FITTERS["frequency"](source, PredictorConfig(), FitOptions()).predictor.bind(source.view)
     return fitted
 
 
 def test_validation_chooses_what_hybrid_execution_is_measured_with(
-    fitted: dict[str, Predictor], reference_traces: TraceDataset
+    fitted: dict[str, Predictor], tiny_folder: str, more: TraceDataset
 ) -> None:
-    recall = evaluate(fitted, reference_traces.batches("test", 4096), reference_traces.view).as_dict()["recall_at_k"]
+    recall = evaluate(fitted, more.batches("test", 4096), more.view).as_dict()["recall_at_k"]
     assert recall["test"]["mean"] > recall["validation"]["mean"]
-    chosen = best_on_validation(fitted, reference_traces, 1)
-    found = forecast_quality(QualityOptions(quality_tokens=128), "reference", fitted, 1, reference_traces, chosen)
+    chosen = best_on_validation(fitted, more, 1)
+    found = forecast_quality(QualityOptions(quality_tokens=128), tiny_folder, fitted, 1, more, chosen)
     assert [name for name in found["runs"] if "hybrid" in name] == ["hybrid execution of validation"]
 
 
-def test_a_report_marks_what_validation_chose(
-    fitted: dict[str, Predictor], reference_traces: TraceDataset, tmp_path: Path
-) -> None:
+def test_a_report_marks_what_validation_chose(fitted: dict[str, Predictor], more: TraceDataset, tmp_path: Path) -> None:
     """Not what is best on the test split, of which the report is."""
-    view, config = reference_traces.view, HybridConfig(candidates=["frequency"])
-    hybrid = select_hybrid({"frequency": fitted["validation"]}, reference_traces, config, FitOptions()).predictor
+    view, config = more.view, HybridConfig(candidates=["frequency"])
+    hybrid = select_hybrid({"frequency": fitted["validation"]}, more, config, FitOptions()).predictor
     save_predictor(hybrid, tmp_path / "validation", view=view)
     save_predictor(fitted["test"], tmp_path / "test", view=view)
-    command = ["eval", str(reference_traces.folder), "--split", "test", "--report", str(tmp_path / "report")]
+    command = ["eval", str(more.folder), "--split", "test", "--report", str(tmp_path / "report")]
     assert main([*command, "--predictor", str(tmp_path / "test"), str(tmp_path / "validation")]) == 0
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     recall = report["evaluation"]["recall_at_k"]
@@ -202,34 +212,16 @@ def test_several_predictors_and_nothing_to_choose_by(fitted: dict[str, Predictor
         best_on_validation(fitted, traces, 1)
 
 
-def test_one_txt_file_is_several_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line of text, without a blank line: cut by size, and the command says so."""
-    text = " ".join(document.text.replace("\n", " ") for document in load_documents(REFERENCE)[:20])[:44_000]
-    path, out = tmp_path / "book.txt", tmp_path / "traces"
-    path.write_text(text)
-    collect = ["collect", REFERENCE, "--data", str(path), "--out", str(out), "--early-rank", "none"]
-    assert main([*collect, "--tokens", "600", "--window", "64"]) == 0
-    documents = json.loads((out / "trace.json").read_text())["documents"]
-    assert {document["split"] for document in documents} == {"train", "validation", "test"}
-    said = [line for line in capsys.readouterr().err.splitlines() if "book.txt" in line]
-    count = len(load_documents(path))
-    assert said == [
-        f"{path}: one text, cut into {count} documents of about 4000 characters (at blank lines where it has any)"
-    ]
-    assert count == 10
-    with pytest.raises(SystemExit):
-        main(["collect", "--help"])
-    assert "documents of about 4000 characters" in " ".join(capsys.readouterr().out.split())
-
-
-def test_online_training_runs_no_more_text_than_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["train", REFERENCE, "--data", REFERENCE, "--tokens", "600", "--window", "32", "--early-rank", "none"]
+def test_online_training_runs_no_more_text_than_asked(
+    tiny_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", tiny_folder, "--data", REFERENCE, "--tokens", "600", "--early-rank", "none", *RUN]
     result = tmp_path / "result.json"
     assert main([*command, "--predictor", "router_input", "--out", str(tmp_path / "made"), "--json", str(result)]) == 0
     splits = json.loads(result.read_text())["data"]["splits"]
     assert sum(splits.values()) == 600
     counts = ", ".join(f"{tokens:,} {split}" for split, tokens in splits.items())
-    assert f"reference is run over 600 tokens of text in each pass ({counts})" in capsys.readouterr().err
+    assert f" is run over 600 tokens of text in each pass ({counts})" in capsys.readouterr().err
 
 
 def test_prompts_are_not_what_the_predictor_learned_from(reference_view: MoEView, tmp_path: Path) -> None:

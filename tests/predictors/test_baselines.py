@@ -10,7 +10,6 @@ from expertcast.predictors import (
     DefaultVectors,
     ExpertcastError,
     Forecast,
-    ModelShape,
     MoEView,
     PredictorConfig,
     RouterState,
@@ -164,16 +163,6 @@ def test_forecasts_are_joined_and_sliced() -> None:
     assert same(Forecast.join([made(1, 0), made(3, 1), made(2, 4)]), whole)
     assert same(whole[1:4], made(3, 1))
     assert same(whole[torch.tensor([4, 5])], made(2, 4))
-
-
-def test_a_distance_it_was_not_made_for_is_refused() -> None:
-    shape = ModelShape(layers=4, experts=8, top_k=2, hidden=4)
-    predictor = Frequency(PredictorConfig(ahead=(2, 1)), shape)
-    for ahead in (1, 2):
-        predictor.check_ahead(ahead)
-    for ahead in (0, 3):
-        with pytest.raises(ExpertcastError, match=rf"frequency looks \[1, 2\] layers ahead, not {ahead}: give one of"):
-            predictor.check_ahead(ahead)
 
 
 def test_tables() -> None:

@@ -84,18 +84,6 @@ def test_averages_by_hand() -> None:
     assert state.average_BAP[0].tolist() == [[0.0, 1.0], [0.4375, 0.5625]]
 
 
-def test_reading_one_by_one_is_reading_at_once(view: MoEView) -> None:
-    predictor, batch = made(view), random_batch(view, TOKENS)
-    ids_TJ, residual_TD = predictor.chosen(batch.logits_TLE), batch.residual_TLD[:, -1]
-    state = predictor.start(1)
-    for token in range(TOKENS):
-        rows = slice(token, token + 1)
-        state = predictor.read(state, ids_TJ[None, rows], residual_TD[rows])
-    whole = predictor.read(predictor.start(1), ids_TJ[None], residual_TD[-1:])
-    torch.testing.assert_close(state.average_BAP, whole.average_BAP)
-    torch.testing.assert_close(state.residual_BD, whole.residual_BD)
-
-
 def test_the_network_by_its_formula(view: MoEView) -> None:
     """All rows at once, one by one, and by plain matrices: z_0, and steps from it."""
     network = made(view).network

@@ -1,7 +1,7 @@
-"""Run by torchrun in tests: each rank fits on its share of traces and saves what came out.
+"""Run by torchrun in tests: each rank collects and reads traces, fits on its share of them and saves what came out.
 
-Arguments: trace folder, output folder, then the folder of the checkpoints of training and the batches before rank 1 is
-killed (-1: never), to fit the estimator alone.
+Arguments: output folder, in which traces are collected; or trace folder, output folder, then the folder of the
+checkpoints of training and the batches before rank 1 is killed (-1: never), to fit the estimator alone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from typing import Any
 from safetensors.torch import save_file
 
 from expertcast.data.batch import TraceBatch
+from expertcast.data.collect import collect
+from expertcast.data.models import load_tokenizer
+from expertcast.data.online import OnlineTraces
 from expertcast.data.processes import training_share
-from expertcast.data.traces import TraceDataset
+from expertcast.data.text import load_documents
+from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import PredictorConfig
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.training.fit import fit
 from expertcast.training.scoring import FitOptions
+from tests.families.models import tiny_model
 
-ESTIMATOR = EstimatorConfig(parameters=80_000, steps=12, step_tokens=64, patience=12)
+SETTINGS: dict[str, Any] = {"tokens": 2500, "window": 64, "batch_size": 4}
+TOKENS_PER_BATCH = 128
+ESTIMATOR = EstimatorConfig(parameters=10_000, steps=12, step_tokens=64, patience=12)
 CONFIGS: dict[str, PredictorConfig | None] = {"frequency": None, "linear": None, "estimator": ESTIMATOR}
 
 
@@ -52,18 +59,40 @@ def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def main(traces: str, out: str, states: str | None = None, left: str = "-1") -> None:
-    source = Dying.open(traces)
-    Dying.left = int(left)
-    options = FitOptions(validation_tokens=300, resume_folder=None if states is None else Path(states))
+def seen(source: TraceSource) -> dict[str, Any]:
+    """What a rank reads of its share of the train split, and the default vectors."""
+    batches = list(source.batches("train", TOKENS_PER_BATCH, shuffle=True, share=training_share()))
+    return {
+        "seen": [each for b in batches for each in zip(b.document_T.tolist(), b.position_T.tolist(), strict=True)],
+        "defaults": source.defaults.expert_LED.sum(-1).tolist(),
+        "count": source.defaults.count_LE.tolist(),
+    }
+
+
+def fit_and_save(source: TraceDataset, out: Path, options: FitOptions, names: list[str]) -> dict[str, Any]:
+    """Each predictor's report; its tensors are written by rank."""
     reports = {}
-    for name in CONFIGS if states is None else ("estimator",):
+    for name in names:
         fitted = fit(name, source, config=CONFIGS[name], options=options)
         reports[name], rank = fitted.report, training_share().rank
         tensors = {key: tensor.clone().contiguous() for key, tensor in fitted.predictor.state_dict().items()}
-        save_file(tensors, Path(out) / f"{name}-{rank}.safetensors")
-    (Path(out) / f"reports-{training_share().rank}.json").write_text(json.dumps(reports))
+        save_file(tensors, out / f"{name}-{rank}.safetensors")
+    return reports
+
+
+def collect_and_fit(out: Path) -> None:
+    given = tiny_model("qwen2_moe"), load_tokenizer("reference"), load_documents("reference")[:200]
+    traces = collect(*given, out / "traces", **SETTINGS, shard_bytes=700 * 588)
+    found = {"traces": seen(traces), "online": seen(OnlineTraces(*given, buffer_tokens=512, **SETTINGS))}
+    found |= fit_and_save(traces, out, FitOptions(validation_tokens=200), list(CONFIGS))
+    (out / f"reports-{training_share().rank}.json").write_text(json.dumps(found))
+
+
+def go_on(traces: str, out: str, states: str, left: str) -> None:
+    Dying.left = int(left)
+    options = FitOptions(validation_tokens=200, resume_folder=Path(states))
+    fit_and_save(Dying.open(traces), Path(out), options, ["estimator"])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    collect_and_fit(Path(sys.argv[1])) if len(sys.argv) == 2 else go_on(*sys.argv[1:])

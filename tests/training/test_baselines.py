@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-from expertcast.checkpoints.checkpoint import PredictorCheckpoint, save_predictor
 from expertcast.checkpoints.results import ledger_table
 from expertcast.commands.predictors import ledger_of
 from expertcast.data.batch import TraceBatch
@@ -17,7 +14,6 @@ from expertcast.predictors import ModelShape
 from expertcast.predictors.base import LogOdds, PredictorConfig
 from expertcast.predictors.baselines import Frequency
 from expertcast.training.evaluation import baseline_recall, ledger_entry
-from expertcast.training.fit import fit
 from expertcast.training.scoring import Fitted
 
 
@@ -76,20 +72,3 @@ def test_costs_of_fitted_predictors(fitted_predictors: dict[str, Fitted], refere
     candidates = fitted_predictors["hybrid"].report["candidates"]
     assert ledger["hybrid"]["training_s"] > sum(report["seconds"] for report in candidates.values())
     assert ledger["linear"]["parameters"] > ledger["quasi_hidden"]["parameters"] > ledger["router_input"]["parameters"]
-
-
-def test_checkpoints_keep_what_a_ledger_is_made_of(reference_traces: TraceDataset, tmp_path: Path) -> None:
-    name = "linear"
-    fitted = fit(name, reference_traces)
-    ledger = {name: ledger_entry(fitted.predictor, fitted.report, 1e-3)}
-    save_predictor(
-        fitted.predictor,
-        tmp_path / name,
-        view=reference_traces.view,
-        metrics={"ledger": ledger},
-        training=fitted.report,
-    )
-    opened = PredictorCheckpoint.open(tmp_path / name)
-    assert opened.metrics["ledger"] == ledger
-    loaded = opened.load(reference_traces.view)
-    assert ledger_entry(loaded, opened.config["training"], 1e-3) == ledger[name]

@@ -63,18 +63,6 @@ def test_the_error_is_that_of_groups_of_equal_mass(log_odds: LogOdds | None) -> 
         assert result["frequency_B"][index].item() == pytest.approx(hit_N[inside_N].float().mean().item(), abs=1e-6)
 
 
-def test_merged_calibration_equals_the_whole() -> None:
-    whole, left, right = (Calibration(1) for _ in range(3))
-    for seed, half in ((0, left), (1, right)):
-        truth = random_routing(seed, 25, SHAPE)
-        for metric in (half, whole):
-            metric.update(0, comparison_of(near(truth, seed, 0.7), truth))
-    left.merge_state(right)
-    merged, expected = left.compute(), whole.compute()
-    for key, value in expected.items():
-        torch.testing.assert_close(merged[key], value, equal_nan=True)
-
-
 def test_it_is_good_where_experts_are_drawn_by_the_probabilities() -> None:
     """Membership drawn with exactly the stated probabilities comes out calibrated, sharper logits do not."""
     logits_TE = 2 * torch.randn(4000, 16, generator=torch.Generator().manual_seed(0))

@@ -36,26 +36,23 @@ from tests.data.traffic import as_traffic
 from tests.package.test_cli import fails
 from tests.sealed import edit_json
 
-SMALL = EstimatorConfig(parameters=80_000, steps=6, step_tokens=128)
-FEW: dict[str, Any] = {"tokens": 900, "seed": 1, "early_rank": None}
+SMALL = EstimatorConfig(parameters=10_000, steps=6, step_tokens=128)
+FEW: dict[str, Any] = {"tokens": 900, "window": 128, "early_rank": None}
+OTHER = {**FEW, "seed": 1}
 QUICK = FitOptions(tokens=1000, validation_tokens=250)
 CONFIGS: dict[str, PredictorConfig | None] = {"quasi_hidden": None, "linear": None, "estimator": SMALL}
 
 
 @pytest.fixture(scope="module")
-def live(
-    reference_traces: TraceDataset, reference_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
-) -> TraceDataset:
-    return as_traffic(reference_traces, reference_model, tmp_path_factory.mktemp("live") / "traces", known=False)
+def live(traces: TraceDataset, model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset:
+    return as_traffic(traces, model, tmp_path_factory.mktemp("live") / "traces", known=False)
 
 
 @pytest.fixture(scope="module")
-def live_with_own(
-    live: TraceDataset, reference_traces: TraceDataset, tmp_path_factory: pytest.TempPathFactory
-) -> TraceDataset:
-    """The same traffic as if its server had collected default vectors, with the values of the reference traces."""
+def live_with_own(live: TraceDataset, traces: TraceDataset, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset:
+    """The same traffic as if its server had collected default vectors, with the values of the collected traces."""
     folder = shutil.copytree(live.folder, tmp_path_factory.mktemp("own") / "traces")
-    defaults, tokens = reference_traces.defaults, live.info["splits"]["train"]
+    defaults, tokens = traces.defaults, live.info["splits"]["train"]
     tensors = replace(defaults, count_LE=torch.zeros_like(defaults.count_LE), token_count=tokens).as_tensors()
     save_file(tensors, folder / layout.DEFAULTS_FILE)
 
@@ -67,12 +64,10 @@ def live_with_own(
 
 
 @pytest.fixture(scope="module")
-def few(
-    reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
-) -> TraceDataset:
+def few(model: PreTrainedModel, reference_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset:
     """Other traces of the same model; the text is another part of the same."""
     folder = tmp_path_factory.mktemp("few") / "traces"
-    return collect(reference_model, reference_tokenizer, load_documents("reference"), folder, **FEW)
+    return collect(model, reference_tokenizer, load_documents("reference"), folder, **OTHER)
 
 
 def saved(predictor: Predictor, traces: TraceDataset, folder: Path) -> Path:
@@ -88,13 +83,13 @@ def same(first: Predictor, second: Predictor) -> bool:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_on_traffic_is_as_with_default_vectors_of_its_own(
-    name: str, live: TraceDataset, live_with_own: TraceDataset, reference_traces: TraceDataset
+    name: str, live: TraceDataset, live_with_own: TraceDataset, traces: TraceDataset
 ) -> None:
-    source = with_default_vectors(live, reference_traces.folder)
+    source = with_default_vectors(live, traces.folder)
     made = fit(name, source, config=CONFIGS[name], options=QUICK)
     assert same(made.predictor, fit(name, live_with_own, config=CONFIGS[name], options=QUICK).predictor)
-    assert made.report[NOTE]["traces"] == reference_traces.info["id"]
-    taught = {document.hash for document in reference_traces.chosen("train")}
+    assert made.report[NOTE]["traces"] == traces.info["id"]
+    taught = {document.hash for document in traces.chosen("train")}
     assert made.predictor.learned_from == live.learned_from() | taught  # type: ignore[operator]
     scored = {name: made.predictor, "frequency": fit("frequency", live).predictor}
     recall = evaluate(scored, source.batches("test", 1000), source.view).as_dict()["recall_at_k"]
@@ -103,48 +98,46 @@ def test_training_on_traffic_is_as_with_default_vectors_of_its_own(
 
 @pytest.mark.parametrize("name", [*CONFIGS, "hybrid"])
 def test_a_checkpoint_gives_them_as_its_traces_do(
-    name: str, live: TraceDataset, reference_traces: TraceDataset, tmp_path: Path
+    name: str, live: TraceDataset, traces: TraceDataset, tmp_path: Path
 ) -> None:
     config = HybridConfig(candidates=["quasi_hidden"]) if name == "hybrid" else CONFIGS[name]
-    checkpoint = saved(
-        fit(name, reference_traces, config=config, options=QUICK).predictor, reference_traces, tmp_path / "checkpoint"
-    )
+    checkpoint = saved(fit(name, traces, config=config, options=QUICK).predictor, traces, tmp_path / "checkpoint")
     source = with_default_vectors(live, checkpoint)
-    direct = with_default_vectors(live, str(reference_traces.folder))
+    direct = with_default_vectors(live, str(traces.folder))
     assert same(
         fit("quasi_hidden", source, options=QUICK).predictor, fit("quasi_hidden", direct, options=QUICK).predictor
     )
     assert source.info[NOTE]["digest"] == direct.info[NOTE]["digest"]
-    assert source.learned_from() == live.learned_from() | reference_traces.learned_from()  # type: ignore[operator]
+    assert source.learned_from() == live.learned_from() | traces.learned_from()  # type: ignore[operator]
 
 
 def test_they_win_over_those_of_ordinary_traces(
-    few: TraceDataset, reference_traces: TraceDataset, reference_model: PreTrainedModel, reference_tokenizer: Any
+    few: TraceDataset, traces: TraceDataset, model: PreTrainedModel, reference_tokenizer: Any
 ) -> None:
-    other = with_default_vectors(reference_traces, few.folder)
+    other = with_default_vectors(traces, few.folder)
     assert torch.equal(fit("quasi_hidden", other).predictor.get_buffer("expert_LED"), few.defaults.expert_LED)
-    assert not torch.equal(few.defaults.expert_LED, reference_traces.defaults.expert_LED)
-    online = OnlineTraces(reference_model, reference_tokenizer, load_documents("reference"), **FEW)
-    taken = fit("linear", with_default_vectors(online, reference_traces.folder), options=QUICK).predictor
-    assert same(taken, fit("linear", with_default_vectors(few, reference_traces.folder), options=QUICK).predictor)
+    assert not torch.equal(few.defaults.expert_LED, traces.defaults.expert_LED)
+    online = OnlineTraces(model, reference_tokenizer, load_documents("reference"), **OTHER)
+    taken = fit("linear", with_default_vectors(online, traces.folder), options=QUICK).predictor
+    assert same(taken, fit("linear", with_default_vectors(few, traces.folder), options=QUICK).predictor)
     assert "defaults" not in vars(online), "no pass over the text is made for them"
 
 
 def test_a_training_that_was_kept_is_not_gone_on_with_under_others(
-    live: TraceDataset, few: TraceDataset, reference_traces: TraceDataset, tmp_path: Path
+    live: TraceDataset, few: TraceDataset, traces: TraceDataset, tmp_path: Path
 ) -> None:
     options = replace(QUICK, resume_folder=tmp_path / "kept")
     fit("estimator", with_default_vectors(live, few.folder), config=SMALL, options=options)
-    source = with_default_vectors(live, reference_traces.folder)
+    source = with_default_vectors(live, traces.folder)
     after = fit("estimator", source, config=SMALL, options=options).predictor
     assert same(after, fit("estimator", source, config=SMALL, options=QUICK).predictor)
 
 
 def test_documents_that_they_come_from_do_not_score(
-    reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
+    model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
 ) -> None:
     short = [replace(document, text=document.text[:200]) for document in load_documents("reference")]
-    traces = collect(reference_model, reference_tokenizer, short, tmp_path / "traces", tokens=1800, early_rank=None)
+    traces = collect(model, reference_tokenizer, short, tmp_path / "traces", tokens=1800, window=128, early_rank=None)
     quasi, test = fit("quasi_hidden", traces).predictor, traces.chosen("test")
     assert len(test) > 1
     seen = test[0]
@@ -162,24 +155,24 @@ def test_documents_that_they_come_from_do_not_score(
 
 
 def test_of_a_test_split_that_they_all_come_from_nothing_is_scored(
-    reference_traces: TraceDataset, reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
+    traces: TraceDataset, model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
 ) -> None:
     """So few documents are not all split by their hashes: one of them is the other traces' test split."""
     documents, folder = load_documents("reference"), tmp_path / "traces"
-    other = collect(reference_model, reference_tokenizer, documents, folder, tokens=900, early_rank=None)
-    assert {each.hash for each in reference_traces.chosen("test")} < {each.hash for each in other.chosen("train")}
+    other = collect(model, reference_tokenizer, documents, folder, **FEW)
+    assert {each.hash for each in traces.chosen("test")} < {each.hash for each in other.chosen("train")}
     with pytest.raises(ExpertcastError, match="come from every document of the test split, none is left to score"):
-        with_default_vectors(reference_traces, folder)
+        with_default_vectors(traces, folder)
 
 
 def test_the_command_notes_where_they_come_from(
-    live: TraceDataset, reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    live: TraceDataset, traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, given, out = str(live.folder), str(reference_traces.folder), tmp_path / "checkpoint"
+    folder, given, out = str(live.folder), str(traces.folder), tmp_path / "checkpoint"
     train = ["train", folder, "--default-vectors", given, "--out", str(out), "--predictor"]
     assert main([*train, "linear"]) == 0
     note = PredictorCheckpoint.open(out).config["training"][NOTE]
-    assert (note["given"], note["traces"]) == (reference_traces.folder.name, reference_traces.info["id"])
+    assert (note["given"], note["traces"]) == (traces.folder.name, traces.info["id"])
     assert f"| default vectors from | `{note['given']}`, digest `{note['digest']}` |" in (out / "README.md").read_text()
     direct = fit("linear", with_default_vectors(live, given)).predictor
     assert same(load_predictor(out), direct)
@@ -202,9 +195,9 @@ def test_the_command_notes_where_they_come_from(
 
 @pytest.mark.parametrize("part", ["router", "experts"])
 def test_those_of_another_model_are_refused(
-    part: str, live: TraceDataset, reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
+    part: str, live: TraceDataset, model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
 ) -> None:
-    model = copy.deepcopy(reference_model)
+    model = copy.deepcopy(model)
     block = model.model.layers[3].mlp
     with torch.no_grad():
         if part == "router":
@@ -212,7 +205,7 @@ def test_those_of_another_model_are_refused(
         else:
             block.experts.down_proj += 1
     documents = load_documents("reference")
-    other = collect(model, reference_tokenizer, documents, tmp_path / "other", tokens=600, early_rank=None)
+    other = collect(model, reference_tokenizer, documents, tmp_path / "other", **{**FEW, "tokens": 600})
     checkpoint = saved(fit("quasi_hidden", other).predictor, other, tmp_path / "checkpoint")
     said = "its routers' or norms' weights are not those of" if part == "router" else "its experts' weights are not"
     for given in (other.folder, checkpoint):
@@ -227,16 +220,16 @@ def _cut(path: Path) -> None:
 
 
 def test_what_cannot_be_is_one_line(
-    live: TraceDataset, reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    live: TraceDataset, traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = fit("linear", reference_traces, config=LinearConfig(reads="router_input")).predictor
+    plain = fit("linear", traces, config=LinearConfig(reads="router_input")).predictor
     (tmp_path / "empty").mkdir()
     counts = saved(fit("frequency", live).predictor, live, tmp_path / "counts")
     no_vectors = "holds no default vectors: give traces of this model by expertcast collect"
     cases: dict[str, tuple[Path, str]] = {
         "traffic": (live.folder, "is of a server's traffic and holds no default vectors: take those of other traces"),
         "counts": (counts, f"is of frequency and {no_vectors}"),
-        "plain": (saved(plain, reference_traces, tmp_path / "plain"), f"is of linear and {no_vectors}"),
+        "plain": (saved(plain, traces, tmp_path / "plain"), f"is of linear and {no_vectors}"),
         "empty": (tmp_path / "empty", "holds neither traces (trace.json) nor a predictor checkpoint: give traces"),
         "nowhere": (tmp_path / "no" / "where", "holds neither traces (trace.json) nor a predictor checkpoint"),
         "hub": (Path("nobody/nothing"), "neither a folder here nor in the hub's cache"),
@@ -245,13 +238,10 @@ def test_what_cannot_be_is_one_line(
         layout.DEFAULTS_FILE: _cut, layout.TRACE_FILE: lambda path: path.write_text('{"form')
     }  # fmt: skip
     for name, damage in damages.items():
-        folder = shutil.copytree(reference_traces.folder, tmp_path / f"damaged {name}")
+        folder = shutil.copytree(traces.folder, tmp_path / f"damaged {name}")
         damage(folder / name)
         cases[name] = (folder, str(folder / name))
-    weights = (
-        saved(fit("quasi_hidden", reference_traces).predictor, reference_traces, tmp_path / "weights")
-        / "model.safetensors"
-    )
+    weights = saved(fit("quasi_hidden", traces).predictor, traces, tmp_path / "weights") / "model.safetensors"
     _cut(weights)
     cases["weights"] = (weights.parent, f"{weights} was changed")
     out = str(tmp_path / "out")
@@ -262,12 +252,12 @@ def test_what_cannot_be_is_one_line(
 
 
 def test_traffic_without_them_says_what_helps(
-    live: TraceDataset, reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    live: TraceDataset, traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = ("train", str(live.folder), "--out", str(tmp_path / "out"), "--predictor")
     for name in ("quasi_hidden", "linear", "estimator"):
         assert "(expertcast train --default-vectors), or train linear with --set" in fails(capsys, *train, name)
-    given = ("--default-vectors", str(reference_traces.folder))
+    given = ("--default-vectors", str(traces.folder))
     remedy = "train the estimator with --set inputs=quasi_hidden/router_input/routing/previous, or another predictor"
     early = ("estimator", *given, "--set", "inputs=quasi_hidden/early")
     for words in (("early_attention", *given), early):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
-from expertcast.commands.predictors import predictor_config
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, PredictorConfig, names
 from expertcast.predictors.baselines import QuasiInput
@@ -51,14 +50,6 @@ def test_estimator_is_nowhere_far_below_linear(recall: dict[str, Any]) -> None:
         assert estimator > linear - 0.01
 
 
-def test_frequency_counts_every_routing_once(
-    fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
-) -> None:
-    count_LE = fitted_predictors["frequency"].predictor.get_buffer("count_LE")
-    shape = reference_traces.view.shape
-    assert count_LE.sum(dim=1).tolist() == [reference_traces.token_count("train") * shape.top_k] * shape.layers
-
-
 def test_linear_is_the_ridge_of_its_strength(
     fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
 ) -> None:
@@ -91,12 +82,6 @@ def test_fewer_tokens_are_the_first_ones(rows: Rows) -> None:
     ids_TK, _ = rows.view[2].route(rows.batch.logits_TLE[:500, 2])
     assert torch.equal(fitted.predictor.get_buffer("count_LE")[2], ids_TK.flatten().bincount(minlength=8))
     assert (fitted.report["tokens"], fitted.report["traces"]) == (500, "rows")
-
-
-def test_same_seed_same_estimator(rows: Rows) -> None:
-    config = EstimatorConfig(parameters=8_000, steps=4, step_tokens=64)
-    one, two = (fit("estimator", rows, config=config).predictor.state_dict() for _ in range(2))
-    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_network_that_does_not_pay_leaves_plain_ridge(rows: Rows) -> None:
@@ -143,15 +128,6 @@ def test_papers_form_learns(rows: Rows) -> None:
     assert max(history) > 1.5 * rows.view.shape.top_k / rows.view.shape.experts
     assert isinstance(fitted.predictor, Estimator)
     assert len(fitted.predictor.network(1).head_GWE) == 1, "one network for all layers"
-
-
-def test_one_pair_alone_is_a_row_of_all_pairs() -> None:
-    for shared in (True, False):
-        network = EstimatorNetwork(3, 10, 6, parameters=4000, expansion=2.0, shared=shared)
-        torch.nn.init.normal_(network.head_GWE)
-        x_PTF = torch.randn(3, 5, 10)
-        for pair in range(3):
-            torch.testing.assert_close(network.one(x_PTF[pair], pair), network(x_PTF)[pair])
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -217,11 +193,6 @@ class TestHybrid:
             assert isinstance(hybrid, Hybrid)
             assert {layer for (_, layer), name in hybrid.chosen.items() if name == replacement} == low
             assert set(hybrid.chosen.values()) == {"quasi_hidden", replacement}
-
-    def test_paper_rule_is_set_on_the_command_line(self) -> None:
-        config = predictor_config("hybrid", [1], ["rule=paper", "low_recall=0.75"])
-        assert isinstance(config, HybridConfig)
-        assert (config.low_recall, list(config.candidates)) == (0.75, ["quasi_hidden", "estimator"])
 
     @pytest.mark.parametrize(
         ("costs", "dropped"),

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
-from expertcast.training.estimator import Distiller, kl_divergence, sigmoid_kl, suited_loss
+from expertcast.training.estimator import Distiller, kl_divergence, suited_loss
 from tests.training.synthetic import random_batch, tiny_view
 
 
@@ -30,16 +28,8 @@ def test_fast_kl_is_the_reference_and_zero_only_between_equals(seed: int, temper
     assert kl_divergence(target, target + 3.0, temperature) == pytest.approx(0.0, abs=1e-5)
 
 
-def test_the_direction_is_from_the_router_to_the_estimator() -> None:
-    """B13 is KL(router || estimator): an estimator that leaves out what the router may choose pays without bound, one
-    that adds what it would not choose pays log 2."""
-    both, one = torch.tensor([[0.0, 0.0, -30.0]]), torch.tensor([[0.0, -30.0, -30.0]])
-    assert kl_divergence(one, both) == pytest.approx(math.log(2), abs=1e-3)
-    assert kl_divergence(both, one) > 7
-
-
 @pytest.mark.parametrize("loss", ["kl", "sigmoid_kl"])
-def test_a_step_of_training_goes_by_that_direction(loss: str) -> None:
+def test_a_step_of_training_goes_from_the_router_to_the_estimator(loss: str) -> None:
     """What a training step minimises, against the definition with the router's logits in the first place."""
     view = tiny_view()
     shape = view.shape
@@ -60,26 +50,6 @@ def test_a_step_of_training_goes_by_that_direction(loss: str) -> None:
         expected = 1.5**2 * sum((a * (a / b).log()).sum(-1).mean() for a, b in (on, off))
     distiller.eval()  # in training every tenth token forgets the one before it
     torch.testing.assert_close(distiller.training_step(batch, 0).double(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_sigmoid_kl_sees_the_level_of_the_logits() -> None:
-    target = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-    assert sigmoid_kl(target, target) == pytest.approx(0.0, abs=1e-5)
-    assert sigmoid_kl(target, target + 1.0) > 0.1
-    p, q = torch.sigmoid(target), torch.sigmoid(target + 1.0)
-    expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(1).mean()
-    torch.testing.assert_close(sigmoid_kl(target, target + 1.0), expected)
-
-
-def test_gradients_keep_their_size_at_high_temperature() -> None:
-    target, forecast = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(0))
-    sizes = []
-    for temperature in (4.0, 16.0):
-        leaf = forecast.clone().requires_grad_()
-        kl_divergence(target, leaf, temperature).backward()  # type: ignore[no-untyped-call]
-        assert leaf.grad is not None
-        sizes.append(float(leaf.grad.norm()))
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.2)
 
 
 @pytest.mark.parametrize(("family", "loss"), [("qwen3_moe", "kl"), ("gpt_oss", "kl"), ("glm4_moe_lite", "sigmoid_kl")])

@@ -20,7 +20,6 @@ from expertcast.predictors.next_token import PRIOR, NextToken, NextTokenConfig
 from expertcast.training.evaluation import evaluate_tokens
 from expertcast.training.fit import fit
 from expertcast.training.next_token import TokenChunk, token_chunks
-from expertcast.training.scoring import FitOptions
 from tests.training.synthetic import Rows, random_batch, tiny_view
 
 WORDS = 6
@@ -195,40 +194,31 @@ def test_checkpoint_round_trip(source: Cyclic, fitted: NextToken, tmp_path: Path
     assert "1 to 2 tokens ahead" in (tmp_path / "saved" / "README.md").read_text()
 
 
-def test_the_same_seed_gives_the_same_predictor(source: Cyclic) -> None:
-    config = NextTokenConfig(tokens=1, width=8, memories=(4,), steps=3, step_tokens=32)
-    first, second = (fit("next_token", source, config=config, options=FitOptions(seed=5)) for _ in range(2))
-    for one, other in zip(first.predictor.parameters(), second.predictor.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert first.report["history"] == second.report["history"]
-
-
-def test_commands(reference_traces: TraceDataset, tmp_path: Path) -> None:
+def test_commands(traces: TraceDataset, tmp_path: Path) -> None:
     """Train and evaluate from the command line; predictors of layers are scored as without it."""
-    traces, saved = str(reference_traces.folder), str(tmp_path / "saved")
+    folder, saved = str(traces.folder), str(tmp_path / "saved")
     small = ["--set", "steps=4", "width=8", "tokens=2", "memories=4,16"]
-    assert main(["train", traces, "--predictor", "next_token", "--out", saved, *small]) == 0
+    assert main(["train", folder, "--predictor", "next_token", "--out", saved, *small]) == 0
     metrics = json.loads((tmp_path / "saved" / "metrics.json").read_text())
     assert set(metrics["tokens_ahead"]) == {"next_token", "next_token_by_id", "frequency", "previous_token"}
     results = {}
     for name, given in (("with", [saved, "frequency", "previous_token"]), ("without", ["frequency", "previous_token"])):
         path = tmp_path / f"{name}.json"
-        assert main(["eval", traces, "--predictor", *given, "--json", str(path)]) == 0
+        assert main(["eval", folder, "--predictor", *given, "--json", str(path)]) == 0
         results[name] = json.loads(path.read_text())
     assert results["with"].pop("tokens_ahead") == metrics["tokens_ahead"]
     ledgers = {name: found.pop("ledger") for name, found in results.items()}  # times are of each run
     assert set(ledgers["with"]) == {"next_token", *ledgers["without"]}
     assert results["with"] == results["without"]
-    assert main(["eval", traces, "--predictor", saved, "--json", str(tmp_path / "alone.json")]) == 0
+    assert main(["eval", folder, "--predictor", saved, "--json", str(tmp_path / "alone.json")]) == 0
     assert json.loads((tmp_path / "alone.json").read_text())["tokens_ahead"] == metrics["tokens_ahead"]
 
 
-def test_commands_refuse(reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    traces = str(reference_traces.folder)
-    out = ["--out", str(tmp_path / "saved")]
-    assert main(["train", traces, "--predictor", "next_token", "--ahead", "2", *out]) == 2
+def test_commands_refuse(traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", str(traces.folder), "--predictor", "next_token", "--out", str(tmp_path / "saved")]
+    assert main([*train, "--ahead", "2"]) == 2
     assert "looks tokens ahead" in capsys.readouterr().err
-    assert main(["train", traces, "--predictor", "next_token", "--set", "memories=0", *out]) == 2
+    assert main([*train, "--set", "memories=0"]) == 2
     assert "memories=0" in capsys.readouterr().err
 
 

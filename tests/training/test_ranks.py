@@ -1,4 +1,5 @@
-"""Two ranks under torchrun: sums are added up, training is Lightning DDP, both ranks end with one predictor."""
+"""Two ranks under torchrun collect and read what one process does; training is Lightning DDP, both ranks end with one
+predictor."""
 
 from __future__ import annotations
 
@@ -10,21 +11,78 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from expertcast.data.batch import TraceBatch
+from expertcast.data.collect import collect
 from expertcast.data.processes import Share
+from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.training.linear import RidgeStatistics
 from expertcast.training.loop import read_state
 from expertcast.training.scoring import RANK_BATCH
-from tests.training.ranks import CONFIGS, ESTIMATOR, two_ranks
+from tests.families.models import tiny_model
+from tests.training.ranks import CONFIGS, ESTIMATOR, SETTINGS, TOKENS_PER_BATCH, two_ranks
 
 
 @pytest.fixture(scope="module")
-def ranks(reference_traces: TraceDataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that two ranks wrote."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = two_ranks(reference_traces.folder, folder)
+    done = two_ranks(folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
+
+
+@pytest.fixture(scope="module")
+def merged(ranks: Path) -> TraceDataset:
+    return TraceDataset.open(ranks / "traces")
+
+
+@pytest.fixture(scope="module")
+def reports(ranks: Path) -> list[dict[str, Any]]:
+    """What each rank read and how it trained."""
+    return [json.loads((ranks / f"reports-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def single(reference_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset:
+    """The same collection by this process alone."""
+    folder, documents = tmp_path_factory.mktemp("single") / "traces", load_documents("reference")[:200]
+    return collect(tiny_model("qwen2_moe"), reference_tokenizer, documents, folder, **SETTINGS)
+
+
+def test_merged_traces_are_the_single_processes(merged: TraceDataset, single: TraceDataset) -> None:
+    assert len({path.name.split("-")[1] for path in merged.folder.glob("data-*.arrow")}) == 2
+    ours, theirs = next(merged.batches("all", 2500)), next(single.batches("all", 2500))
+    assert torch.equal(ours.document_T, theirs.document_T)
+    assert torch.equal(ours.position_T, theirs.position_T)
+    # batches are composed differently where the shares meet, so bf16 forwards differ in their last bits there
+    same = (ours.residual_TLD[:, 0] == theirs.residual_TLD[:, 0]).all(-1)
+    assert same.float().mean() > 0.9
+    assert merged.info["splits"] == single.info["splits"]
+    assert merged.info["settings"]["text"] == single.info["settings"]["text"]
+    together, alone = merged.defaults, single.defaults
+    assert together.token_count == alone.token_count == single.token_count("train")
+    assert torch.equal(together.count_LE, alone.count_LE)
+    torch.testing.assert_close(together.expert_LED, alone.expert_LED, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(together.shared_LD, alone.shared_LD)
+
+
+@pytest.mark.parametrize("source", ["traces", "online"])
+def test_ranks_read_their_own_documents_in_step(
+    reports: list[dict[str, Any]], single: TraceDataset, source: str
+) -> None:
+    """Default vectors of a running model are merged too."""
+    first, second = ([tuple(token) for token in report[source]["seen"]] for report in reports)
+    assert len({*first}) == len(first) == len(second) == len({*second}), "a token was read twice"
+    assert len(first) > 2 * TOKENS_PER_BATCH
+    assert not {document for document, _ in first} & {document for document, _ in second}
+    train = TraceBatch.cat(list(single.batches("train", 512)))
+    assert {*first, *second} <= {*zip(train.document_T.tolist(), train.position_T.tolist(), strict=True)}
+    expected = single.defaults.expert_LED.sum(-1)
+    for report in reports:
+        assert report[source]["count"] == single.defaults.count_LE.tolist()
+        torch.testing.assert_close(torch.tensor(report[source]["defaults"]), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -34,29 +92,28 @@ def test_both_ranks_end_with_the_same_predictor(ranks: Path, name: str) -> None:
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_linear_is_fitted_on_both_shares_together(ranks: Path, reference_traces: TraceDataset) -> None:
+def test_linear_is_fitted_on_both_shares_together(ranks: Path, merged: TraceDataset) -> None:
     """Against the two shares read one after the other by this process."""
-    shape, view = reference_traces.view.shape, reference_traces.view
+    shape, view = merged.view.shape, merged.view
     reader = Linear(LinearConfig(), shape)
-    reader.set_defaults(reference_traces.defaults)
+    reader.set_defaults(merged.defaults)
     reader.bind(view)
     sums = RidgeStatistics(1, shape.hidden, shape.experts)
     tokens = 0
     for rank in range(2):
-        for batch in reference_traces.batches("train", RANK_BATCH, share=Share(rank, 2)):
-            sums.update(0, reader.input_vector(batch.state(view, 6), 1), batch.logits_TLE[:, 7])
+        for batch in merged.batches("train", RANK_BATCH, share=Share(rank, 2)):
+            sums.update(0, reader.input_vector(batch.state(view, 1), 1), batch.logits_TLE[:, 2])
             tokens += len(batch)
     saved = load_file(ranks / "linear-0.safetensors")
-    weight, bias = sums.solve([float(saved["strength_P_1"][6])])
-    torch.testing.assert_close(saved["weight_PDE_1"][6], weight[0, 0], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(saved["bias_PE_1"][6], bias[0, 0], rtol=1e-3, atol=1e-3)
+    weight, bias = sums.solve([float(saved["strength_P_1"][1])])
+    torch.testing.assert_close(saved["weight_PDE_1"][1], weight[0, 0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(saved["bias_PE_1"][1], bias[0, 0], rtol=1e-3, atol=1e-3)
     count_LE = load_file(ranks / "frequency-0.safetensors")["count_LE"]
     assert count_LE.sum(dim=1).tolist() == [tokens * shape.top_k] * shape.layers
-    assert tokens > 0.85 * reference_traces.token_count("train")
+    assert tokens > 0.7 * merged.token_count("train"), "whole batches of each share"
 
 
-def test_estimator_trains_in_step(ranks: Path) -> None:
-    reports: list[dict[str, Any]] = [json.loads((ranks / f"reports-{rank}.json").read_text()) for rank in range(2)]
+def test_estimator_trains_in_step(reports: list[dict[str, Any]]) -> None:
     first, second = (report["estimator"]["distances"]["1"] for report in reports)
     assert first == second
     assert reports[0]["estimator"]["ranks"] == 2
@@ -65,9 +122,9 @@ def test_estimator_trains_in_step(ranks: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_and_the_other_go_on(reference_traces: TraceDataset, tmp_path: Path) -> None:
+def test_a_killed_rank_and_the_other_go_on(merged: TraceDataset, tmp_path: Path) -> None:
     """One of two ranks is killed; started again, both go on where the first one saved."""
-    traces, killed, whole = reference_traces.folder, tmp_path / "killed", tmp_path / "whole"
+    traces, killed, whole = merged.folder, tmp_path / "killed", tmp_path / "whole"
     for folder in (killed, whole):
         folder.mkdir()
     state = tmp_path / "states" / "ahead1.ckpt"

@@ -25,7 +25,7 @@ from expertcast.predictors.baselines import RouterInput
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.training import figures
 from expertcast.training.evaluation import evaluate
-from expertcast.training.figures import STYLES, floor, run_colour, short, spread, style
+from expertcast.training.figures import STYLES, run_colour, spread, style
 from expertcast.training.report import BANDS, FILES, FORMAT, band_class, band_colours, log_evaluation, write_report
 from expertcast.training.report import CURVE as CURVE_PICTURE
 from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
@@ -197,10 +197,7 @@ def test_far_names_stay_where_they_are() -> None:
     assert spread({"a": 0.5, "b": 0.5}, 0.1, 0.0, 1.0) == pytest.approx({"a": 0.45, "b": 0.55})
 
 
-def test_small_helpers() -> None:
-    assert [short(number) for number in (500, 20_000, 1_500_000)] == ["500", "20k", "1.5M"]
-    assert floor([0.58, None, 0.9]) == pytest.approx(0.55)
-    assert floor([0.01]) == 0.0
+def test_styles_tell_predictors_apart() -> None:
     assert len(set(STYLES.values())) == len(STYLES) == 9
     assert style("anything") == style("anything")
     assert run_colour("speculate quasi_hidden") == STYLES["quasi_hidden"][0]
