@@ -22,6 +22,7 @@ from expertcast.data.batch import RouterCall, TraceBatch
 from expertcast.data.early import EarlyAttention, told
 from expertcast.data.experts import WINDOWS, Experts, ShownExperts, experts_of, run_windows, shown
 from expertcast.data.means import MeanOutputs, adds_block, adds_experts
+from expertcast.data.packed_experts import down_projection
 from expertcast.data.plan import Plan, Window, WindowBatch, pad_windows, window_batches
 from expertcast.data.processes import training_share
 from expertcast.data.stand_in import NoExperts, Outputs
@@ -144,7 +145,7 @@ class Capture:
         """Indices of the real tokens in the flattened batch, None when there is no padding."""
         self._stream, self.means, self.outputs = stream, stream.means, outputs
         view = stream.view
-        device = view[0].experts.get_parameter("down_proj").device
+        device = down_projection(view[0].experts).device
         layers, hidden = view.shape.layers, view.shape.hidden
         self.residual_TLD = torch.empty((tokens, layers, hidden), dtype=stream.residual_dtype, device=device)
         self.logits_TLE = torch.empty(0)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
+from expertcast.data.packed_experts import iterate_plain
 from expertcast.data.plan import WindowBatch
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
@@ -114,10 +115,7 @@ class ResidentExperts:
         return output_TD
 
     def weights(self, layer: MoELayer) -> Iterator[Mapping[str, Tensor]]:
-        parameters = dict(layer.experts.named_parameters(recurse=False))
-        own = {name: each for name, each in parameters.items() if each.dim() and len(each) == layer.num_experts}
-        for expert in range(layer.num_experts):
-            yield {name: parameter[expert] for name, parameter in own.items()}
+        return iterate_plain(layer.experts, layer.num_experts)
 
 
 class ShownExperts(ABC):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from expertcast.data.packed_experts import down_projection
 from expertcast.predictors.baselines import DefaultVectors
 from expertcast.predictors.view import Adds, MoELayer, MoEView
 
@@ -35,10 +36,10 @@ class MeanOutputs:
         self.count_E: list[Tensor] = []
         self.shared_D: list[Tensor] = []
         for layer in view:
-            weight = layer.experts.get_parameter("down_proj")
-            self.inner_EI.append(weight.new_zeros(layer.num_experts, inner_width(layer), dtype=torch.float64))
-            self.count_E.append(weight.new_zeros(layer.num_experts, dtype=torch.int64))
-            self.shared_D.append(weight.new_zeros(layer.hidden_size, dtype=torch.float64))
+            device = down_projection(layer.experts).device
+            self.inner_EI.append(torch.zeros(layer.num_experts, inner_width(layer), dtype=torch.float64, device=device))
+            self.count_E.append(torch.zeros(layer.num_experts, dtype=torch.int64, device=device))
+            self.shared_D.append(torch.zeros(layer.hidden_size, dtype=torch.float64, device=device))
         self.token_count = 0
 
     def add_experts(self, layer: int, inner_SI: Tensor, expert_G: Tensor, count_G: Tensor) -> None:
@@ -105,8 +106,8 @@ def sums_of(inner_SI: Tensor, count_G: Tensor) -> Tensor:
 
 def inner_width(layer: MoELayer) -> int:
     """I"""
-    weight = layer.experts.get_parameter("down_proj")  # [E, D, I], or [E, I, D] when transposed
-    return weight.shape[1 if layer.experts.is_transposed else 2]
+    shape = down_projection(layer.experts).shape  # [E, D, I], or [E, I, D] when transposed
+    return shape[1 if layer.experts.is_transposed else 2]
 
 
 def adds_experts(layer: MoELayer) -> bool:
@@ -135,7 +136,7 @@ def _mean_outputs(experts: Experts, layer: MoELayer, inner_EI: Tensor, count_E: 
 def down_projections(experts: Experts, layer: MoELayer) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Each expert's down projection [I, D] and its bias [D], if it has one: fp32 on the layer's device, in memory that
     the next one takes."""
-    device = layer.experts.get_parameter("down_proj").device
+    device = down_projection(layer.experts).device
     held: Tensor | None = None
     # one expert at a time, in the same memory: an fp32 copy of all weights may not fit, nor may the weights themselves
     for weights in experts.weights(layer):

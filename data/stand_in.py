@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.experts import WINDOWS, Experts, ShownExperts, experts_of, run_windows, shown
 from expertcast.data.means import down_projections, inner_width, sums_of
+from expertcast.data.packed_experts import down_projection
 from expertcast.data.plan import Window, WindowBatch, window_batches
 from expertcast.predictors.artefacts import digest, file_digest
 from expertcast.predictors.early_attention import MOST_RANK, StandIn
@@ -95,7 +96,7 @@ class ExpertSums:
         self._basis: tuple[Tensor, Tensor] | None = None
         """Where they start from [B], and the directions [D, B]."""
         self._linear = not getattr(layer.experts, "has_post_expert_norm", False)
-        device = layer.experts.get_parameter("down_proj").device
+        device = down_projection(layer.experts).device
         wide = 1 + (min(layer.hidden_size, rank + _BESIDE) if rank else 0)
         self._token_YY = torch.zeros(wide, wide, device=device)
         self._yy_EYY = torch.zeros(layer.num_experts + 1, wide, wide, device=device)

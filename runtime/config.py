@@ -196,6 +196,9 @@ def named_checkpoint(given: str | Path) -> PredictorCheckpoint | None:
 MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
 MOST_REFIT_MS = 1000.0
+EXPANDED, PACKED = "expanded", "packed"
+EXPERTS_BITS = {"int8": 8, "int4": 4}
+EXPERTS = (EXPANDED, PACKED, *EXPERTS_BITS, "auto")
 LINKS = ("auto", "instant", "emulated", "disk", "cuda", "kernel")
 
 
@@ -266,6 +269,9 @@ class OffloadConfig:
     """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a file)."""
     store_folder: str | Path | None = None
     """With disk, the folder of the file, one per model (default: the file has no name, and goes with the process)."""
+    experts: str = EXPANDED
+    """How experts are held and multiplied: expanded (in the model's dtype); packed (a quantised checkpoint's codes and
+    scales, in 4 or 8 bits); int4 or int8 (rounded here); auto (packed where the checkpoint is quantised)."""
     codec: str | None = None
     """With disk, how experts are stored: raw, bitsplit (bf16 without loss, two thirds of the bytes), or mxfp4 and fp8
     (as a checkpoint in that form ships them); by default as they lie in store_folder, else raw."""
@@ -280,6 +286,7 @@ class OffloadConfig:
         _check_choice("store", self.store, STORES)
         _check_choice("link", self.link, LINKS)
         _check_choice("forecasts", self.forecasts, FORECASTS)
+        _check_choice("experts", self.experts, EXPERTS)
         check_types(self)
         if self.slots is not None and self.memory is not None:
             raise ExpertcastError("give slots or memory, not both")
@@ -308,6 +315,8 @@ class OffloadConfig:
                 raise ExpertcastError(
                     f"codec={self.codec!r} needs store='disk' (--store-folder): give that too, or leave the codec out"
                 )
+        if self.experts != EXPANDED:
+            self._check_packed()
         if self.reach is not None and self.reach < self.ahead:
             raise ExpertcastError(f"reach={self.reach} is nearer than ahead={self.ahead}: give a larger one, or none")
         if self.router_free and (self.mode == "exact" or self.true_weights):
@@ -336,6 +345,12 @@ class OffloadConfig:
             raise ExpertcastError("pools decide what stays in a slot: leave eviction, scope and lossy misses out")
         if not self.cache:
             raise ExpertcastError("pools keep experts, and cache=False keeps none: leave one of them out")
+
+    def _check_packed(self) -> None:
+        if self.codec not in (None, "raw"):
+            raise ExpertcastError(
+                f"experts={self.experts!r} lie in few bits, which codec {self.codec!r} does not store: leave it out"
+            )
 
     @classmethod
     def of(cls, config: Self | None, fields: Mapping[str, object]) -> Self:

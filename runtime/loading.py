@@ -24,10 +24,11 @@ from transformers.quantizers.base import HfQuantizer
 from expertcast.data.machine import available_memory, torch_device, torch_dtype
 from expertcast.data.models import form_of, meta_model, model_of, open_weights
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.packed_experts import pack_module
 from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress, first_line
-from expertcast.runtime.config import OffloadConfig, make_store
+from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, OffloadConfig, make_store
 from expertcast.runtime.offloading import OffloadedModel, offload, slot_count
 from expertcast.runtime.recording.recorder import Observer, check_observers
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources, Shipped, ShippedExperts
@@ -89,14 +90,21 @@ def load_offloaded(
         model = _load_others(skeleton, sources, files, source).to(target)
         # experts without weights: what the store takes the place of, and what a closed model is left with
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
+        bits = EXPERTS_BITS.get(config.experts)
+        if bits is not None:
+            for layer in view:
+                pack_module(layer.experts, layer.num_experts, bits)
+                pack_module(model.get_submodule(layer.experts_name), layer.num_experts, bits)
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
+        if bits is not None:  # codes lie as this processor's kernel reads them
+            fingerprint += f" {torch.backends.cpu.get_cpu_capability()}"
         made = make_store(config, view, target, fingerprint)
         reader = _Reader(sources, len(view), source.name, shipped)
         try:
             made.source = reader
             if shipped is not None and isinstance(made, DiskStore):
                 made.shipped = reader.shipped
-            config = replace(config, store=made, store_folder=None, codec="raw")
+            config = replace(config, store=made, store_folder=None, codec="raw", experts=EXPANDED)
             _check_memory(made, slot_count(config, view) if target.type == "cpu" else 0)
             return offload(model, config, observers=observers)
         except BaseException:

@@ -22,12 +22,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.data.experts import OFFLOAD
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
+from expertcast.data.packed_experts import pack_module, packed_matrices
 from expertcast.data.source import check_release
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
 from expertcast.predictors.hybrid import Hybrid, member_recall
+from expertcast.predictors.messages import Progress
 from expertcast.predictors.next_token import NextTokenTracker
-from expertcast.runtime.config import OffloadConfig, make_link, make_store, named_checkpoint, remarks, slots_for
+from expertcast.runtime.config import (
+    EXPANDED,
+    EXPERTS_BITS,
+    PACKED,
+    OffloadConfig,
+    make_link,
+    make_store,
+    named_checkpoint,
+    remarks,
+    slots_for,
+)
 from expertcast.runtime.drafts.names import NONE, QUANTISED
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine, LayerFlow
@@ -547,6 +559,29 @@ def _refuse_use(view: MoEView) -> None:
         layer.experts.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
 
+def _pack(view: MoEView, form: str) -> None:
+    """Round a loaded model's experts, which stay so.
+
+    Raises:
+        ExpertcastError: they are packed already, in another form; or `packed`, which is what a checkpoint ships.
+    """
+    packed = packed_matrices(view[0].experts)
+    if form in (PACKED, "auto"):
+        if form == PACKED and not packed:
+            raise ExpertcastError(
+                "a loaded model's experts are expanded: give experts='int4' or 'int8', or load_offloaded its checkpoint"
+            )
+        return
+    if packed:
+        raise ExpertcastError(f"the model's experts are packed already: leave experts={form!r} out")
+    bits = EXPERTS_BITS[form]
+    warnings.warn(
+        f"the model's experts are rounded to {bits} bits, and stay so when the offload is closed", stacklevel=3
+    )
+    for layer in Progress(f"rounding experts to {form}", unit="layer", steps=view):
+        pack_module(layer.experts, layer.num_experts, bits)
+
+
 def offload(
     model: PreTrainedModel, config: OffloadConfig | None = None, *, observers: Sequence[Observer] = (), **fields: object
 ) -> OffloadedModel:
@@ -575,6 +610,8 @@ def offload(
     refuse_offloaded(model)
     refuse_shared(config.link, config.store, config.predictor)
     view = find_moe_layers(model)
+    if config.experts != EXPANDED:
+        _pack(view, config.experts)
     device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
     bound, checkpoint = resolve_predictor(config.resolved_predictor(), view)
     if bound is not None:
@@ -599,7 +636,7 @@ def offload(
         link=make_link(config, device.type),
         speculator=speculator,
         next_token=resolve_next_token(config.next_token, view, config.resolved_policies(), device),
-        kernel=SlotKernel(kernel_of(model), count),
+        kernel=SlotKernel(kernel_of(model), count, bool(packed_matrices(view[0].experts))),
         drift=make_monitor(config, view, bound, checkpoint),
         recall=mean_recall(checkpoint),
         observers=observers,

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from expertcast.data.models import load_tokenizer
+from expertcast.data.packed_experts import packed_matrices
 from expertcast.data.text import bundled_ids
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.drafts import names
@@ -164,6 +165,8 @@ class Drafting:
         base = name.partition(":")[0]
         speculator = self._parts.speculator
         if name in names.QUANTISED:
+            if packed_matrices(speculator.view[0].experts):
+                raise ExpertcastError(f"draft {name!r} is no cheaper than experts that are packed: give another draft")
             calibration = self._calibration(tokenizer) if name == CALIBRATED else None
             experts = QuantisedExperts.of(
                 speculator.view, self._store.views, name, calibration=calibration, device=self._store.device

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
+from expertcast.data.packed_experts import PackedMatrix
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.engine.engine import row_order
 
@@ -108,9 +109,11 @@ def _uses(function: object, name: str) -> bool:
     return isinstance(function, types.FunctionType) and name in function.__code__.co_names
 
 
-def products(rows: Tensor, weight: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
+def products(rows: Tensor, weight: Tensor | PackedMatrix, groups: Sequence[tuple[int, int]]) -> Tensor:
     """One product per group (slot, rows), the groups' rows one after another: [P, F] of `rows` [P, D] and `weight`
-    [S, D, F]."""
+    [S, D, F], which may be packed."""
+    if isinstance(weight, PackedMatrix):
+        return weight.products(rows, groups)
     output = rows.new_empty(rows.shape[0], weight.shape[-1])
     start = 0
     for slot, count in groups:
@@ -250,12 +253,18 @@ _SWITCH = "_optimize_model_for_decode"
 
 
 class SlotKernel:
-    """Runs an experts module whose parameters are slot views [S, ...]."""
+    """Runs an experts module whose parameters are slot views [S, ...].
 
-    def __init__(self, forward: ExpertsForward, slots: int) -> None:
+    Args:
+        forward: transformers' kernel.
+        slots: S
+        packed: whether the experts are packed: then the grouped kernel alone runs.
+    """
+
+    def __init__(self, forward: ExpertsForward, slots: int, packed: bool = False) -> None:
         self.forward = forward
         """transformers' kernel that runs from now on."""
-        self._slots = slots
+        self._slots, self._packed = slots, packed
         self._on_host = HostGrouped(grouped_mm_experts_forward)
 
     def run(
@@ -301,7 +310,7 @@ class SlotKernel:
 
     @property
     def _grouped(self) -> bool:
-        return self.forward is grouped_mm_experts_forward
+        return self._packed or self.forward is grouped_mm_experts_forward
 
     def _run(
         self,
@@ -321,8 +330,9 @@ class SlotKernel:
                 if self.by_expert(slots_TK):
                     return self._on_host.run(experts, hidden_TD, slots_TK, weights_TK, order())
                 between = over_slots(experts, self._slots, slots_TK, slots)
+            forward = grouped_mm_experts_forward if self._grouped else self.forward
             with between:
-                return self.forward(experts, hidden_TD, slots_TK, weights_TK)
+                return forward(experts, hidden_TD, slots_TK, weights_TK)
         finally:
             own["num_experts"] = before
 

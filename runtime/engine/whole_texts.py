@@ -17,6 +17,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.batch import RouterCall
 from expertcast.data.experts import WINDOWS, Answer, Inner, inner_activations
+from expertcast.data.packed_experts import expanded_experts
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, experts_digest
 from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
@@ -83,7 +84,8 @@ class SlotExperts:
         views = store.views(layer.index) if store.addressable else None
         for expert in range(layer.num_experts):
             own = store.layout.views(store.block(first + expert)) if views is None else views
-            yield {name: tensor[0 if views is None else expert] for name, tensor in own.items()}
+            parts = {name: tensor[0 if views is None else expert] for name, tensor in own.items()}
+            yield expanded_experts(layer.experts, parts)
 
     @cached_property
     def _texts(self) -> _TextEngine:

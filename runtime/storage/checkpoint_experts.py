@@ -31,6 +31,7 @@ from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.base import HfQuantizer
 
 from expertcast.data.machine import usable_processors
+from expertcast.data.packed_experts import packed_matrices, write_packed
 from expertcast.data.source import FP8, MXFP4
 from expertcast.data.weights.files import Part, TensorFile, WeightFiles
 from expertcast.data.weights.packed import Fp8Tensor
@@ -78,6 +79,7 @@ class ExpertSources:
         self._model = model
         self._files = files
         self._experts = view.shape.experts
+        self._modules = [layer.experts for layer in view]
         self.parameters: dict[str, Tensor] = {}
         """The experts' parameters (meta tensors [E, ...]) by full name."""
         self._local: list[dict[str, str]] = []
@@ -115,7 +117,7 @@ class ExpertSources:
         """
         local = self._local[layer]
         jobs = [
-            partial(self._convert, group, expert, local, views)
+            partial(self._convert, layer, group, expert, views)
             for group in self.groups(layer)
             for expert in (range(self._experts) if self.separable(group) else [None])
         ]
@@ -173,18 +175,23 @@ class ExpertSources:
         made = converter.convert(group.target, model=self._model, config=self._model.config)
         return {full: value[0] if isinstance(value, list) else value for full, value in made.items()}
 
-    def _convert(self, group: Group, expert: int | None, local: dict[str, str], views: dict[str, Tensor]) -> set[str]:
+    def _convert(self, layer: int, group: Group, expert: int | None, views: dict[str, Tensor]) -> set[str]:
         """Convert and write one expert (None: all); the names that were written."""
-        made = self.made(group, expert)
+        made, local, experts = self.made(group, expert), self._local[layer], self._modules[layer]
+        packed = packed_matrices(experts)
         for full, tensor in made.items():
-            view = views[local[full]] if full in local else None
-            rows = None if view is None else view if expert is None else view[expert : expert + 1]
-            if rows is None or rows.shape != tensor.shape:
+            shape = list(self.parameters[full].shape) if full in local else None
+            if shape is None or [self._experts if expert is None else 1, *shape[1:]] != list(tensor.shape):
                 raise ExpertcastError(
                     f"the checkpoint's {full} is {list(tensor.shape)}, the model's is "
-                    f"{'not among its experts' if rows is None else list(rows.shape)}: it belongs to another model"
+                    f"{'not among its experts' if shape is None else shape}: it belongs to another model"
                 )
-            rows.copy_(tensor)
+            first, name = expert or 0, local[full]
+            if name not in packed:
+                views[name][first : first + len(tensor)].copy_(tensor)
+                continue
+            for index, matrix in enumerate(tensor):
+                write_packed(experts, name, matrix, views, first + index)
         return set(made)
 
 
