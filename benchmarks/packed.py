@@ -2,10 +2,10 @@
 
     python -m benchmarks.packed --keep FOLDER --peer PYTHON --out packed.json --page packed.md
 
-makes a Q4_0 file of Qwen3-30B-A3B's shape, cut to a few layers and as much less vocabulary, measures what every side takes
-beside its experts, and runs every side at every share of memory, rate of the disk (0: as it is) and length of prompt, in
-turns, each run a process of its own in a memory control group with a cold page cache. It writes the JSON after every run;
-given again, it goes on where it stopped. PYTHON is an interpreter with `xllamacpp`.
+makes a Q4_0 file of Qwen3-30B-A3B's shape, cut to a few layers and as much less vocabulary, measures what every side
+takes beside its experts, and runs every side at every share of memory, rate of the disk (0: as it is) and length of
+prompt, in turns, each run a process of its own in a memory control group with a cold page cache. It writes the JSON
+after every run; given again, it goes on where it stopped. PYTHON is an interpreter with `xllamacpp`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.runtime.gguf_files import write
 from transformers import PretrainedConfig
 
 from benchmarks.children import abilities, run
 from benchmarks.disk_files import RUN, local_model
+from benchmarks.packed_fidelity import fidelity
 from benchmarks.packed_page import page
 from benchmarks.results import ResultFile
 from expertcast.commands.output import say
@@ -32,13 +34,13 @@ from expertcast.data.text import bundled_ids
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 from expertcast.runtime.benchmarking.shapes import SHAPES
-from tests.runtime.gguf_files import write
 
 SETTINGS = ("layers", "small", "warm", "new_tokens", "threads")
 """Runs of a file with the same ones are kept."""
 PEER, PEER_RUN = "llama.cpp", "benchmarks.packed_peer"
 _Q4_BITS, _SPARE = 4.5, 64 << 20
 """Bits per weight of Q4_0; bytes of memory that everyone has beside the most that was seen."""
+_MEDIANS = ("tpot_s", "tpot_mean_s", "ttft_s", "again_s", "bytes_read", "prompt_bytes_read", "hit_rate", "waited_s")
 _KEYS = ("side", "memory", "throttle", "prompt", "repetition")
 _SMALL = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
           "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
@@ -91,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def shape(layers: int, *, small: bool) -> PretrainedConfig:
-    """Qwen3-30B-A3B with so many of its layers, and the same part of its vocabulary; `small`: of toy size, for tests."""
+    """Qwen3-30B-A3B with so many of its layers and that part of its vocabulary; `small`: of toy size, for tests."""
     whole = SHAPES["qwen3-30b-a3b"]
     config = whole.config(layers)
     config.vocab_size = max(4096, config.vocab_size * layers // whole.layers // 32 * 32)
@@ -120,6 +122,10 @@ class Bench:
     def measure(self) -> None:
         """All runs that are not in the file, until the time is up."""
         args = self._args
+        for bits in args.fidelity:
+            found = self.result.setdefault("fidelity", [])
+            if bits not in [each["bits"] for each in found]:
+                found.append(fidelity("reference", args.fidelity_tokens, bits))
         self._make()
         self.result |= {"abilities": abilities(self._folder)}
         sides = [side for side in SIDES if not args.sides or side.name in args.sides]
@@ -190,7 +196,8 @@ class Bench:
         spec: Json = {
             "model": str(self._model), "tokens": tokens, "prompt": prompt, "warm": args.warm, "timed": args.new_tokens,
             "threads": args.threads, "options": options, "kind": "ours", "workload": "own", "truth": None,
-            "forecasts": False, "again": limit is None, "predictor": side.predictor, "dtype": "bf16", "store_folder": str(self._store(side)),
+            "forecasts": False, "again": limit is None, "predictor": side.predictor, "dtype": "bf16",
+            "store_folder": str(self._store(side)),
         }  # fmt: skip
         module, python = (PEER_RUN, str(args.peer)) if side.peer else (RUN, sys.executable)
         limits: Json = {"memory": limit, "rate": rate, "cold": [self._folder]}
@@ -263,6 +270,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bandwidth", nargs="+", type=float, default=[0, 5e8], help="bytes/s; 0: as it is")
     parser.add_argument("--prompts", nargs="+", type=int, default=[16, 512], help="tokens read at once")
     parser.add_argument("--repetitions", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--fidelity", nargs="*", type=int, default=[4, 8], help="bits of the bundled model's experts")
+    parser.add_argument("--fidelity-tokens", type=int, default=20480, help="(default: %(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="of the model (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=8, help="tokens before those timed (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=16, help="tokens that are timed (default: %(default)s)")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from expertcast.predictors.messages import Json
 
-PEER = "llama.cpp"
+PEER, EXPANDED = "llama.cpp", "expanded"
+_LONG = 512
+"""Tokens of a prompt whose time is compared."""
 _HEAD = ("side", "ms per token", "range", "s to first token", "GB per token", "hit rate", "peak GB", "x peer")
 _ASKED = (
-    ("5 times the peer at 50%", 0.5, "tpot_s", 5.0),
-    ("2 times the peer at 75%", 0.75, "tpot_s", 2.0),
-    (".9 of the peer with all in memory", None, "tpot_s", 0.9),
-    (".5 of the peer, prompt of 512", 0.5, "ttft_s", 0.5),
-    (".5 of the peer, prompt of 512, all in memory", None, "again_s", 0.5),
+    (5.0, PEER, 0.5, "tpot_s"),
+    (2.0, PEER, 0.75, "tpot_s"),
+    (0.9, PEER, None, "tpot_s"),
+    (0.5, PEER, 0.5, "ttft_s"),
+    (0.5, PEER, 0.75, "ttft_s"),
+    (0.5, PEER, None, "again_s"),
+    (2.5, EXPANDED, 0.5, "tpot_s"),
+    (1.8, EXPANDED, None, "tpot_s"),
 )
-"""What, share of memory, figure, and how many times as fast as the peer's best mode packed experts should be."""
+"""How many times as fast as whom packed experts should be, at which share of memory, and by which figure."""
+_FIGURES = {"tpot_s": "a token", "ttft_s": "the prompt", "again_s": "a prompt, nothing cold"}
 
 
 def page(result: Json) -> str:
@@ -26,54 +32,86 @@ def page(result: Json) -> str:
     """
     model, settings, rows = result["model"], result["settings"], result["results"]
     beside = ", ".join(f"{name} {nbytes / 1e9:.2f} GB" for name, nbytes in result.get("beside", {}).items())
-    stores = "; ".join(
-        f"{name}: {made['bytes'] / 1e9:.2f} GB, first run {made['first_run_s']:.0f} s"
+    stores = "".join(
+        f"\nThe store, {name}: {made['bytes'] / 1e9:.2f} GB, made and first used in {made['first_run_s']:.0f} s."
         for name, made in result.get("stores", {}).items()
     )
-    lines = [
-        "# Packed experts, in equal memory", "", f"    {result['command']}" if "command" in result else "",
-        f"{result['date']}, {settings['threads']} threads for everyone. {model['layers']} layers of {model['experts']} experts of "
-        f"{model['weights'] / 1e6:.1f} M weights, top {model['top_k']}, vocabulary {model['vocabulary']}: "
-        f"{model['experts_bytes'] / 1e9:.2f} GB of experts in Q4_0, which everyone reads from one file.", "",
-        f"Everyone reads the same text: a prompt at once, then {settings['warm']} + {settings['new_tokens']} tokens one by one, "
-        "the last of which are timed. All is cold at first.", "",
-        "A control group holds every process and the pages of its files to a limit: what llama.cpp takes beside the experts, "
-        f"64 MiB, and a share of the packed experts. Beside their experts sides take: {beside}.", "",
-        f"Stores: {stores or 'none'}.", "", "## Asked", "", *_targets(rows), "",
-    ]  # fmt: skip
+    text = (
+        f"""# Packed experts, in equal memory
+
+    {result["command"]}
+
+{result["date"]}, {settings["threads"]} threads for everyone; every row is in `results/packed.json`.
+{model["layers"]} layers of {model["experts"]} experts of {model["weights"] / 1e6:.1f} M weights, top {model["top_k"]},
+vocabulary {model["vocabulary"]}: {model["experts_bytes"] / 1e9:.2f} GB of experts in Q4_0, which everyone reads from one
+file.
+
+Everyone reads the same text: a prompt at once, then {settings["warm"]} tokens one by one, and
+{settings["new_tokens"]} more, which are timed. All is cold at first.
+
+A control group holds every process and the pages of its files to a limit: what llama.cpp takes beside the experts,
+64 MiB, and a share of the packed experts' bytes. Beside experts sides take: {beside}.
+{stores}
+
+{_fidelity(result.get("fidelity", []))}## Asked
+
+"""
+        + "\n".join(_targets(rows))
+        + "\n\n"
+    )
     for memory, throttle, prompt in dict.fromkeys((row["memory"], row["throttle"], row["prompt"]) for row in rows):
         group = [row for row in rows if (row["memory"], row["throttle"], row["prompt"]) == (memory, throttle, prompt)]
-        limit = next((row["limit_bytes"] for row in group if row.get("limit_bytes")), None)
-        space = "all in memory" if memory is None else f"memory for {memory:.0%} ({(limit or 0) / 1e9:.2f} GB)"
-        disk = f"disk held to {throttle / 1e9:g} GB/s" if throttle else "disk as it is"
-        lines += [f"## Prompt of {prompt}, {space}, {disk}", "", *_table(group), ""]
-    return "\n".join(lines)
+        limit = next((row["limit_bytes"] for row in group if row.get("limit_bytes")), 0)
+        space = "all in memory" if memory is None else f"memory for {memory:.0%} ({limit / 1e9:.2f} GB)"
+        text += f"## Prompt of {prompt}, {space}, {_disk(throttle)}\n\n" + "\n".join(_table(group)) + "\n\n"
+    return text.rstrip() + "\n"
 
 
-def best(rows: Sequence[Json], of: Callable[[Json], bool], figure: str) -> Json | None:
-    """The row with the lowest figure of those that have it."""
-    return min((row for row in rows if of(row) and row.get(figure)), key=lambda row: row[figure], default=None)
+def _disk(throttle: float | None) -> str:
+    return f"disk held to {throttle / 1e9:g} GB/s" if throttle else "disk as it is"
+
+
+def _fidelity(found: Sequence[Json]) -> str:
+    if not found:
+        return ""
+    what = {"packed": "packed against the same weights expanded", "rounded": "rounded and expanded against bf16",
+            "kernel": "expanded, eager against grouped kernels"}  # fmt: skip
+    lines = ["| bits | | KL, nats | same token | perplexity | of the other |", "|---|---|---|---|---|---|"]
+    for each in found:
+        for name, words in what.items():
+            row = each[name]
+            lines.append(
+                f"| {each['bits']} | {words} | {row['kl']:.5f} | {row['agreement']:.4f} | {row['perplexity']:.3f} "
+                f"| {row['perplexity_against']:.3f} |"
+            )
+    return f"## Fidelity, the bundled model, {found[0]['tokens']} tokens\n\n" + "\n".join(lines) + "\n\n"
+
+
+def best(rows: Sequence[Json], whose: str, figure: str) -> Json | None:
+    """The row with the lowest figure, of sides whose name begins so."""
+    having = (row for row in rows if row["side"].startswith(whose) and row.get(figure))
+    return min(having, key=lambda row: row[figure], default=None)
 
 
 def _targets(rows: Sequence[Json]) -> list[str]:
     lines = []
-    for what, memory, figure, least in _ASKED:
-        there = [row for row in rows if row["memory"] == memory]
+    for least, whom, memory, figure in _ASKED:
+        there = [row for row in rows if row["memory"] == memory and (figure == "tpot_s" or row["prompt"] >= _LONG)]
         for throttle, prompt in dict.fromkeys((row["throttle"], row["prompt"]) for row in there):
             here = [row for row in there if (row["throttle"], row["prompt"]) == (throttle, prompt)]
-            ours = best(here, lambda row: row["side"].startswith("packed"), figure)
-            peer = best(here, lambda row: row["side"].startswith(PEER), figure)
-            if ours is None or peer is None or (figure != "tpot_s" and prompt < 512):
-                continue
-            times = peer[figure] / ours[figure]
-            disk = f"{throttle / 1e9:g} GB/s" if throttle else "disk as it is"
-            said = f"**{'yes' if times >= least else 'no'}**, {times:.2f} ({ours['side']}; {peer['side']})"
-            lines.append(f"- {what}, {disk}, prompt of {prompt}: {said}")
+            ours, other = best(here, "packed", figure), best(here, whom, figure)
+            if ours is not None and other is not None:
+                times = other[figure] / ours[figure]
+                space = "all in memory" if memory is None else f"{memory:.0%}"
+                lines.append(
+                    f"- {least:g} times {whom}, {space}, {_disk(throttle)}, {_FIGURES[figure]}, prompt of {prompt}: "
+                    f"**{'yes' if times >= least else 'no'}**, {times:.2f} ({ours['side']}; {other['side']})"
+                )
     return lines
 
 
 def _table(rows: Sequence[Json]) -> list[str]:
-    peer = best(rows, lambda row: row["side"].startswith(PEER), "tpot_s")
+    peer = best(rows, PEER, "tpot_s")
     lines = ["| " + " | ".join(_HEAD) + " |", "|---" * len(_HEAD) + "|"]
     for row in rows:
         cells = [row["side"], row["failed"], *[""] * (len(_HEAD) - 2)] if "failed" in row else _cells(row, peer)
