@@ -271,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", nargs="+", type=int, default=[16, 512], help="tokens read at once")
     parser.add_argument("--repetitions", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--fidelity", nargs="*", type=int, default=[4, 8], help="bits of the bundled model's experts")
-    parser.add_argument("--fidelity-tokens", type=int, default=20480, help="(default: %(default)s)")
+    parser.add_argument("--fidelity-tokens", type=int, default=8192, help="(default: %(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="of the model (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=8, help="tokens before those timed (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=16, help="tokens that are timed (default: %(default)s)")

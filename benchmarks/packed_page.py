@@ -43,7 +43,7 @@ def page(result: Json) -> str:
 
 {result["date"]}, {settings["threads"]} threads for everyone; every row is in `results/packed.json`.
 {model["layers"]} layers of {model["experts"]} experts of {model["weights"] / 1e6:.1f} M weights, top {model["top_k"]},
-vocabulary {model["vocabulary"]}: {model["experts_bytes"] / 1e9:.2f} GB of experts in Q4_0, which everyone reads from one
+vocabulary {model["vocabulary"]}: {model["experts_bytes"] / 1e9:.2f} GB of experts in Q4_0, all read from one
 file.
 
 Everyone reads the same text: a prompt at once, then {settings["warm"]} tokens one by one, and
