@@ -156,34 +156,38 @@ class Bench:
 
     def _beside(self, side: Side) -> None:
         """Note the bytes of memory that a side's form takes beside its experts, and how its store was made."""
-        beside, experts = self.result.setdefault("beside", {}), self.result["model"]["experts_bytes"]
-        if side.form in beside:
-            return
-        say(f"memory beside experts, {side.form}")
-        if not side.peer:
-            start = time.monotonic()
-            found = self._child(side, self._slots(side, 2 * self.result["model"]["experts"]), 16, more={"timed": 1})
-            folder = self._store(side)
-            self.result.setdefault("stores", {})[side.form] = {
-                "first_run_s": time.monotonic() - start,
-                "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
-            }
-        count = self.result["model"]["count"] // 2
-        found = self._child(side, side.options if side.peer else self._slots(side, count), max(self._args.prompts))
-        if "failed" in found:
-            raise ExpertcastError(f"a first run, {side.form}: {found['failed']}")
-        beside[side.form] = found["peak_bytes"] - (experts if side.peer else count * self._block(side))
-        self._write()
+        beside = self.result.setdefault("beside", {}).setdefault(side.form, {})
+        if not side.peer and side.form not in self.result.setdefault("stores", {}):
+            self.result["stores"][side.form] = self._packed(side)
+        for prompt in map(str, self._args.prompts):
+            if prompt not in beside:
+                say(f"memory beside experts, {side.form}, prompt of {prompt}")
+                count = self.result["model"]["count"] // (1 if side.peer else 4)
+                found = self._child(side, side.options if side.peer else self._slots(side, count), int(prompt))
+                if "failed" in found:
+                    raise ExpertcastError(f"a first run, {side.form}: {found['failed']}")
+                beside[prompt] = found["peak_bytes"] - count * self._block(side)
+                self._write()
+
+    def _packed(self, side: Side) -> Json:
+        """Seconds of the run that makes a side's store, and the store's bytes."""
+        say(f"the store, {side.form}")
+        start = time.monotonic()
+        self._child(side, self._slots(side, 2 * self.result["model"]["experts"]), 16, more={"timed": 1})
+        files = [path for path in self._store(side).rglob("*") if path.is_file()]
+        return {"first_run_s": time.monotonic() - start, "bytes": sum(path.stat().st_size for path in files)}
 
     def _run(self, side: Side, share: float | None, rate: float | None, prompt: int) -> Json:
         model, beside = self.result["model"], self.result["beside"]
         if share is None:
             return self._child(side, side.options if side.peer else self._slots(side, model["count"]), prompt)
-        limit = beside[PEER] + _SPARE + int(share * model["experts_bytes"])
-        options, memory = side.options, limit - _SPARE - beside[side.form]
+        limit = max(beside[PEER].values()) + _SPARE + int(share * model["experts_bytes"])
+        options = side.options
         if not side.peer:
-            if memory < 2 * model["top_k"] * self._block(side):
-                return {"failed": f"no room for experts beside {beside[side.form] / 1e9:.2f} GB", "limit_bytes": limit}
+            own = beside[side.form][str(prompt)]
+            memory = limit - _SPARE - own
+            if memory < model["top_k"] * self._block(side):
+                return {"failed": f"no room for experts beside {own / 1e9:.2f} GB", "limit_bytes": limit}
             options = self._slots(side, min(model["count"], memory // self._block(side)))
         return {**self._child(side, options, prompt, limit, rate), "limit_bytes": limit}
 
@@ -207,7 +211,7 @@ class Bench:
         return {**side.options, "store": "disk", "slots": count}
 
     def _block(self, side: Side) -> int:
-        return int(self.result["model"]["expert_bytes"][side.form])
+        return int(self.result["model"]["expert_bytes"]["packed" if side.peer else side.form])
 
     def _store(self, side: Side) -> Path:
         return self._folder / f"store-{side.form}"

@@ -31,7 +31,11 @@ def page(result: Json) -> str:
         result: what the JSON file holds.
     """
     model, settings, rows = result["model"], result["settings"], result["results"]
-    beside = ", ".join(f"{name} {nbytes / 1e9:.2f} GB" for name, nbytes in result.get("beside", {}).items())
+    beside = ", ".join(
+        f"{name} {nbytes / 1e9:.2f} GB (prompt of {prompt})"
+        for name, taken in result.get("beside", {}).items()
+        for prompt, nbytes in taken.items()
+    )
     stores = "".join(
         f"\nThe store, {name}: {made['bytes'] / 1e9:.2f} GB, made and first used in {made['first_run_s']:.0f} s."
         for name, made in result.get("stores", {}).items()
