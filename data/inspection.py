@@ -15,6 +15,7 @@ from expertcast.data.early import static_refusals, told
 from expertcast.data.means import adds_experts
 from expertcast.data.models import form_of, meta_model
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.packed_experts import packed_nbytes
 from expertcast.data.source import ModelSource, Quantised
 from expertcast.data.weights.files import weight_files
 from expertcast.data.weights.gguf import GgufFile
@@ -56,6 +57,10 @@ class ModelReport:
     """Of the model; with the quantised form before it where there is one."""
     expert_bytes: int = 0
     """Bytes of one routed expert, as it is computed with."""
+    expert_bytes_int8: int = 0
+    """Of one that is rounded to 8 bits (`--experts int8`); 0: these experts cannot be."""
+    expert_bytes_int4: int = 0
+    """Likewise to 4 bits."""
     all_experts_bytes: int = 0
     other_bytes: int = 0
     """Everything that is not a routed expert."""
@@ -116,11 +121,20 @@ def describe(model: PreTrainedModel, model_id: str, source: ModelSource | None =
         loaded=_loaded(form),
         dtype=("" if form is None else f"{form.kind}, computed in ") + str(model.dtype).removeprefix("torch."),
         expert_bytes=expert_bytes,
+        expert_bytes_int8=_packed_bytes(first, 8),
+        expert_bytes_int4=_packed_bytes(first, 4),
         all_experts_bytes=all_experts,
         other_bytes=total - all_experts,
         early_attention=len(view) - len(refused),
         not_early=tuple(told(refused)),
     )
+
+
+def _packed_bytes(layer: MoELayer, bits: int) -> int:
+    try:
+        return packed_nbytes(layer.experts, layer.num_experts, bits)
+    except ExpertcastError:
+        return 0
 
 
 def _weights(source: ModelSource, model: PreTrainedModel) -> tuple[int, str]:

@@ -15,12 +15,14 @@ E experts (or slots), N outputs, I inputs, G inputs in a group, J = I / G groups
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from types import EllipsisType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,41 +38,101 @@ MANY_ROWS = 192
 # Codes and scales of one matrix
 
 
+MIDDLE = {4: 8, 8: 136}
+"""The code that stands for a group's zero, by bits."""
+
+
+class Coding(NamedTuple):
+    """How the codes of a matrix lie."""
+
+    bits: int
+    """4 or 8."""
+    group: int
+    """G"""
+    symmetric: bool
+    """Whether every zero is 0."""
+
+    @classmethod
+    def over(cls, codings: Iterable[Coding]) -> Coding:
+        """The one that all others fit exactly: the most bits, the smallest groups."""
+        bits, groups, symmetric = zip(*codings, strict=True)
+        return cls(max(bits), min(groups), all(symmetric))
+
+    @classmethod
+    def within(cls, bits: int, group: int, symmetric: bool) -> Coding | None:
+        """Of groups of any size, which become several of the kernel's; None: it takes none of them."""
+        found = next((each for each in GROUPS if group % each == 0), None)
+        return None if found is None or bits not in MIDDLE else cls(bits, found, symmetric)
+
+
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A matrix [..., N, I] as unsigned codes of 4 or 8 bits."""
+    """Matrices [..., N, I] as unsigned codes."""
 
+    bits: int
+    """4 or 8."""
     codes: Tensor
     """uint8 [..., N, I]"""
     scales: Tensor
     """float32 [..., N, J]"""
-    minima: Tensor
-    """float32 [..., N, J]: the weight of code 0"""
+    zeros: Tensor | None
+    """float32 [..., N, J]: what is added, weight = scale * (code - middle) + zero; None: nothing."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the codes."""
+        return self.codes.shape
+
+    def __getitem__(self, part: slice | EllipsisType) -> Coded:
+        return Coded(self.bits, self.codes[part], self.scales[part], None if self.zeros is None else self.zeros[part])
+
+    @property
+    def mT(self) -> Coded:
+        """Every matrix transposed: inputs by outputs."""
+        return Coded(self.bits, self.codes.mT, self.scales.mT, None if self.zeros is None else self.zeros.mT)
 
     def expanded(self) -> Tensor:
         """float32 [..., N, I]."""
-        group = self.codes.shape[-1] // self.scales.shape[-1]
-        grouped = self.codes.unflatten(-1, (-1, group)).float()
-        return (grouped * self.scales.unsqueeze(-1) + self.minima.unsqueeze(-1)).flatten(-2)
+        codes = self.codes.to(torch.int16) - MIDDLE[self.bits]
+        weights = codes.unflatten(-1, (self.scales.shape[-1], -1)) * self.scales.unsqueeze(-1)
+        if self.zeros is not None:
+            weights += self.zeros.unsqueeze(-1)
+        return weights.flatten(-2)
+
+    def fitted(self, coding: Coding) -> Coded:
+        """The same weights in a coding of no fewer bits and no larger groups."""
+        codes, scales, zeros = self.codes, self.scales, self.zeros
+        if self.bits < coding.bits:
+            codes = codes + (MIDDLE[coding.bits] - MIDDLE[self.bits])
+        if zeros is None and not coding.symmetric:
+            zeros = torch.zeros_like(scales)
+        repeats = codes.shape[-1] // scales.shape[-1] // coding.group
+        if repeats > 1:
+            scales = scales.repeat_interleave(repeats, -1)
+            zeros = None if zeros is None else zeros.repeat_interleave(repeats, -1)
+        return Coded(coding.bits, codes, scales, zeros)
 
 
 def rounded(weights: Tensor, bits: int, group: int) -> Coded:
     """To nearest, of weights [..., N, I] of any float dtype.
 
     Of 4 bits symmetric: a group's weight of largest magnitude becomes code 0, which is -8, whatever its sign; so scales
-    may be negative, and no code is left unused. Of 8 bits a group's range is divided evenly.
+    may be negative, and no code is left unused. Of 8 bits a group's range is divided evenly. Scales and zeros are
+    rounded to bf16 first.
     """
     groups = weights.float().unflatten(-1, (-1, group))
+    zeros = None
     if bits == 4:
         extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
         scales = (extreme / -8).bfloat16().float()
-        minima = -8 * scales
     else:
-        minima, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
-        scales = (high - minima) / 255
+        low, high = torch.aminmax(groups, dim=-1, keepdim=True)
+        scales = ((high - low) / 255).bfloat16().float()
+        zeros = ((low + MIDDLE[8] * scales) / 17).bfloat16().float() * 17  # both halves of a code take the zero
+        groups = groups - zeros
     divisors = torch.where(scales == 0, torch.ones_like(scales), scales)
-    codes = ((groups - minima) / divisors).round_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
-    return Coded(codes.flatten(-2), scales.squeeze(-1), minima.squeeze(-1))
+    codes = (groups / divisors).round_().add_(MIDDLE[bits]).clamp_(0, (1 << bits) - 1).to(torch.uint8)
+    return Coded(bits, codes.flatten(-2), scales.squeeze(-1), None if zeros is None else zeros.squeeze(-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +175,26 @@ class PackedForm:
             SCALES: (groups if self.symmetric else (*groups, 2), torch.bfloat16),
         }
 
-    def encode(self, matrix: Coded, codes: Tensor, scales: Tensor) -> None:
-        """Write one expert's matrix into its parts on the CPU."""
-        scale_JN, minimum_JN = matrix.scales.T, matrix.minima.T
+    @property
+    def nbytes(self) -> int:
+        """Of one expert's parts."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts().values())
+
+    def encode(self, matrices_ENI: Coded, codes: Tensor, scales: Tensor) -> None:
+        """Write some experts' matrices into their parts [E, ...] on the CPU."""
+        fitted = matrices_ENI.fitted(Coding(self.bits, self.group, self.symmetric))
         if self.bits == 8:
-            codes[0].copy_(_packed(matrix.codes >> 4))
-            codes[1].copy_(_packed(matrix.codes & 15))
-            zero_JN = (minimum_JN + 136 * scale_JN) / 17  # both halves take the same zero, the high ones 16 times
+            _pack(fitted.codes >> 4, codes[:, 0])
+            _pack(fitted.codes & 15, codes[:, 1])
         else:
-            codes.copy_(_packed(matrix.codes))
-            zero_JN = minimum_JN + 8 * scale_JN
-        scales.copy_(scale_JN if self.symmetric else torch.stack((scale_JN, zero_JN), dim=-1))
+            _pack(fitted.codes, codes)
+        scale_EJN = fitted.scales.mT
+        if fitted.zeros is None:
+            scales.copy_(scale_EJN)
+            return
+        scales[..., 0].copy_(scale_EJN)
+        # both halves of 8 bits take the same zero, the high ones 16 times
+        scales[..., 1].copy_(fitted.zeros.mT / (1 if self.bits == 4 else 17))
 
     def multiply(self, rows_PI: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         """bf16 [P, N] of bf16 rows [P, I]."""
@@ -140,8 +211,8 @@ class PackedForm:
         code = _unpacked(codes if self.bits == 4 else codes[1], self.outputs, self.inputs).to(torch.int16)
         if self.bits == 8:
             code = code + 16 * _unpacked(codes[0], self.outputs, self.inputs).to(torch.int16)
-        offset, share = (8, 1) if self.bits == 4 else (136, 17)
-        weights_NJG = (code - offset).unflatten(-1, (-1, self.group)) * scale.T.float().unsqueeze(-1)
+        share = 1 if self.bits == 4 else 17
+        weights_NJG = (code - MIDDLE[self.bits]).unflatten(-1, (-1, self.group)) * scale.T.float().unsqueeze(-1)
         if zero is not None:
             weights_NJG += share * zero.T.float().unsqueeze(-1)
         return weights_NJG.flatten(-2).bfloat16()
@@ -174,32 +245,49 @@ def _product(rows_PI: Tensor, codes: Tensor, group: int, pairs: Tensor) -> Tenso
     return torch._weight_int4pack_mm_for_cpu(rows_PI, codes, group, pairs)
 
 
-def _packed(codes_NI: Tensor) -> Tensor:
-    return torch._convert_weight_to_int4pack_for_cpu(codes_NI.int(), 1)
+def _pack(codes_ENI: Tensor, packed: Tensor) -> None:
+    """Write codes of 4 bits as the kernel reads them, uint8 [E, N, I/2]."""
+    for rows_EBRI, octets in _blocks(codes_ENI, packed):
+        low, high = _order(rows_EBRI.shape[2])
+        octets.copy_((rows_EBRI[:, :, high] << 4).bitwise_or_(rows_EBRI[:, :, low]).mT)
 
 
 def _unpacked(packed: Tensor, outputs: int, inputs: int) -> Tensor:
-    """uint8 [N, I] of what :func:`_packed` made."""
-    block = 64 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 32
-    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
-    whole = outputs - outputs % block
-    flat = packed.reshape(-1)
-    for first, last, size in ((0, whole, block), (whole, outputs, outputs - whole)):
-        if first == last:
-            continue
-        octets = flat[first * inputs // 2 : last * inputs // 2].view(-1, inputs, size // 2)
-        halves = torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2).transpose(1, 2)
-        codes[first:last].view(-1, size, inputs)[:, _order(size)] = halves
-    return codes
+    """uint8 [N, I] of what :func:`_pack` wrote of one expert."""
+    codes = torch.empty(1, outputs, inputs, dtype=torch.uint8)
+    for rows_EBRI, octets in _blocks(codes, packed.unsqueeze(0)):
+        low, high = _order(rows_EBRI.shape[2])
+        rows_EBRI[:, :, low] = octets.mT & 15
+        rows_EBRI[:, :, high] = octets.mT >> 4
+    return codes[0]
+
+
+def _blocks(codes_ENI: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The kernel's blocks of R outputs [E, B, R, I] with their bytes [E, B, I, R/2]; those left over are one block."""
+    outputs, inputs = codes_ENI.shape[1:]
+    most = 64 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 32
+    whole = outputs - outputs % most
+    for first, last, rows in ((0, whole, most), (whole, outputs, outputs - whole)):
+        if first < last:
+            octets = packed.flatten(1)[:, first * inputs // 2 : last * inputs // 2]
+            yield codes_ENI[:, first:last].unflatten(1, (-1, rows)), octets.unflatten(1, (-1, inputs, rows // 2))
 
 
 @cache
-def _order(size: int) -> Tensor:
-    """Which output of a block of this size each half byte is of."""
-    row_RI = torch.arange(size)[:, None].expand(size, 32)
-    high, low = (packed.reshape(32, -1)[0] for packed in (_packed(row_RI >> 4), _packed(row_RI & 15)))
-    found = torch.stack(((high & 15) * 16 + (low & 15), (high >> 4) * 16 + (low >> 4)), dim=-1)
-    return found.flatten().long()
+def _order(rows: int) -> tuple[slice, slice]:
+    """Which outputs of a block the low and the high halves of its bytes are of, by torch's own packing."""
+    row_RI = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, 32).contiguous()
+    sixteens, ones = (torch._convert_weight_to_int4pack_for_cpu(each, 1) for each in (row_RI >> 4, row_RI & 15))
+    first, second = sixteens.reshape(32, -1)[0].int(), ones.reshape(32, -1)[0].int()
+    return _run((first & 15) * 16 + (second & 15)), _run((first >> 4) * 16 + (second >> 4))
+
+
+def _run(numbers: Tensor) -> slice:
+    """Evenly spaced numbers as a slice, which is read faster."""
+    first, *_, last = numbers.tolist()
+    step = (last - first) // (len(numbers) - 1)
+    assert numbers.tolist() == list(range(first, last + 1, step))
+    return slice(first, last + 1, step)
 
 
 # A module of packed experts
@@ -213,13 +301,11 @@ class PackedMatrix:
         name: of the parameter.
         form: how it lies.
         transposed: whether the parameter was [E, I, N].
+        dtype: of the parameter, and of the products.
     """
 
-    dtype = torch.bfloat16
-    """In which it is multiplied."""
-
-    def __init__(self, experts: nn.Module, name: str, form: PackedForm, transposed: bool) -> None:
-        self._own = experts._parameters
+    def __init__(self, experts: nn.Module, name: str, form: PackedForm, transposed: bool, dtype: torch.dtype) -> None:
+        self._own, self.dtype = experts._parameters, dtype
         self._codes, self._scales = name + CODES, name + SCALES
         self.form, self.transposed = form, transposed
 
@@ -250,19 +336,15 @@ class PackedMatrix:
         return self
 
     def products(self, rows_PI: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
-        """bf16 [P, N]: one product per group (expert, rows), the groups' rows one after another."""
+        """One product in bf16 per group (expert, rows), the groups' rows one after another: [P, N] in the rows' dtype."""
         codes, scales = self.parts()
-        outputs, start = [], 0
+        inputs_PI, outputs, start = rows_PI.bfloat16(), [], 0
         for expert, count in groups:
-            outputs.append(self.form.multiply(rows_PI[start : start + count], codes[expert], scales[expert]))
+            outputs.append(self.form.multiply(inputs_PI[start : start + count], codes[expert], scales[expert]))
             start += count
-        return (
-            outputs[0]
-            if len(outputs) == 1
-            else torch.cat(outputs)
-            if outputs
-            else rows_PI.new_empty(0, self.form.outputs)
-        )
+        if not outputs:
+            return rows_PI.new_empty(0, self.form.outputs)
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(rows_PI.dtype)
 
     @classmethod
     def __torch_function__(
@@ -312,6 +394,26 @@ def down_projection(experts: nn.Module) -> Tensor | PackedMatrix:
     return experts.down_proj  # type: ignore[return-value]
 
 
+def packed_nbytes(experts: nn.Module, count: int, bits: int) -> int:
+    """Bytes of one expert once its matrices are rounded to 4 or 8 bits; the module may be on the meta device.
+
+    Raises:
+        ExpertcastError: the kernel takes no such matrix.
+    """
+    own = matrices(experts, count)
+    packed = sum(form_for(experts, matrix, bits).nbytes for matrix in own.values())
+    others = [each for name, each in experts.named_parameters(recurse=False) if name not in own and len(each) == count]
+    return packed + sum(each[0].nbytes for each in others)
+
+
+def weight_bits(experts: nn.Module) -> float:
+    """Bits that a weight of a module's matrices takes, scales included."""
+    forms = [matrix.form for matrix in packed_matrices(experts).values()]
+    if not forms:
+        return 8.0 * down_projection(experts).dtype.itemsize
+    return 8 * sum(form.nbytes for form in forms) / sum(form.outputs * form.inputs for form in forms)
+
+
 def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
     """Replace a module's matrices by packed ones, not filled, on the device of the matrices."""
     transposed = bool(getattr(experts, "is_transposed", False))
@@ -321,7 +423,7 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
         for end, (shape, dtype) in form.parts().items():
             empty = torch.empty(count, *shape, dtype=dtype, device=matrix.device)
             experts.register_parameter(name + end, nn.Parameter(empty, requires_grad=False))
-        experts.__dict__[name] = PackedMatrix(experts, name, form, transposed)
+        experts.__dict__[name] = PackedMatrix(experts, name, form, transposed, matrix.dtype)
 
 
 def packed_matrices(experts: nn.Module) -> dict[str, PackedMatrix]:
@@ -330,21 +432,22 @@ def packed_matrices(experts: nn.Module) -> dict[str, PackedMatrix]:
 
 
 def write_packed(
-    experts: nn.Module, name: str, matrix: Tensor | Coded, parts: Mapping[str, Tensor], expert: int
+    experts: nn.Module, name: str, matrices_EDF: Tensor | Coded, parts: Mapping[str, Tensor], first: int = 0
 ) -> None:
-    """Pack one expert's matrix, given as the module has it, [N, I] or [I, N], or as its codes.
+    """Pack some experts' matrices.
 
     Args:
-        experts, name: the matrix's module and name.
-        matrix: of any float dtype, on the CPU.
+        experts, name: the matrices' module and name.
+        matrices_EDF: as the module has them, [E, N, I] or [E, I, N], of any float dtype or coded, on the CPU.
         parts: what holds all experts, by name.
-        expert: whose.
+        first: the first one's number.
     """
     own = packed_matrices(experts)[name]
-    form = own.form
-    if isinstance(matrix, Tensor):
-        matrix = rounded(matrix.T if own.transposed else matrix, form.bits, form.group)
-    form.encode(matrix, parts[name + CODES][expert], parts[name + SCALES][expert])
+    form, matrices_ENI = own.form, matrices_EDF.mT if own.transposed else matrices_EDF
+    if isinstance(matrices_ENI, Tensor):
+        matrices_ENI = rounded(matrices_ENI, form.bits, form.group)
+    last = first + len(matrices_ENI.codes)
+    form.encode(matrices_ENI, parts[name + CODES][first:last], parts[name + SCALES][first:last])
 
 
 def expanded_experts(experts: nn.Module, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -362,10 +465,15 @@ def pack_module(experts: nn.Module, count: int, bits: int) -> None:
     """Round a module's matrices and hold them packed, one matrix at a time."""
     for name, matrix in matrices(experts, count).items():
         make_packed(experts, count, {name: form_for(experts, matrix, bits)})
-        parts = {full: each for full, each in experts._parameters.items() if each is not None}
-        if not matrix.is_meta:
-            for expert in range(count):
-                write_packed(experts, name, matrix[expert].detach(), parts, expert)
+        parts = {full: each.data for full, each in experts._parameters.items() if each is not None}
+        step = at_once(matrix)
+        for first in range(0, count, step):
+            write_packed(experts, name, matrix.detach()[first : first + step], parts, first)
+
+
+def at_once(matrices_EDF: Tensor) -> int:
+    """How many experts' matrices are packed in one call: more are not faster, and take memory."""
+    return max(1, 2**23 // matrices_EDF[0].numel())
 
 
 def iterate_plain(experts: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:

@@ -28,7 +28,7 @@ from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.messages import Json, size_text
 from expertcast.predictors.options import field_docs
 from expertcast.predictors.view import MoEView, overfetched
-from expertcast.runtime.drafts.names import NONE, check_draft
+from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
 from expertcast.runtime.policies import LRU, PRESETS, Fetch, Policies, Standard, TopK
 from expertcast.runtime.policies.settings import AUTO, FORECASTS, NEVER
@@ -351,6 +351,10 @@ class OffloadConfig:
             raise ExpertcastError(
                 f"experts={self.experts!r} lie in few bits, which codec {self.codec!r} does not store: leave it out"
             )
+        if self.draft in QUANTISED and self.experts in EXPERTS_BITS:
+            raise ExpertcastError(
+                f"draft {self.draft!r} is no cheaper than experts={self.experts!r}: give another draft"
+            )
 
     @classmethod
     def of(cls, config: Self | None, fields: Mapping[str, object]) -> Self:
@@ -660,7 +664,8 @@ def make_store(
 
     folder, codec = config.store_folder, config.resolved_codec()
     store = DiskStore(view, folder, codec=codec, device=device, fingerprint=fingerprint)
-    if config.codec is None and codec == "raw" and folder is not None and not store.holds(0):
+    expanded = config.codec is None and codec == "raw" and config.experts == EXPANDED
+    if expanded and folder is not None and not store.holds(0):
         size = size_text(store.nbytes)
         warnings.warn(
             f"{size} of experts are written to {str(folder)!r} by codec 'raw': a codec such as 'bitsplit' (--codec) "

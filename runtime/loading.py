@@ -24,11 +24,12 @@ from transformers.quantizers.base import HfQuantizer
 from expertcast.data.machine import available_memory, torch_device, torch_dtype
 from expertcast.data.models import form_of, meta_model, model_of, open_weights
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import pack_module
+from expertcast.data.packed_experts import Forms, form_for, make_packed, matrices
 from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress, first_line
-from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, OffloadConfig, make_store
+from expertcast.predictors.view import MoEView
+from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, make_store
 from expertcast.runtime.offloading import OffloadedModel, offload, slot_count
 from expertcast.runtime.recording.recorder import Observer, check_observers
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources, Shipped, ShippedExperts
@@ -90,14 +91,14 @@ def load_offloaded(
         model = _load_others(skeleton, sources, files, source).to(target)
         # experts without weights: what the store takes the place of, and what a closed model is left with
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
-        bits = EXPERTS_BITS.get(config.experts)
-        if bits is not None:
-            for layer in view:
-                pack_module(layer.experts, layer.num_experts, bits)
-                pack_module(model.get_submodule(layer.experts_name), layer.num_experts, bits)
+        forms = _packed_forms(config.experts, sources, view)
+        for layer in view:
+            make_packed(layer.experts, layer.num_experts, forms)
+            make_packed(model.get_submodule(layer.experts_name), layer.num_experts, forms)
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
-        if bits is not None:  # codes lie as this processor's kernel reads them
-            fingerprint += f" {torch.backends.cpu.get_cpu_capability()}"
+        if forms:  # codes lie as this processor's kernel reads them
+            lie = ", ".join(f"{name} {each}" for name, each in forms.items())
+            fingerprint += f" {config.experts} {lie} {torch.backends.cpu.get_cpu_capability()}"
         made = make_store(config, view, target, fingerprint)
         reader = _Reader(sources, len(view), source.name, shipped)
         try:
@@ -186,6 +187,28 @@ def _replace(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter | Non
 def _mxfp4_dequantizer(settings: Mapping[str, Any]) -> HfQuantizer:
     """What has transformers' conversions turn MXFP4 experts into the model's dtype."""
     return AutoHfQuantizer.from_config(Mxfp4Config.from_dict({**settings, "dequantize": True}), pre_quantized=True)
+
+
+def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Forms:
+    """How the experts are packed, by their parameters' names; none where they are expanded.
+
+    Raises:
+        ExpertcastError: `packed`, and the checkpoint does not ship them so.
+    """
+    if experts in (PACKED, "auto"):
+        try:
+            forms = sources.forms()
+        except ExpertcastError:
+            if experts == PACKED:
+                raise
+            return {}
+        sources.coded = True
+        return forms
+    bits, first = EXPERTS_BITS.get(experts), view[0]
+    if bits is None:
+        return {}
+    found = matrices(first.experts, first.num_experts)
+    return {name: form_for(first.experts, matrix, bits) for name, matrix in found.items()}
 
 
 def _as_shipped(

@@ -559,8 +559,12 @@ def _refuse_use(view: MoEView) -> None:
         layer.experts.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
 
-def _pack(view: MoEView, form: str) -> None:
-    """Round a loaded model's experts, which stay so.
+def pack_experts(view: MoEView, form: str) -> None:
+    """Round a model's experts, which stay so.
+
+    Args:
+        view: its MoE layers; on the meta device they get their shapes.
+        form: as `experts` of :class:`OffloadConfig` says it.
 
     Raises:
         ExpertcastError: they are packed already, in another form; or `packed`, which is what a checkpoint ships.
@@ -574,12 +578,8 @@ def _pack(view: MoEView, form: str) -> None:
         return
     if packed:
         raise ExpertcastError(f"the model's experts are packed already: leave experts={form!r} out")
-    bits = EXPERTS_BITS[form]
-    warnings.warn(
-        f"the model's experts are rounded to {bits} bits, and stay so when the offload is closed", stacklevel=3
-    )
     for layer in Progress(f"rounding experts to {form}", unit="layer", steps=view):
-        pack_module(layer.experts, layer.num_experts, bits)
+        pack_module(layer.experts, layer.num_experts, EXPERTS_BITS[form])
 
 
 def offload(
@@ -611,7 +611,11 @@ def offload(
     refuse_shared(config.link, config.store, config.predictor)
     view = find_moe_layers(model)
     if config.experts != EXPANDED:
-        _pack(view, config.experts)
+        pack_experts(view, config.experts)
+    if config.experts in EXPERTS_BITS:
+        warnings.warn(
+            f"the model's experts are rounded to {config.experts}, and stay so when it is closed", stacklevel=2
+        )
     device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
     bound, checkpoint = resolve_predictor(config.resolved_predictor(), view)
     if bound is not None:

@@ -23,6 +23,7 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from expertcast.data.packed_experts import Coded, Coding
 from expertcast.data.source import ModelSource
 from expertcast.data.trace_format import read_range
 from expertcast.predictors.messages import ExpertcastError, first_line
@@ -59,6 +60,10 @@ class ComputedTensor:
     """As safetensors names it; what is read may be narrower already."""
     make: Callable[[Part], Tensor]
     """Computes some rows, or all."""
+    coding: Coding | None = None
+    """How the codes of a quantised one lie, where they can be read."""
+    coded: Callable[[Part], Coded] | None = None
+    """Reads the codes of some rows, or all."""
 
     def get_shape(self) -> list[int]:
         """Its sizes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +24,9 @@ from transformers.integrations.gguf.kernels import dequantize_blocks
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 from transformers.utils import is_gguf_available
 
+from expertcast.data.packed_experts import Coded, Coding, rounded
 from expertcast.data.source import GGUF, Quantised
+from expertcast.data.weights.blocks import CODINGS, coded_blocks
 from expertcast.data.weights.files import ComputedTensor, Part, TensorFile, WeightFiles, read_rows
 from expertcast.predictors.messages import ExpertcastError
 
@@ -32,6 +35,8 @@ _UNMAPPED = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 """What files say of a model's shape and transformers leaves at the configuration class's default."""
+_AGAIN = {"Q6_K": Coding(8, 32, False)}
+"""Kinds whose groups are smaller than the kernel's: their weights are rounded again."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -53,6 +58,45 @@ class _Stored:
 
         read, shape = read_rows(self.file, self.start, self.shape, self.item.itemsize, part)
         return np.frombuffer(read, dtype=self.item).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """A parameter of the model, and the tensors of the file that make it."""
+
+    stored: list[_Stored]
+    read: Callable[[_Stored, Part], Tensor]
+    """Dequantises one of them."""
+    convert: Callable[[list[Tensor]], Tensor]
+    """Joins what was read of them: weights, or codes or scales or zeros."""
+    dtype: torch.dtype | None = None
+    """Of the weights; None: as they are read."""
+
+    def weights(self, part: Part) -> Tensor:
+        made = self.convert([self.read(tensor, part) for tensor in self.stored])
+        return made if self.dtype is None else made.to(self.dtype)
+
+    def coding(self) -> Coding | None:
+        """Of the parameter's codes; None: they are not read."""
+        kinds = [CODINGS.get(tensor.kind.name, _AGAIN.get(tensor.kind.name)) for tensor in self.stored]
+        return None if None in kinds else Coding.over(kind for kind in kinds if kind is not None)
+
+    def coded(self, part: Part) -> Coded:
+        coding = self.coding()
+        assert coding is not None
+        coded = [self._coded(tensor, part).fitted(coding) for tensor in self.stored]
+        zeros = [each.zeros for each in coded if each.zeros is not None]
+        return Coded(
+            coding.bits,
+            self.convert([each.codes for each in coded]),
+            self.convert([each.scales for each in coded]),
+            self.convert(zeros) if zeros else None,
+        )
+
+    def _coded(self, tensor: _Stored, part: Part) -> Coded:
+        if (again := _AGAIN.get(tensor.kind.name)) is not None:
+            return rounded(self.read(tensor, part), again.bits, again.group)
+        return coded_blocks(tensor.kind.name, torch.from_numpy(tensor[part]))
 
 
 class GgufFile(WeightFiles):
@@ -89,7 +133,9 @@ class GgufFile(WeightFiles):
         made = _converted(stored, model, architecture, self._dtype) if newer else _mapped(stored, model, architecture)
         state = model.state_dict()
         self.tensors: dict[str, TensorFile] = {
-            name: ComputedTensor(state[name].shape, "F32", make) for name, make in made.items() if name in state
+            name: ComputedTensor(state[name].shape, "F32", each.weights, each.coding(), each.coded)
+            for name, each in made.items()
+            if name in state
         }
         tied = getattr(model, "all_tied_weights_keys", {})
         if missing := sorted(set(state) - set(self.tensors) - set(tied)):
@@ -142,7 +188,7 @@ def check_package(name: str) -> None:
 
 def _converted(
     stored: dict[str, _Stored], model: PreTrainedModel, architecture: str, dtype: torch.dtype
-) -> dict[str, Callable[[Part], Tensor]]:
+) -> dict[str, _Parameter]:
     """What makes each parameter, by transformers' weight converters for the architecture."""
     mapping = get_gguf_conversion_mapping(architecture, model.config)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -153,7 +199,7 @@ def _converted(
         target, pattern = rename_source_key(name, renamings, converters)
         sources.setdefault(target, []).append((pattern, tensor))
 
-    def values(tensor: _Stored, part: Part) -> Tensor:
+    def weights(tensor: _Stored, part: Part) -> Tensor:
         read = torch.from_numpy(tensor[part])
         if tensor.kind.name in _FLOATS:
             return read.view(_FLOATS[tensor.kind.name])
@@ -163,26 +209,24 @@ def _converted(
         made: Tensor = dequantize_blocks(flat, int(tensor.kind), len(flat), columns, dtype)
         return made.reshape(*read.shape[:-1], columns)
 
-    def maker(target: str) -> Callable[[Part], Tensor]:
-        def make(part: Part) -> Tensor:
-            pattern = sources[target][0][0]
-            if pattern is None:
-                return values(sources[target][0][1], part).to(dtype)
-            converter = copy.deepcopy(by_pattern[pattern])
-            for each, tensor in sources[target]:
-                converter.add_tensor(target, target, each, lambda tensor=tensor: values(tensor, part))
-            made = converter.convert(target, model=model, config=model.config)[target]
-            whole: Tensor = made[0] if isinstance(made, list) else made
-            return whole.to(dtype)
+    def convert(target: str, read: list[Tensor]) -> Tensor:
+        patterns = [pattern for pattern, _ in sources[target]]
+        if patterns[0] is None:
+            return read[0]
+        converter = copy.deepcopy(by_pattern[patterns[0]])
+        for pattern, tensor in zip(patterns, read, strict=True):
+            converter.add_tensor(target, target, pattern, lambda tensor=tensor: tensor)
+        made = converter.convert(target, model=model, config=model.config)[target]
+        joined: Tensor = made[0] if isinstance(made, list) else made
+        return joined
 
-        return make
+    return {
+        target: _Parameter([tensor for _, tensor in found], weights, partial(convert, target), dtype)
+        for target, found in sources.items()
+    }
 
-    return {target: maker(target) for target in sources}
 
-
-def _mapped(
-    stored: dict[str, _Stored], model: PreTrainedModel, architecture: str
-) -> dict[str, Callable[[Part], Tensor]]:
+def _mapped(stored: dict[str, _Stored], model: PreTrainedModel, architecture: str) -> dict[str, _Parameter]:
     """What makes each parameter, by transformers' map of names and its processor of the older architectures."""
     from gguf import dequantize
 
@@ -194,18 +238,20 @@ def _mapped(
         if target is not None:
             sources.setdefault(target, []).append(name)
 
-    def maker(target: str) -> Callable[[Part], Tensor]:
-        def make(part: Part) -> Tensor:
-            parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
-            for name in sources[target]:
-                weights = dequantize(stored[name][part], stored[name].kind)
-                result = processor.process(
-                    weights=weights, name=name, tensor_key_mapping=names, parsed_parameters=parsed
-                )
-                if result.name is not None:
-                    parsed["tensors"][target] = torch.from_numpy(result.weights.copy())
-            return parsed["tensors"][target]
+    def weights(tensor: _Stored, part: Part) -> Tensor:
+        return torch.from_numpy(dequantize(tensor[part], tensor.kind))
 
-        return make
+    def convert(target: str, read: list[Tensor]) -> Tensor:
+        parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
+        for name, tensor in zip(sources[target], read, strict=True):
+            result = processor.process(
+                weights=tensor.numpy(), name=name, tensor_key_mapping=names, parsed_parameters=parsed
+            )
+            if result.name is not None:
+                parsed["tensors"][target] = torch.from_numpy(result.weights.copy())
+        return parsed["tensors"][target]
 
-    return {target: maker(target) for target in sources}
+    return {
+        target: _Parameter([stored[name] for name in found], weights, partial(convert, target))
+        for target, found in sources.items()
+    }

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from expertcast.data.packed_experts import MIDDLE, Coded, Coding
 from expertcast.data.source import AWQ, COMPRESSED, GPTQ
+from expertcast.data.weights.blocks import nibbles
 from expertcast.data.weights.files import ComputedTensor, Part, TensorFile
 from expertcast.predictors.messages import ExpertcastError
 
@@ -181,6 +183,8 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     if bits == 8:
         return octets
+    if bits == 4:
+        return nibbles(octets)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     codes: Tensor = ((octets.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
     return codes
@@ -225,18 +229,32 @@ def _gptq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
     # version 1 stores zeros less one
     older = (settings.get("checkpoint_format") or settings.get("format") or GPTQ) == GPTQ
 
-    def make(part: Part) -> Tensor:
+    def read() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         code_RC = unpacked(codes[...].T, bits)
         zero_RG = unpacked(zeros[...], bits).T
         if older:
             zero_RG = (zero_RG + 1) & (2**bits - 1)
-        scale_RG = scales[...].float().T
         index_C = torch.arange(columns) // (columns // groups) if indices is None else indices[...].long()
         if not 0 <= int(index_C.min()) <= int(index_C.max()) < groups:
             raise ExpertcastError(f"the checkpoint's {parts.stem}.g_idx names a group that is not there")
-        return (code_RC.float() - zero_RG.float()[:, index_C]).mul_(scale_RG[:, index_C])[part]
+        return code_RC, zero_RG.float(), scales[...].float().T, index_C
 
-    return ComputedTensor((rows, columns), "F32", make)
+    def make(part: Part) -> Tensor:
+        code_RC, zero_RG, scale_RG, index_C = read()
+        return (code_RC.float() - zero_RG[:, index_C]).mul_(scale_RG[:, index_C])[part]
+
+    def coded(part: Part) -> Coded:
+        code_RC, zero_RG, scale_RG, index_C = read()
+        if not torch.equal(index_C, torch.arange(columns) // (columns // groups)):
+            raise ExpertcastError(
+                f"the checkpoint's {parts.stem}.g_idx orders inputs by activation, which experts='packed' does not: "
+                "give experts='expanded', 'int4' or 'int8'"
+            )
+        return Coded(bits, code_RC, scale_RG, (MIDDLE[bits] - zero_RG) * scale_RG)[part]
+
+    reordered = groups > 1 and (bool(settings.get("desc_act")) or columns % groups != 0)
+    coding = None if reordered else Coding.within(bits, columns // groups, symmetric=False)
+    return ComputedTensor((rows, columns), "F32", make, coding, coded)
 
 
 def _awq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
@@ -255,7 +273,12 @@ def _awq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
         scale_RC = scales[...].float().T.repeat_interleave(each, 1)
         return ((by_rows(codes[...]).float() - zero_RC) * scale_RC)[part]
 
-    return ComputedTensor((rows, columns), "F32", make)
+    def coded(part: Part) -> Coded:
+        scale_RG = scales[...].float().T
+        return Coded(4, by_rows(codes[...]), scale_RG, (MIDDLE[4] - by_rows(zeros[...]).float()) * scale_RG)[part]
+
+    coding = Coding.within(4, columns // groups, symmetric=False)
+    return ComputedTensor((rows, columns), "F32", make, coding, coded)
 
 
 def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
@@ -281,11 +304,25 @@ def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
             index_C = found_C
         made = code_RC.to(scale.dtype)
         if zeros is not None:
-            zero = _signed(zeros[...].T, bits).T if zeros.get_dtype() == "I32" else zeros[...]
-            made -= zero.reshape(high, wide).to(scale.dtype)[:, index_C]
+            made -= signed_zeros().to(scale.dtype)[:, index_C]
         return made.mul_(scale[:, index_C])[part]
 
-    return ComputedTensor((rows, columns), scales.get_dtype(), make)
+    def signed_zeros() -> Tensor:
+        assert zeros is not None
+        zero = _signed(zeros[...].T, bits).T if zeros.get_dtype() == "I32" else zeros[...]
+        return zero.reshape(high, wide)
+
+    def coded(part: Part) -> Coded:
+        scale = scales[...].float().reshape(high, wide).expand(rows, wide)
+        half = 2 ** (bits - 1)
+        code_RC = codes[...].view(torch.uint8) + half if packed is None else unpacked(codes[...], bits)
+        middle = MIDDLE[bits] - half
+        zero = scale * (middle - (0 if zeros is None else signed_zeros().float()))
+        return Coded(bits, code_RC, scale, None if symmetric else zero)[part]
+
+    symmetric = bits == 4 and zeros is None
+    coding = None if indices is not None else Coding.within(bits, columns // wide, symmetric)
+    return ComputedTensor((rows, columns), scales.get_dtype(), make, coding, coded)
 
 
 def _signed(words: Tensor, bits: int) -> Tensor:

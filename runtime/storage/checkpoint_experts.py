@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,9 +31,19 @@ from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.base import HfQuantizer
 
 from expertcast.data.machine import usable_processors
-from expertcast.data.packed_experts import packed_matrices, write_packed
+from expertcast.data.packed_experts import (
+    Coded,
+    Coding,
+    Forms,
+    at_once,
+    form_for,
+    matrices,
+    packed_matrices,
+    write_packed,
+)
 from expertcast.data.source import FP8, MXFP4
-from expertcast.data.weights.files import Part, TensorFile, WeightFiles
+from expertcast.data.weights.blocks import CODINGS, coded_mxfp4
+from expertcast.data.weights.files import ComputedTensor, Part, TensorFile, WeightFiles
 from expertcast.data.weights.packed import Fp8Tensor
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
@@ -90,6 +100,8 @@ class ExpertSources:
         self.others: list[str] = []
         """Checkpoint tensors that belong to no expert."""
         self._groups: dict[str, Group] = {}
+        self.coded = False
+        """Whether codes and scales are read, for experts that are packed."""
         self._assign(get_model_conversion_mapping(self._model, hf_quantizer=quantizer))
 
     def _assign(self, mapping: list[WeightConverter | WeightRenaming]) -> None:
@@ -117,15 +129,50 @@ class ExpertSources:
         """
         local = self._local[layer]
         jobs = [
-            partial(self._convert, layer, group, expert, views)
+            partial(self._convert, layer, group, experts, views)
             for group in self.groups(layer)
-            for expert in (range(self._experts) if self.separable(group) else [None])
+            for experts in self._portions(group)
         ]
         missing = set(local)
         with ThreadPoolExecutor(max(1, min(_MOST_READERS, usable_processors() - 1))) as pool:
             for written in pool.map(lambda job: job(), jobs):
                 missing -= written
         check_complete(missing)
+
+    def _portions(self, group: Group) -> list[slice | None]:
+        """What is converted at once: some experts, or all where they cannot be taken apart."""
+        if not self.separable(group):
+            return [None]
+        step = at_once(self.parameters[group.target]) if self.coded else 1
+        return [slice(first, min(first + step, self._experts)) for first in range(0, self._experts, step)]
+
+    def forms(self) -> Forms:
+        """How the checkpoint's own codes and scales are packed, by the parameter's name: one form for all layers.
+
+        Raises:
+            ExpertcastError: a matrix's codes cannot be read, or the kernel takes no such matrix.
+        """
+        codings: dict[str, list[Coding]] = {}
+        for layer, experts in enumerate(self._modules):
+            for name in matrices(experts, self._experts):
+                full = next(full for full, own in self._local[layer].items() if own == name)
+                groups = [self._groups[full]] if full in self._groups else self.groups(layer)
+                codings.setdefault(name, []).append(Coding.over(map(self._coding, groups)))
+        return {
+            name: form_for(self._modules[0], matrices(self._modules[0], self._experts)[name], *Coding.over(found))
+            for name, found in codings.items()
+        }
+
+    def _coding(self, group: Group) -> Coding:
+        if group.mxfp4:
+            return CODINGS["MXFP4"]
+        codings = [getattr(file, "coding", None) for file in self.files_of(group)]
+        if None in codings:
+            raise ExpertcastError(
+                f"experts='packed' takes codes of 4 and 8 bits as a checkpoint ships them, and {group.target} is not "
+                "shipped so: give experts='expanded', 'int4' or 'int8'"
+            )
+        return Coding.over(codings)
 
     def local(self, layer: int) -> dict[str, str]:
         """Full names of one layer's parameters, with their names in the experts module."""
@@ -151,22 +198,22 @@ class ExpertSources:
         merged = isinstance(first, MergeModulelist) and first.dim == 0 and counts == {self._experts}
         return merged and all(isinstance(step, Concatenate) and step.dim > 0 for step in rest)
 
-    def made(self, group: Group, expert: int | None, read: Read | None = None) -> dict[str, Tensor]:
-        """What the conversion of one expert (None: all) makes, [1, ...] or [E, ...] by full name.
+    def made(self, group: Group, experts: slice | None, read: Read | None = None) -> dict[str, Tensor]:
+        """What the conversion of some experts (None: all) makes, [n, ...] by full name.
 
         Args:
-            group: one of :meth:`groups`; a separable one where an expert is given.
-            expert: its number in the layer.
+            group: one of :meth:`groups`; a separable one where experts are given.
+            experts: their numbers in the layer.
             read: what is converted of a tensor; None: the tensor, in the dtype to load.
         """
         read = read or partial(_read, dtype=self.parameters[group.target].dtype)
         converter = copy.deepcopy(group.converter)
         for pattern, names in group.sources.items():
             part: Part = ...
-            if expert is not None and len(names) == 1:
-                part = slice(expert, expert + 1)
-            elif expert is not None:
-                names = names[expert : expert + 1]
+            if experts is not None and len(names) == 1:
+                part = experts
+            elif experts is not None:
+                names = names[experts]
             for name in names:
                 if converter is None:
                     return {group.target: read(self._files.tensors[name], part)}
@@ -175,24 +222,45 @@ class ExpertSources:
         made = converter.convert(group.target, model=self._model, config=self._model.config)
         return {full: value[0] if isinstance(value, list) else value for full, value in made.items()}
 
-    def _convert(self, layer: int, group: Group, expert: int | None, views: dict[str, Tensor]) -> set[str]:
-        """Convert and write one expert (None: all); the names that were written."""
-        made, local, experts = self.made(group, expert), self._local[layer], self._modules[layer]
-        packed = packed_matrices(experts)
-        for full, tensor in made.items():
-            shape = list(self.parameters[full].shape) if full in local else None
-            if shape is None or [self._experts if expert is None else 1, *shape[1:]] != list(tensor.shape):
+    def _convert(self, layer: int, group: Group, experts: slice | None, views: dict[str, Tensor]) -> set[str]:
+        """Convert and write some experts (None: all); the names that were written."""
+        first, last, _ = (experts or slice(None)).indices(self._experts)
+        local, module = self._local[layer], self._modules[layer]
+        packed = packed_matrices(module)
+        coded = self.coded and local.get(group.target) in packed
+        made = self._made_coded(group, experts) if coded else self.made(group, experts)
+        for full, matrices_EDF in made.items():
+            shape = [last - first, *self.parameters[full].shape[1:]] if full in local else None
+            if shape != list(matrices_EDF.shape):
                 raise ExpertcastError(
-                    f"the checkpoint's {full} is {list(tensor.shape)}, the model's is "
+                    f"the checkpoint's {full} is {list(matrices_EDF.shape)}, the model's is "
                     f"{'not among its experts' if shape is None else shape}: it belongs to another model"
                 )
-            first, name = expert or 0, local[full]
-            if name not in packed:
-                views[name][first : first + len(tensor)].copy_(tensor)
-                continue
-            for index, matrix in enumerate(tensor):
-                write_packed(experts, name, matrix, views, first + index)
+            if local[full] in packed:
+                write_packed(module, local[full], matrices_EDF, views, first)
+            else:
+                views[local[full]][first:last].copy_(cast(Tensor, matrices_EDF))
         return set(made)
+
+    def _made_coded(self, group: Group, experts: slice | None) -> Mapping[str, Coded]:
+        """As :meth:`made`, from codes and scales: each goes through the conversion."""
+        if group.mxfp4:
+            blocks, scales = (file[experts or ...] for file in self.files_of(group))
+            return {group.target: coded_mxfp4(blocks, scales).mT}
+        coding = self._coding(group)
+        held: dict[int, Coded] = {}
+
+        def read(field: str, file: TensorFile, part: Part) -> Tensor:
+            assert isinstance(file, ComputedTensor)
+            assert file.coded is not None
+            if id(file) not in held:
+                held[id(file)] = file.coded(part).fitted(coding)
+            found: Tensor = getattr(held[id(file)], field)
+            return found
+
+        codes, scales = (self.made(group, experts, partial(read, field)) for field in ("codes", "scales"))
+        zeros = {} if coding.symmetric else self.made(group, experts, partial(read, "zeros"))
+        return {full: Coded(coding.bits, codes[full], scales[full], zeros.get(full)) for full in codes}
 
 
 def check_complete(missing: set[str]) -> None:
@@ -260,15 +328,16 @@ class ShippedExperts:
         kept: dict[str, Tensor] = {}
         for group in self._sources.groups(layer):
             form = _form(group, self._sources)
+            one = slice(expert, expert + 1)
             if form == MXFP4:
-                blocks, scales = (file[expert : expert + 1][0] for file in self._sources.files_of(group))
+                blocks, scales = (file[one][0] for file in self._sources.files_of(group))
                 shipped[local[group.target]] = blocks, scales
             elif form == FP8:
-                made = self._sources.made(group, expert, cast(Read, Fp8Tensor.codes))
-                grids = self._sources.made(group, expert, cast(Read, Fp8Tensor.scales))
+                made = self._sources.made(group, one, cast(Read, Fp8Tensor.codes))
+                grids = self._sources.made(group, one, cast(Read, Fp8Tensor.scales))
                 shipped |= {local[full]: (made[full][0], grids[full][0]) for full in made}
             else:
-                kept |= {local[full]: value[0] for full, value in self._sources.made(group, expert).items()}
+                kept |= {local[full]: value[0] for full, value in self._sources.made(group, one).items()}
         check_complete({full for full, name in local.items() if name not in shipped and name not in kept})
         return shipped, kept
 

@@ -98,6 +98,8 @@ class DiskStore(ExpertStore):
         file = ExpertFile(path)
         if file.header.codec != self._header.codec:
             raise StaleFileError(f"it was made by codec {file.header.codec!r}")
+        if file.header.layout != self._header.layout:
+            raise StaleFileError("its experts have another size or are packed in another form (--experts)")
         if file.header != self._header:
             raise StaleFileError(f"it was made from other weights, of {file.header.model_id!r}")
         self._use(file)

@@ -92,10 +92,14 @@ DENSE_LAYERS = {"glm4_moe_lite": 1, "deepseek_v2": 1}
 SHARED = {"glm4_moe_lite", "qwen2_moe", "deepseek_v2"}
 
 
-def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> PreTrainedModel:
-    """A tiny model of the family whose routers differ enough between tokens to be worth forecasting."""
+def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **sizes: int) -> PreTrainedModel:
+    """A tiny model of the family whose routers differ enough between tokens to be worth forecasting; `sizes` are fields
+    of its configuration that differ."""
+    config = copy.deepcopy(CONFIGS[family])
+    for name, size in sizes.items():
+        setattr(config, name, size)
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(std=0.1)

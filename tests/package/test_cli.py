@@ -23,8 +23,9 @@ from tests.runtime.quantised import fp8, mxfp4
 
 _LOADED = {"--dtype", "--device", "--revision", "--trust-remote-code", "--attn-implementation"}
 _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-compute", "--latency", "--link",
-           "--predictor", "--persistence", "--skew", "--accuracy", "--replay", "--seed", *_LOADED}  # fmt: skip
-_OFFLOADED = {"--slots", "--memory", "--store-folder", "--codec", *_LOADED}
+           "--predictor", "--persistence", "--skew", "--accuracy", "--replay", "--seed", "--experts",
+           *_LOADED}  # fmt: skip
+_OFFLOADED = {"--slots", "--memory", "--store-folder", "--codec", "--experts", *_LOADED}
 COMMANDS = {
     "demo": {"--tokens", "--steps", "--minutes", "--out"},
     "collect": {"--data", "--text-column", "--tokens", "--out", "--window", "--batch-size", "--early-rank",
@@ -34,12 +35,13 @@ COMMANDS = {
     "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
              "--text-column", "--bandwidth", "--layer-time", "--expert-bytes", *_OFFLOADED},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
-                 "--store-folder", "--codec", "--pools", "--bandwidth", "--new-tokens", "--config", "--forecasts",
+                 "--store-folder", "--codec", "--experts", "--pools", "--bandwidth", "--new-tokens", "--config",
+                 "--forecasts",
                  "--draft", "--draft-length", "--chat", "--system", "--temperature", "--top-p", "--seed", *_LOADED},
     "serve": {"--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token", "--store-folder", "--codec",
-              "--pools", "--bandwidth", "--config", "--forecasts", "--draft", *_LOADED, "--host", "--port",
+              "--experts", "--pools", "--bandwidth", "--config", "--forecasts", "--draft", *_LOADED, "--host", "--port",
               "--served-name", "--continuous-batching", "--kv-tokens", "--warm", "--hot-experts"},
-    "store": {"--store-folder", "--codec", "--picture", *_LOADED},
+    "store": {"--store-folder", "--codec", "--experts", "--picture", *_LOADED},
     "inspect": {"--verify", "--revision", "--trust-remote-code"},
     "push": {"--private", "--revision", "--message", "--license"},
     "pull": {"--out", "--traces"},
@@ -47,13 +49,13 @@ COMMANDS = {
               "--no-advice", "--peer", "--minutes", "--timeline", "--next-token", "--likely", "--policies",
               "--forecasts", "--draft"},
     "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--capacity",
-               "--experts", "--expert-bytes", "--store-folder", "--draft"},
+               "--experts-per-layer", "--expert-bytes", "--store-folder", "--draft"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
                  "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth",
                  "--latency", "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model",
                  "--data", "--text-column", "--no-quality", "--quality-tokens", "--processes", "--out", *_LOADED,
-                 "--memory", "--experts", "--expert-bytes", "--codec", "--stored", "--decode-rate", "--decoders",
-                 "--pools", "--store-folder"},
+                 "--memory", "--experts", "--experts-per-layer", "--expert-bytes", "--codec", "--stored",
+                 "--decode-rate", "--decoders", "--pools", "--store-folder"},
 }  # fmt: skip
 
 

@@ -84,7 +84,7 @@ REFUSED = [
     ("advise reference --replay no/traces", "no/traces"),
     ("advise reference --save {tmp}/no/offload.json", "there is no folder"),
     ("advise reference --save {new} --accuracy 0.5", "routes by itself"),
-    ("advise reference --experts 4", "are for routing files"),
+    ("advise reference --experts-per-layer 4", "are for routing files"),
     (f"{DISK} --link instant --predictor next_norm", "--link, --predictor: of another question"),
     (f"{DISK} --capacity 0.5", "--capacity is for routing files"),
     (DISK, "experts.safetensors"),
@@ -126,7 +126,7 @@ REFUSED = [
     ("simulate {routing} --policy score", "score reads the router's scores"),
     ("simulate {routing} --capacity 2", "capacity=2: give the share"),
     ("simulate {routing} --expert-bytes 3MiB", "leave --expert-bytes out"),
-    ("simulate {routing} --experts 100", "ids are 0 to 99"),
+    ("simulate {routing} --experts-per-layer 100", "ids are 0 to 99"),
     ("simulate {array}", "give --expert-bytes"),
 ]
 

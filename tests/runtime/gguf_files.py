@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ _NAMES = {
 """llama.cpp's names of the modules; those of layers stand behind `blk.N.`."""
 
 
-def tiny(family: str) -> PreTrainedModel:
-    """A model whose rows are whole blocks of 32 numbers."""
+def tiny(family: str, **sizes: int) -> PreTrainedModel:
+    """A model whose rows are whole blocks of 32 numbers; `sizes` are fields of its configuration that differ."""
     if family == "qwen3_5_moe_text":
         return _made(_QWEN35)
     config = copy.deepcopy(CONFIGS[family])
@@ -56,6 +57,8 @@ def tiny(family: str) -> PreTrainedModel:
         config.shared_expert_intermediate_size = 32
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
+    for name, size in sizes.items():
+        setattr(config, name, size)
     return _made(config)
 
 
@@ -83,6 +86,7 @@ def write(
     kind: str = "Q8_0",
     architecture: str | None = None,
     without: str = "",
+    others: Mapping[str, str] | None = None,
     **more: int,
 ) -> None:
     """One file, with a tokenizer of bytes and the word `ab`.
@@ -93,6 +97,7 @@ def write(
         kind: how gguf stores matrices; vectors and routers are floats.
         architecture: as GGUF names it; None: the family's without its underscore.
         without: a tensor that is left out.
+        others: tensors that are stored in another kind.
         more: of its metadata, `__` for a dot.
     """
     import gguf
@@ -102,22 +107,38 @@ def write(
     _describe(writer, config)
     for key, value in more.items():
         writer.add_uint32(key.replace("__", "."), value)
-    stored = gguf.GGMLQuantizationType[kind]
-    writer.add_file_type(next(int(each) for each in gguf.LlamaFileType if each.name.endswith(f"_{kind}")))
+    writer.add_file_type(next(int(each) for each in gguf.LlamaFileType if f"{each.name}_".find(f"_{kind}_") > 0))
     for name, tensor in tensors_of(model).items():
         if name == without:
             continue
         numbers = tensor.detach().float().numpy()
-        if numbers.ndim == 1 or "gate_inp" in name or "conv1d" in name or kind == "F32":
+        stored = gguf.GGMLQuantizationType[(others or {}).get(name, kind)]
+        cut = numbers.shape[-1] % gguf.GGML_QUANT_SIZES[stored][0]
+        if numbers.ndim == 1 or "gate_inp" in name or "conv1d" in name or kind == "F32" or cut:
             writer.add_tensor(name, numbers)
         elif kind == "F16":
             writer.add_tensor(name, numbers.astype(np.float16))
         else:
-            writer.add_tensor(name, gguf.quantize(numbers, stored), raw_dtype=stored)
+            writer.add_tensor(name, _quantised(numbers, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _quantised(numbers: np.ndarray, kind: Any) -> np.ndarray:
+    """By gguf's own quantisation; random codes and small scales of kinds for which it has none."""
+    import gguf
+
+    if not kind.name.endswith("_K"):
+        return gguf.quantize(numbers, kind)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(numbers.size)
+    rows = draw.integers(256, size=(*numbers.shape[:-1], numbers.shape[-1] // block, size), dtype=np.uint8)
+    for at in {"Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind.name]:
+        scales = draw.uniform(1e-4, 1e-3, rows.shape[:-1]).astype(np.float16)
+        rows[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return rows.reshape(*rows.shape[:-2], -1)
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -40,11 +40,13 @@ def words(codes: np.ndarray, bits: int) -> Tensor:
     return torch.from_numpy(packed.astype(np.uint32).view(np.int32))
 
 
-def gptq(bits: int = 4, older: bool = True, reorder: bool = False, indices: bool = True) -> Callable[[Tensor], Made]:
+def gptq(
+    bits: int = 4, older: bool = True, reorder: bool = False, indices: bool = True, group: int = GROUP
+) -> Callable[[Tensor], Made]:
     """What packs a weight as GPTQ does; `older`: zeros are stored less one."""
 
     def make(weight_RC: Tensor) -> Made:
-        code_RC, zero_RG, scale_RG, group_C = _drawn(weight_RC, bits, torch.float16, reorder)
+        code_RC, zero_RG, scale_RG, group_C = _drawn(weight_RC, bits, torch.float16, reorder, group)
         stored_GR = (zero_RG.T - older) % 2**bits
         tensors = {"qweight": words(code_RC, bits).T, "qzeros": words(stored_GR, bits), "scales": scale_RG.T}
         if indices:
@@ -54,9 +56,9 @@ def gptq(bits: int = 4, older: bool = True, reorder: bool = False, indices: bool
     return make
 
 
-def awq(weight_RC: Tensor) -> Made:
+def awq(weight_RC: Tensor, group: int = GROUP) -> Made:
     """A weight as AWQ's gemm kernels read it."""
-    code_RC, zero_RG, scale_RG, group_C = _drawn(weight_RC, 4, torch.float16)
+    code_RC, zero_RG, scale_RG, group_C = _drawn(weight_RC, 4, torch.float16, group=group)
 
     def columns(each: np.ndarray) -> Tensor:
         return words(each.reshape(len(each), -1, 8)[:, :, list(_AWQ_ROWS)].reshape(each.shape), 4)
@@ -66,13 +68,18 @@ def awq(weight_RC: Tensor) -> Made:
 
 
 def compressed(
-    bits: int = 4, symmetric: bool = True, channel: bool = False, reorder: bool = False, plain: bool = False
+    bits: int = 4,
+    symmetric: bool = True,
+    channel: bool = False,
+    reorder: bool = False,
+    plain: bool = False,
+    group: int = GROUP,
 ) -> Callable[[Tensor], Made]:
     """What packs a weight as compressed-tensors does; `plain`: one code an int8 (`int-quantized`)."""
 
     def make(weight_RC: Tensor) -> Made:
-        group = weight_RC.shape[1] if channel else GROUP
-        code_RC, zero_RG, scale_RG, group_C = _drawn(weight_RC, bits, torch.bfloat16, reorder, group)
+        each = weight_RC.shape[1] if channel else group
+        code_RC, zero_RG, scale_RG, group_C = _drawn(weight_RC, bits, torch.bfloat16, reorder, each)
         half = 2 ** (bits - 1)
         zero_RG = np.full_like(zero_RG, half) if symmetric else zero_RG
         tensors = {"weight_scale": scale_RG}
@@ -142,7 +149,7 @@ def eight_bits(weight_RC: Tensor) -> Made:
     return {"weight": codes, "SCB": scales, "weight_format": torch.zeros((), dtype=torch.uint8)}, weight
 
 
-def group(bits: int, targets: list[str], **settings: Any) -> dict[str, Any]:
+def of_modules(bits: int, targets: list[str], **settings: Any) -> dict[str, Any]:
     """A group of modules in the configuration of compressed-tensors."""
     fields = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
     own = settings.pop("format", None)
@@ -150,18 +157,22 @@ def group(bits: int, targets: list[str], **settings: Any) -> dict[str, Any]:
 
 
 def checkpoint(
-    folder: Path, make: Callable[[Tensor], Made] | dict[str, Callable[[Tensor], Made]], **settings: Any
+    folder: Path,
+    make: Callable[[Tensor], Made] | dict[str, Callable[[Tensor], Made]],
+    sizes: dict[str, int] | None = None,
+    **settings: Any,
 ) -> tuple[str, str]:
     """A packed checkpoint, and the plain one that it stands for.
 
     Args:
         folder: of both.
         make: packs a weight; several by a part of the modules' names, the first that fits.
+        sizes: fields of the model's configuration that differ.
         settings: the configuration's section on quantisation.
     """
     makers = make if isinstance(make, dict) else {"": make}
     scales = torch.bfloat16 if settings["quant_method"] in ("compressed-tensors", "bitsandbytes") else torch.float16
-    model = tiny_model("qwen3_moe", scales)
+    model = tiny_model("qwen3_moe", scales, **(sizes or {}))
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
     model.generation_config.eos_token_id = None
     for name in ("packed", "plain"):
@@ -225,40 +236,40 @@ FORMS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "gptq without indices": (gptq(indices=False), _GPTQ, "gptq, 4 bits"),
     "gptq, some in 8 bits": ({"down": gptq(8), "": gptq()}, {**_GPTQ, "dynamic": {}}, "gptq, 4 bits"),
     "awq": (awq, _AWQ, "awq, 4 bits"),
-    "int4": (compressed(), _ct(group(4, _LINEAR)), "compressed-tensors, pack-quantized, 4 bits"),
+    "int4": (compressed(), _ct(of_modules(4, _LINEAR)), "compressed-tensors, pack-quantized, 4 bits"),
     "int4 with zeros": (
         compressed(symmetric=False),
-        _ct(group(4, _LINEAR, symmetric=False)),
+        _ct(of_modules(4, _LINEAR, symmetric=False)),
         "compressed-tensors, pack-quantized, 4 bits",
     ),
     "int4 by activation order": (
         compressed(reorder=True),
-        _ct(group(4, _LINEAR, actorder="group")),
+        _ct(of_modules(4, _LINEAR, actorder="group")),
         "compressed-tensors, pack-quantized, 4 bits",
     ),
     "int8, packed": (
         compressed(8, channel=True),
-        _ct(group(8, _LINEAR, strategy="channel", group_size=None)),
+        _ct(of_modules(8, _LINEAR, strategy="channel", group_size=None)),
         "compressed-tensors, pack-quantized, 8 bits",
     ),
     "int8 with zeros": (
         compressed(8, channel=True, symmetric=False, plain=True),
-        _ct(group(8, _LINEAR, strategy="channel", group_size=None, symmetric=False), form="int-quantized"),
+        _ct(of_modules(8, _LINEAR, strategy="channel", group_size=None, symmetric=False), form="int-quantized"),
         "compressed-tensors, int-quantized, 8 bits",
     ),
     "fp8 by rows": (
         compressed_fp8(None, channel=True),
-        _ct(group(8, _LINEAR, **_FLOAT, strategy="channel"), form="float-quantized"),
+        _ct(of_modules(8, _LINEAR, **_FLOAT, strategy="channel"), form="float-quantized"),
         "compressed-tensors, float-quantized, 8 bits",
     ),
     "fp8 by tensors": (
         compressed_fp8(None),
-        _ct(group(8, _LINEAR, **_FLOAT, strategy="tensor"), form="naive-quantized"),
+        _ct(of_modules(8, _LINEAR, **_FLOAT, strategy="tensor"), form="naive-quantized"),
         "compressed-tensors, naive-quantized, 8 bits",
     ),
     "fp8 by blocks": (
         compressed_fp8((8, 16)),
-        _ct(group(8, _LINEAR, **_FLOAT, strategy="block", block_structure=[8, 16]), form="float-quantized"),
+        _ct(of_modules(8, _LINEAR, **_FLOAT, strategy="block", block_structure=[8, 16]), form="float-quantized"),
         "compressed-tensors, float-quantized, 8 bits",
     ),
     "nf4": (four_bits(), {**_BNB, "load_in_4bit": True}, "bitsandbytes, 4 bits"),
@@ -267,8 +278,8 @@ FORMS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "fp8 and int4": (
         {"self_attn": compressed_fp8(None, channel=True), "": compressed()},
         _ct(
-            group(8, [r"re:.*self_attn\..*"], **_FLOAT, strategy="channel", format="float-quantized"),
-            group(4, [r"re:.*experts\..*"], format="pack-quantized"),
+            of_modules(8, [r"re:.*self_attn\..*"], **_FLOAT, strategy="channel", format="float-quantized"),
+            of_modules(4, [r"re:.*experts\..*"], format="pack-quantized"),
             form="mixed-precision",
         ),
         "compressed-tensors, mixed-precision, 4 and 8 bits",

@@ -70,7 +70,7 @@ class Options(TargetOptions):
     """Write what is advised there, for `expertcast generate --config`."""
     capacity: Annotated[float | None, Option(metavar="SHARE")] = None
     """Of a routing file, the share of all experts that fits, in place of --slots or --memory (default: 0.25)."""
-    experts: Count | None = None
+    experts_per_layer: Count | None = None
     """Of a routing file in place of a model: experts per layer (default: the largest id and one)."""
     expert_bytes: Annotated[str | None, Option(metavar="BYTES")] = None
     """Of a routing file that does not say: size of an expert."""
@@ -79,8 +79,8 @@ class Options(TargetOptions):
         if is_routing_file(self.target):
             self._check_routing()
             return
-        if self.experts is not None or self.expert_bytes is not None:
-            raise ExpertcastError("--experts and --expert-bytes are for routing files: a model says both")
+        if self.experts_per_layer is not None or self.expert_bytes is not None:
+            raise ExpertcastError("--experts-per-layer and --expert-bytes are for routing files: a model says both")
         if self.capacity is not None:
             raise ExpertcastError("--capacity is for routing files: for a model give --slots or --memory")
         from expertcast.runtime.benchmarking.bench import BenchSettings
@@ -155,7 +155,8 @@ def run(options: Options) -> Outcome:
         result["drafts"], drafts = _advise_drafts(options, found)
         text += f"\n\n{drafts}"
     if options.save is not None:
-        chosen = replace(advice.chosen.config(config), slots=found.case.slots, memory=None, store="memory")
+        given = {"slots": found.case.slots, "memory": None, "store": "memory", "experts": options.offload.experts}
+        chosen = replace(advice.chosen.config(config), **given)
         chosen.save(options.save)
         text += f"\nwrote {options.save}"
     return result, text
@@ -230,7 +231,7 @@ def _run_for_disk(
         return partial(load_offloaded, name, config, device="cpu", dtype=options.dtype, **given), ids_1T, None
     target = Target.load(options)
     process = target.routing_process(tokens, options.new_tokens) if options.replay is None else None
-    config = replace(config, store=target.store, link="instant", bandwidth=None)
+    config = replace(config, experts="expanded", store=target.store, link="instant", bandwidth=None)
     return partial(offload, target.model, config), target.prompt(tokens), process
 
 
@@ -255,7 +256,7 @@ def _advise_routing(options: Options) -> Outcome:
     config, capacity = options.offload, options.capacity
     if sum(given is not None for given in (config.memory, config.slots, capacity)) > 1:
         raise ExpertcastError("--capacity, --slots and --memory all say how many experts fit: give one of them")
-    routing, total = open_routing(options.target, options.experts, options.expert_bytes)
+    routing, total = open_routing(options.target, options.experts_per_layer, options.expert_bytes)
     memory = [] if config.memory is None else [str(config.memory)]
     slots = [] if config.slots is None else [config.slots]
     shares = [] if memory or slots else [CAPACITY if capacity is None else capacity]

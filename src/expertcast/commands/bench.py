@@ -37,6 +37,8 @@ def describe(result: Json) -> str:
     lines = [
         f"{result['target']} ({weights}; {shape}; {result['dtype']}), {result['new_tokens']} new tokens, "
         f"{result['repetitions']} repetitions, {result['hardware']['threads']} threads",
+        f"experts {result['experts_form']}: {result['block_bytes']:,} bytes each, "
+        f"{result['weight_bits']:.3g} bits a weight",
         f"routing: {result['routing']}",
     ]
     for prompt in result["prompts"].values():
@@ -170,13 +172,12 @@ class Options(TargetOptions):
 
     def __post_init__(self) -> None:
         from expertcast.runtime.config import OffloadConfig
-        from expertcast.runtime.drafts.names import check_draft
 
         TargetOptions.__post_init__(self)
         if self.next_token is None and "next_token" in self.mode:
             raise ExpertcastError("--mode next_token needs a checkpoint: give --next-token CKPT")
         for name in self.draft:
-            check_draft(name)
+            replace(self.offload, draft=name)
         if self.draft and self.routing is not None:
             raise ExpertcastError("drafts need a model that routes by itself: leave --draft out, or give a model")
         self.forecasting(OffloadConfig())

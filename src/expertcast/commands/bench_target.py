@@ -22,6 +22,7 @@ from expertcast.commands.predictors import learned_documents
 from expertcast.data.machine import usable_processors
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.packed_experts import weight_bits
 from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
@@ -37,6 +38,7 @@ DEFAULT_PREDICTOR = "next_norm"
 _OFFLOAD = Fields(
     slots=COUNT,
     memory=Option(metavar="BYTES"),
+    experts=Option(metavar="FORM"),
     bandwidth=BANDWIDTH,
     latency=Option(metavar="S", read=not_negative),
     link=Option(metavar="NAME", help="here auto is emulated, on a GPU cuda"),
@@ -150,6 +152,8 @@ class Target:
         """
         from expertcast.runtime.benchmarking.runs import LentStore, without_experts_to
         from expertcast.runtime.benchmarking.shapes import build_shape
+        from expertcast.runtime.config import OffloadConfig
+        from expertcast.runtime.offloading import pack_experts
 
         if options.random:
             say(f"building {options.target} with random weights")
@@ -157,6 +161,8 @@ class Target:
         else:
             model = _load_model(options)
         view = find_moe_layers(model)
+        if options.offload.experts != OffloadConfig.experts:
+            pack_experts(view, options.offload.experts)
         device = torch.device(options.device_name)
         return cls(options, without_experts_to(model, device), view, LentStore(view, device))
 
@@ -220,8 +226,11 @@ class Target:
         return link
 
     def config(self, link: Json) -> OffloadConfig:
-        """The configuration that all runs over a link share."""
-        return replace(self.options.offload, store=self.store, link=link["link"], bandwidth=link.get("bandwidth"))
+        """The configuration that all runs over a link share; the model's experts have their form already."""
+        return replace(
+            self.options.offload, experts="expanded", store=self.store, link=link["link"],
+            bandwidth=link.get("bandwidth"),
+        )  # fmt: skip
 
     def heading(self, process: RoutingProcess | None) -> Json:
         """What is run, on what, and who routes."""
@@ -235,6 +244,8 @@ class Target:
             "random_weights": self.options.random,
             "shape": self.view.shape.as_dict(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
+            "experts_form": self.options.offload.experts,
+            "weight_bits": weight_bits(self.view[0].experts),
             "block_bytes": self.store.layout.block_bytes,
             "routing": "the model's own routers" if process is None else process.tables.source,
         }

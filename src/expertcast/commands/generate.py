@@ -16,6 +16,7 @@ from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import COUNT, Count, DeploymentOptions, Model, Option
 from expertcast.commands.output import Outcome
 from expertcast.data.models import load_tokenizer
+from expertcast.data.packed_experts import weight_bits
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, size_text
 
@@ -155,13 +156,15 @@ def chat_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | N
 
 
 def held(offloaded: OffloadedModel) -> Json:
-    """What the run's experts take: `slots` of `experts` with their bytes on the device, `store` with its bytes, and
-    the link between them, with the bytes that it read from a disk."""
+    """What the run's experts take: `slots` of `experts` with their bytes on the device, the bytes of one and the bits
+    of a weight, `store` with its bytes, and the link between them, with the bytes that it read from a disk."""
     store, pool, link = offloaded.store, offloaded.pool, offloaded.link
     drafts = 0 if offloaded.drafting is None else sum(offloaded.drafting.memory.values())
     return {
         "slots": pool.count,
         "experts": store.layers * store.experts,
+        "expert_bytes": store.layout.block_bytes,
+        "weight_bits": weight_bits(offloaded.view[0].experts),
         "device": str(next(offloaded.view[0].router.parameters()).device),
         "device_bytes": pool.count * store.layout.block_bytes,
         "draft_bytes": drafts,
@@ -196,5 +199,7 @@ def account(timing: Json, stats: Json, where: Json) -> list[str]:
     rate = "" if where["bandwidth"] is None else f" at {size_text(where['bandwidth'])}/s"
     device, kept = size_text(where["device_bytes"]), size_text(where["store_bytes"])
     slots = f"slots: {where['slots']} of {where['experts']} experts, {device} on {where['device']}{draft}; "
-    slots += f"all of them {kept} in {where['store']}; link {where['link']}{rate}"
+    slots += (
+        f"all of them {kept} in {where['store']}, {where['weight_bits']:.3g} bits a weight; link {where['link']}{rate}"
+    )
     return [", ".join(speed), hits, slots]

@@ -31,7 +31,7 @@ from expertcast.predictors.options import field_docs
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from expertcast.runtime.config import MODES, OffloadConfig
+    from expertcast.runtime.config import EXPERTS, MODES, OffloadConfig
     from expertcast.runtime.offloading import OffloadedModel
     from expertcast.runtime.policies import Policies
     from expertcast.runtime.policies.settings import FORECASTS
@@ -40,6 +40,7 @@ C = TypeVar("C", bound="DataclassInstance")
 
 RUNTIME = {
     "BenchSettings": "benchmarking.bench",
+    "EXPERTS": "config",
     "FORECASTS": "policies.settings",
     "MODES": "config",
     "OffloadConfig": "config",
@@ -280,20 +281,26 @@ class StoredOptions(ModelOptions):
 
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
     """Run the model offloaded, its experts packed in this folder: for models larger than memory."""
+    experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
+    """Run the model offloaded, its experts expanded (in the model's dtype), packed (as a quantised checkpoint ships
+    them), rounded to int8 or int4, or auto (packed where the checkpoint is quantised)."""
 
     def opener(self, name: str) -> Callable[[OffloadConfig], OffloadedModel] | None:
-        """Function that opens the model `name` from the folder, offloaded by a configuration; None without a folder."""
+        """Function that opens the model `name` offloaded by a configuration, from the folder or with its experts in
+        another form; None without these."""
         from expertcast.runtime.config import OffloadConfig
         from expertcast.runtime.loading import load_offloaded
 
-        folder = self.store_folder
-        if folder is None:
+        changed: dict[str, object] = {"experts": self.experts}
+        if self.store_folder is not None:
+            changed |= {"store": "disk", "store_folder": self.store_folder, "codec": None}
+        elif self.experts == StoredOptions.experts:
             return None
 
         given = self.passed_on(name)
 
         def opened(config: OffloadConfig) -> OffloadedModel:
-            stored = OffloadConfig.of(config, {"store": "disk", "store_folder": folder, "codec": None})
+            stored = OffloadConfig.of(config, changed)
             return load_offloaded(name, stored, device=self.device_name, dtype=self.dtype, **given)
 
         return opened
@@ -316,7 +323,8 @@ class OffloadedOptions(StoredOptions):
         Raises:
             ExpertcastError: no such model, tokenizer or device, or options that rule each other out.
         """
-        if not (self.store_folder or self.slots or self.memory or self.codec):
+        other_form = self.experts != StoredOptions.experts
+        if not (self.store_folder or self.slots or self.memory or self.codec or other_form):
             return super().load(name)
         from expertcast.runtime.config import OffloadConfig
         from expertcast.runtime.loading import load_offloaded
@@ -324,7 +332,7 @@ class OffloadedOptions(StoredOptions):
         os.environ.setdefault(*_FEW_KERNELS)
         config = OffloadConfig(
             slots=self.slots, memory=self.memory, store="memory" if self.store_folder is None else "disk",
-            store_folder=self.store_folder, codec=self.codec,
+            store_folder=self.store_folder, codec=self.codec, experts=self.experts,
         )  # fmt: skip
 
         given = self.passed_on(name)
@@ -380,6 +388,7 @@ class DeploymentOptions(ModelOptions):
             mode=Option(choices=MODES),
             slots=COUNT,
             memory=Option(metavar="BYTES"),
+            experts=Option(choices=EXPERTS),
             next_token=Option(metavar="CKPT"),
             forecasts=Option(choices=FORECASTS),
             draft=Option(metavar="DRAFT"),

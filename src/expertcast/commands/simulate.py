@@ -308,7 +308,7 @@ class Options(QualityOptions):
     """The same as shares of all (default: 0.25)."""
     memory: Annotated[tuple[str, ...], Option(metavar="BYTES")] = ()
     """The same in bytes, such as 3000MiB."""
-    experts: Count | None = None
+    experts_per_layer: Count | None = None
     """Of a routing file: experts per layer (default: the largest id and one)."""
     expert_bytes: Annotated[str | None, Option(metavar="BYTES")] = None
     """Of a routing file that does not say: size of an expert."""
@@ -333,6 +333,7 @@ class Options(QualityOptions):
 def run(options: Options) -> Outcome:
     """Every case that can run, as a row of results; those that cannot are left out and named."""
     from expertcast.runtime.config import size_bytes
+    from expertcast.runtime.offloading import pack_experts
     from expertcast.runtime.simulation.figures import write_figures
     from expertcast.runtime.simulation.sweep import CAPACITIES, refusal, sweep, with_bounds
     from expertcast.runtime.simulation.trace import load_trace
@@ -348,6 +349,8 @@ def run(options: Options) -> Outcome:
     traces = TraceDataset.open(options.traces)
     if options.model:
         check_shape(options, options.model, traces.view)
+    if options.experts != Options.experts:
+        pack_experts(traces.view, options.experts)
     shape = traces.view.shape
     block = BlockLayout.of(traces.view).block_bytes
     fitted = _fitted(options, traces, chosen)
@@ -421,8 +424,10 @@ def _check(options: Options) -> None:
     """
     if sum(map(bool, (options.slots, options.capacity, options.memory))) > 1:
         raise ExpertcastError("--slots, --capacity and --memory all say how much fits: give one of them")
-    if not is_routing_file(options.traces) and (options.experts or options.expert_bytes):
-        raise ExpertcastError("--experts and --expert-bytes are for routing files: a traces folder knows both")
+    if not is_routing_file(options.traces) and (options.experts_per_layer or options.expert_bytes):
+        raise ExpertcastError(
+            "--experts-per-layer and --expert-bytes are for routing files: a traces folder knows both"
+        )
     if options.policies.prefetch and not options.predictor and set(options.policies.prefetch) != {"none"}:
         raise ExpertcastError(f"--prefetch {options.policies.prefetch[0]} selects among forecasts: give --predictor")
     options.check_text()
@@ -505,8 +510,8 @@ def _write_results(out: Path, result: Json, text: str) -> list[Path]:
 # A routing file in place of a traces folder.
 
 _TAKEN = {
-    "traces", "sweep", "slots", "capacity", "memory", "experts", "expert_bytes", "processes", "out", "policy", "scope",
-    "bandwidth", "latency",
+    "traces", "sweep", "slots", "capacity", "memory", "experts_per_layer", "expert_bytes", "processes", "out", "policy",
+    "scope", "bandwidth", "latency",
 }  # fmt: skip
 """Options that apply to a routing file."""
 
@@ -520,7 +525,7 @@ def _simulate_routing(options: Options) -> Outcome:
     from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES
 
     _check_routing(options)
-    routing, total = open_routing(options.traces, options.experts, options.expert_bytes)
+    routing, total = open_routing(options.traces, options.experts_per_layer, options.expert_bytes)
     shares: Sequence[float] = options.capacity
     if not (options.capacity or options.memory or options.slots):
         shares = CAPACITIES if options.sweep else (CAPACITY,)

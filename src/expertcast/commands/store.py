@@ -11,9 +11,11 @@ import torch
 
 from expertcast.commands.options import Model, ModelOptions, Option
 from expertcast.commands.output import Outcome, new_file
+from expertcast.data.packed_experts import weight_bits
 from expertcast.predictors import ExpertcastError
 
 if TYPE_CHECKING:
+    from expertcast.runtime.config import EXPERTS, OffloadConfig
     from expertcast.runtime.storage.codecs.lossless import ExponentHistogram
     from expertcast.runtime.storage.store import ExpertStore
 
@@ -69,37 +71,51 @@ class Options(ModelOptions):
     model: Model
     store_folder: Annotated[str, Option(metavar="DIR")]
     """Where the file lies, one folder per model; what is there of the same model is used as it is."""
-    codec: Annotated[str, Option(metavar="CODEC", help=codecs())] = "bitsplit"
-    """How experts are compressed."""
+    codec: Annotated[str | None, Option(metavar="CODEC", help=codecs())] = None
+    """How experts are compressed (default: bitsplit, of experts that are not expanded raw)."""
+    experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
+    """Experts are expanded (in the model's dtype), packed (as a quantised checkpoint ships them), rounded to int8 or
+    int4, or auto (packed where the checkpoint is quantised)."""
     picture: Annotated[Path | None, Option(metavar="FILE.png", read=picture_file)] = None
     """Draw how often each exponent occurs, beside what compression makes of it."""
 
     def __post_init__(self) -> None:
-        from expertcast.runtime.config import OffloadConfig
+        self.configuration()
 
-        OffloadConfig(store="disk", store_folder=self.store_folder, codec=self.codec)
+    def configuration(self) -> OffloadConfig:
+        """The fewest slots: nothing is run.
+
+        Raises:
+            ExpertcastError: an unknown codec, or one that does not store such experts.
+        """
+        from expertcast.runtime.config import EXPANDED, OffloadConfig
+
+        codec = self.codec or ("bitsplit" if self.experts == EXPANDED else "raw")
+        return OffloadConfig(
+            store="disk", store_folder=self.store_folder, codec=codec, experts=self.experts, cache=False
+        )
 
 
 def run(options: Options) -> Outcome:
     """Load the model offloaded, which packs it layer by layer, and say what the file takes."""
-    from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.loading import load_offloaded
 
-    # without a cache it has the fewest slots: nothing is run
-    config = OffloadConfig(store="disk", store_folder=options.store_folder, codec=options.codec, cache=False)
+    config = options.configuration()
     given = options.passed_on(options.model)
     with load_offloaded(options.model, config, device="cpu", dtype=options.dtype, **given) as offloaded:
         store = offloaded.store
-        stored, histogram = store.stored_nbytes, _histogram(store)
+        stored, histogram, bits = store.stored_nbytes, _histogram(store), weight_bits(offloaded.view[0].experts)
         bound = None if histogram is None else histogram.bound
         result = {
-            "store_folder": options.store_folder, "codec": options.codec, "layers": store.layers,
+            "store_folder": options.store_folder, "codec": config.codec, "experts_form": options.experts,
+            "weight_bits": bits, "layers": store.layers,
             "experts": store.experts, "nbytes": store.nbytes, "stored_nbytes": stored, "ratio": stored / store.nbytes,
             "bound": bound,
         }  # fmt: skip
     text = (
         f"{store.layers * store.experts} experts of {store.layout.block_bytes:,} bytes in {options.store_folder}, "
-        f"codec {options.codec}: {stored:,} bytes, {stored / store.nbytes:.3f} of {store.nbytes:,}"
+        f"codec {config.codec}, {bits:.3g} bits a weight: {stored:,} bytes, "
+        f"{stored / store.nbytes:.3f} of {store.nbytes:,}"
     )
     if bound is not None:
         text += f"; coding exponents one by one takes {bound:.3f} at least (middle layer)"
@@ -108,7 +124,7 @@ def run(options: Options) -> Outcome:
             raise ExpertcastError(
                 f"--picture {options.picture} is of 16-bit floats, these experts are others: leave it out"
             )
-        draw_exponents(histogram, options.picture, codec=options.codec, ratio=stored / store.nbytes)
+        draw_exponents(histogram, options.picture, codec=str(config.codec), ratio=stored / store.nbytes)
         text += f"\nwrote {options.picture}"
     return result, text
 

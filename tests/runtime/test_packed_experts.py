@@ -1,0 +1,216 @@
+"""Experts of quantised checkpoints held as their codes and scales: the same bits offloaded and resident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertcast.data.models import load_model
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.packed_experts import expanded_experts, make_packed, packed_matrices
+from expertcast.data.source import ModelSource
+from expertcast.data.weights.files import ComputedTensor, SafetensorsFiles
+from expertcast.data.weights.packed import join_packed
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime import OffloadedModel, load_offloaded
+from tests.families.models import tiny_model
+from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.gguf_files import tiny, write
+from tests.runtime.quantised import IDS, fp8, mxfp4
+from tests.runtime.test_packed import Made, awq, checkpoint, compressed, four_bits, gptq, of_modules
+
+# Codes of packed weights
+
+
+def _settings(method: str, bits: int = 4, **more: Any) -> dict[str, Any]:
+    if method != "compressed-tensors":
+        return {"quant_method": method, "bits": bits, **more}
+    return {"quant_method": method, "config_groups": {"all": of_modules(bits, ["Linear"], **more)}}
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "coding"),
+    [
+        (gptq(group=32), _settings("gptq"), (4, 32, False)),
+        (gptq(group=64, older=False), _settings("gptq", checkpoint_format="gptq_v2"), (4, 64, False)),
+        (gptq(group=128, indices=False), _settings("gptq"), (4, 128, False)),
+        (gptq(8, group=128), _settings("gptq", 8), (8, 128, False)),
+        (gptq(group=768), _settings("gptq", desc_act=True), (4, 256, False)),  # one group has no order
+        (partial(awq, group=64), _settings("awq"), (4, 64, False)),
+        (compressed(group=32), _settings("compressed-tensors"), (4, 32, True)),
+        (compressed(group=128, symmetric=False), _settings("compressed-tensors"), (4, 128, False)),
+        (compressed(4, channel=True, plain=True), _settings("compressed-tensors"), (4, 256, True)),
+        (compressed(8, channel=True), _settings("compressed-tensors", 8), (8, 256, False)),
+        (compressed(8, channel=True, symmetric=False, plain=True), _settings("compressed-tensors", 8), (8, 256, False)),
+    ],
+)
+def test_codes_are_those_of_the_weights(
+    make: Callable[[Tensor], Made], settings: dict[str, Any], coding: tuple[int, int, bool], tmp_path: Path
+) -> None:
+    """Exactly, in the dtype in which weights are read."""
+    tensors, _ = make(torch.randn(48, 768, generator=torch.Generator().manual_seed(0)))
+    save_file({f"x.{name}": each.contiguous() for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    with SafetensorsFiles(ModelSource.of(tmp_path)) as files:
+        file = join_packed(files.tensors, settings["quant_method"], settings)["x.weight"]
+        assert isinstance(file, ComputedTensor)
+        assert file.coding == coding
+        assert file.coded is not None
+        for part in (..., slice(7, 20)):
+            weights = file[part]
+            assert torch.equal(file.coded(part).expanded().to(weights.dtype), weights)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (gptq(group=16), _settings("gptq")),
+        (gptq(2, group=32), _settings("gptq", 2)),
+        (gptq(group=32, reorder=True), _settings("gptq", desc_act=True)),
+        (compressed(group=32, reorder=True), _settings("compressed-tensors")),
+    ],
+)
+def test_codes_that_the_kernel_does_not_take(
+    make: Callable[[Tensor], Made], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    tensors, _ = make(torch.randn(48, 768, generator=torch.Generator().manual_seed(0)))
+    save_file({f"x.{name}": each.contiguous() for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    with SafetensorsFiles(ModelSource.of(tmp_path)) as files:
+        file = join_packed(files.tensors, settings["quant_method"], settings)["x.weight"]
+        assert isinstance(file, ComputedTensor)
+        assert file.coding is None
+
+
+# Whole models
+
+
+def _gguf(kind: str, **others: str) -> Callable[[Path], str]:
+    def make(folder: Path) -> str:
+        named = {name.replace("__", "."): each for name, each in others.items()}
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 256} if kind.endswith("K") else {}
+        write(folder / "model.gguf", tiny("qwen3_moe", **sizes), kind, others=named)
+        return str(folder / "model.gguf")
+
+    return make
+
+
+def _packed_once(make: Callable[[Tensor], Made], **settings: Any) -> Callable[[Path], str]:
+    return lambda folder: checkpoint(folder, make, sizes={"hidden_size": 64, "moe_intermediate_size": 32}, **settings)[
+        0
+    ]
+
+
+_MIXED = {"blk__0__ffn_down_exps__weight": "Q6_K"}
+FORMS: dict[str, tuple[Callable[[Path], str], str, str]] = {
+    "Q4_0": (_gguf("Q4_0"), "int4, groups of 32, symmetric", "int4, groups of 32, symmetric"),
+    "Q8_0": (_gguf("Q8_0"), "int8, groups of 32, with zeros", "int8, groups of 32, with zeros"),
+    "Q4_K_M": (_gguf("Q4_K", **_MIXED), "int4, groups of 32, with zeros", "int8, groups of 32, with zeros"),
+    "gate and up of two kinds": (
+        _gguf("Q4_0", blk__1__ffn_up_exps__weight="Q5_0"),
+        "int8, groups of 32, symmetric",
+        "int4, groups of 32, symmetric",
+    ),
+    "mxfp4": (partial(mxfp4, hidden_size=64), "int8, groups of 32, symmetric", "int8, groups of 32, symmetric"),
+    "gptq": (
+        _packed_once(gptq(group=32), quant_method="gptq", bits=4, group_size=32),
+        "int4, groups of 32, with zeros",
+        "int4, groups of 32, with zeros",
+    ),
+}
+"""What makes a checkpoint, and how gate_up_proj and down_proj lie packed."""
+
+
+def _resident(path: str, offloaded: OffloadedModel, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The model whose modules hold all packed experts, and the one with expanded weights."""
+    packed, plain = load_model(path, dtype=dtype), load_model(path, dtype=dtype)
+    for layer in find_moe_layers(packed):
+        forms = {name: each.form for name, each in packed_matrices(offloaded.view[layer.index].experts).items()}
+        make_packed(layer.experts, layer.num_experts, forms)
+        for name, part in offloaded.store.views(layer.index).items():
+            layer.experts.get_parameter(name).data.copy_(part)
+    packed.set_experts_implementation("grouped_mm")
+    return packed, plain
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("form", FORMS)
+def test_offloaded_is_resident(form: str, dtype: str, tmp_path: Path) -> None:
+    """Bit for bit, from memory and from a disk; each expert near the checkpoint's own weights."""
+    make, gate_up, down = FORMS[form]
+    path = make(tmp_path)
+    with load_offloaded(path, device="cpu", slots=6, experts="packed", dtype=dtype) as offloaded:
+        forms = {name: str(each.form) for name, each in packed_matrices(offloaded.view[0].experts).items()}
+        assert forms == {"gate_up_proj": gate_up, "down_proj": down}
+        packed, plain = _resident(path, offloaded, dtype)
+        expected = greedy(packed, IDS, 4)
+        assert_same(greedy(offloaded, IDS, 4), expected)
+        _near(offloaded, plain)
+    with load_offloaded(path, device="cpu", slots=5, experts="auto", dtype=dtype, store="disk") as offloaded:
+        assert_same(greedy(offloaded, IDS, 4), expected)
+
+
+def _near(offloaded: OffloadedModel, plain: PreTrainedModel) -> None:
+    for layer in find_moe_layers(plain):
+        parts = offloaded.store.views(layer.index)
+        for expert in range(layer.num_experts):
+            own = expanded_experts(
+                offloaded.view[layer.index].experts, {name: each[expert] for name, each in parts.items()}
+            )
+            for name, parameter in layer.experts.named_parameters():
+                error = (own[name].float() - parameter[expert].float()).abs().max()
+                assert error <= 0.01 * parameter[expert].float().abs().max(), (layer.index, name, expert)
+
+
+def test_made_once(tmp_path: Path) -> None:
+    """A store on disk is found again, and is another one in another form."""
+    path = _gguf("Q4_0")(tmp_path)
+    options: dict[str, Any] = {"device": "cpu", "slots": 6, "store": "disk", "store_folder": tmp_path / "store"}
+    made: list[int] = []
+    for experts in ("packed", "packed", "expanded", "auto"):
+        with load_offloaded(path, experts=experts, **options) as offloaded:
+            made.append(offloaded.store.layout.block_bytes)
+    assert made[0] == made[1] == made[3] < made[2] / 3
+
+
+# Refusals
+
+
+def _plain(folder: Path) -> str:
+    tiny_model("qwen3_moe").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _plain,
+        partial(fp8, "qwen3_moe"),
+        _packed_once(four_bits(), quant_method="bitsandbytes", load_in_4bit=True),
+        _packed_once(gptq(group=32, reorder=True), quant_method="gptq", bits=4, group_size=32, desc_act=True),
+        _gguf("F16"),
+        _gguf("Q2_K"),
+    ],
+    ids=["plain", "fp8", "bitsandbytes", "gptq by activation order", "F16", "Q2_K"],
+)
+def test_what_is_not_packed(make: Callable[[Path], str], tmp_path: Path) -> None:
+    """One line that says what else to give; `auto` expands it."""
+    path = make(tmp_path)
+    with pytest.raises(ExpertcastError, match=r"experts='packed' takes .* give experts='expanded', 'int4' or 'int8'"):
+        load_offloaded(path, device="cpu", slots=6, experts="packed")
+    with load_offloaded(path, device="cpu", slots=6, experts="auto") as offloaded:
+        assert not packed_matrices(offloaded.view[0].experts)
+        assert greedy(offloaded, IDS, 2)[0].shape[1] == 7
+
+
+def test_an_order_that_the_configuration_does_not_tell(tmp_path: Path) -> None:
+    """Indices by activation are found when they are read, and are one line."""
+    path = _packed_once(gptq(group=32, reorder=True), quant_method="gptq", bits=4, group_size=32)(tmp_path)
+    with pytest.raises(ExpertcastError, match="g_idx orders inputs by activation"):
+        load_offloaded(path, device="cpu", slots=6, experts="packed")
