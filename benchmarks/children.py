@@ -148,6 +148,7 @@ def run(
     memory: int | None = None,
     rate: float | None = None,
     cold: Iterable[Path] = (),
+    python: str = sys.executable,
 ) -> Json:
     """One run.
 
@@ -158,6 +159,7 @@ def run(
         memory: bytes that it and the pages of its files may take; None: no limit.
         rate: bytes per second that the disk gives from when it has loaded; None: as it is.
         cold: folders whose files are not in the page cache when it starts, and again when it has loaded.
+        python: interpreter of the process.
 
     Returns:
         What the process found, `peak_bytes`, `capped` and `throttled`; or `failed`, with the reason.
@@ -169,7 +171,7 @@ def run(
         written.write_text(json.dumps({**spec, "groups": cage.groups, "out": str(out)}))
         drop_cached(cold)
         with errors.open("w") as log, subprocess.Popen(
-            [sys.executable, "-m", module, str(written)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            [python, "-m", module, str(written)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             text=True, env=environment(),
         ) as process, ExitStack() as stack:  # fmt: skip
             assert process.stdin is not None

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from benchmarks.children import run
 from expertcast.cli import main as expertcast
@@ -46,18 +46,24 @@ def olmoe(layers: int, *, small: bool) -> PretrainedConfig:
 
 
 @torch.no_grad()
-def write_model(folder: Path, config: PretrainedConfig) -> Json:
-    """Write a model in bf16; it is held in memory meanwhile.
-
-    Returns:
-        `bytes`, `expert_bytes`, `experts_bytes`, and the settings.
-    """
+def local_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A model in bf16 whose routing has the locality of a trained model's."""
     model = random_model(config, dtype=torch.bfloat16, device="cpu", seed=0)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             embedded, later = "embed_tokens" in name, "o_proj" in name and "layers.0." not in name
             parameter.normal_(std=EMBEDDING if embedded else LATER_ATTENTION if later else STD, generator=generator)
+    return model
+
+
+def write_model(folder: Path, config: PretrainedConfig) -> Json:
+    """Write a model in bf16; it is held in memory meanwhile.
+
+    Returns:
+        `bytes`, `expert_bytes`, `experts_bytes`, and the settings.
+    """
+    model = local_model(config)
     model.save_pretrained(folder)
     view = find_moe_layers(model)
     total = sum(weight_bytes(layer.experts) for layer in view)

@@ -107,6 +107,11 @@ def follow(
         logits.append(found.logits[0, -1])
         steps_s.append(time.perf_counter() - start)
     read, steps_s = bytes_read() - read, steps_s[spec["warm"] :]
+    counted = {} if offloaded is None else _counted(offloaded, read, timed)
+    start = time.perf_counter()
+    if spec.get("again"):
+        model(input_ids=torch.tensor([spec["tokens"][:length][::-1]]), logits_to_keep=1)
+        counted["again_s"] = time.perf_counter() - start
     computed = {"logits": torch.stack(logits)}
     for layer, each in enumerate(cache.layers):
         computed[f"keys.{layer}"] = each.keys[:, :, :length].contiguous()
@@ -114,8 +119,9 @@ def follow(
     result: Json = {
         "ttft_s": ttft_s, "steps_s": steps_s, "tpot_s": statistics.median(steps_s),
         "tpot_mean_s": statistics.fmean(steps_s), "bytes_read": read / timed, "prompt_bytes_read": prompt_bytes,
+        "largest": computed["logits"].argmax(-1).tolist(),
     }  # fmt: skip
-    return (result if offloaded is None else result | _counted(offloaded, read, timed)), computed
+    return result | counted, computed
 
 
 def _counted(offloaded: OffloadedModel, read: int, tokens: int) -> Json:
@@ -150,18 +156,18 @@ def ours(spec: Json) -> Json:
     of the same largest one."""
     config = OffloadConfig.from_dict({"store_folder": spec["store_folder"], **spec["options"]})
     truth = None if spec["truth"] is None else load_file(spec["truth"])
-    predictor = None
+    predictor = spec.get("predictor")
     if spec["forecasts"]:
         predictor = TablePredictor(PredictorConfig(ahead=(1,)), find_moe_layers(meta_model(spec["model"])).shape)
     with ExitStack() as stack:
         offloaded = stack.enter_context(
-            load_offloaded(spec["model"], replace(config, predictor=predictor), device="cpu")
+            load_offloaded(spec["model"], replace(config, predictor=predictor), device="cpu", dtype=spec.get("dtype"))
         )
         if spec["workload"] == "process":
             process = RoutingProcess(offloaded.model, offloaded.view, tables_of(offloaded.view, spec))
             stack.enter_context(process)
             _first(offloaded)
-            if predictor is not None:
+            if isinstance(predictor, TablePredictor):
                 predictor.follow(process)
         ready()
         result, computed = follow(offloaded.model, spec, truth, offloaded)

@@ -1,0 +1,91 @@
+"""How far packed experts are from the same weights expanded, and those from the bf16 ones, on a model and its text."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.moe_layers import experts_implementation, find_moe_layers
+from expertcast.data.packed_experts import iterate_plain, pack_module
+from expertcast.data.text import bundled_ids
+from expertcast.predictors.messages import Json
+
+WINDOW = 256
+"""Tokens of a text that are read at once: fewer rows per expert than packed ones are expanded for."""
+
+
+@torch.no_grad()
+def fidelity(name: str, tokens: int, bits: int) -> Json:
+    """Three comparisons over a model's bundled text.
+
+    Args:
+        name: of the model.
+        tokens: to read, in windows.
+        bits: 4 or 8, to which its experts are rounded.
+
+    Returns:
+        `packed` (against expanded), `rounded` (expanded against bf16) and `kernel` (expanded, grouped against eager),
+        each with `kl` (nats per token), `agreement` and both perplexities.
+    """
+    model = load_model(name)
+    text = bundled_ids(load_tokenizer(name), tokens)
+    windows = torch.tensor(text[: tokens // WINDOW * WINDOW]).view(-1, WINDOW)
+    packed = copy.deepcopy(model)
+    for layer in find_moe_layers(packed):
+        pack_module(layer.experts, layer.num_experts, bits)
+    expanded = _expanded(model, packed)
+    sides = {"bf16": (model, "grouped_mm"), "packed": (packed, "grouped_mm"), "expanded": (expanded, "grouped_mm"),
+             "eager": (expanded, "eager")}  # fmt: skip
+    sums: dict[str, dict[str, float]] = {}
+    for window in windows:
+        logits = {side: _logits(*given, window) for side, given in sides.items()}
+        for what, side, truth in (
+            ("packed", "packed", "expanded"),
+            ("rounded", "expanded", "bf16"),
+            ("kernel", "eager", "expanded"),
+        ):
+            _add(sums.setdefault(what, {}), logits[side], logits[truth], window)
+    return {what: _means(each) for what, each in sums.items()} | {"tokens": windows.numel(), "bits": bits}
+
+
+def _expanded(model: PreTrainedModel, packed: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the model with the weights that the packed one stands for."""
+    made = copy.deepcopy(model)
+    for layer, source in zip(find_moe_layers(made), find_moe_layers(packed), strict=True):
+        for expert, weights in enumerate(iterate_plain(source.experts, source.num_experts)):
+            for name, weight in weights.items():
+                getattr(layer.experts, name)[expert].copy_(weight)
+    return made
+
+
+def _logits(model: PreTrainedModel, implementation: str, window_T: Tensor) -> Tensor:
+    """Log-probabilities float32 [T, V]."""
+    with experts_implementation(model, implementation):
+        found: Tensor = model(input_ids=window_T[None]).logits[0].float().log_softmax(-1)
+    return found
+
+
+def _add(sums: dict[str, float], side_TV: Tensor, truth_TV: Tensor, window_T: Tensor) -> None:
+    followed = window_T[1:, None]
+    values = {
+        "kl": (truth_TV.exp() * (truth_TV - side_TV)).sum(),
+        "agreement": (side_TV.argmax(-1) == truth_TV.argmax(-1)).sum(),
+        "tokens": torch.tensor(len(window_T)),
+        "perplexity": -side_TV[:-1].gather(1, followed).sum(),
+        "perplexity_against": -truth_TV[:-1].gather(1, followed).sum(),
+        "followed": torch.tensor(len(followed)),
+    }
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + float(value)
+
+
+def _means(sums: dict[str, float]) -> Json:
+    found: Json = {name: sums[name] / sums["tokens"] for name in ("kl", "agreement")}
+    for name in ("perplexity", "perplexity_against"):
+        found[name] = math.exp(sums[name] / sums["followed"])
+    return found
