@@ -336,7 +336,7 @@ class PackedMatrix:
         return self
 
     def products(self, rows_PI: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
-        """One product in bf16 per group (expert, rows), the groups' rows one after another: [P, N] in the rows' dtype."""
+        """One bf16 product per group (expert, rows), the rows one after another: [P, N] in the rows' dtype."""
         codes, scales = self.parts()
         inputs_PI, outputs, start = rows_PI.bfloat16(), [], 0
         for expert, count in groups:
