@@ -92,6 +92,7 @@ def test_bytes(folder: Path, view: MoEView) -> None:
                     del changed[place:]
             (folder / name).write_bytes(bytes(changed))
             line = refusal(folder, view, before)
+            assert line is None or name in line
             # blanks and escapes of config.json may be others, its values may not
             same = json.loads(changed) == json.loads(content) if line is None and name == files.CONFIG else False
             assert line or same or changed == content

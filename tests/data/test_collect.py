@@ -33,7 +33,7 @@ from tests.data.small_traces import MANY, SETTINGS, Crash, content
 from tests.families.models import tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v2")
-ODD: dict[str, Any] = {"tokens": 400, "window": 24}
+ODD: dict[str, Any] = {"tokens": 400, "window": 24, "early_rank": None}
 """The batches need padding."""
 
 

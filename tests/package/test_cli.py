@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +121,16 @@ def test_inspect_verify(
     assert "holds neither traces nor" in fails(capsys, "inspect", "reference", "--verify")
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A generation without any option."""
-    return _decoded(tmp_path_factory.mktemp("plain"))
+@pytest.fixture
+def decoded(tiny_folder: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Generates on the tiny model, whose quarter are 8 slots; takes further words of the command."""
+    return partial(ran, tmp_path, f"generate {tiny_folder} --new-tokens 4 --prompt", "It is a truth")
 
 
 def test_collect_train_eval_generate_inspect(
-    capsys: pytest.CaptureFixture[str], tiny_folder: str, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, decoded: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    generate = f"generate {tiny_folder} --new-tokens 4 --slots 16 --prompt"
-    plain = ran(tmp_path, generate, "It is a truth")
+    plain = decoded()
     traces, checkpoint, report = (tmp_path / name for name in ("traces", "ckpt", "report"))
     assert main(f"collect {tiny_folder} --data reference --tokens 1500 --window 64 --out {traces}".split()) == 0
     assert main(f"train {traces} --predictor linear --out {checkpoint} --ahead 1 2".split()) == 0
@@ -157,10 +158,10 @@ def test_collect_train_eval_generate_inspect(
         [], ["--policies", "eviction=importance:gamma=0.8", "prefetch=value"],
         ["--store-folder", tmp_path / "packed"],
     ):  # fmt: skip
-        assert ran(tmp_path, generate, "It is a truth", *forecast, *words)["tokens"] == plain["tokens"]
+        assert decoded(*forecast, *words)["tokens"] == plain["tokens"]
     both = tmp_path / "both"
     assert main(f"train {traces} --predictor next_norm linear --out {both} --set strengths=1e-3".split()) == 0
-    assert ran(tmp_path, generate, "It is a truth", "--predictor", both)["tokens"] == plain["tokens"]
+    assert decoded("--predictor", both)["tokens"] == plain["tokens"]
     waiting = ran(tmp_path, f"eval {traces} --predictor next_norm {both}")["waiting"]
     assert {"on demand", "next_norm", "hybrid", "hybrid/next_norm"} <= set(waiting)
     assert waiting["next_norm"] == waiting["hybrid/next_norm"]
@@ -168,9 +169,7 @@ def test_collect_train_eval_generate_inspect(
     assert waits == sorted(waits)
     assert waiting["hybrid"]["wait_s"] < waiting["on demand"]["wait_s"]
     assert "rung | " in (both / "README.md").read_text()
-    lossy = ran(
-        tmp_path, generate.replace("--slots 16", "--slots 8"), "It is a truth", *forecast, "--policies", "activeevict"
-    )
+    lossy = decoded(*forecast, "--policies", "activeevict")
     assert lossy["stats"]["skipped"] > 0  # its routing is lossy
     for target in (tiny_folder, traces, checkpoint, both):
         capsys.readouterr()
@@ -178,35 +177,31 @@ def test_collect_train_eval_generate_inspect(
         assert capsys.readouterr().out.strip()
 
 
-def _decoded(tmp_path: Path, *words: str | Path) -> dict[str, Any]:
-    return ran(tmp_path, "generate reference --new-tokens 4", "--prompt", "It is a truth", *words)
-
-
 def test_what_is_advised_is_saved_and_deployed(
-    capsys: pytest.CaptureFixture[str], plain: dict[str, Any], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, decoded: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     saved = tmp_path / "offload.json"
-    advice = ran(tmp_path, f"advise reference --prompt-tokens 8 --new-tokens 3 --memory 4MB --save {saved}")
+    advice = ran(tmp_path, f"advise {tiny_folder} --prompt-tokens 8 --new-tokens 3 --memory 30kB --save {saved}")
     assert f"wrote {saved}" in capsys.readouterr().out
     config = OffloadConfig.load(saved)
     assert (config.predictor, config.ahead) == (advice["predictor"], advice["ahead"] or 1)
     assert (config.link, config.bandwidth) == ("emulated", advice["bandwidth"])
-    assert _decoded(tmp_path, "--config", saved)["tokens"] == plain["tokens"]
+    assert decoded("--config", saved)["tokens"] == decoded()["tokens"]
 
 
-def test_options_win_over_the_file(plain: dict[str, Any], tmp_path: Path) -> None:
-    saved = tmp_path / "offload.json"
-    OffloadConfig(predictor="next_norm", mode="speculate", slots=96, policies="activeevict", forecasts="always").save(
+def test_options_win_over_the_file(decoded: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    saved, plain = tmp_path / "offload.json", decoded()
+    OffloadConfig(predictor="next_norm", mode="speculate", slots=8, policies="activeevict", forecasts="always").save(
         saved
     )
     file = ["--config", saved]
-    assert _decoded(tmp_path, *file)["stats"]["skipped"] > 0  # the file's preset is lossy
+    assert decoded(*file)["stats"]["skipped"] > 0  # the file's preset is lossy
     exact = ["--mode", "exact", "--policies", "eviction=lru"]
-    found = _decoded(tmp_path, *file, *exact, "--slots", "192")
+    found = decoded(*file, *exact, "--slots", "8")
     assert found["tokens"] == plain["tokens"]
     assert found["stats"]["hits"] > plain["stats"]["hits"]  # of the file's predictor
-    on_disk = ["--memory", "4MB", "--store-folder", tmp_path / "packed"]
-    assert _decoded(tmp_path, *file, *exact, *on_disk)["tokens"] == plain["tokens"]
+    on_disk = ["--memory", "30kB", "--store-folder", tmp_path / "packed"]
+    assert decoded(*file, *exact, *on_disk)["tokens"] == plain["tokens"]
     assert any((tmp_path / "packed").iterdir())
 
 

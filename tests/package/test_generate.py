@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.cli import main
 from expertcast.commands.serve import WarmOptions
-from expertcast.data.models import load_tokenizer
+from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import size_text
 from expertcast.runtime import load_offloaded
@@ -120,16 +120,17 @@ def test_drafts_stream_the_same_text(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 @torch.no_grad()
-def test_samples(tmp_path: Path, reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
+def test_samples(tmp_path: Path, tiny_folder: str, reference_tokenizer: Any) -> None:
     """Those of transformers on the resident model, from the same seed."""
-    sampled = generated(tmp_path, "--temperature", "0.9", "--top-p", "0.8", "--seed", "5")["tokens"]
+    sampling = ["--slots", "16", "--temperature", "0.9", "--top-p", "0.8", "--seed"]
+    sampled = generated(tmp_path, *sampling, "5", model=tiny_folder)["tokens"]
     inputs = reference_tokenizer(PROMPT, return_tensors="pt")
     torch.manual_seed(5)
-    expected = reference_model.generate(
+    expected = load_model(tiny_folder).generate(
         **inputs, max_new_tokens=12, do_sample=True, temperature=0.9, top_p=0.8, top_k=0
     )
     assert sampled == expected[0].tolist()
-    assert sampled != generated(tmp_path, "--temperature", "0.9", "--top-p", "0.8", "--seed", "6")["tokens"]
+    assert sampled != generated(tmp_path, *sampling, "6", model=tiny_folder)["tokens"]
 
 
 @pytest.fixture
@@ -156,11 +157,11 @@ def test_chat(capsys: pytest.CaptureFixture[str], chatting: Path, tmp_path: Path
     assert said.endswith("refuses this: no system role; leave --system out")
 
 
-def test_a_run_leaves_its_hot_experts_however_it_ends(tmp_path: Path) -> None:
+def test_a_run_leaves_its_hot_experts_however_it_ends(tiny_folder: str, tmp_path: Path) -> None:
     prompts, hot = tmp_path / "prompts.txt", tmp_path / "hot.json"
     prompts.write_text("In the beginning\n")
     options, tokenizer = WarmOptions(warm=prompts, hot_experts=hot), load_tokenizer("reference")
-    with load_offloaded("reference", slots=96) as offloaded:
+    with load_offloaded(tiny_folder, slots=16) as offloaded:
         running = options.warmed(offloaded, tokenizer, options.prompts())
         assert [line.partition(" ")[0] for line in running.__enter__()] == ["hot", "warmed"]
         assert not hot.exists()
@@ -170,15 +171,15 @@ def test_a_run_leaves_its_hot_experts_however_it_ends(tmp_path: Path) -> None:
         held = set(offloaded.pool.resident())
     options = WarmOptions(hot_experts=hot)
     assert options.prompts() == []
-    with load_offloaded("reference", slots=96) as offloaded, options.warmed(offloaded, tokenizer, []) as said:
+    with load_offloaded(tiny_folder, slots=16) as offloaded, options.warmed(offloaded, tokenizer, []) as said:
         assert said[0].startswith(f"hot experts: {len(held)} loaded from ")
         assert set(offloaded.pool.resident()) == held
 
 
-def test_what_failed_first_is_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_failed_first_is_the_error(tiny_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Hot experts that cannot be written are a line beside it; where nothing else failed they are the error."""
     options, tokenizer = WarmOptions(hot_experts=tmp_path / "none" / "hot.json"), load_tokenizer("reference")
-    with load_offloaded("reference", slots=96) as offloaded:
+    with load_offloaded(tiny_folder, slots=16) as offloaded:
 
         def serve(error: Exception | None) -> None:
             with options.warmed(offloaded, tokenizer, []):

@@ -80,21 +80,6 @@ def test_recall_is_that_of_a_loop_over_tokens(view: MoEView, batch: TraceBatch, 
     assert values["recall_at_k"]["quasi_hidden"]["mean"] == pytest.approx(sum(forced) / len(forced))
 
 
-def test_chain_hands_on_executed_forecasts(view: MoEView, batch: TraceBatch) -> None:
-    """`same` copies logits with a roll: chained, layer l gets those of layer 0 rolled l times."""
-    predictor = Same(PredictorConfig(), view.shape).bind(view)
-    values = evaluate({"same": predictor}, [batch], view).as_dict()
-    for key, chained in (("recall_at_k", False), ("recall_at_k_chained", True)):
-        for index, layer in enumerate(values["targets"]):
-            start, rolls = (0, layer) if chained else (layer - 1, 1)
-            forecast_TE = batch.logits_TLE[:, start].roll(rolls, dims=1)
-            pairs = zip(
-                view[layer].route(forecast_TE)[0], view[layer].route(batch.logits_TLE[:, layer])[0], strict=True
-            )
-            expected = sum(len(set(p.tolist()) & set(t.tolist())) for p, t in pairs) / len(batch) / view.shape.top_k
-            assert values[key]["same"]["per_layer"][index] == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_lite", "deepseek_v2", "phimoe", "gpt_oss"])
 def test_oracle_scores_perfectly_under_every_routing_rule(family: str) -> None:
     view = tiny_view(family)

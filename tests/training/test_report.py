@@ -218,8 +218,7 @@ def read(run: Path) -> tuple[dict[str, Any], set[str], EventAccumulator]:
     return given, {info.name.tag for info in experiment.metric_infos}, events
 
 
-def test_settings_and_final_scores_are_the_runs_hyperparameters(tmp_path: Path) -> None:
-    values = evaluated()
+def test_settings_and_final_scores_are_the_runs_hyperparameters(values: dict[str, Any], tmp_path: Path) -> None:
     settings = {"predictor": "same", "seed": 3, "learning_rate": 0.5, "ahead": (1, 2), "inputs": [], "rank": None}
     run = log_evaluation(tmp_path, "same", values, settings)
     given, listed, events = read(run)
