@@ -349,3 +349,15 @@ def test_a_model_that_gives_nan_is_not_collected_from(
     model.get_input_embeddings().weight.data[200:] = float("nan")  # of no token that the probe gives
     with pytest.raises(ExpertcastError, match="gives NaN or infinity among its r"):
         collect(model, reference_tokenizer, text, tmp_path / "t", tokens=200, window=24)
+
+
+def test_logits_of_a_model_in_fp16_are_stored_and_read_as_such(
+    reference_tokenizer: Any, text: list[Document], tmp_path: Path
+) -> None:
+    model, seen = tiny_model("qwen3_moe", torch.float16), list[Tensor]()
+    router = find_moe_layers(model)[2].router
+    router.register_forward_hook(lambda _router, _args, output: seen.append(output[0]))  # returns None
+    traces = collect(model, reference_tokenizer, text, tmp_path / "traces", batch_size=1, **ODD)
+    logits_TE = next(TraceDataset.open(traces.folder).batches("all", 10**6)).logits_TLE[:, 2]
+    assert logits_TE.dtype == torch.float16
+    assert torch.equal(logits_TE, torch.cat(seen[-windows_in(traces) :]))
