@@ -330,7 +330,7 @@ class PackedMatrix:
         return self
 
     def products(self, rows_PI: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
-        """One product in bf16 per group (expert, rows), the groups' rows one after another: [P, N] in the rows' dtype."""
+        """One product in bf16 per group (expert, rows), the groups' rows in order: [P, N] in the rows' dtype."""
         codes, scales = self.parts()
         inputs_PI, outputs, start = rows_PI.bfloat16(), [], 0
         for expert, count in groups:
@@ -447,7 +447,7 @@ def pack_module(experts: nn.Module, count: int, bits: int) -> None:
 
 def at_once(matrices_EDF: Tensor) -> int:
     """How many experts' matrices are packed in one call: more are not faster, and take memory."""
-    return max(1, 2**23 // matrices_EDF[0].numel())
+    return max(1, 2**22 // matrices_EDF[0].numel())
 
 
 def iterate_plain(experts: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
