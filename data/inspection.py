@@ -140,13 +140,13 @@ def _packed_bytes(layer: MoELayer, bits: int) -> int:
 def _weights(source: ModelSource, model: PreTrainedModel) -> tuple[int, str]:
     """Bytes of the weight files on this machine, and why they cannot be read where their names tell."""
     here = replace(source, options={**source.options, "local_files_only": True})
-    path = source.gguf()
+    paths = source.gguf()
     try:
-        files = list(map(Path, weight_files(here) if path is None else [path]))
-        if path is not None:
-            GgufFile(path, model).close()
+        files = list(map(Path, paths or weight_files(here)))
+        if paths:
+            GgufFile(paths, model).close()
     except ExpertcastError as error:
-        known = path is not None or any(Path(source.path).glob("pytorch_model*.bin"))
+        known = bool(paths) or any(Path(source.path).glob("pytorch_model*.bin"))
         return 0, str(error) if known else ""
     return sum(file.stat().st_size for file in files if file.is_file()), ""
 

@@ -49,8 +49,8 @@ def form_of(config: PretrainedConfig, source: ModelSource) -> Quantised | None:
     Raises:
         ExpertcastError: a form that is not read; the line names it.
     """
-    path = source.gguf()
-    return quantised_form(config, source.name) if path is None else gguf_form(path, source.name)
+    paths = source.gguf()
+    return gguf_form(paths, source.name) if paths else quantised_form(config, source.name)
 
 
 def open_weights(
@@ -68,9 +68,7 @@ def open_weights(
         ExpertcastError: no weights there, damaged ones, or quantised ones without their scales.
     """
     if form is not None and form.method == GGUF:
-        path = source.gguf()
-        assert path is not None
-        return GgufFile(path, model, dtype)
+        return GgufFile(source.gguf(), model, dtype)
     files = SafetensorsFiles(source)
     try:
         if form is not None and form.method == FP8:
@@ -237,13 +235,13 @@ def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
     """
     check_release("loading")
     source = model if isinstance(model, ModelSource) else ModelSource.of(model)
-    path = source.gguf()
-    if path is not None:
+    paths = source.gguf()
+    if paths:
         check_package(source.name)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(source.path, **source.config)
-        if path is not None:
-            complete_config(config, path)
+        if paths:
+            complete_config(config, paths)
     except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
         untrusted = isinstance(error, ValueError) and "trust_remote_code" in str(error)
         reason = "it holds code of its own: say trust_remote_code=True (--trust-remote-code) if you trust it"

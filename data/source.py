@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,6 +197,8 @@ _CONFIG = ("trust_remote_code", "code_revision", "gguf_file")
 _MODEL = ("attn_implementation", "experts_implementation")
 SOURCE_OPTIONS = (*_FILES, *_CONFIG, *_MODEL)
 """Options of `from_pretrained` that are passed on."""
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""The name of one part of a split GGUF file."""
 _SO_ANYWAY = ("use_safetensors", "low_cpu_mem_usage", "weights_only")
 """Options that, when true, ask for what is done in any case."""
 _OTHERWISE = {
@@ -316,15 +319,23 @@ class ModelSource:
             raise self.failure(error) from error
         return found
 
-    def gguf(self) -> str | None:
-        """The path of its GGUF file; None: it is none.
+    def gguf(self) -> list[str]:
+        """The path of its GGUF file, or of every part of a split one, in order; empty: it is no GGUF file.
 
         Raises:
-            ExpertcastError: the file is not there.
+            ExpertcastError: a file is not there, or another part than the first is named.
         """
         name = self.options.get("gguf_file")
         if name is None:
-            return None
-        if (path := self.file(str(name))) is None:
-            raise ExpertcastError(f"cannot load model {self.name!r}: it has no file {name}")
-        return path
+            return []
+        names, split = [str(name)], _SPLIT.fullmatch(str(name))
+        if split is not None:
+            stem, number, count = split.groups()
+            names = [f"{stem}-{part + 1:05}-of-{count}.gguf" for part in range(int(count))]
+            if int(number) != 1:
+                raise ExpertcastError(f"{self.name!r} is part {int(number)} of {int(count)}: give {names[0]}")
+        paths = [path for path in map(self.file, names) if path is not None]
+        if len(paths) < len(names):
+            missing = next(each for each in names if self.file(each) is None)
+            raise ExpertcastError(f"cannot load model {self.name!r}: it has no file {missing}")
+        return paths

@@ -63,8 +63,9 @@ def _float(blocks: Tensor, start: int) -> Tensor:
 
 def _halves(octets: Tensor) -> Tensor:
     """Low halves, then high ones, [..., n] -> [..., 2 n]."""
-    octets = octets.contiguous()
-    return torch.cat((octets & 15, octets >> 4), dim=-1)
+    eights = octets.contiguous().view(torch.int64)
+    mask = 0x0F0F0F0F0F0F0F0F
+    return torch.cat((eights & mask, (eights >> 4).bitwise_and_(mask)), dim=-1).view(torch.uint8)
 
 
 def _bits(octets: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class GgufFile(WeightFiles):
     """The tensors of a GGUF file.
 
     Args:
-        path: of the file.
+        paths: of the file, or of its parts.
         model: without weights.
         dtype: that the model is to have; None: what transformers takes, the file's where it holds floats alone and its
             architecture is a newer one, else float32.
@@ -112,20 +112,12 @@ class GgufFile(WeightFiles):
         ExpertcastError: the file lacks a parameter, or names no expert as transformers maps them.
     """
 
-    def __init__(self, path: str, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-        from gguf import GGUFReader
-
-        super().__init__([path])
-        try:
-            reader = GGUFReader(path)
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise ExpertcastError(f"cannot read the weights of {path!r}: it is cut off or damaged") from error
-        file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
-        stored = {
-            each.name: _Stored(file, int(each.data_offset), each.data.shape, each.data.dtype, each.tensor_type)
-            for each in reader.tensors
-        }
-        architecture = str(reader.fields["general.architecture"].contents())
+    def __init__(self, paths: list[str], model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+        super().__init__(paths)
+        stored: dict[str, _Stored] = {}
+        for path in paths:
+            stored |= self._stored(path)
+        architecture = str(read_gguf_metadata(paths[0])[0]["general.architecture"])
         kinds = {each.kind.name for each in stored.values()}
         newer = is_gguf_arch_supported(architecture)
         plain = next((_FLOATS[kind] for kind in ("BF16", "F16", "F32") if kind in kinds), torch.float32)
@@ -141,9 +133,16 @@ class GgufFile(WeightFiles):
         if missing := sorted(set(state) - set(self.tensors) - set(tied)):
             self.close()
             raise ExpertcastError(
-                f"{path} gives {missing[0]} no weights: it is incomplete, or transformers {__version__} does not map "
-                f"all of architecture {architecture!r}; load the model from safetensors"
+                f"{paths[0]} gives {missing[0]} no weights: it is incomplete, or transformers {__version__} does not "
+                f"map all of architecture {architecture!r}; load the model from safetensors"
             )
+
+    def _stored(self, path: str) -> dict[str, _Stored]:
+        file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
+        return {
+            each.name: _Stored(file, int(each.data_offset), each.data.shape, each.data.dtype, each.tensor_type)
+            for each in _tensors(path)
+        }
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,29 +150,48 @@ class GgufFile(WeightFiles):
         return self._dtype
 
 
-def gguf_form(path: str, name: str) -> Quantised:
+def _tensors(path: str) -> list[Any]:
+    """What a file says of its tensors.
+
+    Raises:
+        ExpertcastError: it is cut off or damaged.
+    """
+    from gguf import GGUFReader
+
+    try:
+        return list(GGUFReader(path).tensors)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ExpertcastError(f"cannot read the weights of {path!r}: it is cut off or damaged") from error
+
+
+def gguf_form(paths: list[str], name: str) -> Quantised:
     """A GGUF file's form in words, by its metadata.
 
     Raises:
-        ExpertcastError: the file is one of several.
+        ExpertcastError: parts of the file are missing.
     """
     from gguf import LlamaFileType
 
-    metadata, _ = read_gguf_metadata(path)
-    if (parts := int(metadata.get("split.count", 1))) > 1:
-        raise ExpertcastError(f"{name!r} is one of {parts} parts: join them with llama-gguf-split --merge")
+    metadata, _ = read_gguf_metadata(paths[0])
+    if (parts := int(metadata.get("split.count", 1))) != len(paths):
+        raise ExpertcastError(
+            f"{name!r} is one of {parts} parts: join them with llama-gguf-split --merge, or give the first one by the "
+            f"name that ends in -00001-of-{parts:05}.gguf"
+        )
     kinds = {int(kind): kind.name for kind in LlamaFileType}
     kind = kinds.get(metadata.get("general.file_type", -1), "").removeprefix("MOSTLY_").removeprefix("ALL_")
     return Quantised(GGUF, f"{GGUF}, {kind}" if kind else GGUF)
 
 
-def complete_config(config: PretrainedConfig, path: str) -> None:
-    """Give a configuration that transformers made of a GGUF file the sizes of experts that the file says too."""
-    metadata, _ = read_gguf_metadata(path)
+def complete_config(config: PretrainedConfig, paths: list[str]) -> None:
+    """Give a configuration that transformers made of a GGUF file, or of its first part, what it leaves out."""
+    metadata, _ = read_gguf_metadata(paths[0])
     for end, name in _UNMAPPED.items():
         size = metadata.get(f"{metadata['general.architecture']}.{end}")
         if size is not None and hasattr(config, name):
             setattr(config, name, int(size))
+    if any(tensor.name == "output.weight" for path in paths[1:] for tensor in _tensors(path)):
+        config.tie_word_embeddings = False
 
 
 def check_package(name: str) -> None:

@@ -87,6 +87,7 @@ def write(
     architecture: str | None = None,
     without: str = "",
     others: Mapping[str, str] | None = None,
+    part: int = 0,
     **more: int,
 ) -> None:
     """One file, with a tokenizer of bytes and the word `ab`.
@@ -98,12 +99,13 @@ def write(
         architecture: as GGUF names it; None: the family's without its underscore.
         without: a tensor that is left out.
         others: tensors that are stored in another kind.
+        part: tensors of each part of a split file; 0: it is not split.
         more: of its metadata, `__` for a dot.
     """
     import gguf
 
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture or config.model_type.replace("_", ""))
+    writer = gguf.GGUFWriter(path, architecture or config.model_type.replace("_", ""), split_max_tensors=part)
     _describe(writer, config)
     for key, value in more.items():
         writer.add_uint32(key.replace("__", "."), value)

@@ -81,6 +81,26 @@ def test_an_architecture_with_converters(kind: str, tmp_path: Path) -> None:
         same_weights(offloaded, resident)
 
 
+@pytest.mark.parametrize("experts", ["expanded", "packed"])
+def test_a_split_file(experts: str, tmp_path: Path) -> None:
+    """Its first part stands for all: the same weights, and the head that lies in the last one."""
+    model = tiny("qwen3_moe")
+    write(tmp_path / "whole.gguf", model, "Q8_0")
+    write(tmp_path / "split.gguf", model, "Q8_0", part=9)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(parts) > 2
+    with load_offloaded(tmp_path / "whole.gguf", device="cpu", slots=6, experts=experts) as whole:
+        expected = greedy(whole, IDS, 4)
+    with load_offloaded(parts[0], device="cpu", slots=6, experts=experts) as offloaded:
+        assert_same(greedy(offloaded, IDS, 4), expected)
+    assert inspect_model(str(parts[0])).shipped_bytes == sum(part.stat().st_size for part in parts)
+    with pytest.raises(ExpertcastError, match=r"is part 2 of \d: give split-00001-of-0000\d.gguf"):
+        load_offloaded(parts[1])
+    parts[1].unlink()
+    with pytest.raises(ExpertcastError, match=f"has no file {parts[1].name}"):
+        load_offloaded(parts[0])
+
+
 def test_one_of_several_files_in_a_folder(tmp_path: Path) -> None:
     """`gguf_file` names it; the configuration and weights are its own."""
     write(tmp_path / "a.gguf", tiny("qwen3_moe"), "Q8_0")
