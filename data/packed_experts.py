@@ -175,7 +175,7 @@ class PackedForm:
         }
 
     def encode(self, matrices_ENI: Coded, codes: Tensor, scales: Tensor) -> None:
-        """Write some experts' matrices into their parts [E, ...] on the CPU."""
+        """Write some experts' matrices into their parts [E, ...], on the device that multiplies by them."""
         fitted = matrices_ENI.fitted(Coding(self.bits, self.group, self.symmetric))
         if self.bits == 8:
             _pack(fitted.codes >> 4, codes[:, 0])
@@ -192,9 +192,9 @@ class PackedForm:
 
     def multiply(self, rows_PI: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         """bf16 [P, N] of bf16 rows [P, I]."""
-        if len(rows_PI) >= MANY_ROWS:
+        if len(rows_PI) >= MANY_ROWS and not rows_PI.is_cuda:
             return rows_PI @ self.expand(codes, scales).T
-        pairs = self._pairs(scales)
+        pairs = _pairs(scales) if self.symmetric else scales
         if self.bits == 4:
             return _product(rows_PI, codes, self.group, pairs)
         return _product(rows_PI * 16, codes[0], self.group, pairs).add_(_product(rows_PI, codes[1], self.group, pairs))
@@ -211,14 +211,13 @@ class PackedForm:
             weights_NJG += share * zero.T.float().unsqueeze(-1)
         return weights_NJG.flatten(-2).bfloat16()
 
-    def _pairs(self, scales: Tensor) -> Tensor:
-        """bf16 [J, N, 2] as the kernel reads them; of a symmetric form in memory that the next call takes."""
-        if not self.symmetric:
-            return scales
-        pairs = _scratch(scales.shape, scales.device)
-        # two bf16 are one int32: a scale's bits in its low half, and 0 in its high one
-        pairs.copy_(scales.view(torch.uint16))
-        return pairs.view(torch.bfloat16).unflatten(-1, (-1, 2))
+
+def _pairs(scales: Tensor) -> Tensor:
+    """bf16 [J, N, 2] of a symmetric form's scales, as the kernel reads them, in memory that the next call takes."""
+    pairs = _scratch(scales.shape, scales.device)
+    # two bf16 are one int32: a scale's bits in its low half, and 0 in its high one
+    pairs.copy_(scales.view(torch.uint16))
+    return pairs.view(torch.bfloat16).unflatten(-1, (-1, 2))
 
 
 _HELD = threading.local()
@@ -236,11 +235,26 @@ def _scratch(shape: torch.Size, device: torch.device) -> Tensor:
 
 
 def _product(rows_PI: Tensor, codes: Tensor, group: int, pairs: Tensor) -> Tensor:
+    if rows_PI.is_cuda:
+        inputs = rows_PI.shape[1]
+        words = codes.view(torch.int32).view(len(codes) // 8, -1, 32, _tiles(inputs) // 2)
+        return torch._weight_int4pack_mm(rows_PI, words, group, pairs)
     return torch._weight_int4pack_mm_for_cpu(rows_PI, codes, group, pairs)
 
 
+def _tiles(inputs: int) -> int:
+    """Tiles of 16 inputs that the CUDA kernel reads at a time."""
+    return next(tiles for tiles in (8, 4, 2) if inputs % (16 * tiles) == 0)
+
+
 def _pack(codes_ENI: Tensor, packed: Tensor) -> None:
-    """Write codes of 4 bits as the kernel reads them, uint8 [E, N, I/2]."""
+    """Write codes of 4 bits as the kernel reads them, uint8 [E, N, I/2], where both lie."""
+    if packed.is_cuda:  # the first code in the high bits
+        for codes_NI, octets in zip(codes_ENI, packed, strict=True):
+            pairs = codes_NI[:, ::2] << 4 | codes_NI[:, 1::2]
+            words = torch._convert_weight_to_int4pack(pairs, _tiles(codes_NI.shape[1]))
+            octets.copy_(words.view(torch.uint8).view_as(octets))
+        return
     for rows_EBRI, octets in _blocks(codes_ENI, packed):
         low, high = _order(rows_EBRI.shape[2])
         octets.copy_((rows_EBRI[:, :, high] << 4).bitwise_or_(rows_EBRI[:, :, low]).mT)

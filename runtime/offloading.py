@@ -617,6 +617,9 @@ def offload(
             f"the model's experts are rounded to {config.experts}, and stay so when it is closed", stacklevel=2
         )
     device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
+    packed = bool(packed_matrices(view[0].experts))
+    if packed and device.type != "cpu":
+        raise ExpertcastError(f"experts in 4 or 8 bits are for models on the CPU, this one is on {device}")
     bound, checkpoint = resolve_predictor(config.resolved_predictor(), view)
     if bound is not None:
         if bound.looks != "layers":
@@ -640,7 +643,7 @@ def offload(
         link=make_link(config, device.type),
         speculator=speculator,
         next_token=resolve_next_token(config.next_token, view, config.resolved_policies(), device),
-        kernel=SlotKernel(kernel_of(model), count, bool(packed_matrices(view[0].experts))),
+        kernel=SlotKernel(kernel_of(model), count, packed),
         drift=make_monitor(config, view, bound, checkpoint),
         recall=mean_recall(checkpoint),
         observers=observers,

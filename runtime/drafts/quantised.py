@@ -9,7 +9,6 @@ tokens.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import RouterCall
+from expertcast.data.packed_experts import MIDDLE, Coded, PackedForm, at_once, rounded
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.prefetch import Schedule
@@ -30,51 +30,6 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.storage.layout import expert_parameters
-
-# Symmetric rounding in groups along the input dimension
-#
-# weight = scale * code. A group's weight of largest magnitude becomes the lowest code, -8 of 4 bits and -128 of 8,
-# whatever its sign: scales may be negative, and no code is left unused. Scales are bf16 values, which is what torch's
-# kernels take; codes are chosen for the scale as it is after rounding.
-
-_GROUPS = (128, 64, 32)
-
-
-def group_of(inputs: int, bits: int) -> int | None:
-    """Inputs that share a scale: of 4 bits 128, or 64 or 32 where that does not divide; None where none does.
-
-    Of 8 bits all inputs of an output share one, as torch's kernel wants it.
-    """
-    if bits == 8:
-        return inputs
-    return next((group for group in _GROUPS if inputs % group == 0), None)
-
-
-def scales_of(weights: Tensor, bits: int) -> Tensor:
-    """Scales [...] of groups [..., G], float32 with values of bf16; 1 for a group of zeros."""
-    extreme = weights.gather(-1, weights.abs().argmax(dim=-1, keepdim=True)).squeeze(-1).float()
-    scales = (extreme / -(1 << (bits - 1))).bfloat16().float()
-    return torch.where(scales == 0, torch.ones_like(scales), scales)
-
-
-def codes_of(weights: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The nearest codes, float32; `scales` must broadcast to the weights."""
-    top = 1 << (bits - 1)
-    return (weights.float() / scales).round_().clamp_(-top, top - 1)
-
-
-def rounded(weights: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """To nearest: codes, int8 [..., N, I], and scales, float32 [..., N, J], of weights [..., N, I]."""
-    groups = weights.reshape(*weights.shape[:-1], -1, group)
-    scales = scales_of(groups, bits)
-    return codes_of(groups, scales.unsqueeze(-1), bits).flatten(-2).to(torch.int8), scales
-
-
-def expanded(codes: Tensor, scales: Tensor) -> Tensor:
-    """The weights, float32 [..., N, I], that codes [..., N, I] and scales [..., N, J] stand for."""
-    group = codes.shape[-1] // scales.shape[-1]
-    return codes.float() * scales.float().repeat_interleave(group, dim=-1)
-
 
 # Rounding with error compensation, one input after another: GPTQ (row C1)
 #
@@ -87,22 +42,20 @@ DAMPING = 0.01
 """Share of the mean of H's diagonal that is added to it: few inputs, or alike, do not make weights run away."""
 
 
-def compensated(weights_CNI: Tensor, hessians_CII: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Codes, int8 [C, N, I], and scales, float32 [C, N, J]; no output's error is larger than with nearest rounding.
+def compensated(weights_CNI: Tensor, hessians_CII: Tensor, group: int) -> Coded:
+    """4-bit codes of C experts; no output's error is larger than with nearest rounding.
 
     Args:
         weights_CNI: of any float dtype.
         hessians_CII: X' X of each expert's inputs, float32.
-        bits, group: as for :func:`expertcast.runtime.drafts.quantised.rounded`.
+        group: inputs that share a scale.
     """
     weights_CNI = weights_CNI.float()
-    codes, scales = _one_after_another(weights_CNI, inverse_factor(hessians_CII), bits, group)
-    plain_codes, plain_scales = rounded(weights_CNI, bits, group)
-    better_CN1 = (
-        squared_error(weights_CNI, expanded(codes, scales), hessians_CII)
-        < squared_error(weights_CNI, expanded(plain_codes, plain_scales), hessians_CII)
-    ).unsqueeze(-1)
-    return torch.where(better_CN1, codes, plain_codes), torch.where(better_CN1, scales, plain_scales)
+    found, plain = _one_after_another(weights_CNI, inverse_factor(hessians_CII), group), rounded(weights_CNI, 4, group)
+    errors = [squared_error(weights_CNI, each.expanded(), hessians_CII) for each in (found, plain)]
+    better_CN1 = (errors[0] < errors[1]).unsqueeze(-1)
+    codes = torch.where(better_CN1, found.codes, plain.codes)
+    return Coded(4, codes, torch.where(better_CN1, found.scales, plain.scales), None)
 
 
 def squared_error(weights_CNI: Tensor, found_CNI: Tensor, hessians_CII: Tensor) -> Tensor:
@@ -122,184 +75,117 @@ def inverse_factor(hessians_CII: Tensor) -> Tensor:
     return factor
 
 
-def _one_after_another(weights_CNI: Tensor, factor_CII: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+def _one_after_another(weights_CNI: Tensor, factor_CII: Tensor, group: int) -> Coded:
     left_CNI = weights_CNI.clone()
-    codes_CNI = torch.empty_like(left_CNI, dtype=torch.int8)
+    codes_CNI = torch.empty_like(left_CNI, dtype=torch.uint8)
     scales = []
     for start in range(0, left_CNI.shape[-1], group):
         end = start + group
         block_CNG, own_CGG = left_CNI[..., start:end], factor_CII[:, start:end, start:end]
-        scale_CN = scales_of(block_CNG, bits)
+        scale_CN = rounded(block_CNG, 4, group).scales.squeeze(-1)
+        divisor_CN = torch.where(scale_CN == 0, torch.ones_like(scale_CN), scale_CN)
         errors_CNG = torch.empty_like(block_CNG)
         for place in range(group):
             weight_CN = block_CNG[..., place]
-            code_CN = codes_of(weight_CN, scale_CN, bits)
+            code_CN = (weight_CN / divisor_CN).round_().clamp_(-8, 7)
             error_CN = (weight_CN - scale_CN * code_CN) / own_CGG[:, None, place, place]
             block_CNG[..., place + 1 :] -= error_CN.unsqueeze(-1) * own_CGG[:, None, place, place + 1 :]
             errors_CNG[..., place] = error_CN
-            codes_CNI[..., start + place] = code_CN
+            codes_CNI[..., start + place] = code_CN + MIDDLE[4]
         left_CNI[..., end:] -= errors_CNG @ factor_CII[:, start:end, end:]
         scales.append(scale_CN)
-    return codes_CNI, torch.stack(scales, dim=-1)
+    return Coded(4, codes_CNI, torch.stack(scales, dim=-1), None)
 
 
 # Products of rows with the quantised experts of a layer
 #
-# Rows come sorted by expert, and each expert is read once for all its rows. An expert is a product of its own: torch
-# has grouped products of 16-bit weights, none of 4-bit ones, and to expand the experts for it takes 8 to 54 times as
-# long.
+# Rows come sorted by expert, and each expert is read once for all its rows. 4 bits are those of packed experts, with
+# zeros beside the scales, which the kernel then reads as they lie. 8 bits have a scale for each output: torch's kernel
+# for these takes a fifth of the time of two 4-bit products on one row of a small expert, and no longer on large ones.
 
 Groups: TypeAlias = Sequence[tuple[int, int]]
 """(expert, its rows), in the order of the rows."""
-Coded: TypeAlias = tuple[Tensor, Tensor]
-"""One expert's codes, int8 [N, I], and scales, float32 [N, J]."""
-
-_FAST_CPU = ("AVX2", "AVX512")
-"""Where torch's kernels of 4 and 8 bits are more than a plain loop."""
+Multiply: TypeAlias = Callable[..., Tensor]
+"""Rows [R, I] and an expert's parts to [R, N], in the dtype of the rows."""
 
 
-class Matrices(ABC):
+def group_of(outputs: int, inputs: int, bits: int) -> int | None:
+    """Inputs that share a scale: of 8 bits all, of 4 bits 128, 64 or 32; None where the kernel takes no such matrix,
+    which then stays as it is."""
+    if bits == 8:  # with other sizes it reads what is not its own
+        return inputs if outputs % 4 == 0 and inputs % 32 == 0 else None
+    return None if outputs % 16 else next((group for group in (128, 64, 32) if inputs % group == 0), None)
+
+
+class Matrices:
     """E matrices [N, I].
 
     Args:
-        dtype: what rows are multiplied in; None is their own.
-        held: all memory that the matrices take.
+        multiply: by one of them.
+        parts: of all of them, each [E, ...]; one part is the weights themselves.
     """
 
-    def __init__(self, dtype: torch.dtype | None, held: Iterable[Tensor]) -> None:
-        self._dtype = dtype
-        self.nbytes = sum(tensor.nbytes for tensor in held)
+    def __init__(self, multiply: Multiply, *parts: Tensor) -> None:
+        self._multiply, self._experts = multiply, list(zip(*(part.unbind() for part in parts), strict=True))
+        self._dtype = None if len(parts) == 1 else torch.bfloat16
+        self.nbytes = sum(part.nbytes for part in parts)
         """Bytes that they take on the device."""
 
     def products(self, rows_PI: Tensor, groups: Groups) -> Tensor:
         """[P, N] in the rows' dtype."""
         given = rows_PI if self._dtype is None else rows_PI.to(self._dtype)
         parts = torch.split(given, [count for _, count in groups])
-        outputs = [self.product(part, expert) for part, (expert, _) in zip(parts, groups, strict=True)]
+        pairs = zip(parts, groups, strict=True)
+        outputs = [self._multiply(part, *self._experts[expert]) for part, (expert, _) in pairs]
         return torch.cat(outputs).to(rows_PI.dtype)
 
-    @abstractmethod
-    def product(self, rows_RI: Tensor, expert: int) -> Tensor:
-        """[R, N] of one expert, in the dtype of its rows."""
+
+def whole_matrices(weights_ENI: Tensor) -> Matrices:
+    """Weights as they are, strided in any way."""
+    return Matrices(torch.mm, weights_ENI.mT)
 
 
-class WholeMatrices(Matrices):
-    """Weights as they are: [E, N, I], strided in any way."""
+def four_bits(chunks: Iterable[Coded], shape_ENI: Sequence[int], group: int, device: torch.device) -> Matrices:
+    """
+    Args:
+        chunks: experts in their order, some at a time.
+        shape_ENI: of all.
+        group: inputs that share a scale.
+        device: where they lie.
+    """
+    experts, outputs, inputs = shape_ENI
+    form = PackedForm(4, group, False, outputs, inputs)
+    codes, scales = (torch.empty(experts, *shape, dtype=dtype, device=device) for shape, dtype in form.parts().values())
+    first = 0
+    for chunk in chunks:
+        own = slice(first, first := first + len(chunk.codes))
+        form.encode(chunk, codes[own], scales[own])
+    return Matrices(form.multiply, codes, scales)
 
-    def __init__(self, weights_ENI: Tensor) -> None:
-        super().__init__(None, [weights_ENI])
-        self._experts = weights_ENI.mT.unbind(0)
 
-    def product(self, rows_RI: Tensor, expert: int) -> Tensor:
-        return rows_RI @ self._experts[expert]
-
-
-class CodedMatrices(Matrices):
-    """Codes of any size, on any device: an expert is expanded for its product, and dropped.
+def eight_bits(weights: Callable[[slice], Tensor], shape_ENI: Sequence[int], device: torch.device) -> Matrices:
+    """An output's weight of largest magnitude becomes 127 or -127.
 
     Args:
-        experts: each with its codes and scales.
-        bits: of a code; of 4, two share a byte, the first in its low bits.
+        weights: of some experts, [..., N, I].
+        shape_ENI: of all.
+        device: where they lie.
     """
-
-    def __init__(self, experts: Iterable[Coded], bits: int) -> None:
-        self._packed = bits == 4
-        self._experts = [(_pairs(codes) if self._packed else codes, scales.bfloat16()) for codes, scales in experts]
-        super().__init__(None, (tensor for expert in self._experts for tensor in expert))
-
-    def product(self, rows_RI: Tensor, expert: int) -> Tensor:
-        codes, scales = self._experts[expert]
-        if self._packed:  # shifting right carries the sign
-            codes = torch.stack((codes << 4 >> 4, codes >> 4), dim=-1).flatten(-2)
-        return rows_RI @ expanded(codes, scales).to(rows_RI.dtype).T
+    codes = torch.empty(*shape_ENI, dtype=torch.int8, device=device)
+    scales = torch.empty(shape_ENI[:2], dtype=torch.bfloat16, device=device)
+    for expert in range(len(codes)):
+        own_1NI = weights(slice(expert, expert + 1)).float()
+        scale_1N = (own_1NI.abs().amax(dim=-1) / 127).bfloat16()
+        divisor_1N = torch.where(scale_1N == 0, torch.ones_like(scale_1N), scale_1N).float()
+        codes[expert] = (own_1NI / divisor_1N.unsqueeze(-1)).round_().clamp_(-128, 127)[0]
+        scales[expert] = scale_1N[0]
+    return Matrices(_by_rows, codes, scales)
 
 
-class FourBitKernel(Matrices):
-    """torch's own product with 4-bit weights, in bf16: it takes 1.5 to 5 times less than bf16 weights for few rows.
-
-    Args:
-        experts: each with its codes and scales, all on one device.
-        device: that.
-    """
-
-    def __init__(self, experts: Iterable[Coded], device: torch.device) -> None:
-        on_host = device.type == "cpu"
-        pack = _packed_for_cpu if on_host else _packed_for_cuda
-        self._multiply = torch._weight_int4pack_mm_for_cpu if on_host else torch._weight_int4pack_mm
-        self._experts = [
-            (pack(codes), codes.shape[-1] // scales.shape[-1], _with_zeros(scales)) for codes, scales in experts
-        ]
-        super().__init__(torch.bfloat16, (tensor for codes, _, scales in self._experts for tensor in (codes, scales)))
-
-    @staticmethod
-    def takes(outputs: int, inputs: int, device: torch.device) -> bool:
-        """Whether the kernel takes such matrices there, and is fast."""
-        if device.type == "cpu":
-            return outputs % 16 == 0 and torch.backends.cpu.get_cpu_capability() in _FAST_CPU
-        ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        return ampere and torch.version.hip is None and outputs % 8 == 0 and inputs % 32 == 0
-
-    def product(self, rows_RI: Tensor, expert: int) -> Tensor:
-        codes, group, scales = self._experts[expert]
-        return self._multiply(rows_RI, codes, group, scales)
-
-
-class EightBitKernel(Matrices):
-    """torch's own product with 8-bit weights on the CPU, in bf16; one scale for each output.
-
-    Args:
-        experts: each with its codes and scales.
-    """
-
-    def __init__(self, experts: Iterable[Coded]) -> None:
-        self._experts = [(codes, scales.squeeze(-1).bfloat16()) for codes, scales in experts]
-        super().__init__(torch.bfloat16, (tensor for expert in self._experts for tensor in expert))
-
-    @staticmethod
-    def takes(outputs: int, inputs: int, device: torch.device) -> bool:
-        """Whether the kernel takes such matrices there, and is fast; with other inputs it reads what is not its own."""
-        whole = outputs % 4 == 0 and inputs % 32 == 0
-        return whole and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in _FAST_CPU
-
-    def product(self, rows_RI: Tensor, expert: int) -> Tensor:
-        return torch._weight_int8pack_mm(rows_RI, *self._experts[expert])
-
-
-def coded_matrices(experts: Iterable[Coded], bits: int, outputs: int, inputs: int, device: torch.device) -> Matrices:
-    """The fastest matrices that these codes make on the device where they lie.
-
-    Args:
-        experts: each with its codes and scales; held one at a time.
-        bits: of a code; of 8, an output's inputs are one group.
-        outputs, inputs: N and I.
-        device: where the codes are.
-    """
-    if bits == 4 and FourBitKernel.takes(outputs, inputs, device):
-        return FourBitKernel(experts, device)
-    if bits == 8 and EightBitKernel.takes(outputs, inputs, device):
-        return EightBitKernel(experts)
-    return CodedMatrices(experts, bits)
-
-
-def _pairs(codes_NI: Tensor) -> Tensor:
-    return codes_NI[:, ::2] & 15 | codes_NI[:, 1::2] << 4
-
-
-def _packed_for_cpu(codes_NI: Tensor) -> Tensor:
-    return torch._convert_weight_to_int4pack_for_cpu(codes_NI.int() + 8, 1)
-
-
-def _packed_for_cuda(codes_NI: Tensor) -> Tensor:
-    """As torch's CUDA kernel wants it: the first code in the high bits, 2, 4 or 8 tiles of 16 inputs at a time."""
-    codes = (codes_NI + 8).view(torch.uint8)
-    tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[-1] % (16 * tiles) == 0)
-    return torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], tiles)
-
-
-def _with_zeros(scales_NJ: Tensor) -> Tensor:
-    """bf16 [J, N, 2]: the kernels take weight = scale * (code - 8) + zero."""
-    scales_JN = scales_NJ.T.bfloat16()
-    return torch.stack((scales_JN, torch.zeros_like(scales_JN)), dim=-1)
+def _by_rows(rows_RI: Tensor, codes_NI: Tensor, scales_N: Tensor) -> Tensor:
+    if rows_RI.is_cuda:
+        return (rows_RI @ codes_NI.to(rows_RI.dtype).T) * scales_N
+    return torch._weight_int8pack_mm(rows_RI, codes_NI, scales_N)
 
 
 # Calibration on text (row C1)
@@ -342,22 +228,22 @@ class Calibration:
 
 
 def calibrated(
-    weights: Callable[[int], Tensor], inputs: Callable[[int], Tensor], experts: int, bits: int, group: int
+    weights: Callable[[slice], Tensor], inputs: Callable[[int], Tensor], shape_ENI: Sequence[int], group: int
 ) -> Iterator[Coded]:
-    """Each expert's codes and scales, in order.
+    """4-bit codes of some experts at a time, in order.
 
     Args:
-        weights: of an expert, [N, I].
+        weights: of some experts, [..., N, I].
         inputs: of an expert, [R, I], on the weights' device.
-        experts: E.
-        bits, group: as for :func:`expertcast.runtime.drafts.quantised.rounded`.
+        shape_ENI: of all.
+        group: inputs that share a scale.
     """
-    size = max(1, _CHUNK // weights(0).shape[-1] ** 2)
+    experts, _, width = shape_ENI
+    size = max(1, _CHUNK // width**2)
     for start in range(0, experts, size):
-        chunk = range(start, min(start + size, experts))
-        hessians = [(rows := inputs(expert).float()).T @ rows for expert in chunk]
-        codes, scales = compensated(torch.stack([weights(each) for each in chunk]), torch.stack(hessians), bits, group)
-        yield from zip(codes, scales, strict=True)
+        end = min(start + size, experts)
+        hessians = [(rows := inputs(expert).float()).T @ rows for expert in range(start, end)]
+        yield compensated(weights(slice(start, end)), torch.stack(hessians), group)
 
 
 CALIBRATED = "int4:calibrated"
@@ -387,9 +273,8 @@ class _Projection:
 class QuantisedExperts:
     """Every layer's experts in one precision; what :meth:`of` makes.
 
-    Symmetric. 4 bits: groups of 128 inputs, of 64 or 32 where that does not divide, and weights stay as they are where
-    none does. 8 bits: one scale for each output. Products are made by torch's own kernels in bf16 where those are fast,
-    whatever the model's dtype; else experts are expanded one by one.
+    Symmetric. 4 bits: groups of 128 inputs, of 64 or 32 where that does not divide. 8 bits: one scale for each output.
+    What torch's kernels do not take stays as it is; they compute in bf16, whatever the model's dtype.
 
     Args:
         precision: its name.
@@ -421,7 +306,7 @@ class QuantisedExperts:
             device: where the model computes; None: where its routers are.
 
         Raises:
-            ExpertcastError: unknown precision, or one without the calibration that it needs.
+            ExpertcastError: unknown precision, one without the calibration that it needs, or an older GPU.
         """
         if precision not in BITS:
             raise ExpertcastError(f"unknown precision {precision!r} of a draft: choose from {', '.join(BITS)}")
@@ -431,6 +316,10 @@ class QuantisedExperts:
         layers = []
         for layer in Progress(f"quantising experts to {precision}", unit="layer", steps=view):
             there = device or next(layer.router.parameters()).device
+            if there.type == "cuda" and BITS[precision] == 4 and torch.cuda.get_device_capability(there) < (8, 0):
+                raise ExpertcastError(
+                    f"draft {precision!r} needs a GPU of compute capability 8.0 or higher: give 'int8'"
+                )
             layers.append(_made(layer, views(layer.index), BITS[precision], chosen, there))
         return cls(precision, layers)
 
@@ -498,21 +387,22 @@ def _made(
 
     def projection(name: str, given: Callable[[int], Tensor]) -> _Projection:
         weights_ENI = matrices(name)
-        experts, outputs, width = weights_ENI.shape
-        group = group_of(width, bits)
-        bias_EN = views[f"{name}_bias"].to(device, copy=True) if layer.experts.has_bias else None
+        shape, group = weights_ENI.shape, group_of(*weights_ENI.shape[1:], bits)
+
+        def weights(experts: slice) -> Tensor:
+            return weights_ENI[experts].to(device)
+
         if group is None:
-            return _Projection(WholeMatrices(weights_ENI.to(device, copy=True)), bias_EN)
-
-        def weights(expert: int) -> Tensor:
-            return weights_ENI[expert].to(device).contiguous()
-
-        coded: Iterable[Coded]
-        if calibration is None:
-            coded = (rounded(weights(expert), bits, group) for expert in range(experts))
+            made = whole_matrices(weights_ENI.to(device, copy=True))
+        elif bits == 8:
+            made = eight_bits(weights, shape, device)
+        elif calibration is None:
+            step = at_once(weights_ENI)
+            chunks = (rounded(weights(slice(start, start + step)), 4, group) for start in range(0, shape[0], step))
+            made = four_bits(chunks, shape, group, device)
         else:
-            coded = calibrated(weights, given, experts, bits, group)
-        return _Projection(coded_matrices(coded, bits, outputs, width, device), bias_EN)
+            made = four_bits(calibrated(weights, given, shape, group), shape, group, device)
+        return _Projection(made, views[f"{name}_bias"].to(device, copy=True) if layer.experts.has_bias else None)
 
     return projection(up_name, inputs), projection("down_proj", inner)
 
@@ -533,8 +423,8 @@ def expected_bytes(view: MoEView, precision: str) -> int:
     bits, total = BITS[precision], 0
     for layer in view:
         for value in expert_parameters(layer.experts, layer.num_experts).values():
-            width = value.shape[1 if layer.experts.is_transposed else -1]
-            group = group_of(width, bits) if value.dim() > 2 else None
+            sizes = value.shape[:0:-1] if layer.experts.is_transposed else value.shape[1:]
+            group = group_of(*sizes, bits) if len(sizes) == 2 else None
             if group is None:
                 total += value.nbytes
             else:

@@ -25,17 +25,17 @@ def bf16(value: float) -> float:
 
 
 def rounded_group(weights: list[float], bits: int) -> list[float]:
-    """The weights that a group is rounded to: multiples of a scale by which its extreme is -8 (or -128) of them."""
+    """The weights that a group is rounded to: multiples of a scale by which its extreme is -8 (or 127) of them."""
     lowest = -(2 ** (bits - 1))
-    scale = bf16(max(weights, key=abs) / lowest) or 1.0
+    scale = bf16(max(weights, key=abs) / (-8 if bits == 4 else 127)) or 1.0
     return [scale * min(max(round(weight / scale), lowest), -lowest - 1) for weight in weights]
 
 
 def rounded_weights(weights_ENI: Tensor, bits: int) -> Tensor:
-    """[E, N, I]: 4 bits in groups of 128, 64 or 32 inputs, 8 bits by output; as they are where no group fits."""
-    inputs = weights_ENI.shape[-1]
+    """[E, N, I]: 4 bits in groups of 128, 64 or 32 inputs, 8 bits by output; as they are where no kernel takes them."""
+    outputs, inputs = weights_ENI.shape[-2:]
     group = inputs if bits == 8 else next((size for size in (128, 64, 32) if inputs % size == 0), 0)
-    if not group:
+    if not group or outputs % (4 if bits == 8 else 16) or inputs % 32:
         return weights_ENI.float()
     rows = [rounded_group(row, bits) for row in weights_ENI.reshape(-1, group).tolist()]
     return torch.tensor(rows).view(weights_ENI.shape)
