@@ -80,12 +80,12 @@ def _fidelity(found: Sequence[Json]) -> str:
         return ""
     what = {"packed": "packed against the same weights expanded", "rounded": "rounded and expanded against bf16",
             "kernel": "expanded, eager against grouped kernels"}  # fmt: skip
-    lines = ["| bits | | KL, nats | same token | perplexity | of the other |", "|---|---|---|---|---|---|"]
+    lines = ["| form | | KL, nats | same token | perplexity | of the other |", "|---|---|---|---|---|---|"]
     for each in found:
         for name, words in what.items():
             row = each[name]
             lines.append(
-                f"| {each['bits']} | {words} | {row['kl']:.5f} | {row['agreement']:.4f} | {row['perplexity']:.3f} "
+                f"| {each['form']} | {words} | {row['kl']:.5f} | {row['agreement']:.4f} | {row['perplexity']:.3f} "
                 f"| {row['perplexity_against']:.3f} |"
             )
     return f"## Fidelity, the bundled model, {found[0]['tokens']} tokens\n\n" + "\n".join(lines) + "\n\n"
