@@ -37,7 +37,8 @@ def page(result: Json) -> str:
         for prompt, nbytes in taken.items()
     )
     stores = "".join(
-        f"\nThe store, {name}: {made['bytes'] / 1e9:.2f} GB, made and first used in {made['first_run_s']:.0f} s."
+        f"\nThe store, {name}: {made['bytes'] / 1e9:.2f} GB"
+        + (f", made and first used in {made['first_run_s']:.0f} s." if made["first_run_s"] else ".")
         for name, made in result.get("stores", {}).items()
     )
     text = (
