@@ -186,7 +186,7 @@ class Bench:
         options = side.options
         if not side.peer:
             own = beside[side.form][str(prompt)]
-            memory = limit - _SPARE - own
+            memory = limit - 2 * _SPARE - own
             if memory < model["top_k"] * self._block(side):
                 return {"failed": f"no room for experts beside {own / 1e9:.2f} GB", "limit_bytes": limit}
             options = self._slots(side, min(model["count"], memory // self._block(side)))
