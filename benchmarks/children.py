@@ -204,9 +204,11 @@ def abilities(folder: Path) -> Json:
 
 
 def environment() -> dict[str, str]:
-    """With our modules on the path. Huge pages are left to the libraries."""
+    """With our modules on the path, and oneDNN's cache of kernels as the commands bound it. Huge pages are left to the
+    libraries."""
     paths = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRANSFORMERS_VERBOSITY": "error"}
+    few_kernels = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
+    return {**os.environ, **few_kernels, "PYTHONPATH": os.pathsep.join(paths), "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def _reason(status: int, errors: str, capped: bool) -> str:

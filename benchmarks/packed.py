@@ -40,6 +40,7 @@ SETTINGS = ("layers", "small", "warm", "new_tokens", "threads")
 PEER, PEER_RUN = "llama.cpp", "benchmarks.packed_peer"
 _Q4_BITS, _SPARE = 4.5, 64 << 20
 """Bits per weight of Q4_0; bytes of memory that everyone has beside the most that was seen."""
+_FORMS = ["int4", "int8", "Q4_0"]
 _MEDIANS = ("tpot_s", "tpot_mean_s", "ttft_s", "again_s", "bytes_read", "prompt_bytes_read", "hit_rate", "waited_s")
 _KEYS = ("side", "memory", "throttle", "prompt", "repetition")
 _SMALL = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
@@ -122,10 +123,10 @@ class Bench:
     def measure(self) -> None:
         """All runs that are not in the file, until the time is up."""
         args = self._args
-        for bits in args.fidelity:
+        for form in args.fidelity:
             found = self.result.setdefault("fidelity", [])
-            if bits not in [each["bits"] for each in found]:
-                found.append(fidelity("reference", args.fidelity_tokens, bits))
+            if form not in [each["form"] for each in found]:
+                found.append(fidelity("reference", args.fidelity_tokens, form))
         self._make()
         self.result |= {"abilities": abilities(self._folder)}
         sides = [side for side in SIDES if not args.sides or side.name in args.sides]
@@ -185,7 +186,7 @@ class Bench:
         options = side.options
         if not side.peer:
             own = beside[side.form][str(prompt)]
-            memory = limit - _SPARE - own
+            memory = limit - 2 * _SPARE - own
             if memory < model["top_k"] * self._block(side):
                 return {"failed": f"no room for experts beside {own / 1e9:.2f} GB", "limit_bytes": limit}
             options = self._slots(side, min(model["count"], memory // self._block(side)))
@@ -274,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bandwidth", nargs="+", type=float, default=[0, 5e8], help="bytes/s; 0: as it is")
     parser.add_argument("--prompts", nargs="+", type=int, default=[16, 512], help="tokens read at once")
     parser.add_argument("--repetitions", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--fidelity", nargs="*", type=int, default=[4, 8], help="bits of the bundled model's experts")
+    parser.add_argument("--fidelity", nargs="*", choices=_FORMS, default=_FORMS, help="of the bundled model")
     parser.add_argument("--fidelity-tokens", type=int, default=8192, help="(default: %(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="of the model (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=8, help="tokens before those timed (default: %(default)s)")

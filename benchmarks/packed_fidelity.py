@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
+from tests.runtime.gguf_files import write
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,19 +19,22 @@ from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.packed_experts import iterate_plain, pack_module
 from expertcast.data.text import bundled_ids
 from expertcast.predictors.messages import Json
+from expertcast.runtime import load_offloaded
 
+_PAIRS = (("packed", "packed", "expanded"), ("rounded", "expanded", "bf16"), ("kernel", "eager", "expanded"))
+"""What, whose, against whose."""
 WINDOW = 256
 """Tokens of a text that are read at once: fewer rows per expert than packed ones are expanded for."""
 
 
 @torch.no_grad()
-def fidelity(name: str, tokens: int, bits: int) -> Json:
+def fidelity(name: str, tokens: int, form: str) -> Json:
     """Three comparisons over a model's bundled text.
 
     Args:
         name: of the model.
         tokens: to read, in windows.
-        bits: 4 or 8, to which its experts are rounded.
+        form: `int4` or `int8`, its experts rounded; `Q4_0`, a GGUF file in which all matrices are.
 
     Returns:
         `packed` (against expanded), `rounded` (expanded against bf16) and `kernel` (expanded, grouped against eager),
@@ -35,22 +43,35 @@ def fidelity(name: str, tokens: int, bits: int) -> Json:
     model = load_model(name)
     text = bundled_ids(load_tokenizer(name), tokens)
     windows = torch.tensor(text[: tokens // WINDOW * WINDOW]).view(-1, WINDOW)
+    sums: dict[str, dict[str, float]] = {}
+    with ExitStack() as stack:
+        packed, expanded = stack.enter_context(_of_gguf(model)) if form == "Q4_0" else _rounded(model, int(form[3:]))
+        sides = {"bf16": (model, "grouped_mm"), "packed": (packed, None), "expanded": (expanded, "grouped_mm"),
+                 "eager": (expanded, "eager")}  # fmt: skip
+        for window in windows:
+            logits = {side: _logits(*given, window) for side, given in sides.items()}
+            for what, side, truth in _PAIRS:
+                _add(sums.setdefault(what, {}), logits[side], logits[truth], window)
+    return {what: _means(each) for what, each in sums.items()} | {"tokens": windows.numel(), "form": form}
+
+
+@contextmanager
+def _of_gguf(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
+    """The packed model, offloaded with all of its experts, and the expanded one, of a Q4_0 file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write(path, model, "Q4_0")
+        count = sum(layer.num_experts for layer in find_moe_layers(model))
+        with load_offloaded(path, device="cpu", dtype="bf16", slots=count, experts="packed") as offloaded:
+            yield offloaded.model, load_model(path).bfloat16()
+
+
+def _rounded(model: PreTrainedModel, bits: int) -> tuple[PreTrainedModel, PreTrainedModel]:
     packed = copy.deepcopy(model)
     for layer in find_moe_layers(packed):
         pack_module(layer.experts, layer.num_experts, bits)
-    expanded = _expanded(model, packed)
-    sides = {"bf16": (model, "grouped_mm"), "packed": (packed, "grouped_mm"), "expanded": (expanded, "grouped_mm"),
-             "eager": (expanded, "eager")}  # fmt: skip
-    sums: dict[str, dict[str, float]] = {}
-    for window in windows:
-        logits = {side: _logits(*given, window) for side, given in sides.items()}
-        for what, side, truth in (
-            ("packed", "packed", "expanded"),
-            ("rounded", "expanded", "bf16"),
-            ("kernel", "eager", "expanded"),
-        ):
-            _add(sums.setdefault(what, {}), logits[side], logits[truth], window)
-    return {what: _means(each) for what, each in sums.items()} | {"tokens": windows.numel(), "bits": bits}
+    packed.set_experts_implementation("grouped_mm")
+    return packed, _expanded(model, packed)
 
 
 def _expanded(model: PreTrainedModel, packed: PreTrainedModel) -> PreTrainedModel:
@@ -63,9 +84,9 @@ def _expanded(model: PreTrainedModel, packed: PreTrainedModel) -> PreTrainedMode
     return made
 
 
-def _logits(model: PreTrainedModel, implementation: str, window_T: Tensor) -> Tensor:
-    """Log-probabilities float32 [T, V]."""
-    with experts_implementation(model, implementation):
+def _logits(model: PreTrainedModel, implementation: str | None, window_T: Tensor) -> Tensor:
+    """Log-probabilities float32 [T, V]; without an implementation by the model's own."""
+    with nullcontext() if implementation is None else experts_implementation(model, implementation):
         found: Tensor = model(input_ids=window_T[None]).logits[0].float().log_softmax(-1)
     return found
 

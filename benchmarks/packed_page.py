@@ -37,7 +37,8 @@ def page(result: Json) -> str:
         for prompt, nbytes in taken.items()
     )
     stores = "".join(
-        f"\nThe store, {name}: {made['bytes'] / 1e9:.2f} GB, made and first used in {made['first_run_s']:.0f} s."
+        f"\nThe store, {name}: {made['bytes'] / 1e9:.2f} GB"
+        + (f", made and first used in {made['first_run_s']:.0f} s." if made["first_run_s"] else ".")
         for name, made in result.get("stores", {}).items()
     )
     text = (
@@ -80,12 +81,12 @@ def _fidelity(found: Sequence[Json]) -> str:
         return ""
     what = {"packed": "packed against the same weights expanded", "rounded": "rounded and expanded against bf16",
             "kernel": "expanded, eager against grouped kernels"}  # fmt: skip
-    lines = ["| bits | | KL, nats | same token | perplexity | of the other |", "|---|---|---|---|---|---|"]
+    lines = ["| form | | KL, nats | same token | perplexity | of the other |", "|---|---|---|---|---|---|"]
     for each in found:
         for name, words in what.items():
             row = each[name]
             lines.append(
-                f"| {each['bits']} | {words} | {row['kl']:.5f} | {row['agreement']:.4f} | {row['perplexity']:.3f} "
+                f"| {each['form']} | {words} | {row['kl']:.5f} | {row['agreement']:.4f} | {row['perplexity']:.3f} "
                 f"| {row['perplexity_against']:.3f} |"
             )
     return f"## Fidelity, the bundled model, {found[0]['tokens']} tokens\n\n" + "\n".join(lines) + "\n\n"

@@ -52,6 +52,6 @@ def test_the_page_compares_medians_with_the_best_of_the_peer() -> None:
 
 
 def test_fidelity_of_eight_bits_is_better_than_of_four() -> None:
-    four, eight = (fidelity("reference", 256, bits) for bits in (4, 8))
+    four, eight = (fidelity("reference", 256, form) for form in ("int4", "int8"))
     assert eight["rounded"]["kl"] < four["rounded"]["kl"]
     assert four["packed"]["kl"] < four["rounded"]["kl"], "the kernel costs less than the bits do"
