@@ -93,7 +93,7 @@ class Coded:
     def expanded(self) -> Tensor:
         """float32 [..., N, I]."""
         codes = self.codes.to(torch.int16) - MIDDLE[self.bits]
-        weights = codes.unflatten(-1, (self.scales.shape[-1], -1)) * self.scales.unsqueeze(-1)
+        weights = torch.unflatten(codes, -1, (self.scales.shape[-1], -1)) * self.scales.unsqueeze(-1)
         if self.zeros is not None:
             weights += self.zeros.unsqueeze(-1)
         return weights.flatten(-2)
@@ -119,7 +119,7 @@ def rounded(weights: Tensor, bits: int, group: int) -> Coded:
     may be negative, and no code is left unused. Of 8 bits a group's range is divided evenly. Scales and zeros are
     rounded to bf16 first.
     """
-    groups = weights.float().unflatten(-1, (-1, group))
+    groups = torch.unflatten(weights.float(), -1, (-1, group))
     zeros = None
     if bits == 4:
         extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
@@ -206,7 +206,8 @@ class PackedForm:
         if self.bits == 8:
             code = code + 16 * _unpacked(codes[0], self.outputs, self.inputs).to(torch.int16)
         share = 1 if self.bits == 4 else 17
-        weights_NJG = (code - MIDDLE[self.bits]).unflatten(-1, (-1, self.group)) * scale.T.float().unsqueeze(-1)
+        steps_NJG = torch.unflatten(code - MIDDLE[self.bits], -1, (-1, self.group))
+        weights_NJG = steps_NJG * scale.T.float().unsqueeze(-1)
         if zero is not None:
             weights_NJG += share * zero.T.float().unsqueeze(-1)
         return weights_NJG.flatten(-2).bfloat16()
@@ -217,7 +218,7 @@ def _pairs(scales: Tensor) -> Tensor:
     pairs = _scratch(scales.shape, scales.device)
     # two bf16 are one int32: a scale's bits in its low half, and 0 in its high one
     pairs.copy_(scales.view(torch.uint16))
-    return pairs.view(torch.bfloat16).unflatten(-1, (-1, 2))
+    return torch.unflatten(pairs.view(torch.bfloat16), -1, (-1, 2))
 
 
 _HELD = threading.local()
@@ -278,7 +279,8 @@ def _blocks(codes_ENI: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]
     for first, last, rows in ((0, whole, most), (whole, outputs, outputs - whole)):
         if first < last:
             octets = packed.flatten(1)[:, first * inputs // 2 : last * inputs // 2]
-            yield codes_ENI[:, first:last].unflatten(1, (-1, rows)), octets.unflatten(1, (-1, inputs, rows // 2))
+            rows_EBRI = torch.unflatten(codes_ENI[:, first:last], 1, (-1, rows))
+            yield rows_EBRI, torch.unflatten(octets, 1, (-1, inputs, rows // 2))
 
 
 @cache

@@ -12,8 +12,8 @@
     IQ4_XS  d, 2 and 4 scales, 128 codes                   d (s - 32) v[q]
     MXFP4   e, 16 codes                                    2^(e - 128) v[q]
 
-Two codes of 4 bits are a byte; d and m are fp16. Source: gguf-py's `quants.py`. The codes of the first five kinds and
-of MXFP4 become those of a :class:`Coded` as they are, but for what is added to them; a group has 32.
+Two codes of 4 bits are a byte; d and m are fp16; a group has 32 codes. A number is added to codes of more than 4 bits,
+so that the middle code stands for a group's zero. Source: gguf-py's `quants.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def coded_blocks(kind: str, octets: Tensor) -> Coded:
         octets: uint8 [..., bytes of a row].
     """
     size, coding, parts = _KINDS[kind]
-    codes, scales, zeros = parts(octets.unflatten(-1, (-1, size)))
+    codes, scales, zeros = parts(torch.unflatten(octets, -1, (-1, size)))
     return Coded(coding.bits, codes.flatten(-2), scales.flatten(-2), None if zeros is None else zeros.flatten(-2))
 
 
@@ -111,7 +111,7 @@ def _q8_0(blocks: Tensor) -> Parts:
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [..., 8] scales, and what is subtracted."""
-    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    first, second, third = torch.unflatten(blocks[..., 4:16], -1, (3, 4)).unbind(-2)
     scales = torch.cat((first & 63, (third & 15) | (first >> 2) & 48), dim=-1)
     offsets = torch.cat((second & 63, (third >> 4) | (second >> 2) & 48), dim=-1)
     return _float(blocks, 0) * scales, _float(blocks, 2) * offsets
@@ -119,12 +119,12 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q4_k(blocks: Tensor) -> Parts:
     scales, offsets = _k_scales(blocks)
-    return _halves(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(-2), scales, 8 * scales - offsets
+    return _halves(torch.unflatten(blocks[..., 16:], -1, (4, 32))).flatten(-2), scales, 8 * scales - offsets
 
 
 def _q5_k(blocks: Tensor) -> Parts:
     scales, offsets = _k_scales(blocks)
-    codes = _halves(blocks[..., 48:].unflatten(-1, (4, 32))).flatten(-2)
+    codes = _halves(torch.unflatten(blocks[..., 48:], -1, (4, 32))).flatten(-2)
     fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8).unsqueeze(-1)) & 1
     return codes.bitwise_or_(fifth.flatten(-2) << 4).add_(_FIVE_BITS), scales, 16 * scales - offsets
 
@@ -138,7 +138,7 @@ def _iq4_xs(blocks: Tensor) -> Parts:
     low = nibbles(blocks[..., 4:8])
     high = ((blocks[..., 2:4].unsqueeze(-1) >> shifts) & 3).flatten(-2)
     scales = _float(blocks, 0) * ((low | high << 4).float() - 32)
-    return _looked_up(_halves(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2), _IQ4), scales, None
+    return _looked_up(_halves(torch.unflatten(blocks[..., 8:], -1, (8, 16))).flatten(-2), _IQ4), scales, None
 
 
 def _mxfp4(blocks: Tensor) -> Parts:

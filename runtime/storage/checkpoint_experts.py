@@ -166,8 +166,9 @@ class ExpertSources:
     def _coding(self, group: Group) -> Coding:
         if group.mxfp4:
             return CODINGS["MXFP4"]
-        codings = [getattr(file, "coding", None) for file in self.files_of(group)]
-        if None in codings:
+        files = self.files_of(group)
+        codings = [file.coding for file in files if isinstance(file, ComputedTensor) and file.coding is not None]
+        if len(codings) < len(files):
             raise ExpertcastError(
                 f"experts='packed' takes codes of 4 and 8 bits as a checkpoint ships them, and {group.target} is not "
                 "shipped so: give experts='expanded', 'int4' or 'int8'"
@@ -245,8 +246,8 @@ class ExpertSources:
     def _made_coded(self, group: Group, experts: slice | None) -> Mapping[str, Coded]:
         """As :meth:`made`, from codes and scales: each goes through the conversion."""
         if group.mxfp4:
-            blocks, scales = (file[experts or ...] for file in self.files_of(group))
-            return {group.target: coded_mxfp4(blocks, scales).mT}
+            octets, exponents = (file[experts or ...] for file in self.files_of(group))
+            return {group.target: coded_mxfp4(octets, exponents).mT}
         coding = self._coding(group)
         held: dict[int, Coded] = {}
 
