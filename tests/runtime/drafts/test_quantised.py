@@ -39,14 +39,7 @@ from expertcast.runtime.drafts.quantised import (
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import CONFIGS, tiny_model
-from tests.runtime.drafts.by_hand import (
-    bf16,
-    distance,
-    resident_views,
-    rounded_experts,
-    rounded_weights,
-    step,
-)
+from tests.runtime.drafts.by_hand import bf16, distance, resident_views, rounded_experts, rounded_weights, step
 
 WIDE = ("gpt_oss", "mixtral", "qwen3_moe")
 """Transposed with biases, and not."""
@@ -64,28 +57,30 @@ def _wide(family: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedM
     return model, find_moe_layers(model)
 
 
-@pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 @pytest.mark.parametrize("family", WIDE)
 @torch.no_grad()
-def test_outputs(
-    family: str, precision: str, dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs(family: str, precision: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token and several, with torch's kernels and without, within the rounding of bf16."""
-    if not kernels:
-        for kernel in (FourBitKernel, EightBitKernel):
-            monkeypatch.setattr(kernel, "takes", lambda *_args: False)
     _, view = _wide(family, dtype)
-    quantised = QuantisedExperts.of(view, resident_views(view), precision)
     rounded = rounded_experts(view[2], BITS[precision])
-    for tokens in (1, 3, 8):
-        hidden, ids, weights = step(tokens, 128, 8, 2, seed=tokens)
-        expected = batched_mm_experts_forward(rounded, hidden, ids, weights)
-        found = quantised.run(view[2], hidden.to(dtype), ids, weights.to(dtype))
-        assert found.dtype == dtype
-        full = not kernels and dtype == torch.float32
-        assert distance(found, expected) < (1e-5 if full else 0.012)
+    for kernels in (True, False):
+        if not kernels:
+            _without_kernels(monkeypatch)
+        quantised = QuantisedExperts.of(view, resident_views(view), precision)
+        for tokens in (1, 3, 8):
+            hidden, ids, weights = step(tokens, 128, 8, 2, seed=tokens)
+            expected = batched_mm_experts_forward(rounded, hidden, ids, weights)
+            found = quantised.run(view[2], hidden.to(dtype), ids, weights.to(dtype))
+            assert found.dtype == dtype
+            full = not kernels and dtype == torch.float32
+            assert distance(found, expected) < (1e-5 if full else 0.012)
+
+
+def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in (FourBitKernel, EightBitKernel):
+        monkeypatch.setattr(kernel, "takes", lambda *_args: False)
 
 
 @torch.no_grad()
@@ -182,8 +177,7 @@ def test_calibration_sees_what_the_experts_are_given() -> None:
 def test_calibrated_experts_err_less_on_the_text(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both projections of every expert, on what it was given: never more than rounded to nearest, in sum far less. The
     activations between are made here by the experts' own code with full weights."""
-    for kernel in (FourBitKernel, EightBitKernel):
-        monkeypatch.setattr(kernel, "takes", lambda *_args: False)
+    _without_kernels(monkeypatch)
     model, view = _wide(family, torch.float32)
     ids = torch.randint(3, 4096, (8, 64), generator=torch.Generator().manual_seed(0))
     calibration = Calibration.of(model, view, ids)
