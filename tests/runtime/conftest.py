@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel
 
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.data.models import load_model
+from expertcast.predictors import ExpertcastError
 
 PROMPT = "The old man went down to the river and"
 PROMPTS = [PROMPT, "To be, or not to be,", "In the beginning", "Let x be a natural number such that x is even. Then"]
@@ -36,6 +39,14 @@ def four(reference_tokenizer: Any) -> dict[str, Tensor]:
         reference_tokenizer.padding_side = side
     assert not batch["attention_mask"].all()
     return batch
+
+
+@contextmanager
+def refused(line: str) -> Iterator[None]:
+    """What is done inside raises an :class:`ExpertcastError` of one line that matches this expression."""
+    with pytest.raises(ExpertcastError, match=line) as caught:
+        yield
+    assert "\n" not in str(caught.value)
 
 
 def greedy(model: Any, inputs: dict[str, Tensor], tokens: int = 8) -> tuple[Tensor, list[Tensor]]:

@@ -28,7 +28,7 @@ from expertcast.runtime.policies import MISS, PRESETS, ROUTING, Policies
 from expertcast.runtime.policies.settings import FORECASTS
 from expertcast.runtime.recording.recorder import Observer
 from tests.families.models import tiny_model
-from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.faults import INPUTS
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -78,19 +78,22 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
     values["cache"] |= pooled
     exact = values["mode"] == "exact" and not OffloadConfig(policies=policies).resolved_policies().lossy
     routers = values["mode"] == "exact" or values["true_weights"]
-    return OffloadConfig(
-        **values,
-        reach=draw(st.none() | st.integers(values["ahead"], values["ahead"] + 9)),
-        router_free=not routers and draw(st.booleans()),
-        **{room: draw(st.none() | sizes)},
-        policies=policies,
-        overfetch=draw(st.floats(1.0, 9.0)) if policies is None else 1.0,
-        store=store,
-        store_folder=draw(_PLACES.filter(lambda place: place != "")) if store == "disk" else None,
-        codec=codec,
-        draft=draw(st.sampled_from(["none", "auto", "int4", "drop:fetched=1"])) if exact else "none",
-        pools=draw(st.sampled_from(["C=2GB", "C=1000,S=500MiB,E=1KB"])) if pooled else "",
-    )
+    values |= {
+        "reach": draw(st.none() | st.integers(values["ahead"], values["ahead"] + 9)),
+        "router_free": not routers and draw(st.booleans()),
+        "slots": None,
+        "memory": None,
+        room: draw(st.none() | sizes),
+        "policies": policies,
+        "overfetch": draw(st.floats(1.0, 9.0)) if policies is None else 1.0,
+        "store": store,
+        "store_folder": draw(_PLACES.filter(lambda place: place != "")) if store == "disk" else None,
+        "codec": codec,
+        "draft": draw(st.sampled_from(["none", "auto", "int4", "drop:fetched=1"])) if exact else "none",
+        "pools": draw(st.sampled_from(["C=2GB", "C=1000,S=500MiB,E=1KB"])) if pooled else "",
+    }
+    assert values.keys() == {field.name for field in dataclasses.fields(OffloadConfig)}, "every field is tried"
+    return OffloadConfig(**values)
 
 
 @settings(max_examples=150, deadline=None)
@@ -100,23 +103,6 @@ def test_what_is_saved_is_loaded(tmp_path_factory: pytest.TempPathFactory, confi
     config.save(path)
     assert OffloadConfig.load(path) == config
     assert set(json.loads(path.read_text())) == {field.name for field in dataclasses.fields(OffloadConfig)}
-
-
-def test_every_field_is_tried() -> None:
-    others = {
-        "reach",
-        "router_free",
-        "slots",
-        "memory",
-        "policies",
-        "overfetch",
-        "store",
-        "store_folder",
-        "codec",
-        "draft",
-        "pools",
-    }
-    assert set(_field_values()) | others == {field.name for field in dataclasses.fields(OffloadConfig)}
 
 
 def test_paths_are_saved_as_texts(tmp_path: Path) -> None:
@@ -206,9 +192,8 @@ def _of_another_type(hint: object) -> object:
 
 def test_every_field_refuses_values_of_another_type() -> None:
     for name, hint in typing.get_type_hints(OffloadConfig).items():
-        with pytest.raises(ExpertcastError, match=rf"{name}[ =].*: (give|choose from) \w+") as error:
+        with refused(rf"{name}[ =].*: (give|choose from) \w+"):
             OffloadConfig(**{name: _of_another_type(hint)})
-        assert "\n" not in str(error.value)
     for name in ("slots", "latency", "ahead"):  # True is no number, and numpy's numbers are some
         with pytest.raises(ExpertcastError, match=f"{name}=True: give"):
             OffloadConfig(**{name: True})
@@ -235,18 +220,16 @@ def test_every_field_refuses_values_of_another_type() -> None:
     ],
 )
 def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ExpertcastError, match=f"^{message}") as error:
+    with refused(f"^{message}"):
         OffloadConfig(**fields)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("observers", [3, None, [3], "ab", [Observer], Observer()])
 def test_what_are_no_observers(observers: Any, reference_model: PreTrainedModel) -> None:
     """load_offloaded says so before it looks for the model."""
     for call in (partial(offload, reference_model), partial(load_offloaded, "no/such-model")):
-        with pytest.raises(ExpertcastError, match=r"^observers=.*: give a list of Observer objects") as error:
+        with refused(r"^observers=.*: give a list of Observer objects"):
             call(observers=observers)
-        assert "\n" not in str(error.value)
 
 
 def test_what_is_no_model_or_no_configuration(reference_model: PreTrainedModel) -> None:

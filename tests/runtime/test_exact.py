@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache, pipeline
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.moe_layers import find_moe_layers
@@ -17,7 +17,6 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, predictor_class
 from expertcast.predictors.baselines import Frequency, QuasiHidden
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
-from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import PROMPT, assert_same, greedy
 
@@ -36,12 +35,12 @@ def test_one_sequence(
     dtype: str, reference_model: PreTrainedModel, reference_fp32: PreTrainedModel, one: dict[str, Tensor]
 ) -> None:
     model = reference_model if dtype == "bf16" else reference_fp32
-    expected = greedy(model, one)
+    expected = greedy(model, one, 5)
     for configuration in CONFIGURATIONS if dtype == "bf16" else CONFIGURATIONS[:3]:
         with offload(model, **configuration) as offloaded:
-            assert_same(greedy(offloaded, one), expected)
+            assert_same(greedy(offloaded, one, 5), expected)
             assert offloaded.stats.total.requests > 0
-    assert_same(greedy(model, one), expected)
+    assert_same(greedy(model, one, 5), expected)
 
 
 def test_batch_with_left_padding(reference_model: PreTrainedModel, four: dict[str, Tensor]) -> None:
@@ -90,20 +89,12 @@ def test_trained_predictors(
         assert offloaded.stats.total.prefetched_used > 0
 
 
-def test_plain_forward_and_pipeline(
-    reference_model: PreTrainedModel, reference_tokenizer: Any, one: dict[str, Tensor]
-) -> None:
-    def text() -> str:
-        generator = pipeline("text-generation", model=reference_model, tokenizer=reference_tokenizer)
-        return str(generator(PROMPT, max_new_tokens=6, do_sample=False)[0]["generated_text"])
-
-    expected_text = text()
+def test_plain_forward(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
     expected = reference_model(**one, labels=one["input_ids"])
     with offload(reference_model, slots=64, predictor="next_norm", forecasts="always") as offloaded:
         got = offloaded(**one, labels=one["input_ids"])
         assert torch.equal(got.logits, expected.logits)
         assert torch.equal(got.loss, expected.loss)
-        assert text() == expected_text
         with torch.inference_mode():
             assert torch.equal(offloaded(**one).logits, expected.logits)
 
@@ -283,24 +274,3 @@ def test_canaries(configuration: dict[str, Any]) -> None:
     watch = _drive(EmulatedLink(1e12, jitter=4e-4, seed=3), forwards=50, **configuration)
     assert watch.steps == 200
     assert watch.wrong == 0
-
-
-class _HastyLink(EmulatedLink):
-    """Lets compute go on before a copy has arrived."""
-
-    def wait(self, copy: Transfer) -> None:
-        if not copy.started:
-            super().wait(copy)
-        copy.error = None
-
-
-def test_canaries_would_be_seen() -> None:
-    """The same run with a link that does not wait: the test above can fail."""
-    link = _HastyLink(1e12, jitter=4e-3, seed=3)
-    model = _canary_model()
-    canaries = {layer.index: copy.deepcopy(layer.experts) for layer in find_moe_layers(model)}
-    with offload(model, link=link, slots=64) as offloaded, torch.no_grad():
-        watch = _Watch(offloaded, canaries)
-        for token in range(10):
-            offloaded(input_ids=torch.tensor([[token]]), use_cache=False)
-    assert watch.wrong > 0

@@ -41,7 +41,7 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
-from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.faults import INPUTS, RaiseAt, Result, facts_of, slow_link, still_right
 from tests.runtime.links.simulated_device import DiskOnDevice
 
@@ -253,9 +253,8 @@ def test_an_observer_fails(link: str, urgent: bool) -> None:
 def test_no_memory_for_the_slots(model: PreTrainedModel, expected: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = facts_of(model)
     monkeypatch.setattr(offloading_module, "slot_count", lambda *_args: 10**11)
-    with pytest.raises(ExpertcastError, match=r"slots=100000000000 of 3072 bytes each .* give fewer slots") as caught:
+    with refused(r"slots=100000000000 of 3072 bytes each .* give fewer slots"):
         offload(model)
-    assert "\n" not in str(caught.value)
     monkeypatch.undo()
     assert facts_of(model) == facts
     assert_same(greedy(model, INPUTS), expected)
@@ -587,30 +586,6 @@ def test_two_threads(model: PreTrainedModel, expected: Result) -> None:
         assert_same(results[0], expected)
 
 
-def test_many_threads(model: PreTrainedModel, expected: Result) -> None:
-    """Each generation is right or refused."""
-    right, refused, wrong = [], [], []
-
-    def work() -> None:
-        for _ in range(6):
-            try:
-                assert_same(greedy(offloaded, INPUTS), expected)
-                right.append(1)
-            except ExpertcastError:
-                refused.append(1)
-            except BaseException as error:
-                wrong.append(error)
-
-    with still_right(model, expected) as offloaded:
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert wrong == []
-    assert len(right) + len(refused) == 18
-
-
 def test_a_forward_inside_a_forward(model: PreTrainedModel, expected: Result) -> None:
     with still_right(model, expected) as offloaded:
         handle = offloaded.view[1].experts.act_fn.register_forward_hook(lambda *_args: model(**INPUTS) and None)  # type: ignore[operator, union-attr]
@@ -737,9 +712,8 @@ def test_experts_function_outside_an_offload() -> None:
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], line: str, reference_model: PreTrainedModel) -> None:
-    with pytest.raises(ExpertcastError, match=line) as caught:
+    with refused(line):
         offload(reference_model, **arguments)
-    assert "\n" not in str(caught.value)
     offload(reference_model, slots=4).close()
 
 

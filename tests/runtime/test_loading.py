@@ -18,7 +18,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import CONFIGS, tiny_model
-from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.conftest import assert_same, greedy, refused
 
 IDS = {"input_ids": torch.tensor([[5, 9, 2, 77, 31]]), "attention_mask": torch.ones(1, 5, dtype=torch.long)}
 
@@ -69,14 +69,6 @@ def test_a_draft_finds_the_tokenizer_beside_the_model(tmp_path: Path, reference_
         expected = offloaded.generate(**IDS, max_new_tokens=4, do_sample=False)
         drafted = offloaded.generate(**IDS, max_new_tokens=4, do_sample=False, draft="int4:calibrated", draft_length=2)
     assert torch.equal(drafted, expected)
-
-
-def test_checkpoint_styles_differ(tmp_path: Path) -> None:
-    """What the test above is for: one tensor per expert in one file, all experts in one tensor in the other."""
-    _saved("mixtral", tmp_path / "hub")
-    _saved("mixtral", tmp_path / "fused", save_original_format=False)
-    assert "model.layers.1.block_sparse_moe.experts.3.w1.weight" in load_file(tmp_path / "hub" / "model.safetensors")
-    assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(tmp_path / "fused" / "model.safetensors")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -230,9 +222,8 @@ def _truncated(folder: Path) -> str:
 def test_bad_input_is_one_line(make: Any, arguments: dict[str, Any], line: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     path = make(folder) if make is not None else _saved("qwen3_moe", folder)
-    with pytest.raises(ExpertcastError, match=line) as caught:
+    with refused(line):
         load_offloaded(path, **arguments)
-    assert "\n" not in str(caught.value)
 
 
 def test_cuda_where_there_is_none(tmp_path: Path) -> None:

@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM
 from expertcast.data.inspection import inspect_model
 from expertcast.data.models import load_model
 from expertcast.data.weights.packed import join_bnb
-from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.data.weights.test_files import Held
 from tests.families.models import tiny_model
-from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.quantised import IDS, PLAIN, edit_weights, quantised, same_weights, say_quantised
 
 GROUP = 8
@@ -412,6 +411,5 @@ def test_damaged_files_are_one_line(form: str, edit: Any, line: str, tmp_path: P
     make, settings, _ = FORMS[form]
     path, _ = checkpoint(tmp_path, make, **settings)
     edit_weights(Path(path), edit)
-    with pytest.raises(ExpertcastError, match=line) as caught:
+    with refused(line):
         load_offloaded(path, device="cpu", slots=6)
-    assert "\n" not in str(caught.value)

@@ -18,7 +18,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import tiny_model
-from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.quantised import (
     IDS,
     edit_weights,
@@ -261,9 +261,8 @@ _other_scales = _edited(lambda tensors: tensors.update({f"{_UP}_scale_inv": torc
 )
 def test_what_is_refused(make: Callable[[Path], str], codec: str, line: str, tmp_path: Path) -> None:
     path = make(tmp_path / "model")
-    with pytest.raises(ExpertcastError, match=line) as caught:
+    with refused(line):
         load_offloaded(path, device="cpu", store="disk", codec=codec, slots=6)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_loaded_model_has_no_scales(tmp_path: Path) -> None:

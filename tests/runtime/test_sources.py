@@ -13,10 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from expertcast.data.models import load_model, load_tokenizer
-from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
 from tests.families.models import tiny_model
-from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.quantised import IDS, same_weights
 
 OWN_CODE = """
@@ -89,12 +88,8 @@ def test_code_beside_the_weights(tmp_path: Path) -> None:
     with load_offloaded(path, device="cpu", slots=6, trust_remote_code=True) as offloaded:
         assert type(offloaded.model).__name__ == "OwnForCausalLM"
         same_weights(offloaded, tiny_model("qwen3_moe"))
-    with pytest.raises(
-        ExpertcastError,
-        match=r"it holds code of its own: say trust_remote_code=True .--trust-remote-code. if you trust it",
-    ) as caught:
+    with refused(r"it holds code of its own: say trust_remote_code=True .--trust-remote-code. if you trust it"):
         load_offloaded(path, trust_remote_code=False)
-    assert "\n" not in str(caught.value)
 
 
 def test_what_is_done_anyway_may_be_asked_for(tmp_path: Path) -> None:
@@ -121,21 +116,18 @@ def test_what_is_done_anyway_may_be_asked_for(tmp_path: Path) -> None:
 )
 def test_options_are_checked_before_anything_is_loaded(options: dict[str, Any], line: str) -> None:
     """There is no such model: what is wrong with the options is said first."""
-    with pytest.raises(ExpertcastError, match=line) as caught:
+    with refused(line):
         load_offloaded("no/such/folder", **options)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("load", [load_offloaded, load_model, load_tokenizer])
 def test_a_revision_that_is_not_there(load: Callable[..., Any], hub: dict[str, Any]) -> None:
-    with pytest.raises(ExpertcastError, match="'someone/moe'") as caught:
+    with refused("'someone/moe'"):
         load("someone/moe", revision="newer", **hub)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_attention_that_is_not_there(tmp_path: Path) -> None:
     path = shutil.copytree(_saved(tmp_path / "model"), tmp_path / "copy")
     (path / "model.safetensors").unlink()
-    with pytest.raises(ExpertcastError, match=r"cannot load model .*attn_implementation") as caught:
+    with refused(r"cannot load model .*attn_implementation"):
         load_offloaded(path, attn_implementation="divided")
-    assert "\n" not in str(caught.value)

@@ -1,20 +1,14 @@
-"""The event model against closed forms (row B11), against a clock that ticks, and against what a run counted."""
+"""The event model against closed forms (row B11)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
 
 import pytest
-import torch
-from transformers import PreTrainedModel
 
-from expertcast.data.moe_layers import find_moe_layers
-from expertcast.runtime.advising.survey import Watcher, executed
-from expertcast.runtime.offloading import offload
-from expertcast.runtime.recording.recorder import LayerTimes, Recorder
-from expertcast.runtime.simulation.trace import Asked, Trace
-from tests.runtime.made import Setting, calibrated, decoding, layer_times, perfect, record, replay, routings
+from expertcast.runtime.advising.survey import executed
+from expertcast.runtime.simulation.trace import Trace
+from tests.runtime.made import Setting, calibrated, decoding, layer_times, perfect, replay, routings
 
 LAYERS, EXPERTS, TOP_K, STEPS = 4, 6, 2, 5
 
@@ -118,139 +112,3 @@ def test_calibrated_to_the_run_it_comes_from() -> None:
     assert slower.compute_s == times.compute_s
     assert replay(trace, slower, setting).tpot_s == own + 2.25
     assert calibrated(own - 1.0, trace, times, setting).late_s == -1.0
-
-
-# ---- a clock that ticks: independent of the books that the event model borrows
-
-
-class _Ticking:
-    """The runtime with room for every expert, in whole ticks, by its rules as written down in the documentation."""
-
-    def __init__(self, copy: int, *, cache: bool) -> None:
-        self.copy, self.cache = copy, cache
-        self.time, self.copies, self.hits, self.requests = 0, 0, 0, 0
-        self.resident: set[int] = set()
-        self.moving: tuple[int, int] | None = None  # key, when it arrives
-        self.urgent: list[int] = []
-        self.forecast: list[int] = []
-        self.wanted: dict[int, set[int]] = {}
-
-    def tick(self) -> None:
-        self.time += 1
-        self.link()
-
-    def link(self) -> None:
-        if self.moving is not None and self.moving[1] <= self.time:
-            self.resident.add(self.moving[0])
-            self.moving = None
-        if self.moving is None and (self.urgent or self.forecast):
-            queue = self.urgent or self.forecast
-            self.moving = (queue.pop(0), self.time + self.copy)
-            self.copies += 1
-
-    def work(self, ticks: int) -> None:
-        for _ in range(ticks):
-            self.tick()
-
-    def here(self) -> set[int]:
-        return self.resident | set(self.urgent) | set(self.forecast) | ({self.moving[0]} if self.moving else set())
-
-    def forget(self) -> None:
-        if not self.cache:
-            self.resident &= set().union(*self.wanted.values())
-
-    def step(
-        self, routing: Sequence[Sequence[int]], forecasts: Mapping[int, Sequence[int]], times: Mapping[str, list[int]]
-    ) -> int:
-        start = self.time
-        for layer, keys in enumerate(routing):
-            self.work(times["before"][layer])
-            self.settle(layer, list(keys))
-            self.link()
-            if layer + 1 in forecasts:
-                self.work(times["forecast"][layer])
-                self.ask(layer + 1, forecasts[layer + 1])
-                self.link()
-            elif layer + 1 == len(routing) and not self.cache:  # for the next token
-                self.work(times["forecast"][layer])
-                self.ask(0, routing[0])
-                self.link()
-            while not set(keys) <= self.resident:
-                self.tick()
-            self.work(times["experts"][layer])
-            if not self.cache:
-                self.resident -= set(keys)
-        return self.time - start
-
-    def settle(self, layer: int, keys: list[int]) -> None:
-        own = self.wanted.pop(layer, set())
-        self.forecast = [key for key in self.forecast if key in keys or key not in own]
-        self.wanted[layer] = set(keys)
-        self.forget()
-        del self.wanted[layer]
-        self.requests += len(keys)
-        self.hits += len(set(keys) & self.here())
-        promoted = [key for key in self.forecast if key in keys]
-        self.forecast = [key for key in self.forecast if key not in keys]
-        missing = [key for key in keys if key not in self.here() and key not in promoted]
-        self.urgent += [*promoted, *missing]
-
-    def ask(self, layer: int, keys: Sequence[int]) -> None:
-        self.wanted[layer] = set(keys)
-        self.forecast += [key for key in keys if key not in self.here()]
-
-
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("seed", range(40))
-def test_against_a_ticking_clock(seed: int, cache: bool) -> None:
-    choose = random.Random(seed)
-    layers = 3
-    trace = _trace(seed, layers, steps=4)
-    forecasts = [
-        {layer: [layer * EXPERTS + e for e in choose.sample(range(EXPERTS), TOP_K)] for layer in (1, 2)}
-        if choose.random() < 0.5
-        else {layer: routing[layer] for layer in (1, 2)}
-        for routing in routings(trace)
-    ]
-    ticks = {part: [choose.randint(1, 6) for _ in range(layers)] for part in ("before", "forecast", "experts")}
-    copy = choose.randint(1, 5)
-    slow = _Ticking(copy, cache=cache)
-    nothing = {part: [0] * layers for part in ticks}
-    slow.step(trace.forwards[0].keys, {}, nothing)
-    slow.hits = slow.requests = 0
-    expected = [slow.step(*pair, ticks) for pair in zip(routings(trace), forecasts, strict=True)]
-    zeros = [0.0] * layers
-    times = LayerTimes(
-        before_s=[float(value) for value in ticks["before"]],
-        request_s=zeros,
-        forecast_s=[float(value) for value in ticks["forecast"]],
-        prefetch_s=zeros,
-        launch_s=zeros,
-        experts_s=[float(value) for value in ticks["experts"]],
-        tail_s=0.0,
-    )
-    setting = Setting(slots=layers * EXPERTS, copy_s=float(copy), cache=cache)
-    got = replay(trace, times, setting, Asked(steps=forecasts))
-    assert got.steps_s == expected
-    assert got.hit_rate == slow.hits / slow.requests
-
-
-# ---- the cache: what a real run counted
-
-
-@pytest.mark.parametrize("slots", [56, 200])
-def test_replay_counts_what_the_run_counted(reference_model: PreTrainedModel, slots: int) -> None:
-    """On demand, what is evicted does not depend on times; 56 slots make the prefill run in chunks."""
-    ids = torch.arange(3, 4000, 9)[None]  # tokens of all kinds: more experts than slots in every layer
-    recorder, watched = Recorder(), Watcher()
-    with offload(reference_model, slots=slots, observers=[recorder, watched]) as offloaded:
-        record(offloaded, ids, 8, recorder)
-        stats = offloaded.stats.as_dict()
-    trace = watched.trace(find_moe_layers(reference_model).shape)
-    chunked = max(map(len, trace.forwards[0].keys)) > slots
-    assert chunked == (slots == 56)
-    times = layer_times([1.0] * 12, [1.0] * 12)
-    got = replay(trace, times, Setting(slots=slots, copy_s=0.1))
-    assert got.hit_rate == stats["hit_rate"]
-    assert got.copies * 7 * 36864 == pytest.approx(stats["bytes_moved"])
-    assert 0 < got.hit_rate < 1

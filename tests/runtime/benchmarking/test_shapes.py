@@ -95,7 +95,7 @@ def test_no_second_copy() -> None:
         "def peak():\n"
         "    return int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]) * 1024\n"
         "config = SHAPES['olmoe-1b-7b'].config(1)\n"
-        "config.vocab_size, config.intermediate_size = 100, 512\n"
+        "config.vocab_size, config.intermediate_size = 100, 192\n"
         "small = random_model(SHAPES['reference'].config(1), dtype=torch.bfloat16, device='cpu', seed=0)\n"
         "open('/proc/self/clear_refs', 'w').write('5')\n"  # the peak is what is there now
         "before = peak()\n"

@@ -66,8 +66,8 @@ class Run:
         self.random = random.Random(seed)
         self.tokens = self.seconds = 0.0
         self.rate = self.steady_rate()
-        self.best: list[tuple[str | None, int]] = []
-        """The best choice of each cycle by exhaustive replay; below, what was chosen and whether it was a trial."""
+        self.fates: list[dict[str, list[int]]] = []
+        """New experts of each cycle by draft; below, what was chosen and whether it was a trial."""
         self.chosen: list[tuple[str | None, int]] = []
         self.trials: list[bool] = []
         self.trial_loss_s = 0.0
@@ -88,8 +88,7 @@ class Run:
             cycle = Cycle(draft=None, verify_s=seconds, waited_s=max(0.0, seconds - world.verify_s - world.token_s))
         else:
             cycle = self._drafted(choice, fates[choice.draft])
-        best = self.replayed(fates)
-        self.best.append(best)
+        self.fates.append(fates)
         self.chosen.append((cycle.draft, cycle.drafted))
         self.trials.append(choice.trial)
         self.trial_loss_s += choice.trial * (cycle.total_s - cycle.emitted / self.rate)
@@ -97,10 +96,10 @@ class Run:
         governor.observe(cycle)
         return cycle
 
-    def replayed(self, fates: dict[str, list[int]]) -> tuple[str | None, int]:
+    def best(self, cycle: int) -> tuple[str | None, int]:
         """Every draft and length run through this cycle: the one that is worth most, at the rate of the best."""
         worth: dict[tuple[str | None, int], float] = {(None, 0): 1 - self.rate * self.world.plain_s}
-        for name, new in fates.items():
+        for name, new in self.fates[cycle].items():
             for n in range(1, self.governor.longest + 1):
                 worth[name, n] = self.tokens_of(name, n) - self.rate * self.mean_s(name, new, n)
         return max(worth, key=worth.__getitem__)
@@ -219,7 +218,7 @@ def test_nine_lengths_in_ten_are_those_of_an_exhaustive_replay(world: World) -> 
             run.cycle()
         # trials are not what it thinks best, and the first cycles are what it learns from
         judged = [i for i in range(50, 400) if not run.trials[i]]
-        agreed += sum(run.best[i] == run.chosen[i] for i in judged)
+        agreed += sum(run.best(i) == run.chosen[i] for i in judged)
         cycles += len(judged)
         assert run.tokens / run.seconds > 0.96 * run.rate, "with all that trials and the first cycles cost"
     assert agreed >= 0.9 * cycles
@@ -244,7 +243,7 @@ def test_it_recovers_when_the_text_or_the_machine_changes() -> None:
     run.change(changed(COPIES, "int4", acceptance=(0.5, 0.1)))
     for _ in range(200):
         run.cycle()
-    assert run.best[-1] == ("int4", 1)
+    assert run.best(-1) == ("int4", 1)
     assert statistics.median(n for _, n in run.chosen[-50:]) == 1
     run.change(COPIES)
     for _ in range(300):
@@ -256,7 +255,7 @@ def test_plain_steps_are_taken_where_no_draft_pays_and_trials_stay_cheap() -> No
     run = Run(HOPELESS, Governor(12, HOPELESS.copy_s, longest=8), 0)
     for _ in range(1000):
         run.cycle()
-    assert {best for best, _ in run.best} == {None}
+    assert {run.best(cycle)[0] for cycle in range(0, 1000, 10)} == {None}
     assert all(name is None for (name, _), trial in zip(run.chosen[150:], run.trials[150:], strict=True) if not trial)
     assert run.tokens / run.seconds > 0.98 / HOPELESS.plain_s
     assert any(name is not None for name, _ in run.chosen[150:]), "others are tried again now and then"

@@ -19,6 +19,7 @@ from expertcast.runtime.drafts.cache import SharedCache
 from expertcast.runtime.drafts.proposals import Heads, HeadsDraft
 from tests.families.models import tiny_model
 from tests.families.table import tiny_config
+from tests.runtime.conftest import refused
 from tests.runtime.drafts.loops import recorded
 
 CASES = [("glm4_moe", 1), ("deepseek_v3", 1), ("deepseek_v3", 3)]
@@ -185,9 +186,8 @@ def test_models_without_heads_are_refused(tmp_path: Path) -> None:
         Heads(tiny_model("qwen3_moe"))
     AutoModelForCausalLM.from_config(tiny_config("glm4_moe")).save_pretrained(tmp_path)
     model = loaded(tmp_path)
-    with pytest.raises(ExpertcastError, match=r"heads for later tokens cannot be read: .+missing") as caught:
+    with refused(r"heads for later tokens cannot be read: .+missing"):
         Heads(model)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("family", "heads"), [("glm4_moe", 1), ("deepseek_v3", 3)])
@@ -199,12 +199,10 @@ def test_heads_draft_and_the_text_stays(family: str, heads: int, tmp_path: Path)
     mask[1, :3] = 0
     with expertcast.offload(model, slots=12) as offloaded:
         for ids, kwargs in ((PROMPT, {}), (both, {"attention_mask": mask})):
-            plain = offloaded.generate(ids, max_new_tokens=24, do_sample=False, **kwargs)
+            given = {"max_new_tokens": 16, "do_sample": False, **kwargs}
+            plain = offloaded.generate(ids, **given)
             for length in (1, 3, None):
-                drafted = offloaded.generate(
-                    ids, max_new_tokens=24, do_sample=False, draft="mtp", draft_length=length, **kwargs
-                )
-                assert torch.equal(drafted, plain)
+                assert torch.equal(offloaded.generate(ids, draft="mtp", draft_length=length, **given), plain)
         found = offloaded.stats.as_dict()["drafts"]
         assert found["by_sequences"]["1"]["drafts"]["mtp"]["cycles"] > 3
         assert found["memory_bytes"] > 0

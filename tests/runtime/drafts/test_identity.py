@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from expertcast.data.early import EarlyAttention
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors import ExpertcastError
 from expertcast.predictors.early_attention import EarlyAttention as EarlyPredictor
 from expertcast.predictors.early_attention import EarlyConfig
 from expertcast.runtime import OffloadedModel, offload
 from expertcast.runtime.drafts.names import AUTO, MTP, NONE, draft_names
 from tests.data.early_oracle import random_stand_in
+from tests.runtime.conftest import refused
 from tests.runtime.drafts.loops import LENGTHS, SLOTS, check_books, cycles_of, padded, prompt, tiny
 
 FAMILIES = (
@@ -52,7 +52,7 @@ def test_every_draft_gives_the_same_tokens(family: str, monkeypatch: pytest.Monk
     with offload(unlimited(family), slots=SLOTS, predictor="next_norm", forecasts="always") as offloaded:
         expected = plain(offloaded, ids_BS)
         for draft in [*DRAFTS, AUTO] if family == "qwen3_moe" else EACH:
-            lengths = (1, *LENGTHS) if family == "qwen3_moe" else LENGTHS[:1]
+            lengths = LENGTHS if family == "qwen3_moe" else LENGTHS[:1]
             for length in lengths if draft != AUTO else (None,):
                 with cycles_of(monkeypatch) as cycles:
                     got = offloaded.generate(
@@ -105,9 +105,8 @@ def test_models_whose_longer_passes_say_something_else_are_refused(family: str) 
     with offload(tiny(family), slots=SLOTS) as offloaded:
         expected = plain(offloaded, ids_BS)
         for _ in range(2):
-            with pytest.raises(ExpertcastError, match=r"pass(es)? over several tokens") as caught:
+            with refused(r"pass(es)? over several tokens"):
                 offloaded.generate(ids_BS, max_new_tokens=NEW, do_sample=False, draft="int4", draft_length=2)
-            assert "\n" not in str(caught.value)
             check_books(offloaded)
             assert torch.equal(plain(offloaded, ids_BS), expected)
         chosen = offloaded.generate(ids_BS, max_new_tokens=NEW, do_sample=False, draft="auto")
@@ -140,7 +139,7 @@ def test_bf16_differs_at_ties_alone(family: str) -> None:
     bf16 has 8 bits: the logits of a pass over several tokens may differ from a step's by a unit of the largest one's
     last place, 2**-8 of it.
     """
-    differing, texts = 0, 3
+    differing, texts = 0, 2
     with offload(tiny(family, torch.bfloat16), slots=SLOTS) as offloaded:
         for seed in range(texts):
             ids_BS = prompt(seed=seed)

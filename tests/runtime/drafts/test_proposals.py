@@ -19,6 +19,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime.drafts.proposals import Assistant, PromptLookup
 from tests.families.models import tiny_model
 from tests.families.table import tiny_family
+from tests.runtime.conftest import refused
 from tests.runtime.drafts.loops import decoded, prepared, recorded
 from tests.runtime.drafts.loops import repeating as prompt
 
@@ -119,9 +120,8 @@ def test_another_vocabulary_needs_tokenizers(model: PreTrainedModel) -> None:
     other = tiny_model("qwen3_moe", torch.float32)
     other.resize_token_embeddings(512)
     config = prepared(model, do_sample=False)
-    with pytest.raises(ExpertcastError, match="vocabulary has 512 tokens, the model's 4096: pass tokenizer and") as one:
+    with refused("vocabulary has 512 tokens, the model's 4096: pass tokenizer and"):
         Assistant(model, other, config)
-    assert "\n" not in str(one.value)
     tokenizer = load_tokenizer("reference")
     with pytest.raises(ExpertcastError, match="share a vocabulary: leave out assistant_tokenizer"):
         Assistant(model, model, config, None, tokenizer, tokenizer)

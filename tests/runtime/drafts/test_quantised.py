@@ -34,14 +34,7 @@ from expertcast.runtime.drafts.quantised import (
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import CONFIGS, tiny_model
-from tests.runtime.drafts.by_hand import (
-    bf16,
-    distance,
-    resident_views,
-    rounded_experts,
-    rounded_weights,
-    step,
-)
+from tests.runtime.drafts.by_hand import bf16, distance, resident_views, rounded_experts, rounded_weights, step
 
 WIDE = ("gpt_oss", "mixtral", "qwen3_moe")
 """Transposed with biases, and not."""

@@ -15,7 +15,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime import EmulatedLink, offload
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer, Schedule
-from expertcast.runtime.engine.cache import ExpertCache, Window
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -160,22 +160,6 @@ def test_the_end_of_a_cycle_takes_back_the_rest() -> None:
     assert not link.queue
     assert len(residency.pool.slots) == 1
     assert not residency.window.keys
-
-
-def test_window_by_hand() -> None:
-    """Kept: 1.1, 2.3 and 2.4. Beyond layer 0 the farthest held one is 2.3 (2.4 has no slot); beyond 2 there is none."""
-    window = Window(3, 8)
-    for key in (9, 19, 20):
-        window.add(key)
-    assert window.farthest(0, {9, 19}, ()) == 19
-    assert window.farthest(0, {9, 19}, {19}) == 9
-    assert window.farthest(1, {9, 19}, {19}) is None
-    assert window.farthest(2, {9, 19}, ()) is None
-    assert window.pop(2) == {19, 20}
-    assert window.keys == {9}
-    window.clear()
-    assert not window.keys
-    assert window.farthest(0, {9}, ()) is None
 
 
 @pytest.mark.parametrize("seed", range(3))

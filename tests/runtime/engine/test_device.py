@@ -32,24 +32,22 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "configuration"),
-    [*(("one", each) for each in CONFIGURATIONS), *(("four", each) for each in CONFIGURATIONS[::2])],
-)
+@pytest.mark.parametrize(("prompts", "configurations"), [("one", CONFIGURATIONS), ("four", CONFIGURATIONS[::2])])
 def test_same_bits_as_the_resident_model(
-    reference_fp32: PreTrainedModel, request: pytest.FixtureRequest, configuration: dict[str, Any], prompts: str
+    reference_fp32: PreTrainedModel, request: pytest.FixtureRequest, prompts: str, configurations: list[dict[str, Any]]
 ) -> None:
     inputs = request.getfixturevalue(prompts)
     reference_fp32.set_experts_implementation("grouped_mm")
     expected = greedy(reference_fp32, inputs, 5)
-    with offload(reference_fp32, link="kernel", **configuration) as offloaded:
-        assert_same(greedy(offloaded, inputs, 5), expected)
-        total = offloaded.stats.total
-        assert offloaded.link.bytes_moved == total.bytes_moved > 0
-        assert offloaded.link.copies == total.misses + total.prefetched
-        assert offloaded.link.busy_s > 0
-        offloaded.reset_stats()
-        assert offloaded.stats.total.requests == offloaded.link.copies == 0
+    for configuration in configurations:
+        with offload(reference_fp32, link="kernel", **configuration) as offloaded:
+            assert_same(greedy(offloaded, inputs, 5), expected)
+            total = offloaded.stats.total
+            assert offloaded.link.bytes_moved == total.bytes_moved > 0
+            assert offloaded.link.copies == total.misses + total.prefetched
+            assert offloaded.link.busy_s > 0
+            offloaded.reset_stats()
+            assert offloaded.stats.total.requests == offloaded.link.copies == 0
     assert_same(greedy(reference_fp32, inputs, 5), expected)
 
 
@@ -72,7 +70,7 @@ def test_counts_on_demand_are_those_of_the_ordinary_engine(
     counts = []
     for link in ("instant", "kernel"):
         with offload(reference_fp32, link=link, **configuration) as offloaded:
-            greedy(offloaded, one, 8)
+            greedy(offloaded, one, 4)
             counts.append(offloaded.stats.as_dict())
     for stats in counts:
         for layer in (stats, *stats["per_layer"]):
@@ -157,17 +155,6 @@ def test_decode_steps_ask_the_device_for_no_value(
         assert all(torch.equal(own, other) for own, other in zip(got, expected, strict=True))
     finally:
         reference_fp32.set_experts_implementation("grouped_mm")
-
-
-def test_asking_would_be_refused(
-    reference_fp32: PreTrainedModel, one: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test above can fail: a step that needs chunks counts them on the host."""
-    with offload(reference_fp32, link="kernel", slots=4) as offloaded:
-        link = offloaded.link
-        assert isinstance(link, KernelLink)
-        with pytest.raises(AssertionError, match="needs the host"), _as_if_captured(link, monkeypatch):
-            offloaded(**one, use_cache=False)
 
 
 class TestGraphDecoder:

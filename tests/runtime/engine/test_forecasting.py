@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, ModelShape, NextToken, Predictor
+from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.messages import Json
 from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
@@ -33,7 +34,6 @@ from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.training.scoring import Fitted
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.engine.evictions import eviction
@@ -474,33 +474,36 @@ def test_no_choice_changes_bits(family: str, forecasts: str, sequences: int) -> 
     assert set(chosen) == ({str(1 << (sequences.bit_length() - 1))} if forecasts == "auto" else set())
 
 
+@pytest.fixture(scope="module")
+def estimator(reference_model: PreTrainedModel) -> Predictor:
+    """Untrained."""
+    view = find_moe_layers(reference_model)
+    return Estimator(EstimatorConfig(parameters=80_000), view.shape).eval().bind(view)
+
+
 @pytest.mark.parametrize("sequences", [1, 3])
-def test_rungs_of_an_estimator(
-    reference_model: PreTrainedModel, fitted_predictors: dict[str, Fitted], sequences: int
-) -> None:
+def test_rungs_of_an_estimator(reference_model: PreTrainedModel, estimator: Predictor, sequences: int) -> None:
     given = inputs(reference_model, sequences)
-    expected = greedy(reference_model, given, tokens=12)
-    estimator = fitted_predictors["estimator"].predictor
+    expected = greedy(reference_model, given, tokens=6)
     with offload(reference_model, slots=192, predictor=estimator, bandwidth=2e8) as offloaded:
-        assert_same(greedy(reference_model, given, tokens=12), expected)
+        assert_same(greedy(reference_model, given, tokens=6), expected)
         made = forecasts_made(offloaded)
         assert offloaded.stats.total.prefetched > 0
     assert set(made) == {"quasi_hidden", "estimator"}
     assert made.total() > 0
 
 
-@pytest.mark.parametrize("fields", [{"mode": "speculate"}, {"mode": "hybrid", "layers": (1, 4, 7)}])
-@pytest.mark.parametrize("link", [{"bandwidth": 2e8}, {"link": "instant"}])
+@pytest.mark.parametrize(
+    "options", [{"mode": "speculate", "bandwidth": 2e8}, {"mode": "hybrid", "layers": (1, 4, 7), "link": "instant"}]
+)
 def test_executed_layers_get_the_forecasts_of_the_predictor_itself(
-    reference_model: PreTrainedModel, one: dict[str, Tensor], fitted_predictors: dict[str, Fitted],
-    fields: dict[str, Any], link: dict[str, Any],
-) -> None:  # fmt: skip
+    reference_model: PreTrainedModel, one: dict[str, Tensor], estimator: Predictor, options: dict[str, Any]
+) -> None:
     """Whatever the others get: a cheaper rung's would be other tokens."""
-    estimator, found = fitted_predictors["estimator"].predictor, []
+    found = []
     for forecasts in FORECASTS:
-        options = {"slots": 192, "predictor": estimator, "forecasts": forecasts, **link, **fields}
-        with offload(reference_model, **options):
-            found.append(greedy(reference_model, one, tokens=12))
+        with offload(reference_model, slots=192, predictor=estimator, forecasts=forecasts, **options):
+            found.append(greedy(reference_model, one, tokens=6))
     assert_same(found[0], found[1])
     assert_same(found[2], found[1])
 
@@ -528,6 +531,6 @@ def test_layers_whose_experts_come_early(
     """With `auto`, a link that copies in the model's thread brings none early, unless a policy reads forecasts."""
     link = {} if "link" in fields else {"bandwidth": 2e8}
     with offload(reference_model, slots=192, predictor="next_norm", **link, **fields) as offloaded:
-        greedy(reference_model, one, tokens=16)
+        greedy(reference_model, one, tokens=8)
         counts = offloaded.stats.layers
     assert {layer for layer, count in enumerate(counts) if count.prefetched} == layers

@@ -24,18 +24,23 @@ def model() -> PlainModel:
     return PlainModel()
 
 
+@pytest.fixture(scope="module")
+def resident(model: PlainModel) -> list[torch.Tensor]:
+    return model.texts(None)
+
+
 @pytest.mark.parametrize("slots", [3, 8, SHAPE.layers * SHAPE.experts])
 @pytest.mark.parametrize("predictor", [None, "router_input"])
 @pytest.mark.parametrize(
     "options", [{}, {"bandwidth": 50e6}, {"store": "disk"}, {"store": "disk", "codec": "bitsplit"}]
 )
 def test_the_bits_of_the_resident_model(
-    model: PlainModel, slots: int, predictor: str | None, options: dict[str, Any], tmp_path: Path
-) -> None:
+    model: PlainModel, resident: list[torch.Tensor], slots: int, predictor: str | None, options: dict[str, Any],
+    tmp_path: Path,
+) -> None:  # fmt: skip
     """With a few slots the prompt's layers run in chunks."""
     if "store" in options:
         options = {**options, "store_folder": tmp_path}
-    resident = model.texts(None)
     front = Front(model, slots=slots, predictor=predictor, **options)
     offloaded = model.texts(front.engine)
     total = front.engine.stats.total

@@ -32,6 +32,7 @@ from expertcast.runtime import offload, speculate
 from expertcast.runtime.policies import Policies
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.links.manual import ManualLink
 
 
 @pytest.fixture(scope="module")
@@ -92,25 +93,20 @@ def test_against_a_forward_by_hand(
     assert torch.equal(got, exact) == (layers == [])
 
 
-@pytest.mark.parametrize("true_weights", [False, True])
 def test_offloaded_equals_resident_with_hooks(
-    true_weights: bool,
-    reference_model: PreTrainedModel,
-    reference_view: MoEView,
-    quasi: Predictor,
-    four: dict[str, Tensor],
+    reference_model: PreTrainedModel, reference_view: MoEView, quasi: Predictor, four: dict[str, Tensor]
 ) -> None:
-    exact = greedy(reference_model, four)
-    for layers in (None, [3, 4, 11]):
+    exact = greedy(reference_model, four, 4)
+    for layers, true_weights in ((None, False), (None, True), ([3, 4, 11], False)):
         with speculate(reference_model, reference_view, quasi, layers=layers, true_weights=true_weights, prefill=False):
-            expected = greedy(reference_model, four)
+            expected = greedy(reference_model, four, 4)
         assert torch.equal(expected[1][0], exact[1][0]), "prefill is exact"
         assert not torch.equal(expected[1][1], exact[1][1])
         mode = "speculate" if layers is None else "hybrid"
         with offload(
             reference_model, predictor=quasi, mode=mode, layers=layers, true_weights=true_weights, slots=64
         ) as offloaded:
-            assert_same(greedy(offloaded, four), expected)
+            assert_same(greedy(offloaded, four, 4), expected)
 
 
 def test_speculation_fetches_only_what_is_forecast(
@@ -134,9 +130,9 @@ def test_speculated_prefill(
     reference_model: PreTrainedModel, reference_view: MoEView, quasi: Predictor, one: dict[str, Tensor]
 ) -> None:
     with speculate(reference_model, reference_view, quasi):
-        expected = greedy(reference_model, one)
+        expected = greedy(reference_model, one, 4)
     with offload(reference_model, predictor=quasi, mode="speculate", slots=64, speculate_prefill=True) as offloaded:
-        assert_same(greedy(offloaded, one), expected)
+        assert_same(greedy(offloaded, one, 4), expected)
 
 
 def test_hybrid_layers_from_a_checkpoint(reference_model: PreTrainedModel, quasi: Predictor, tmp_path: Path) -> None:
@@ -300,8 +296,8 @@ def test_further_layers_are_asked_for_while_the_link_idles(
     assert set(all_distances) == {1, 2, 3}, "an instant link is always idle"
     assert all(before == now - 1 for before, now in pairwise(all_distances) if now > 1), "the nearest first"
     assert_same(far, near)
-    _, slow = run(reach=3, bandwidth=2e6)
-    assert slow.count(3) < all_distances.count(3) / 2, "a busy link gets the nearest layer's experts only"
+    _, busy = run(reach=3, link=ManualLink())
+    assert busy.count(3) < all_distances.count(3) / 2, "a busy link gets the nearest layer's experts only"
 
 
 def test_further_layers_have_early_attention_where_the_nearest_needs_none(

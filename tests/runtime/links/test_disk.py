@@ -51,44 +51,34 @@ def _checked(link: Link) -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "instant"])
 @pytest.mark.parametrize("codec", ["raw", "bitsplit"])
-@pytest.mark.parametrize(
-    "fields", [{"slots": 20}, {"cache": False}, {"predictor": "next_norm", "slots": 9}, {"slots": 5}]
-)
-def test_same_bits(name: str, codec: str, fields: dict[str, object], tmp_path: Path) -> None:
+def test_same_bits(name: str, codec: str, tmp_path: Path) -> None:
     """Without forecasts and with, also where a layer's experts come in chunks; then the model is what it was.
 
     Bytes read are fewer than those moved where experts are compressed, and set to zero with the others.
     """
     model = _model()
-    before, made = greedy(model, INPUTS), {**LINKS, "instant": InstantLink}[name]()
-    options = {"store": "disk", "codec": codec, "store_folder": tmp_path, **fields}
-    if name != "cpu":
-        options["link"] = made
-    with offload(model, **options) as offloaded:  # type: ignore[arg-type]
-        link = offloaded.link
-        assert type(link) is type(made)
-        assert_same(greedy(offloaded, INPUTS), before)
-        stats = offloaded.stats.as_dict()
-        assert stats["bytes_moved"] >= stats["misses"] * offloaded.store.layout.block_bytes > 0
-        assert link.busy_s > 0
-        _checked(link)
-        if name != "instant":
-            assert (link.bytes_read == link.bytes_moved) is (codec == "raw")
-            assert link.bytes_read > 0
-        assert offloaded.pool.block(0).data_ptr() % 4096 == 0
-        offloaded.reset_stats()
-        assert link.bytes_read == link.bytes_moved == 0
-    assert_same(greedy(model, INPUTS), before)
-
-
-def test_a_slower_disk(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
-    """No more bytes per second than were asked for, in all and by the link's own books."""
-    bandwidth = 40e6
-    with offload(reference_model, store="disk", link="disk", bandwidth=bandwidth, slots=60) as offloaded:
-        greedy(offloaded, one, 2)
-        link = offloaded.link
-        assert link.bytes_moved / link.busy_s < 1.2 * bandwidth
-        assert isinstance(link.twin(), DiskLink)
+    before = greedy(model, INPUTS)
+    settings: list[dict[str, Any]] = [
+        {"slots": 20}, {"cache": False}, {"predictor": "next_norm", "slots": 9}, {"slots": 5}
+    ]  # fmt: skip
+    for fields in settings:
+        made = {**LINKS, "instant": InstantLink}[name]()
+        options = fields if name == "cpu" else {**fields, "link": made}
+        with offload(model, store="disk", codec=codec, store_folder=tmp_path, **options) as offloaded:
+            link = offloaded.link
+            assert type(link) is type(made)
+            assert_same(greedy(offloaded, INPUTS), before)
+            stats = offloaded.stats.as_dict()
+            assert stats["bytes_moved"] >= stats["misses"] * offloaded.store.layout.block_bytes > 0
+            assert link.busy_s > 0
+            _checked(link)
+            if name != "instant":
+                assert (link.bytes_read == link.bytes_moved) is (codec == "raw")
+                assert link.bytes_read > 0
+            assert offloaded.pool.block(0).data_ptr() % 4096 == 0
+            offloaded.reset_stats()
+            assert link.bytes_read == link.bytes_moved == 0
+        assert_same(greedy(model, INPUTS), before)
 
 
 def test_lower_precision_comes_from_memory() -> None:
@@ -202,7 +192,7 @@ def test_a_block_given_back_too_early_is_seen(
         return give_back(link, copy) if copy.arrived is None else link._reads.pop(copy)
 
     monkeypatch.setattr(CudaDiskLink, "_give_back", late)
-    assert sum(_wrong(seed, store, blocks, 2) for seed in range(8)) > 0
+    assert any(_wrong(seed, store, blocks, 2) for seed in range(8))
 
 
 def test_blocks_are_few(monkeypatch: pytest.MonkeyPatch) -> None:

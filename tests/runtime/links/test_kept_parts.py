@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.bundled import REFERENCE
-from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import InstantLink, OffloadConfig, load_offloaded, offload
+from expertcast.runtime import InstantLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
@@ -138,17 +136,18 @@ def test_few_forecasts_begin_however_much_memory_is_free(reference_model: PreTra
         assert sum(not copy.done for copy in residency.copies.values()) == 2
 
 
-@pytest.mark.parametrize("codec", ["bitsplit", "bitsplit:shards=4"])
+@pytest.mark.parametrize("codec", ["bitsplit", "bitsplit:shards=3"])
 def test_memory_is_for_slots_and_for_decoding(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four threads decode a shard each, of half an expert."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: range(4))
-    block = BlockLayout.of(find_moe_layers(meta_model(REFERENCE))).block_bytes
-    decoding, memory = 4 * block // 2 // (4 if "shards" in codec else 1), 20 * block
+    model = _model()
+    block = BlockLayout.of(find_moe_layers(model)).block_bytes
+    decoding, memory = 4 * block // 2 // (3 if "shards" in codec else 1), 20 * block
     options = {"store": "disk", "store_folder": tmp_path, "codec": codec, "memory": memory}
-    with load_offloaded(REFERENCE, device="cpu", **options) as offloaded:  # type: ignore[arg-type]
+    with offload(model, **options) as offloaded:  # type: ignore[arg-type]
         assert offloaded.pool.nbytes == memory - -(-decoding // block) * block
-    with pytest.raises(ExpertcastError, match=f"memory={4 * block} holds .* beside {decoding} bytes to decode in"):
-        load_offloaded(REFERENCE, device="cpu", **options | {"memory": 4 * block})  # type: ignore[arg-type]
+    with pytest.raises(ExpertcastError, match=f"memory={2 * block} holds .* beside {decoding} bytes to decode in"):
+        offload(model, **options | {"memory": 2 * block})  # type: ignore[arg-type]
 
 
 def test_a_forward_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

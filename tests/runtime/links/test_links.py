@@ -299,19 +299,6 @@ def test_packed_bytes_move_and_become_blocks(name: str, make: Make) -> None:
     assert [link.block_bytes(precision) for precision in (*PRECISIONS, FULL)] == [*sizes, store.layout.block_bytes]
 
 
-@pytest.mark.parametrize("name", ["instant", "emulated", "cuda"])
-def test_a_precision_without_copies_is_refused(name: str) -> None:
-    view = find_moe_layers(tiny_model("olmoe"))
-    bare = ExpertStore(view)
-    bare.pack(view)
-    bare.add_copies(("int8",))
-    link = CASES[name].make()
-    link.attach(bare, SlotPool(bare.layout, 1, torch.device("cpu")))
-    with pytest.raises(ExpertcastError, match="no 'int4' copies of the experts: choose from full, int8"):
-        link.submit(0, 0, urgent=True, precision="int4")
-    link.close()
-
-
 # What only the simplest links do
 
 

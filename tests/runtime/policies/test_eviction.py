@@ -396,7 +396,7 @@ class Ranked:
 
 @pytest.mark.parametrize("name", [*ORDERS, *SCORED, "next_use", "forecast"])
 @given(seed=SEEDS)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_victims(name: str, seed: int) -> None:
     """Held and not protected, the same when asked again; the first in the documented order, or of the lowest score."""
     rank = Ranked(name) if name in SCORED else None
@@ -434,7 +434,7 @@ def _forwards(choose: random.Random, layers: int, experts: int, top_k: int) -> I
 def test_one_policy_per_layer_is_one_cache_per_layer(name: str) -> None:
     """A layer with a share of slots misses what it would miss if its experts were the only ones in a cache."""
     choose = random.Random(2)
-    for _ in range(25):
+    for _ in range(12):
         layers, experts, top_k = choose.randint(2, 4), choose.randint(3, 6), 2
         share = choose.randint(top_k, experts)
         forwards = list(_forwards(choose, layers, experts, top_k))

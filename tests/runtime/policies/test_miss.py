@@ -254,9 +254,18 @@ def _expected(offloaded: OffloadedModel, key: int, precision: str) -> Tensor:
     return block
 
 
-@pytest.mark.parametrize(("family", "cache"), [("gpt_oss", True), ("qwen3_moe", False), ("phimoe", True)])
-@pytest.mark.parametrize("miss", ["fetch_lowest:levels=int2", "fetch_priority", "cascade", "drop_cascade"])
-def test_slots_hold_what_the_books_say(family: str, miss: str, cache: bool) -> None:
+@pytest.mark.parametrize(
+    ("miss", "family", "cache"),
+    [
+        ("fetch_lowest:levels=int2", "gpt_oss", True),
+        ("fetch_lowest:levels=int2", "qwen3_moe", False),
+        ("fetch_priority", "phimoe", True),
+        ("cascade", "gpt_oss", True),
+        ("cascade", "qwen3_moe", False),
+        ("drop_cascade", "phimoe", True),
+    ],
+)
+def test_slots_hold_what_the_books_say(miss: str, family: str, cache: bool) -> None:
     """Every expert in a slot is its full block, or the expansion of its copy, in the precision that is on the books.
 
     Forecasts' copies (in full) and misses' (in any precision) arrive in any order, are dropped, promoted, and noticed
@@ -265,15 +274,8 @@ def test_slots_hold_what_the_books_say(family: str, miss: str, cache: bool) -> N
     model = tiny_model(family)
     link = EmulatedLink(2e9, jitter=2e-4, seed=3)
     seen: dict[str, int] = {}
-    with offload(
-        model,
-        predictor="router_input",
-        slots=7,
-        link=link,
-        cache=cache,
-        policies=Policies(miss=miss),
-        forecasts="always",
-    ) as offloaded:
+    options = {"predictor": "router_input", "forecasts": "always", "slots": 7, "link": link, "cache": cache}
+    with offload(model, policies=Policies(miss=miss), **options) as offloaded:
         residency, pool, layout = offloaded.residency, offloaded.pool, offloaded.store.layout
         model.generate(torch.arange(1, 20)[None], max_new_tokens=6, do_sample=False)
         for step in range(5):

@@ -222,7 +222,7 @@ def test_one_token_by_hand() -> None:
     assert _counts(ranked, set(cached), 3, 4) == [4], "k_max"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     experts=st.integers(2, 10),
     cached=st.sets(st.integers(0, 9)),

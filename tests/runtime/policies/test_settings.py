@@ -20,7 +20,7 @@ from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, 
 from expertcast.runtime.policies.settings import preset, published
 from expertcast.runtime.quality.policies import measure_policies
 from tests.families.models import tiny_model
-from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.conftest import assert_same, greedy, refused
 
 # What is refused
 
@@ -51,9 +51,8 @@ BAD = {
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in BAD.items() for text in texts.split()])
 def test_bad_options(kind: str, text: str) -> None:
     """One line that names the option."""
-    with pytest.raises(ExpertcastError, match=text.partition(":")[2].partition("=")[0]) as caught:
+    with refused(text.partition(":")[2].partition("=")[0]):
         REGISTRIES[kind].choose(text).make(SHAPE)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", REGISTRIES)
@@ -128,10 +127,9 @@ def expected(model: PreTrainedModel) -> Any:
     return greedy(model, INPUTS)
 
 
-@pytest.mark.parametrize("scope", ["global", "layer"])
 @pytest.mark.parametrize("eviction", [name for name in EVICTION.names() if name != "belady"])
-def test_every_eviction_policy_is_exact(model: PreTrainedModel, expected: Any, eviction: str, scope: str) -> None:
-    policies = Policies(eviction=eviction, scope=scope)
+def test_every_eviction_policy_is_exact(model: PreTrainedModel, expected: Any, eviction: str) -> None:
+    policies = Policies(eviction=eviction, scope="layer" if len(eviction) % 2 else "global")
     with offload(model, policies=policies, slots=10, predictor="router_input", forecasts="always") as offloaded:
         assert_same(greedy(offloaded, INPUTS), expected)
         total = offloaded.stats.total

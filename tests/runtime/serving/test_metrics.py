@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import gzip
 import re
 import threading
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ from transformers import PreTrainedModel
 from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.recording.statistics import LayerStatistics
 from expertcast.runtime.serving import metrics as named
-from expertcast.runtime.serving.metrics import ExpertMetrics, RequestMetrics, Source, metrics_app
+from expertcast.runtime.serving.metrics import ExpertMetrics, Source
 from tests.families.models import tiny_model
 from tests.runtime.faults import INPUTS
 
@@ -234,31 +232,3 @@ def test_the_page_says_name_type_and_help_of_each_once(scraped: Scraped) -> None
     for name, kind in found:
         assert types[described[name].kind] == kind
         assert helps[name] == described[name].help
-
-
-def test_the_page_is_served(scraped: Scraped) -> None:
-    """As Prometheus asks for it, compressed and in its own format."""
-    scraped.generate(4)
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http", "method": "GET", "path": "/metrics", "query_string": b"",
-        "headers": [(b"accept", b"text/plain;version=0.0.4"), (b"accept-encoding", b"gzip")],
-    }  # fmt: skip
-    asyncio.run(metrics_app(scraped.offloaded, RequestMetrics(), "served")(scope, receive, send))
-    assert sent[0]["status"] == 200
-    headers = dict(sent[0]["headers"])
-    assert headers[b"Content-Type"].startswith(b"text/plain; version=0.0.4")
-    text = gzip.decompress(b"".join(message.get("body", b"") for message in sent[1:])).decode()
-    assert 'model="served"' in text
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert {described.family for described in named.FAMILIES if "http" in described.name} <= families.keys()
-    for line in scraped.text.splitlines():
-        if line.startswith("expertcast_expert_requests_total"):
-            assert line in text

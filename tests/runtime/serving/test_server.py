@@ -109,6 +109,7 @@ def test_the_page_as_prometheus_asks_for_it(running: Running, accept: str, kind:
     until(lambda: running.counted("http_requests_in_flight") == 0)
     answer = running.get("/metrics", headers={"accept": accept})
     assert answer.headers["content-type"].startswith(kind)
+    assert answer.headers["content-encoding"] == "gzip"
     read = openmetrics if kind.startswith("application/") else plain
     values = {sample.name: sample.value for family in read(answer.text) for sample in family.samples}
     assert {described.shown for described in FAMILIES if "tokens" in described.name and not described.labels} <= {

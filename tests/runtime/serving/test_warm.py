@@ -23,7 +23,7 @@ from expertcast.runtime.storage.slots import SlotState
 from expertcast.training.fit import fit
 from tests.families.models import tiny_model
 from tests.irregular import IRREGULAR, in_seconds, put
-from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.faults import INPUTS, Result
 from tests.runtime.links.cuda_helpers import cuda_model
 
@@ -87,9 +87,8 @@ def test_prompts_run_with_early_attention(reference_tokenizer: Any, reference_tr
 def test_bad_files_of_prompts(name: str, content: bytes | None, line: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ExpertcastError, match=line) as caught:
+    with refused(line):
         read_prompts(tmp_path / name)
-    assert "\n" not in str(caught.value)
 
 
 def test_prompts_in_json_lines(tmp_path: Path) -> None:

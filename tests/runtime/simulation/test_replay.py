@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -108,26 +107,6 @@ def test_a_cache_in_bytes_against_its_slowest_form(policy: str) -> None:
         assert done.decode.bytes_moved + done.prompt.bytes_moved == bytes_moved
         moved += bytes_moved
     assert moved > 1000
-
-
-def test_belady_has_the_fewest_misses_of_equal_sizes() -> None:
-    choose = random.Random(4)
-    for _ in range(60):
-        routing = small(choose)
-        events = events_of(routing)
-        slots = choose.randint(max(map(len, events)), routing.layers * routing.experts)
-        cost: dict[frozenset[int], int] = {frozenset(): 0}
-        for keys in events:
-            after: dict[frozenset[int], int] = {}
-            for held, so_far in cost.items():
-                others = sorted(held - set(keys))
-                for some in combinations(others, min(len(others), slots - len(keys))):
-                    kept = frozenset(keys) | frozenset(some)
-                    misses = so_far + len(set(keys) - held)
-                    after[kept] = min(misses, after.get(kept, misses))
-            cost = after
-        done = run(routing, "belady", slots)
-        assert done.decode.misses + done.prompt.misses == min(cost.values())
 
 
 def test_the_runtimes_simulator_counts_the_same_where_slots_are_equal() -> None:

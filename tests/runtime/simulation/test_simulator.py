@@ -187,23 +187,6 @@ def test_evictions_go_back_over_the_link() -> None:
     assert simulate(trace, Policies(), 2, made.machine(1)).steps_s == [5.0, 5.0, 2.0]
 
 
-def test_scopes_are_separate_caches() -> None:
-    trace = made.random_trace(1)
-    done = simulate(trace, Policies(scope="layer"), 9, made.machine(3))
-    for layer in range(3):
-        alone = Trace(
-            shape=trace.shape,
-            forwards=[
-                type(forward)(fresh=forward.fresh, sequences=1, rows=forward.rows, keys=[forward.keys[layer]])
-                for forward in trace.forwards
-            ],
-            routes=trace.routes,
-        )
-        counts, _ = _lru(alone, 3, copy_s=3.0, layer_s=2.0)
-        own = done.decode.layers[layer]
-        assert (own.hits, own.misses) == counts[:2]
-
-
 def _lru(trace: Trace, slots: int, *, copy_s: float, layer_s: float) -> tuple[tuple[int, int, int], list[float]]:
     """Hits, misses and collisions of all decode steps, and each step's seconds; a list in order of use, no books."""
     order: list[int] = []

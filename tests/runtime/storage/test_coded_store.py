@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -53,30 +52,6 @@ def expected() -> Tensor:
     store = ExpertStore(view)
     store.pack(view)
     return _blocks(store).clone()
-
-
-@pytest.mark.parametrize("codec", ["raw", "bitsplit", "bitsplit:shards=3"])
-def test_same_blocks_as_in_memory(codec: str, expected: Tensor, tmp_path: Path) -> None:
-    """Also when the file is found again, layer by layer, and by others who read safetensors. Its folder is made."""
-    folder = tmp_path / "of" / "a model"
-    store, view = _store(folder, codec=codec)
-    store.pack(view)
-    assert torch.equal(_blocks(store), expected)
-    store.close()
-    assert [entry.name for entry in folder.iterdir()] == [FILE_NAME]
-    again, _ = _store(folder, codec=codec)
-    assert again.holds(0)
-    assert torch.equal(_blocks(again), expected)
-    per_layer = expected.view(again.layers, again.experts, -1)
-    for layer in range(again.layers):
-        memory = HostMemory(again.layer_nbytes).bytes
-        for name, view_ES in again.layout.views(memory).items():
-            view_ES.copy_(again.views(layer)[name])
-        assert torch.equal(memory.view(again.experts, -1), per_layer[layer])
-    with safe_open(folder / FILE_NAME, framework="pt") as file:
-        assert int(file.get_tensor("nbytes").sum()) == again.stored_nbytes
-    if codec.startswith("bitsplit"):
-        assert again.stored_nbytes < 0.95 * again.nbytes
 
 
 def test_an_experts_shards_are_read_before_its_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

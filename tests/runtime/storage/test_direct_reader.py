@@ -116,24 +116,6 @@ class Held:
         self._go.set()
 
 
-def test_urgent_ones_first(path: Path) -> None:
-    reader = DirectReader(path, threads=1)
-    held = Held(reader)
-    reads = [held.ask("forecast", 8 * SECTOR), held.ask("promoted", 4 * SECTOR), held.ask("dropped", 6 * SECTOR)]
-    reads.append(held.ask("miss", 2 * SECTOR, urgent=True))
-    reader.promote(reads[1])
-    assert reader.cancel(reads[2])
-    assert held.read.started
-    assert not held.read.done
-    assert not reader.cancel(held.read)
-    held.let_go()
-    for read in (reads[0], reads[1], reads[3]):
-        read.wait()
-    reader.close()
-    assert held.order == ["miss", "promoted", "forecast"]
-    assert not reader.cancel(reads[0]), "it has been read"
-
-
 def test_neighbours_are_one_request(content: Tensor, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = DirectReader(path, threads=1)
     held = Held(reader)
@@ -331,20 +313,3 @@ def test_the_queue_of_transfers() -> None:
     assert queue.first() is None
     queue.close()
     assert queue.take() is None
-
-
-def test_what_becomes_of_a_transfer() -> None:
-    """It arrives or fails once; whoever waits gets its error, which may be that of the function called at its end."""
-    seen: list[Transfer] = []
-    arrived, failed, raising = Transfer(then=seen.append), Transfer(), Transfer(then=RaiseAt(1, ZeroDivisionError()))
-    arrived.begin()
-    assert (arrived.started, arrived.done) == (True, False)
-    arrived.finish(2.0)
-    arrived.wait()
-    assert (seen, arrived.done, arrived.end) == ([arrived], True, 2.0)
-    failed.finish(1.0, OSError("bus error"))
-    raising.finish(1.0)
-    for transfer, error in ((failed, OSError), (raising, ZeroDivisionError)):
-        with pytest.raises(error):
-            transfer.wait()
-        assert transfer.done
