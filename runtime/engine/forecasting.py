@@ -10,6 +10,7 @@ A key is layer * E + expert.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -172,8 +173,8 @@ class _Rung:
     @property
     def doubt(self) -> float:
         """Standard error of a step's expected duration, in parts of a step."""
-        spread = statistics.stdev(self.errors) if len(self.errors) > 2 else 2 * _SPREAD
-        return max(_SPREAD, min(spread, 1.0)) / (len(self.errors) + 1) ** 0.5
+        spread = statistics.stdev(self.errors) if len(self.errors) > 2 else _SPREAD
+        return max(_SPREAD, min(spread, 1.0)) / math.sqrt(len(self.errors) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +362,10 @@ class ForecastGovernor:
         before = self._ratio(kind, usual_s)
         kind.errors.append(seconds / usual_s - 1.0 - self._expected(kind, usual_s) + self._best.error)
         self._trials.tried(kind.name, before * usual_s / seconds, seconds - usual_s)
-        if len(kind.errors) >= _FIRST_TRIALS and self._ratio(kind, usual_s) + kind.doubt < 1.0:
+        count, margin = len(kind.errors), 0.0  # where it makes no difference, there are no forecasts
+        if kind is not self._none:
+            margin = max(kind.doubt, min(1.0, statistics.stdev(self._recent) / usual_s) / math.sqrt(count + 1))
+        if count >= _FIRST_TRIALS and self._ratio(kind, usual_s) + margin < 1.0:
             self._best = kind
             self._trials.won(kind.name)
             self._recent.clear()
