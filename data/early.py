@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -449,6 +450,7 @@ class EarlyAttention:
         """Of a forward over whole texts: masks by the identity of those that blocks are called with, and these."""
         self._unreadable: set[type] = set()
         self._stack = ExitStack()
+        self._following = False
 
     @property
     def works(self) -> bool:
@@ -460,6 +462,12 @@ class EarlyAttention:
         self._stack.close()
         self.start()
 
+    def follow(self, wanted: bool) -> None:
+        """A forward starts: follow it, or leave it alone, which takes no time."""
+        self.start()
+        if wanted != self._following:
+            (self.attach if wanted else self._stack.close)()
+
     def start(self) -> None:
         """A forward starts."""
         self._latest.clear()
@@ -469,6 +477,8 @@ class EarlyAttention:
 
     def attach(self) -> None:
         """Follow the model's forwards."""
+        self._following = True
+        self._stack.callback(setattr, self, "_following", False)
         for block in self._blocks:
 
             def before_block(
@@ -484,7 +494,7 @@ class EarlyAttention:
 
             decoder, norm = block.layer.decoder, block.layer.norm
             self._stack.callback(decoder.register_forward_pre_hook(before_block, with_kwargs=True).remove)
-            self._stack.callback(norm.register_forward_pre_hook(before_norm).remove)
+            self._stack.callback(norm.register_forward_pre_hook(before_norm, prepend=True).remove)
         self._stack.callback(self._model.base_model.register_forward_hook(self._finished).remove)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -530,20 +540,26 @@ class EarlyAttention:
         if layer not in self._quick:
             self._quick[layer] = QuickBlock(block.layer)
         past, other = pasts[index], pasts[latest.cache_index]
-        return self._quick[layer].run(hidden_1D, past, other, kwargs, lambda: self.attend(layer, hidden_1D))
+        return self._quick[layer].run(hidden_1D, past, other, kwargs, partial(self.attend, layer, hidden_1D))
 
-    def attend(self, layer: int, hidden_TD: Tensor) -> Tensor | None:
+    def attend(self, layer: int, hidden_TD: Tensor, *, by_program: bool = True) -> Tensor | None:
         """The residual [T, D] before the norm of `layer`'s router, had its block been given `hidden_TD`: in a decode
         step, when the layer before has been reached. None where it cannot be had in this step: the layer is refused,
         its cache cannot be read or lacks tokens, for forwards have left its block out, or no block of its kind has run
-        yet, whose mask it needs (gpt_oss's second layer)."""
+        yet, whose mask it needs (gpt_oss's second layer).
+
+        Args:
+            layer, hidden_TD: MoE layer, and what stands for the input of its block.
+            by_program: make a program of the block where there is none yet, which takes as long as ten of its runs.
+        """
         block = self._blocks[layer]
         latest = self._latest.get(block.kind)
         call = None if latest is None else latest.call
         if layer in self.refused or latest is None or call is None or _lacks_tokens(block, latest, call):
             return None
         hidden_B1D = hidden_TD.unsqueeze(1)
-        found = self._programs[layer].run(hidden_B1D, call, lambda: self._run(block, hidden_B1D, call))
+        own = partial(self._run, block, hidden_B1D, call)
+        found = self._programs[layer].run(hidden_B1D, call, own) if by_program else own()
         return None if found is None else found.reshape(hidden_TD.shape)
 
     def attend_whole(self, layer: int, hidden_TD: Tensor) -> Tensor | None:

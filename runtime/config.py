@@ -242,8 +242,8 @@ class OffloadConfig:
     likely: float = 0.2
     """The least probability by next_token at which an expert is loaded when a token begins (above 0, 1: none)."""
     forecasts: str = AUTO
-    """auto: at each layer the way to forecast that saves most waiting for its cost, as learned while the model runs, or
-    none; always: all, by the predictor itself; never. Executed forecasts are always made."""
+    """auto: by the way to forecast whose decode steps are fastest, as learned while the model runs, where they save
+    more than they cost, or none; always: all, by the predictor itself; never. Executed forecasts are always made."""
     ahead: int = 1
     """Layers between a forecast and its target."""
     reach: int | None = None

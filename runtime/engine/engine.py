@@ -192,18 +192,24 @@ class LayerFlow:
         """Experts of the running layer."""
         self._whole = True
         """The running layer runs in one chunk."""
+        self._missing, self._found, self._chunks_left = 0, 0, 0
+        """Of the running layer: experts without a slot, those that forecasts found, chunks not requested so far."""
         self._reads_transfer = policies.prefetch.reads_transfer
         self._rungs = rungs
         self._pace = Pace(residency, shape.layers) if self._reads_transfer or rungs else None
         self._governors: dict[int, ForecastGovernor] = {}
         """By the bits of the number of sequences: what forecasts cost depends on it."""
+        self._latest: ForecastGovernor | None = None
+        """The one that ran last."""
         self.governor: ForecastGovernor | None = None
         """Decides on the forecasts of the decode step that runs; None: all that are due are made."""
+        self._weighs = False
+        """Whether this step has forecasts to decide on: without any it takes no time to observe it."""
 
     def start_pass(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         """A forward starts; `fresh`: with new texts; `token_BS`: the ids of its tokens, where they are known."""
         self.residency.start_pass(fresh)
-        self.governor = None
+        self.governor, self._weighs = None, False
         if self._pace is not None:
             self._pace.start_pass(fresh)
         if self.tokens_ahead is not None:
@@ -219,7 +225,19 @@ class LayerFlow:
             self.governor = self._governors[about] = ForecastGovernor(
                 self.residency, self._pace, self._rungs, self.tokens_ahead
             )
+        self._latest = self.governor
         self.governor.start()
+        self._weighs = self.governor.rung is not None
+
+    def coming(self, own: int) -> int | None:
+        """The rung that the next forward's forecasts are made by, as far as is known; None: there will be none.
+
+        Args:
+            own: as for :meth:`choose`.
+        """
+        if self._latest is not None:
+            return self._latest.rung
+        return own if self._rungs is None else 0 if self._rungs else None
 
     def forecasts_report(self) -> Json:
         """`forecasts`: what was chosen and why, by the least number of sequences (1, 2, 4 ...); left out where nothing
@@ -305,7 +323,7 @@ class LayerFlow:
             self._carried[layer] = keys if len(keys) <= limit // 2 else []
         self.residency.observer.needed(layer, keys)
         self.residency.settle(layer, keys)
-        if self._pace is not None:
+        if self._pace is not None and (self._weighs or self._reads_transfer):
             self._pace.reached(layer)
             if self._reads_transfer:
                 experts = [key % self._experts for key in keys]
@@ -314,14 +332,18 @@ class LayerFlow:
         self._executed = len(keys)
         chunks = self._chunked(keys, limit)
         self._whole = len(chunks) == 1
+        self._missing, self._found, self._chunks_left = 0, 0, len(chunks)
         self.request(layer, chunks[0], precision)
         return chunks
 
     def request(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> None:
         """Request a chunk of the running layer."""
         misses, found = self.residency.request(keys, precision)
-        if self.governor is not None:
-            self.governor.requested(layer, misses, found)
+        self._missing += misses
+        self._found += found
+        self._chunks_left -= 1
+        if self.governor is not None and self._weighs and not self._chunks_left:
+            self.governor.requested(layer, self._missing, self._found)
 
     def _chunked(self, keys: list[int], limit: int) -> list[list[int]]:
         """Half the slots at a time, so that one chunk loads while another computes; what is held goes first."""
@@ -656,7 +678,7 @@ class HostEngine(Engine):
         self._flow.start_pass(fresh, token_BS)
         self._halfway = False
         if self._forecasts:
-            self._speculator.start(fresh)
+            self._speculator.start(fresh, self._flow.coming(len(self._speculator.rungs) - 1))
         if self._drift is not None:
             self._drift.start()
 

@@ -10,6 +10,7 @@ A key is layer * E + expert.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.policies.eviction import Eviction
 from expertcast.runtime.policies.prefetch import Transfer
-from expertcast.runtime.recording.learning import Option, RunningMean, Share, Trials
+from expertcast.runtime.recording.learning import BETTER, Option, RunningMean, RunningSums, Share, Trials
 
 _MEMORY = 0.1
 """Weight of the newest observation in running means."""
@@ -117,27 +118,36 @@ RECALL = 0.8
 _FIRM = 8.0
 """Missing experts that a checkpoint's recall counts for."""
 _FORGET = 0.995
-"""What a way of forecasting is taken to cost shrinks by this whenever it is not chosen, until it is made once more: a
-price that was measured at a bad moment does not stand for ever."""
-_CHECKING = 3
-"""Forecasts for each layer whose seconds say nothing of later ones: programs are made and compared in them."""
+"""What a forecast is taken to cost shrinks by this whenever it is not made for that reason: a price that was measured
+at a bad moment does not stand for ever."""
+_EMPTY = 100
+"""Forecasts not made that a trial without any counts for."""
+_DEARER = 2.0
+"""Cost of a rung that has never run, over that of the one before it."""
+_CHECKING = 4
+"""Forecasts for each layer whose seconds say nothing of later ones, and steps by each rung: programs are made and
+compared in them."""
 _LEAST_S = 1e-6
 """Waiting below which no forecast is thought of."""
 _LITTLE = 0.01
 _NEIGHBOURS = 5
-"""Steps of the best kind whose median a trial of the other one is compared with: those just before it."""
+"""Steps of the best kind whose median a trial of another one is compared with: those just before it."""
+_EVERY = 2
+"""Steps from one look at the kinds of steps to the next."""
 _TRIALS = 32
 """Trials that are remembered."""
-_FIRST_TRIALS = 5
-"""Trials before the other kind can become the best."""
-_FEARED = 1.3
-"""How many times as long a step of the other kind is taken to be before one was run."""
-_FORECASTS, _NONE = "forecasts", "none"
+_FIRST_TRIALS = 3
+"""Trials before another kind can become the best."""
+_FARTHEST = 0.3
+"""Part of a step by which another kind is expected to take longer or shorter, at most, before it was tried."""
+_SPREAD = 0.05
+"""Relative standard deviation of a step's seconds, at least."""
+_NONE = "none"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Rung:
-    """One way to forecast, and what is known of it."""
+    """One way to forecast and the steps that use it; or none, and the steps without forecasts."""
 
     name: str
     found: Share
@@ -148,17 +158,28 @@ class _Rung:
     calls: Counter[int] = field(default_factory=Counter)
     """Forecasts by target layer: the first ones for each also check what later ones need not."""
     passed_over: int = 0
-    """Choices since it was made last."""
+    """Times in a row that it was not made for its price."""
+    saved: RunningSums = field(default_factory=lambda: RunningSums(1 - _MEMORY))
+    """Seconds per step that it is expected to save."""
+    steps: int = 0
+    errors: deque[float] = field(default_factory=lambda: deque(maxlen=_TRIALS))
+    """How much longer its trials took than was expected, in parts of a step."""
 
     @property
-    def price_s(self) -> float:
-        """Seconds that it is taken to cost; 0 before it was measured."""
-        return (self.cost.value or 0.0) * _FORGET**self.passed_over
+    def error(self) -> float:
+        """Their median; one more of 0 stands for the expectation."""
+        return statistics.median([0.0, *self.errors])
+
+    @property
+    def doubt(self) -> float:
+        """Standard error of a step's expected duration, in parts of a step."""
+        spread = statistics.stdev(self.errors) if len(self.errors) > 2 else _SPREAD
+        return max(_SPREAD, min(spread, 1.0)) / math.sqrt(len(self.errors) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps(Option):
-    """Decode steps with forecasts, or without."""
+    """Decode steps by one rung, or without forecasts."""
 
     kind: str
 
@@ -168,24 +189,25 @@ class _Steps(Option):
 
 
 class ForecastGovernor:
-    """Decides for each layer of a decode step whether a forecast is made, and by which rung of the predictor.
+    """Decides by which rung of the predictor a decode step's forecasts are made, if by any, and for which layers.
 
     A forecast for a layer is worth the waiting that it removes. Of M experts that the layer will miss it finds a share
     f, and their copies run while the model computes until that layer, for w seconds: it saves f x min(M x copy, w). It
     costs its own c seconds; as far as the running layer waits for copies anyway, it is free. M, f, w and c are learned
-    while the model runs. The rung with the largest f x min(M x copy, w) - max(0, c - waiting) is taken, and none where
-    nothing is above 0.
+    while the model runs. A layer whose f x min(M x copy, w) - max(0, c - waiting) is not above 0 gets no forecast.
 
-    What this leaves out (experts that wrong copies evict, caches of the processor) is seen by whole steps: now and then
-    one is run without forecasts, and where these are faster in the median, no forecasts are made until a trial finds
-    otherwise. Trials lose less than 1% of the time. Decisions depend on time, and never change a bit of the output.
+    One rung makes all forecasts of a step. Steps by the others, and steps without forecasts, are tried now and then,
+    and the fastest kind is run: so is measured what the formula leaves out (experts that wrong copies evict, caches of
+    the processor, following the model for early attention). Until a kind was tried, the formula says what it would
+    take. Trials lose less than 1% of the time. Decisions depend on time, and never change a bit of the output.
 
     One governor holds for one number of sequences.
 
     Args:
         residency: says what is held and under way.
         pace: says what is computed between layers.
-        rungs: ways to forecast by name, with their recall@k where it is known; the last is the predictor itself.
+        rungs: ways to forecast by name, the cheapest first, with their recall@k where it is known; the last is the
+            predictor itself.
         tokens_ahead: says what a layer will miss, where something forecasts whole tokens; else it is the running mean.
     """
 
@@ -197,30 +219,34 @@ class ForecastGovernor:
         self.rungs = [
             _Rung(name, Share(RECALL if recall is None else recall, firmness=_FIRM)) for name, recall in rungs.items()
         ]
+        self._none = _Rung(_NONE, Share(0.0))
         self._missing: dict[int, Share] = {}
         self._made: dict[int, _Rung] = {}
         """By target layer, what has made the forecast that is under way for it."""
+        self._layers: list[tuple[float, float]] = []
+        """Of the step's layers: seconds that perfect forecasts would save, and that forecasts have for nothing."""
         self._recent = deque[float](maxlen=_NEIGHBOURS)
         """Seconds of the last steps of the best kind."""
-        self._ratios = deque[float](maxlen=_TRIALS)
-        """Seconds of the other kind's trials, over those of the steps just before."""
-        self._feared = _FEARED
-        """Ratio that is assumed before the first trial."""
-        self._other = self._ratio()
         self._trials = Trials()
-        self._kind, self._best = _FORECASTS, _FORECASTS
+        self._kind = self._best = self.rungs[0]
         self._start_s: float | None = None
         self._count = 0
         """Forecasts of this step."""
+        self._steps = 0
         self._reasons: Counter[str] = Counter()
+
+    @property
+    def rung(self) -> int | None:
+        """The rung of the step that runs or comes next; None: it makes no forecasts."""
+        return None if self._kind is self._none else self.rungs.index(self._kind)
 
     # one step
 
     def start(self) -> None:
         """A decode step has reached its first layer."""
         self._made.clear()
+        self._layers.clear()
         self._count, self._start_s = 0, self._link.clock()
-        self._kind = self._next_trial() or self._best
 
     def end(self) -> None:
         """The step's last layer has been launched."""
@@ -228,25 +254,32 @@ class ForecastGovernor:
             return
         seconds, self._start_s = self._link.clock() - self._start_s, None
         self._trials.spent(seconds)
-        if self._kind == _FORECASTS and not self._count:
-            return  # it found no reason to forecast, and says nothing of either kind
-        if self._kind == self._best:
-            self._recent.append(seconds)
-            return
-        usual_s = statistics.median(self._recent)
-        self._ratios.append(seconds / usual_s)
-        self._trials.tried(self._kind, usual_s / seconds, seconds - usual_s)
-        self._other = middle, error = self._ratio()
-        if len(self._ratios) >= _FIRST_TRIALS and middle + error < 1.0:
-            self._best, self._feared = self._kind, 1 / middle
-            self._trials.won(self._kind)
-            self._ratios.clear()
-            self._recent.clear()
-            self._other = self._ratio()
+        self._learn(self._kind, seconds)
+        self._kind, self._steps = self._best, self._steps + 1
+        if self._steps % _EVERY == 0:
+            self._expect()
+            self._kind = self._next_trial() or self._best
+
+    def _learn(self, kind: _Rung, seconds: float) -> None:
+        """A step of a kind took so long."""
+        if kind is not self._none:
+            kind.steps += 1
+            if not self._layers:  # nothing was missing: it says nothing of forecasts
+                return
+        new, empty = 0 < kind.steps <= _CHECKING, not self._count and kind is not self._none
+        if kind is self._best:
+            if not new:
+                self._recent.append(seconds)
+        elif new or empty:
+            kind.passed_over += _EMPTY * empty  # its price forbade all forecasts: the next trial is less strict
+            self._trials.tried(kind.name, BETTER if new else 1.0, seconds - statistics.median(self._recent))
+        else:
+            self._tried(kind, seconds)
 
     def choose(self, target: int) -> int | None:
         """The rung that is to forecast a layer; None: no forecast is worth its time."""
-        if self._kind == _NONE:
+        kind = self._kind
+        if kind is self._none:
             self._reasons["steps without forecasts are faster"] += 1
             return None
         copy_s, computing_s = self._link.copy_s, self._pace.computing_s(target)
@@ -256,16 +289,13 @@ class ForecastGovernor:
             self._reasons["nothing is missing"] += 1
             return None
         free_s = self._pace.awaited_s(self._link.clock())
-        best, gain = None, 0.0
-        for number, rung in enumerate(self.rungs):
-            own = rung.found.value * most_s - max(0.0, rung.price_s - free_s)
-            if own > gain:
-                best, gain = number, own
-        for rung in self.rungs:
-            rung.passed_over += 1
-        if best is None:
+        self._layers.append((most_s, free_s))
+        price_s = (kind.cost.value or 0.0) * _FORGET**kind.passed_over
+        if kind.found.value * most_s <= price_s - free_s:
+            kind.passed_over += 1
             self._reasons["it costs more than it saves"] += 1
-        return best
+            return None
+        return self.rungs.index(kind)
 
     def _expected_missing(self, target: int) -> float:
         """Experts that a layer will need and that have no slot."""
@@ -279,6 +309,7 @@ class ForecastGovernor:
         """The rung's forecast for a layer, with all that was asked for by it, took the model's thread so long."""
         rung = self.rungs[number]
         rung.calls[target] += 1
+        rung.cost.fade(_FORGET**rung.passed_over)
         if rung.calls[target] > _CHECKING:
             rung.cost.observe(max(seconds, 1e-9))
         rung.made += 1
@@ -303,31 +334,68 @@ class ForecastGovernor:
         if rung is not None and missing:
             rung.found.observe(found, missing)
 
-    # steps with and without forecasts
+    # kinds of steps
 
-    def _ratio(self) -> tuple[float, float]:
-        """Duration of the other kind's steps over that of the best kind's, and its standard error."""
-        if not self._ratios:
-            return self._feared, 0.0
-        error = statistics.stdev(self._ratios) / len(self._ratios) ** 0.5 if len(self._ratios) > 2 else 1.0
-        return statistics.median(self._ratios), min(error, 1.0)
+    def _expect(self) -> None:
+        """What steps by each rung would save, by the layers of the last one."""
+        price_s = 0.0
+        for rung in self.rungs if self._layers else ():
+            price_s = _DEARER * price_s if rung.cost.value is None else rung.cost.value
+            found = rung.found.value
+            each_s = [found * most_s - max(0.0, price_s - free_s) for most_s, free_s in self._layers]
+            saved_s = sum(own for own in each_s if own > 0) or sum(each_s)  # it pays nowhere: what trying it costs
+            rung.saved.fade(1 - _MEMORY)
+            rung.saved.add(1.0, saved_s)
 
-    def _next_trial(self) -> str | None:
+    def _expected(self, kind: _Rung, usual_s: float) -> float:
+        """By how many parts of a step, which usually takes so long, one of the kind is longer by the formula."""
+        best_s, own_s = (own.saved.total / (own.saved.weight or 1.0) for own in (self._best, kind))
+        return max(-_FARTHEST, min(_FARTHEST, (best_s - own_s) / usual_s))
+
+    def _ratio(self, kind: _Rung, usual_s: float) -> float:
+        """Duration of the kind's steps over that of the best kind's."""
+        return max(_LITTLE, 1.0 + self._expected(kind, usual_s) + kind.error - self._best.error)
+
+    def _tried(self, kind: _Rung, seconds: float) -> None:
+        """A step of a kind that is not the best took so long."""
+        usual_s = statistics.median(self._recent)
+        before = self._ratio(kind, usual_s)
+        kind.errors.append(seconds / usual_s - 1.0 - self._expected(kind, usual_s) + self._best.error)
+        self._trials.tried(kind.name, before * usual_s / seconds, seconds - usual_s)
+        count, margin = len(kind.errors), 0.0  # where it makes no difference, there are no forecasts
+        if kind is not self._none:
+            margin = max(kind.doubt, min(1.0, statistics.stdev(self._recent) / usual_s) / math.sqrt(count + 1))
+        if count >= _FIRST_TRIALS and self._ratio(kind, usual_s) + margin < 1.0:
+            self._best = kind
+            self._trials.won(kind.name)
+            self._recent.clear()
+
+    def _next_trial(self) -> _Rung | None:
         """The kind that is not the best, where it is time to run it once more."""
         if len(self._recent) < _NEIGHBOURS:
             return None
-        usual_s, (middle, error) = statistics.median(self._recent), self._other
-        other = _NONE if self._best == _FORECASTS else _FORECASTS
-        best = _Steps(kind=self._best, seconds=usual_s)
-        return self._trials.next(best, {other: _Steps(kind=other, seconds=middle * usual_s, doubt=error)})
+        usual_s = statistics.median(self._recent)
+        others = {own.name: own for own in (*self.rungs, self._none) if own is not self._best}
+        best = _Steps(kind=self._best.name, seconds=usual_s)
+        key = self._trials.next(
+            best,
+            {
+                name: _Steps(kind=name, seconds=self._ratio(own, usual_s) * usual_s, doubt=own.doubt)
+                for name, own in others.items()
+            },
+        )
+        return None if key is None else others[key]
 
     def report(self) -> Json:
         """The choices so far, with counts, reasons and present estimates, as plain values.
 
         `rungs` by name: how many forecasts were `made`, their `cost_ms`, and the share of missing experts that they
-        `found`; `left_out`, by reason, those that were not made; `best`, whether steps make forecasts, and how
-        many times as long steps of the `other` kind take; `lost_s` by trials of `seconds`.
+        `found`; `left_out`, by reason, those that were not made; `best`, by what most steps make forecasts now;
+        `takes`, by what was tried, how many times as long as these its steps take, and `trials` how many there were;
+        `lost_s` by trials of `seconds`.
         """
+        usual_s = statistics.median(self._recent) if self._recent else 1.0
+        tried = [own for own in (*self.rungs, self._none) if own.errors and own is not self._best]
         return {
             "rungs": {
                 rung.name: {
@@ -338,9 +406,9 @@ class ForecastGovernor:
                 for rung in self.rungs
             },
             "left_out": dict(self._reasons),
-            "best": self._best,
-            "other": self._other[0] if self._ratios else None,
-            "trials": len(self._ratios),
+            "best": self._best.name,
+            "takes": {own.name: self._ratio(own, usual_s) for own in tried},
+            "trials": sum(len(own.errors) for own in tried),
             "lost_s": self._trials.lost_s,
             "seconds": self._trials.seconds,
         }

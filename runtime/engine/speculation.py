@@ -195,13 +195,18 @@ class Speculator:
                 stack.enter_context(routers_left_out([self.view[layer] for layer in self.layers], self._ready))
             yield
 
-    def start(self, fresh: bool) -> None:
-        """A forward starts; `fresh`: with new texts."""
+    def start(self, fresh: bool, rung: int | None = -1) -> None:
+        """A forward starts.
+
+        Args:
+            fresh: with new texts.
+            rung: which of `rungs` will make its forecasts, but for those that are executed; None: none.
+        """
         self._forecasts.clear()
         self._waiting.clear()
         self._state = None
         if self.early is not None:
-            self.early.start()
+            self.early.follow(bool(self.layers) or (rung is not None and self.rungs[rung].predictor.uses_early))
         if self._memory is not None:
             self._memory.start(fresh)
         if self.refit is not None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, Qwen3NextConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from expertcast.data.batch import RouterCall
 from expertcast.data.early import (
     _CHECKED,
     FIRST,
@@ -27,6 +29,7 @@ from expertcast.data.early import (
     told,
 )
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.taps import RouterTaps
 from expertcast.predictors import MoEView
 from expertcast.predictors.early_attention import EarlyAttention as EarlyPredictor
 from expertcast.predictors.early_attention import EarlyConfig
@@ -446,9 +449,9 @@ def test_one_tokens_attention_up_to_rounding(family: str, monkeypatch: pytest.Mo
         follower, ran = Follower(model, view, random_stand_in(view), roughly=roughly), [0]
         own = follower.early.attend
 
-        def counted(layer: int, hidden_TD: Tensor) -> Tensor | None:
+        def counted(layer: int, hidden_TD: Tensor, **kwargs: bool) -> Tensor | None:
             ran[0] += 1
-            return own(layer, hidden_TD)
+            return own(layer, hidden_TD, **kwargs)
 
         monkeypatch.setattr(follower.early, "attend", counted)
         cache = prefilled(model, given[:, :PROMPT])
@@ -508,3 +511,24 @@ def test_tensors_of_a_dictionary_are_inputs_of_a_program() -> None:
     found, follower = run(programs=True)
     assert_same(found, expected)
     assert runs(follower) == [[True]] * 3
+
+
+def test_a_forward_that_is_not_followed_costs_nothing() -> None:
+    """No module has a hook then; followed again, early attention is there again."""
+    model = tiny_model("qwen3_moe", torch.float32)
+    view = find_moe_layers(model)
+    early, cache = EarlyAttention(model, view), prefilled(model, ids(1, PROMPT))
+    hooked: list[bool] = []
+    found: list[bool] = []
+    for wanted in (True, False, True, True):
+        early.follow(wanted)
+        hooked.append(any(module._forward_pre_hooks for module in model.modules()))
+
+        def see(call: RouterCall) -> None:
+            if call.layer == 0:
+                found.append(early.attend(1, call.residual_TD.float()) is not None)
+
+        with closing(RouterTaps(model, view, see)), torch.no_grad():
+            model.base_model(input_ids=ids(1, 1), past_key_values=cache)
+    early.close()
+    assert hooked == found == [True, False, True, True]

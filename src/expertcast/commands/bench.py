@@ -153,7 +153,7 @@ class Options(TargetOptions):
     policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
     """Policies of the runs with forecasts; those on demand keep lru."""
     forecasts: Annotated[str, Option(choices=FORECASTS)] = "auto"
-    """Which forecasts are made: at each layer the way that saves most waiting for its cost, or none (auto), all, or
+    """Which forecasts are made: by the way whose decode steps are fastest, where they pay, or none (auto), all, or
     none."""
     prompt_tokens: tuple[Count, ...] = (1024,)
     """Prompts of these lengths."""
