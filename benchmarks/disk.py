@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.children import abilities, run
-from benchmarks.disk_files import PROCESS_OPTIONS, RUN, Prepared
+from benchmarks.disk_files import RUN, Prepared
 from benchmarks.results import ResultFile
 from expertcast.commands.output import say
 from expertcast.data.routing_file import Routing
@@ -35,9 +35,6 @@ from expertcast.runtime.pools.states import Costs, ExpertBytes, State, pools_tex
 
 SETTINGS = ("layers", "small", "prompt", "warm", "new_tokens", "threads")
 """Runs of a file with the same ones are kept."""
-OWN, PROCESS = "own", "process"
-"""Workloads: the model's own routing of a text, and routing drawn by a process, which alone can be forecast as well as
-real models' is."""
 DISK, DIRECT = "disk", "direct"
 _DISK_SECONDS, _DISK_BYTES = 3, 1 << 30
 _COMMON_RATE = 1.5e9
@@ -46,29 +43,24 @@ _DECODED, _SHARDS = 1.0e9, 6
 """Bytes of bf16 that a thread decodes in a second while the other one does, too; parts of an expert."""
 _SPARE = 64 << 20
 """Bytes of memory that everyone has beside the experts' share and what the direct side was seen to take."""
-_KEYS = ("side", "workload", "memory", "throttle")
+_KEYS = ("side", "memory", "throttle")
 _MEDIANS = ("tpot_s", "tpot_mean_s", "ttft_s", "bytes_read", "prompt_bytes_read", "hit_rate", "waited_s", "link_busy_s",
             "rate_waiting", "rate_busy", "rate", "same_tokens", "slots")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One way to run the model; several workloads may share a name."""
+    """One way to run the model."""
 
     name: str
-    workload: str = OWN
     codec: str = "raw"
     link: str = "disk"
     pools: bool = False
     """What the planner says of the memory keeps experts compressed, the rest is slots."""
-    forecasts: bool = False
 
     def options(self, memory: int) -> Json:
         """Fields of an :class:`OffloadConfig` for so many bytes of experts."""
-        options: Json = {"store": "disk", "codec": self.codec, "link": self.link, "memory": memory}
-        if self.forecasts:
-            options["policies"] = {"prefetch": "value"}  # a disk has no time for copies that may be wrong
-        return options
+        return {"store": "disk", "codec": self.codec, "link": self.link, "memory": memory}
 
 
 SIDES = (
@@ -77,12 +69,6 @@ SIDES = (
     Side(name=DIRECT),
     Side(name="bitsplit", codec="bitsplit"),
     Side(name="pools", codec="bitsplit", pools=True),
-    Side(name=DIRECT, workload=PROCESS),
-    Side(name="bitsplit", workload=PROCESS, codec="bitsplit"),
-    Side(name="forecasts", workload=PROCESS, forecasts=True),
-    Side(name="both", workload=PROCESS, codec="bitsplit", forecasts=True),
-    Side(name="pools", workload=PROCESS, codec="bitsplit", pools=True),
-    Side(name="all", workload=PROCESS, codec="bitsplit", pools=True, forecasts=True),
 )
 """The disk alone, without a model; the mapped store, whose pages come as they are touched; direct reads into slots; the
 same over experts compressed without loss; and with a planned part of the memory for compressed experts."""
@@ -110,14 +96,14 @@ class Bench:
         self._prepared = Prepared(folder, args)
         self._file = ResultFile(args.out, {name: getattr(args, name) for name in SETTINGS})
         self.result = self._file.values
-        self.result |= {"abilities": abilities(folder), "process": PROCESS_OPTIONS}
+        self.result["abilities"] = abilities(folder)
 
     def measure(self) -> None:
         """All runs that are not in the file."""
         args, sides = self._args, self._sides()
         codecs = list(dict.fromkeys(["raw", *(side.codec for side in sides)]))  # raw: the disk's rate, the base memory
         made = self._prepared.make(codecs)
-        self._ids = {workload: made["workloads"][workload].pop("ids") for workload in (OWN, PROCESS)}
+        self._ids = made["resident"].pop("ids")
         self.result |= made
         beside = self.result.setdefault("beside", {})
         for codec in codecs:
@@ -129,8 +115,8 @@ class Bench:
                 for memory in args.memory:
                     for side in sides:
                         share = None if side.name == DISK else memory
-                        row: Json = {"side": side.name, "workload": side.workload, "memory": share,
-                                     "throttle": rate or None, "repetition": repetition}  # fmt: skip
+                        row: Json = {"side": side.name, "memory": share, "throttle": rate or None}
+                        row["repetition"] = repetition
                         if _key(row) not in done:
                             done.add(_key(row))
                             self._keep({**row, **self._run(side, memory, rate or None)})
@@ -147,25 +133,24 @@ class Bench:
             options["pools"] = self._plan(side, options["memory"], rate)
         if rate and not self.result["abilities"]["throttled"] and side.link == "disk":
             options["bandwidth"] = rate
-        truth, limit = self._prepared.truth / f"{side.workload}.safetensors", beside["raw"] + _SPARE + memory
+        truth, limit = self._prepared.truth, beside["raw"] + _SPARE + memory
         found = self._child(side, {"options": options, "truth": str(truth)}, limit, rate)
         return {**found, "limit_bytes": limit, "pools": options.get("pools")}
 
     def _child(self, side: Side, more: Json, limit: int | None = None, rate: float | None = None) -> Json:
         store = self._prepared.store_folder(side.codec)
-        spec = {**self._prepared.base_spec, "kind": "ours", "workload": side.workload, "forecasts": side.forecasts}
-        spec |= {"store_folder": str(store), **more}
+        spec = {**self._prepared.base_spec, "kind": "ours", "store_folder": str(store), **more}
         return run(RUN, spec, folder=self._folder, memory=limit, rate=rate, cold=[store, self._prepared.model])
 
     def _plan(self, side: Side, memory: int, rate: float | None) -> str:
         model, top_k = self.result["model"], self.result["model"]["shape"]["K"]
         measured = [each["rate"] for each in self.result["runs"] if each["side"] == DISK and not each["throttle"]]
         return planned(
-            self._ids[side.workload],
+            self._ids,
             prompt=self._args.prompt,
             experts=model["shape"]["E"],
             memory=memory,
-            passing=(2 if side.forecasts else 1) * top_k,
+            passing=top_k,
             block=model["expert_bytes"],
             ratio=self.result["stores"][side.codec]["ratio"],
             rate=rate or (statistics.median(measured) if measured else _COMMON_RATE),
@@ -184,17 +169,13 @@ class Bench:
 
     def _sides(self) -> list[Side]:
         """Those that were asked for, and the disk alone."""
-        named, workloads = self._args.sides, self._args.workloads
-        return [
-            side
-            for side in SIDES
-            if side.name == DISK or ((not named or side.name in named) and side.workload in workloads)
-        ]
+        named = self._args.sides or [side.name for side in SIDES]
+        return [side for side in SIDES if side.name in (DISK, *named)]
 
     def _keep(self, row: Json) -> None:
         self.result["runs"] = [each for each in self.result["runs"] if _key(each) != _key(row)] + [row]
         shown = row.get("failed") or f"{row.get('tpot_s') or row['rate']:.4g}"
-        say(f"{row['repetition'] + 1}: {row['side']}, {row['workload']}, {row['memory']}, {row['throttle']}: {shown}")
+        say(f"{row['repetition'] + 1}: {row['side']}, {row['memory']}, {row['throttle']}: {shown}")
         self._write()
 
     def _write(self) -> None:
@@ -245,7 +226,9 @@ def summaries(runs: Sequence[Json]) -> list[Json]:
     for each in runs:
         if "failed" not in each:
             groups.setdefault(tuple(each[name] for name in _KEYS), []).append(each)
-    rates = {key[3]: statistics.median(run["rate"] for run in group) for key, group in groups.items() if key[0] == DISK}
+    rates = {
+        key[-1]: statistics.median(run["rate"] for run in group) for key, group in groups.items() if key[0] == DISK
+    }
     return [_summary(dict(zip(_KEYS, key, strict=True)), group, rates) for key, group in groups.items()]
 
 
@@ -265,10 +248,8 @@ def _summary(key: Json, group: Sequence[Json], rates: Json) -> Json:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = sorted({side.name for side in SIDES})
+    names = sorted(side.name for side in SIDES)
     parser.add_argument("--sides", nargs="*", choices=names, default=[], help="(default: all)")
-    workloads = [OWN, PROCESS]
-    parser.add_argument("--workloads", nargs="+", choices=workloads, default=workloads, help="(default: both)")
     parser.add_argument("--memory", nargs="+", type=float, default=[0.08, 0.15, 0.3], help="shares of the experts")
     parser.add_argument("--bandwidth", nargs="+", type=float, default=[0, 5e8, 2e8], help="bytes/s; 0: as it is")
     parser.add_argument("--repetitions", type=int, default=3, help="(default: %(default)s)")

@@ -30,9 +30,6 @@ RUN = "benchmarks.disk_run"
 """Module of one run."""
 EMBEDDING, LATER_ATTENTION = 0.05, 0.004
 """Standard deviations of the embeddings, and of the attention's last matrix in all layers but the first."""
-PROCESS_OPTIONS = {"persistence": 0.3, "accuracy": 0.9}
-"""Of the routing that is drawn: with what comes again by chance about .45 of the experts stay, as in real models (.43
-in Qwen3-30B-A3B); forecasts are as good as trained ones."""
 _SMALL = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
           "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4096}  # fmt: skip
 
@@ -84,16 +81,16 @@ class Prepared:
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.folder, self._args = folder, args
-        self.model, self.truth = folder / "model", folder / "truth"
+        self.model, self.truth = folder / "model", folder / "truth.safetensors"
         tokens = bundled_ids(load_tokenizer("reference"), args.prompt + args.warm + args.new_tokens)
         self.base_spec: Json = {
             "model": str(self.model), "tokens": tokens, "prompt": args.prompt, "warm": args.warm,
-            "timed": args.new_tokens, "threads": args.threads, "process": PROCESS_OPTIONS, "truth": None,
+            "timed": args.new_tokens, "threads": args.threads, "truth": None,
         }  # fmt: skip
         """What every run reads."""
 
     def make(self, codecs: list[str]) -> Json:
-        """All that runs over stores of these codecs read; `model`, `stores` and `workloads`, with their routing."""
+        """All that runs over stores of these codecs read; `model`, `stores` and `resident`, with its routing."""
         note = self.folder / "made.json"
         asked = {"layers": self._args.layers, "small": self._args.small, **self.base_spec}
         made: Json = json.loads(note.read_text()) if note.is_file() else {"asked": asked, "stores": {}}
@@ -105,8 +102,8 @@ class Prepared:
         for codec in codecs:
             if codec not in made["stores"]:
                 made["stores"][codec] = self._packed(codec)
-        if "workloads" not in made:
-            made["workloads"] = self._resident()
+        if "resident" not in made:
+            made["resident"] = self._resident()
         note.write_text(json.dumps(made))
         return made
 
@@ -124,9 +121,8 @@ class Prepared:
 
     def _resident(self) -> Json:
         say("the resident model")
-        self.truth.mkdir(exist_ok=True)
         spec = {**self.base_spec, "kind": "resident", "remember": str(self.truth)}
         found = run(RUN, spec, folder=self.folder)
         if "failed" in found:
             raise ExpertcastError(f"the resident model: {found['failed']}")
-        return {workload: found[workload] for workload in ("own", "process")}
+        return {name: found[name] for name in ("resident_tpot_s", "ids")}

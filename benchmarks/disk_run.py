@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
-from expertcast.predictors import MoEView, PredictorConfig
+from expertcast.predictors import MoEView
 from expertcast.predictors.messages import Json
 from expertcast.runtime import OffloadConfig, OffloadedModel, load_offloaded
 from expertcast.runtime.advising.disk import disk_rate
-from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, TablePredictor, drawn
 from expertcast.runtime.engine.kernels import kernel_name
 
 _READ_AT_ONCE = 2 << 20
@@ -129,26 +127,15 @@ def _counted(offloaded: OffloadedModel, read: int, tokens: int) -> Json:
     stats: dict[str, Any] = offloaded.stats.as_dict()
     link, waited = offloaded.link, stats["waited_s"]
     reads = link.name == "disk"  # the instant link's copies come when nobody is said to wait
-    alone = reads and offloaded.predictor is None  # with forecasts bytes also come while nobody waits
     return {
         "hit_rate": stats["hit_rate"],
         "waited_s": waited / tokens,
         "link_bytes": link.bytes_moved / tokens,
         "link_busy_s": link.busy_s / tokens,
-        "rate_waiting": read / waited if alone and waited and read else None,
+        "rate_waiting": read / waited if reads and waited and read else None,
         "rate_busy": read / link.busy_s if reads and link.busy_s and read else None,
         "slots": offloaded.pool.count,
     }
-
-
-def tables_of(view: MoEView, spec: Json) -> RoutingTables:
-    """Routing of the workload `process`."""
-    return drawn(
-        view.shape,
-        prompt=spec["prompt"],
-        new_tokens=spec["warm"] + spec["timed"],
-        options=RoutingOptions(**spec["process"]),
-    )
 
 
 def ours(spec: Json) -> Json:
@@ -156,19 +143,8 @@ def ours(spec: Json) -> Json:
     of the same largest one."""
     config = OffloadConfig.from_dict({"store_folder": spec["store_folder"], **spec["options"]})
     truth = None if spec["truth"] is None else load_file(spec["truth"])
-    predictor = spec.get("predictor")
-    if spec["forecasts"]:
-        predictor = TablePredictor(PredictorConfig(ahead=(1,)), find_moe_layers(meta_model(spec["model"])).shape)
-    with ExitStack() as stack:
-        offloaded = stack.enter_context(
-            load_offloaded(spec["model"], replace(config, predictor=predictor), device="cpu", dtype=spec.get("dtype"))
-        )
-        if spec["workload"] == "process":
-            process = RoutingProcess(offloaded.model, offloaded.view, tables_of(offloaded.view, spec))
-            stack.enter_context(process)
-            _first(offloaded)
-            if isinstance(predictor, TablePredictor):
-                predictor.follow(process)
+    config = replace(config, predictor=spec.get("predictor"))
+    with load_offloaded(spec["model"], config, device="cpu", dtype=spec.get("dtype")) as offloaded:
         ready()
         result, computed = follow(offloaded.model, spec, truth, offloaded)
     if truth is not None:
@@ -178,33 +154,14 @@ def ours(spec: Json) -> Json:
     return result
 
 
-def _first(offloaded: OffloadedModel) -> None:
-    """Let the hooks that were added last run first: the offload's own must see what the process routes to."""
-    for layer in offloaded.view:
-        hooks = layer.router._forward_hooks
-        hooks.move_to_end(next(reversed(hooks)), last=False)
-    before = offloaded.model.base_model._forward_pre_hooks
-    before.move_to_end(next(reversed(before)), last=False)
-
-
 def resident(spec: Json) -> Json:
-    """The whole model in memory, over both workloads: what all are compared with, and the routing of the text."""
+    """The whole model in memory: what all are compared with, and the routing of the text."""
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype="auto").eval()
-    view, found = find_moe_layers(model), {}
-    tables = tables_of(view, spec)
     ready()
-    for workload in ("own", "process"):
-        with ExitStack() as stack:
-            stack.enter_context(experts_implementation(model, kernel_name(model)))
-            if workload == "process":
-                stack.enter_context(RoutingProcess(model, view, tables))
-                ids: Callable[[], Any] = tables.ids_PLK.tolist
-            else:
-                ids = stack.enter_context(recorded_routing(view))
-            result, computed = follow(model, spec, None)
-            save_file(computed, Path(spec["remember"]) / f"{workload}.safetensors")
-            found[workload] = {"resident_tpot_s": result["tpot_s"], "ids": ids()}
-    return found
+    with experts_implementation(model, kernel_name(model)), recorded_routing(find_moe_layers(model)) as ids:
+        result, computed = follow(model, spec, None)
+    save_file(computed, spec["remember"])
+    return {"resident_tpot_s": result["tpot_s"], "ids": ids()}
 
 
 @contextmanager

@@ -39,8 +39,8 @@ class Read(Transfer):
     offset: int
     taken: int = 0
     """Pieces that a thread has begun."""
-    left: int = 0
-    """Pieces that have not come."""
+    came: int = 0
+    """Pieces that have come."""
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +125,6 @@ class DirectReader(TransferQueue[Read]):
             thread.start()
 
     def submit(self, read: Read, *, front: bool = False) -> None:
-        read.left = read.pieces
         with self.lock:
             self._next_at[read.offset] = read
             super().submit(read, front=front)
@@ -224,9 +223,9 @@ class DirectReader(TransferQueue[Read]):
     def _arrive(self, reads: list[Read], start: float, end: float) -> None:
         for read in reads:
             with self.lock:
-                read.left -= 1
+                read.came += 1
                 read.start = min(read.start or start, start)
-                last = not read.left
+                last = read.came == read.pieces
             if last:
                 read.finish(end)
 

@@ -25,13 +25,13 @@ def test_one_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "0.25",
     ]
     checkpoints = tmp_path / "checkpoints"
-    assert main([*words, "--ratios", "2", "--checkpoints", str(checkpoints)]) == 0
+    assert main([*words, "--links", "2", "--checkpoints", str(checkpoints)]) == 0
     (first,) = json.loads(out.read_text())["runs"]
     assert first["identical"]
     assert set(first["ms"]) == {"on_demand", "quasi_hidden", "linear", "early_attention", "estimator", "auto"}
     assert first["hit_rate"]["estimator"] > first["hit_rate"]["on_demand"]
-    assert "| 2 | 25% | 1 |" in capsys.readouterr().out
-    assert main([*words, "--ratios", "2", "5", "--checkpoints", str(checkpoints)]) == 0
+    assert "| 2 | 25% | 1 |  |" in capsys.readouterr().out
+    assert main([*words, "--links", "2", "5", "--checkpoints", str(checkpoints)]) == 0
     kept, second = json.loads(out.read_text())["runs"]
     assert kept == first
-    assert second["ratio"] == 5
+    assert second["link"] == "5"

@@ -163,6 +163,28 @@ def test_a_slower_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reader.busy_s == pytest.approx(0.3)
 
 
+def test_promoted_between_its_pieces(content: Tensor, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forecast that a layer needs while a part of it has come still arrives."""
+
+    class Promoting(Clock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if read.came == 1:
+                reader.promote(read)
+
+    monkeypatch.setattr(direct_reader, "time", Promoting())
+    reader = DirectReader(path, threads=1, pace=1e9)
+    read = Read(target=memory(3 * PIECE), offset=0)
+    reader.submit(read)
+    waiting = threading.Thread(target=read.wait, daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert read.done
+    assert read.urgent
+    reader.close()
+    assert torch.equal(read.target, content[: 3 * PIECE])
+
+
 def test_a_file_that_was_cut_off(path: Path) -> None:
     """One error; what lies before the cut is refused too, for it may be anything."""
     reader = DirectReader(path)
