@@ -387,7 +387,8 @@ def _made(
 
     def projection(name: str, given: Callable[[int], Tensor]) -> _Projection:
         weights_ENI = matrices(name)
-        shape, group = weights_ENI.shape, group_of(*weights_ENI.shape[1:], bits)
+        shape = weights_ENI.shape
+        group = group_of(shape[1], shape[2], bits)
 
         def weights(experts: slice) -> Tensor:
             return weights_ENI[experts].to(device)
@@ -424,7 +425,7 @@ def expected_bytes(view: MoEView, precision: str) -> int:
     for layer in view:
         for value in expert_parameters(layer.experts, layer.num_experts).values():
             sizes = value.shape[:0:-1] if layer.experts.is_transposed else value.shape[1:]
-            group = group_of(*sizes, bits) if len(sizes) == 2 else None
+            group = group_of(sizes[0], sizes[1], bits) if len(sizes) == 2 else None
             if group is None:
                 total += value.nbytes
             else:

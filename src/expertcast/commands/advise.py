@@ -155,8 +155,8 @@ def run(options: Options) -> Outcome:
         result["drafts"], drafts = _advise_drafts(options, found)
         text += f"\n\n{drafts}"
     if options.save is not None:
-        given = {"slots": found.case.slots, "memory": None, "store": "memory", "experts": options.offload.experts}
-        chosen = replace(advice.chosen.config(config), **given)
+        chosen = replace(advice.chosen.config(config), slots=found.case.slots, memory=None, store="memory")
+        chosen = replace(chosen, experts=options.offload.experts)
         chosen.save(options.save)
         text += f"\nwrote {options.save}"
     return result, text

@@ -1,0 +1,180 @@
+"""Experts rounded to 4 and 8 bits: the bits of the packed model with all experts resident, however it is offloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import expertcast
+from expertcast.data.models import load_model
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.packed_experts import packed_matrices, packed_nbytes, weight_bits
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime import OffloadConfig, load_offloaded
+from expertcast.runtime.offloading import pack_experts
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.storage.layout import BlockLayout
+from tests.families.models import tiny_model
+from tests.runtime.conftest import assert_same, greedy
+
+BATCH = {"input_ids": torch.randint(3, 400, (2, 6), generator=torch.Generator().manual_seed(0))}
+LONG = {"input_ids": torch.randint(3, 400, (1, 40), generator=torch.Generator().manual_seed(1))}
+"""More experts than few slots hold: layers run in chunks."""
+NEW = 4
+
+
+def _model() -> PreTrainedModel:
+    """Sizes that groups of 64 and 32 inputs divide."""
+    torch.manual_seed(0)
+    model = tiny_model("qwen3_moe", torch.bfloat16, hidden_size=64, moe_intermediate_size=32)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _packed(experts: str) -> PreTrainedModel:
+    model = _model()
+    pack_experts(find_moe_layers(model), experts)
+    return model
+
+
+@pytest.fixture(scope="module", params=["int4", "int8"])
+def experts(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's checkpoint."""
+    made = tmp_path_factory.mktemp("rounded") / "model"
+    _model().save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def resident(experts: str, folder: Path) -> dict[str, Any]:
+    """What the packed model generates with all its experts resident."""
+    model = load_model(str(folder))
+    pack_experts(find_moe_layers(model), experts)
+    return {"batch": greedy(model, BATCH, NEW), "long": greedy(model, LONG, NEW)}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "few slots": {"slots": 3},
+    "all": {"slots": 32},
+    "emulated": {"slots": 5, "bandwidth": 1e9},
+    "forecasts": {"slots": 6, "predictor": "next_norm", "bandwidth": 1e9, "forecasts": "always"},
+    "disk": {"slots": 5, "store": "disk"},
+    "lfu": {"slots": 5, "policies": Policies(eviction="lfu", scope="global")},
+    "no cache": {"cache": False, "predictor": "next_norm"},
+    "equal shares": {"slots": 9, "policies": Policies(eviction="lru", scope="layer")},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_offloaded_is_resident(way: str, experts: str, resident: dict[str, Any], folder: Path) -> None:
+    """A batch, and a prompt longer than what slots hold."""
+    with load_offloaded(folder, device="cpu", experts=experts, **WAYS[way]) as offloaded:
+        assert_same(greedy(offloaded, BATCH, NEW), resident["batch"])
+        assert_same(greedy(offloaded, LONG, NEW), resident["long"])
+
+
+def test_a_loaded_model_is_rounded_and_stays_so(experts: str, resident: dict[str, Any], folder: Path) -> None:
+    """Offloaded, resident when that is closed, and offloaded again without `experts`."""
+    model = load_model(str(folder))
+    with (
+        pytest.warns(UserWarning, match=f"rounded to {experts}, and stay so"),
+        expertcast.offload(model, slots=5, experts=experts, link="instant") as offloaded,
+    ):
+        assert_same(greedy(offloaded, BATCH, NEW), resident["batch"])
+    assert_same(greedy(model, BATCH, NEW), resident["batch"])
+    with pytest.raises(ExpertcastError, match="packed already"):
+        expertcast.offload(model, slots=5, experts=experts)
+    with expertcast.offload(model, slots=4) as offloaded:
+        assert_same(greedy(offloaded, LONG, NEW), resident["long"])
+
+
+@pytest.mark.parametrize("draft", ["prompt_lookup", "resident", "early_exit"])
+def test_drafts(draft: str, experts: str, folder: Path) -> None:
+    """The tokens of plain decoding; a draft in few bits is refused."""
+    ids = LONG["input_ids"][:, :8]
+    with load_offloaded(folder, device="cpu", experts=experts, slots=8) as offloaded:
+        plain = offloaded.generate(ids, max_new_tokens=8, do_sample=False)
+        drafted = offloaded.generate(ids, max_new_tokens=8, do_sample=False, draft=draft, draft_length=2)
+        assert torch.equal(drafted, plain)
+        with pytest.raises(ExpertcastError, match="no cheaper than experts that are packed"):
+            offloaded.generate(ids, max_new_tokens=2, draft="int4")
+
+
+def test_a_store_is_made_once_for_each_form(folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Found again as it is; another form is another file, and one line says why."""
+    sizes = []
+    for experts in ("int4", "int4", "int8", "expanded"):
+        options: dict[str, Any] = {"store": "disk", "store_folder": tmp_path, "codec": "raw"}
+        with load_offloaded(folder, device="cpu", slots=4, experts=experts, **options) as offloaded:
+            sizes.append(offloaded.store.layout.block_bytes)
+    assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
+    said = [str(warning.message) for warning in recwarn if "is made again" in str(warning.message)]
+    assert said
+    assert all("packed in another form" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"experts": "int3"}, "unknown experts 'int3'"),
+        ({"experts": "int4", "store": "disk", "codec": "bitsplit"}, "does not store"),
+        ({"experts": "int8", "draft": "int4"}, "no cheaper than experts='int8'"),
+    ],
+)
+def test_options_that_rule_each_other_out(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(ExpertcastError, match=match):
+        OffloadConfig(**fields)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    """8 inner inputs: no group of the kernel divides them; and copies of packed experts in fewer bits."""
+    with pytest.raises(ExpertcastError, match="give experts='expanded'"):
+        expertcast.offload(tiny_model("qwen3_moe", moe_intermediate_size=8), slots=4, experts="int4")
+    with pytest.raises(ExpertcastError, match="packed already"):
+        expertcast.offload(_packed("int4"), slots=4, policies=Policies(miss="fetch_lowest"))
+    with pytest.raises(ExpertcastError, match="expanded: give experts='int4' or 'int8'"):
+        expertcast.offload(_model(), slots=4, experts="packed")
+
+
+def test_a_saved_configuration(tmp_path: Path) -> None:
+    config = OffloadConfig(experts="int8", slots=4)
+    config.save(tmp_path / "offload.json")
+    assert OffloadConfig.load(tmp_path / "offload.json") == config
+
+
+def test_sizes(experts: str) -> None:
+    """64 x 64 and 64 x 32, groups of 64 and 32: a bf16 scale for each of 4 bits, a scale and a zero for each of 8."""
+    model, packed = _model(), _packed(experts)
+    first = find_moe_layers(packed)[0]
+    bits = int(experts.removeprefix("int"))
+    scales = (64 * 1 + 64 * 1) * 2 * (bits // 4)
+    nbytes = (64 * 64 + 64 * 32) * bits // 8 + scales
+    assert packed_nbytes(find_moe_layers(model)[0].experts, first.num_experts, bits) == nbytes
+    assert weight_bits(first.experts) == pytest.approx(8 * nbytes / (64 * 64 + 64 * 32))
+    assert nbytes <= BlockLayout.of(find_moe_layers(packed)).block_bytes < nbytes + 4 * 256
+    assert weight_bits(find_moe_layers(model)[0].experts) == 16
+
+
+def test_outputs_stay_near(experts: str) -> None:
+    """The rounding of random weights: 4 bits in groups of 64 leave about a tenth, 8 bits a hundredth."""
+    model, packed, found = _model(), _packed(experts), []
+    for each in (model, packed):
+        layer = find_moe_layers(each)[0]
+        hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+        ids = torch.tensor([[0, 1], [2, 1], [3, 4], [5, 6], [7, 0]])
+        weights: Tensor = torch.full((5, 2), 0.5).bfloat16()
+        with torch.no_grad():
+            found.append(layer.experts(hidden, ids, weights).float())
+    assert packed_matrices(find_moe_layers(packed)[0].experts)
+    error = float((found[1] - found[0]).norm() / found[0].norm())
+    assert error < {"int4": 0.2, "int8": 0.02}[experts]
