@@ -15,6 +15,7 @@ E experts (or slots), N outputs, I inputs, G inputs in a group, J = I / G groups
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -173,6 +174,11 @@ class PackedForm:
             CODES: ((2, *halves) if self.bits == 8 else halves, torch.uint8),
             SCALES: (groups if self.symmetric else (*groups, 2), torch.bfloat16),
         }
+
+    @property
+    def nbytes(self) -> int:
+        """Of one expert's parts."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts().values())
 
     def encode(self, matrices_ENI: Coded, codes: Tensor, scales: Tensor) -> None:
         """Write some experts' matrices into their parts [E, ...], on the device that multiplies by them."""
@@ -402,6 +408,26 @@ def form_for(
 def down_projection(experts: nn.Module) -> Tensor | PackedMatrix:
     """A module's down projection, packed or not."""
     return experts.down_proj  # type: ignore[return-value]
+
+
+def packed_nbytes(experts: nn.Module, count: int, bits: int) -> int:
+    """Bytes of one expert once its matrices are rounded to 4 or 8 bits; the module may be on the meta device.
+
+    Raises:
+        ExpertcastError: the kernel takes no such matrix.
+    """
+    own = matrices(experts, count)
+    packed = sum(form_for(experts, matrix, bits).nbytes for matrix in own.values())
+    others = [each for name, each in experts.named_parameters(recurse=False) if name not in own and len(each) == count]
+    return packed + sum(each[0].nbytes for each in others)
+
+
+def weight_bits(experts: nn.Module) -> float:
+    """Bits that a weight of a module's matrices takes, scales included."""
+    forms = [matrix.form for matrix in packed_matrices(experts).values()]
+    if not forms:
+        return 8.0 * down_projection(experts).dtype.itemsize
+    return 8 * sum(form.nbytes for form in forms) / sum(form.outputs * form.inputs for form in forms)
 
 
 def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
