@@ -9,7 +9,7 @@ from expertcast.predictors.messages import Json
 PEER, EXPANDED = "llama.cpp", "expanded"
 _LONG = 512
 """Tokens of a prompt whose time is compared."""
-_HEAD = ("side", "ms per token", "range", "s to first token", "GB per token", "hit rate", "peak GB", "x peer")
+_HEAD = ("side", "ms per token", "range", "s to first token", "GB per token", "hit rate", "slots", "peak GB", "x peer")
 _ASKED = (
     (5.0, PEER, 0.5, "tpot_s"),
     (2.0, PEER, 0.75, "tpot_s"),
@@ -49,15 +49,19 @@ def page(result: Json) -> str:
 {result["date"]}, {settings["threads"]} threads for everyone; every row is in `results/packed.json`.
 {model["layers"]} layers of {model["experts"]} experts of {model["weights"] / 1e6:.1f} M weights, top {model["top_k"]},
 vocabulary {model["vocabulary"]}: {model["experts_bytes"] / 1e9:.2f} GB of experts in Q4_0, all read from one
-file.
+file. llama.cpp is the wheel as it comes (AVX2); `lazy auto` reads tensors of more than 4 GB lazily, here none;
+`moe_cache_size` is refused without a GPU. Repacked copies are memory of its own.
 
 Everyone reads the same text: a prompt at once, then {settings["warm"]} tokens one by one, and
 {settings["new_tokens"]} more, which are timed. All is cold at first.
 
 A control group holds every process and the pages of its files to a limit: what llama.cpp takes beside the experts,
-64 MiB, and a share of the packed experts' bytes. Beside experts sides take: {beside}.
+64 MiB, and a share of the packed experts' bytes. What we take more beside our experts, and 64 MiB, is not there for
+slots: so the share is llama.cpp's, ours is smaller. Beside experts sides take:
+{beside}.
 {stores}
 
+{"".join(f"- {note}" + chr(10) for note in result.get("notes", []))}
 {_fidelity(result.get("fidelity", []))}## Asked
 
 """
@@ -130,6 +134,7 @@ def _cells(row: Json, peer: Json | None) -> list[str]:
     hits = "" if row.get("hit_rate") is None else f"{row['hit_rate']:.2f}"
     return [
         row["side"], f"{row['tpot_s'] * 1e3:.1f}", f"{low * 1e3:.1f}-{high * 1e3:.1f}", f"{row['ttft_s']:.2f}{again}",
-        f"{row['bytes_read'] / 1e9:.3f}", hits, f"{row['peak_bytes'] / 1e9:.2f}",
+        f"{row['bytes_read'] / 1e9:.3f}", hits, str(row.get("slots") or ""),
+        f"{row['peak_bytes'] / 1e9:.2f}",
         "" if peer is None else f"{peer['tpot_s'] / row['tpot_s']:.2f}",
     ]  # fmt: skip
