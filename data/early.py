@@ -559,7 +559,13 @@ class EarlyAttention:
             return None
         hidden_B1D = hidden_TD.unsqueeze(1)
         own = partial(self._run, block, hidden_B1D, call)
-        found = self._programs[layer].run(hidden_B1D, call, own) if by_program else own()
+        try:
+            found = self._programs[layer].run(hidden_B1D, call, own) if by_program else own()
+        except Exception as error:
+            if block.checked:
+                raise
+            self._refuse(block, error)
+            return None
         return None if found is None else found.reshape(hidden_TD.shape)
 
     def attend_whole(self, layer: int, hidden_TD: Tensor) -> Tensor | None:
@@ -611,8 +617,11 @@ class EarlyAttention:
             block.expected = self._run_whole(block, own, call, written)
             block.rows = own_rows(call.kwargs.get("attention_mask"), own)
         except Exception as error:  # it is the model's: any, for it takes no cache, or another mask, or reads too far
-            what = " ".join(f"{type(error).__name__}: {error}".split())[:100]
-            self.refused[block.layer.index] = f"its block cannot be run beside the model ({what})"
+            self._refuse(block, error)
+
+    def _refuse(self, block: Block, error: Exception) -> None:
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:100]
+        self.refused[block.layer.index] = f"its block cannot be run beside the model ({what})"
 
     def _warn_unreadable(self, past: object) -> None:
         """Say, once for each class, that a cache cannot be read."""

@@ -485,6 +485,36 @@ def test_a_block_that_fails_beside_the_model_is_refused() -> None:
     assert [each is None for each in found] == [False, True, False]
 
 
+def test_a_block_that_fails_before_it_was_checked_is_refused() -> None:
+    """In a decode step a layer's block runs early before it has run in the model: generation goes on."""
+    model = tiny_model("qwen3_moe", torch.float32)
+    view = find_moe_layers(model)
+    cache = prefilled(model, ids(1, PROMPT))
+    own = view[2].decoder.self_attn.forward
+
+    def takes_one_cache(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not cache:
+            raise ValueError("another cache")
+        return own(*args, past_key_values=past_key_values, **kwargs)
+
+    view[2].decoder.self_attn.forward = takes_one_cache
+    found: dict[int, bool] = {}
+    with closing(EarlyAttention(model, view)) as early:
+        early.follow(True)
+
+        def see(call: RouterCall) -> None:
+            if call.layer + 1 < len(view):
+                found[call.layer + 1] = early.attend(call.layer + 1, call.residual_TD.float()) is not None
+
+        with (
+            closing(RouterTaps(model, view, see)), torch.no_grad(),
+            pytest.warns(UserWarning, match=r"at layer 2: its block cannot .* \(ValueError: another cache\)"),
+        ):  # fmt: skip
+            model.base_model(input_ids=ids(1, 1), past_key_values=cache)
+    assert found[1]
+    assert not found[2]
+
+
 def test_tensors_of_a_dictionary_are_inputs_of_a_program() -> None:
     """Blocks are called with another scale in each step."""
     model = tiny_model("qwen3_moe")
