@@ -202,8 +202,8 @@ class PackedForm:
             return rows_PI @ self.expand(codes, scales).T
         pairs = _pairs(scales) if self.symmetric else scales
         if self.bits == 4:
-            return _product(rows_PI, codes, self.group, pairs)
-        return _product(rows_PI * 16, codes[0], self.group, pairs).add_(_product(rows_PI, codes[1], self.group, pairs))
+            return product(rows_PI, codes, self.group, pairs)
+        return product(rows_PI * 16, codes[0], self.group, pairs).add_(product(rows_PI, codes[1], self.group, pairs))
 
     def expand(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The weights bf16 [N, I] that the parts stand for."""
@@ -241,7 +241,8 @@ def _scratch(shape: torch.Size, device: torch.device) -> Tensor:
 # torch's kernel on the CPU and its order of codes: blocks of outputs; in a block input after input, two outputs a byte
 
 
-def _product(rows_PI: Tensor, codes: Tensor, group: int, pairs: Tensor) -> Tensor:
+def product(rows_PI: Tensor, codes: Tensor, group: int, pairs: Tensor) -> Tensor:
+    """bf16 [P, N] of bf16 rows [P, I] and one matrix of 4 bits, its scales and zeros as `pairs` bf16 [J, N, 2]."""
     if rows_PI.is_cuda:
         inputs = rows_PI.shape[1]
         words = codes.view(torch.int32).view(len(codes) // 8, -1, 32, _tiles(inputs) // 2)

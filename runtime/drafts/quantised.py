@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import RouterCall
-from expertcast.data.packed_experts import MIDDLE, Coded, PackedForm, at_once, rounded
+from expertcast.data.packed_experts import MIDDLE, Coded, PackedForm, at_once, product, rounded
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.prefetch import Schedule
@@ -160,7 +160,11 @@ def four_bits(chunks: Iterable[Coded], shape_ENI: Sequence[int], group: int, dev
     for chunk in chunks:
         own = slice(first, first := first + len(chunk.codes))
         form.encode(chunk, codes[own], scales[own])
-    return Matrices(form.multiply, codes, scales)
+
+    def multiply(rows_RI: Tensor, codes_NI: Tensor, pairs: Tensor) -> Tensor:
+        return product(rows_RI, codes_NI, group, pairs)
+
+    return Matrices(multiply, codes, scales)
 
 
 def eight_bits(weights: Callable[[slice], Tensor], shape_ENI: Sequence[int], device: torch.device) -> Matrices:
