@@ -81,7 +81,7 @@ def test_what_it_took(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert memory["store_bytes"] == 768 * expert
     assert memory["device_bytes"] == 192 * expert
     assert slots.startswith("slots: 192 of 768 experts, ")
-    assert slots.endswith("in memory; link emulated at 1 GB/s")
+    assert slots.endswith("in memory, 16 bits a weight; link emulated at 1 GB/s")
 
 
 def test_bytes_read_from_a_compressed_store(

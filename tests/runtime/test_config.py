@@ -23,7 +23,7 @@ from expertcast.cli import main
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.options import field_docs
 from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, load_offloaded, offload
-from expertcast.runtime.config import LINKS, MODES, remarks
+from expertcast.runtime.config import EXPERTS, LINKS, MODES, remarks
 from expertcast.runtime.policies import MISS, PRESETS, ROUTING, Policies
 from expertcast.runtime.policies.settings import FORECASTS
 from expertcast.runtime.recording.recorder import Observer
@@ -73,6 +73,8 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
     policies = draw(st.none() | st.sampled_from(list(PRESETS)) | _POLICIES)
     store = draw(st.sampled_from(["memory", "disk"]))
     codec = draw(st.sampled_from(["raw", "bitsplit", "bitsplit:shards=2"])) if store == "disk" else "raw"
+    experts = draw(st.sampled_from(EXPERTS)) if codec == "raw" else "expanded"
+    drafts = ["none", "auto", "drop:fetched=1", *(["int4"] if experts == "expanded" else [])]
     pooled = codec != "raw" and policies is None and draw(st.booleans())
     values = {name: draw(drawn) for name, drawn in _field_values().items()}
     values["cache"] |= pooled
@@ -89,8 +91,9 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
         "store": store,
         "store_folder": draw(_PLACES.filter(lambda place: place != "")) if store == "disk" else None,
         "codec": codec,
-        "draft": draw(st.sampled_from(["none", "auto", "int4", "drop:fetched=1"])) if exact else "none",
+        "draft": draw(st.sampled_from(drafts)) if exact else "none",
         "pools": draw(st.sampled_from(["C=2GB", "C=1000,S=500MiB,E=1KB"])) if pooled else "",
+        "experts": experts,
     }
     assert values.keys() == {field.name for field in dataclasses.fields(OffloadConfig)}, "every field is tried"
     return OffloadConfig(**values)
