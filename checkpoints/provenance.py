@@ -77,7 +77,7 @@ def check_fingerprints(recorded: Json, view: MoEView, what: str) -> None:
     """Compare what :func:`fingerprints` gave for the model that a predictor was trained for with those of another.
 
     Experts are compared where both sides know theirs: a model that is read straight into its offloaded form does not,
-    nor does one in fp16.
+    nor does one in fp16 or with packed experts.
 
     Args:
         recorded: has these members, and `model_id`.

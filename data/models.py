@@ -223,7 +223,9 @@ def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokeniz
     except Exception as error:  # a file that is not right fails in whatever way its family's classes fail
         if isinstance(error, ExpertcastError):
             raise
-        raise source.failure(error, "no tokenizer for") from error
+        lists_files = first_line(error).rstrip().endswith(":")  # transformers names what it would read, over more lines
+        reason = ExpertcastError("transformers finds no file of one there") if lists_files else error
+        raise source.failure(reason, "no tokenizer for") from error
     return tokenizer
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -352,6 +352,17 @@ class PackedMatrix:
         """Itself: it knows its outputs."""
         return self
 
+    def __getitem__(self, _experts: object) -> NoReturn:
+        """Other experts implementations look single matrices up.
+
+        Raises:
+            ExpertcastError: always.
+        """
+        raise ExpertcastError(
+            "experts in 4 or 8 bits run only with experts implementation 'grouped_mm': "
+            "call model.set_experts_implementation('grouped_mm')"
+        )
+
     def products(self, rows_PI: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
         """One product in bf16 per group (expert, rows), the groups' rows in order: [P, N] in the rows' dtype."""
         codes, scales = self.parts()
@@ -432,7 +443,12 @@ def weight_bits(experts: nn.Module) -> float:
 
 
 def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
-    """Replace a module's matrices by packed ones, not filled, on the device of the matrices."""
+    """Replace a module's matrices by packed ones, not filled, on the device of the matrices.
+
+    The model's experts implementation becomes `grouped_mm`, the only one that multiplies by them.
+    """
+    if forms:
+        experts.config._experts_implementation = "grouped_mm"  # type: ignore[union-attr]
     transposed = bool(getattr(experts, "is_transposed", False))
     for name, form in forms.items():
         matrix = experts._parameters.pop(name)
@@ -479,9 +495,15 @@ def expanded_experts(experts: nn.Module, parts: Mapping[str, Tensor]) -> dict[st
 
 
 def pack_module(experts: nn.Module, count: int, bits: int) -> None:
-    """Round a module's matrices and hold them packed, one matrix at a time."""
-    for name, matrix in matrices(experts, count).items():
-        make_packed(experts, count, {name: form_for(experts, matrix, bits)})
+    """Round a module's matrices and hold them packed, one matrix at a time.
+
+    Raises:
+        ExpertcastError: the kernel takes one of them not; all stay as they were.
+    """
+    own = matrices(experts, count)
+    forms = {name: form_for(experts, matrix, bits) for name, matrix in own.items()}
+    for name, matrix in own.items():
+        make_packed(experts, count, {name: forms[name]})
         parts = {full: each.data for full, each in experts._parameters.items() if each is not None}
         step = at_once(matrix)
         for first in range(0, count, step):

@@ -167,7 +167,8 @@ class MoEView:
         """SHA-256 over a sample of the experts' weights, eight places of every tensor of every expert, in bf16.
 
         None where they are not at hand: not given, on the meta device, in a skeleton of which nothing is known, in
-        slots, or rounded to fp16, which is not undone. So whoever compares it compares what is there.
+        slots, or rounded to fp16 or packed in 4 or 8 bits, which is not undone. So whoever compares it compares what is
+        there.
         """
         if self.experts_known is not None:
             return self.experts_known

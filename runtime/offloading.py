@@ -573,7 +573,8 @@ def pack_experts(view: MoEView, form: str) -> None:
     if form in (PACKED, "auto"):
         if form == PACKED and not packed:
             raise ExpertcastError(
-                "a loaded model's experts are expanded: give experts='int4' or 'int8', or load_offloaded its checkpoint"
+                "the experts here are expanded: give experts='int4' or 'int8'; only load_offloaded takes codes from a "
+                "checkpoint"
             )
         return
     if packed:
@@ -610,16 +611,18 @@ def offload(
     refuse_offloaded(model)
     refuse_shared(config.link, config.store, config.predictor)
     view = find_moe_layers(model)
+    device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
+    packed = config.experts in EXPERTS_BITS or bool(packed_matrices(view[0].experts))
+    if packed and device.type != "cpu":
+        raise ExpertcastError(f"experts in 4 or 8 bits are for models on the CPU, this one is on {device}")
     if config.experts != EXPANDED:
         pack_experts(view, config.experts)
     if config.experts in EXPERTS_BITS:
         warnings.warn(
-            f"the model's experts are rounded to {config.experts}, and stay so when it is closed", stacklevel=2
+            f"the model's experts are rounded to {config.experts}, and stay so when it is closed, with experts "
+            "implementation 'grouped_mm'",
+            stacklevel=2,
         )
-    device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
-    packed = bool(packed_matrices(view[0].experts))
-    if packed and device.type != "cpu":
-        raise ExpertcastError(f"experts in 4 or 8 bits are for models on the CPU, this one is on {device}")
     bound, checkpoint = resolve_predictor(config.resolved_predictor(), view)
     if bound is not None:
         if bound.looks != "layers":

@@ -17,7 +17,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.batch import RouterCall
 from expertcast.data.experts import WINDOWS, Answer, Inner, inner_activations
-from expertcast.data.packed_experts import expanded_experts
+from expertcast.data.packed_experts import expanded_experts, packed_matrices
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, experts_digest
 from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
@@ -46,8 +46,10 @@ class SlotExperts:
 
     @cached_property
     def view(self) -> MoEView:
-        """The model's MoE layers, with the fingerprint of its experts."""
+        """The model's MoE layers, with the fingerprint of its experts where they are not packed."""
         view = self._parts.speculator.view
+        if packed_matrices(view[0].experts):  # a predictor of the expanded model may forecast the packed one
+            return view
         return replace(view, experts_known=experts_digest(map(self.weights, view)))
 
     def windows(self, window: int) -> int:

@@ -110,6 +110,12 @@ def test_a_folder_that_is_not_there(model: str, said: str, capsys: pytest.Captur
     assert said.replace("cannot load model", "no tokenizer for") in fails(capsys, "generate", model, "--prompt", "x")
 
 
+def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as a store's."""
+    said = fails(capsys, "generate", str(tmp_path), "--prompt", "x")
+    assert f"no tokenizer for '{tmp_path}': transformers finds no file of one there" in said
+
+
 def test_inspect_refuses_a_dense_model_and_cuts_no_text(
     tmp_path: Path, reference_traces: TraceDataset, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,7 +135,6 @@ def _resident(path: str, offloaded: OffloadedModel, dtype: str) -> tuple[PreTrai
         make_packed(layer.experts, layer.num_experts, forms)
         for name, part in offloaded.store.views(layer.index).items():
             layer.experts.get_parameter(name).data.copy_(part)
-    packed.set_experts_implementation("grouped_mm")
     return packed, plain
 
 

@@ -11,16 +11,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import expertcast
+from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
+from expertcast.data.collect import collect
 from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import packed_matrices, packed_nbytes, weight_bits
+from expertcast.data.text import Document, load_documents
+from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadConfig, load_offloaded
 from expertcast.runtime.offloading import pack_experts
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.training.evaluation import evaluate
+from expertcast.training.fit import fit
 from tests.families.models import tiny_model
-from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.conftest import assert_same, greedy, refused
 
 BATCH = {"input_ids": torch.randint(3, 400, (2, 6), generator=torch.Generator().manual_seed(0))}
 LONG = {"input_ids": torch.randint(3, 400, (1, 40), generator=torch.Generator().manual_seed(1))}
@@ -98,6 +104,19 @@ def test_a_loaded_model_is_rounded_and_stays_so(experts: str, resident: dict[str
         assert_same(greedy(offloaded, LONG, NEW), resident["long"])
 
 
+@pytest.mark.parametrize("kernel", ["eager", "batched_mm"])
+def test_the_models_own_kernel(kernel: str, experts: str, resident: dict[str, Any], folder: Path) -> None:
+    """Rounding sets the one that multiplies by packed experts; another one is refused."""
+    model = load_model(str(folder))
+    model.set_experts_implementation(kernel)
+    with pytest.warns(UserWarning, match="implementation 'grouped_mm'"):
+        expertcast.offload(model, slots=5, experts=experts).close()
+    assert_same(greedy(model, BATCH, NEW), resident["batch"])
+    model.set_experts_implementation(kernel)
+    with refused(r"set_experts_implementation\('grouped_mm'\)"):
+        model(**BATCH)
+
+
 @pytest.mark.parametrize("draft", ["prompt_lookup", "resident", "early_exit"])
 def test_drafts(draft: str, experts: str, folder: Path) -> None:
     """The tokens of plain decoding; a draft in few bits is refused."""
@@ -138,8 +157,11 @@ def test_options_that_rule_each_other_out(fields: dict[str, Any], match: str) ->
 
 def test_what_cannot_be_packed_is_refused() -> None:
     """8 inner inputs: no group of the kernel divides them; and copies of packed experts in fewer bits."""
+    model = tiny_model("qwen3_moe", moe_intermediate_size=8)
+    expected = greedy(model, BATCH, NEW)
     with pytest.raises(ExpertcastError, match="give experts='expanded'"):
-        expertcast.offload(tiny_model("qwen3_moe", moe_intermediate_size=8), slots=4, experts="int4")
+        expertcast.offload(model, slots=4, experts="int4")
+    assert_same(greedy(model, BATCH, NEW), expected)
     with pytest.raises(ExpertcastError, match="packed already"):
         expertcast.offload(_packed("int4"), slots=4, policies=Policies(miss="fetch_lowest"))
     with pytest.raises(ExpertcastError, match="expanded: give experts='int4' or 'int8'"):
@@ -178,3 +200,40 @@ def test_outputs_stay_near(experts: str) -> None:
     assert packed_matrices(find_moe_layers(packed)[0].experts)
     error = float((found[1] - found[0]).norm() / found[0].norm())
     assert error < {"int4": 0.2, "int8": 0.02}[experts]
+
+
+def _same_traces(found: TraceDataset, expected: TraceDataset) -> None:
+    """Every column, the default vectors and the stand-in of early attention, bit for bit."""
+    (rows,), (others,) = (list(each.batches("all", batch_size=10_000)) for each in (found, expected))
+    for name in ("residual_TLD", "logits_TLE", "early_TLD"):
+        assert torch.equal(getattr(rows, name), getattr(others, name)), name
+    assert torch.equal(found.defaults.expert_LED, expected.defaults.expert_LED)
+
+
+def test_traces(experts: str, folder: Path, tmp_path: Path, reference_tokenizer: Any) -> None:
+    """Those of the resident packed model however it runs; a predictor of the expanded model forecasts them as well."""
+    documents = [Document(each.index, each.text[:150]) for each in load_documents("reference")[:40]]
+
+    def traces(name: str, model: Any) -> TraceDataset:
+        return collect(model, reference_tokenizer, documents, tmp_path / name, tokens=600, window=16, early_rank=2)
+
+    model = load_model(str(folder))
+    expanded = traces("expanded", model)
+    pack_experts(find_moe_layers(model), experts)
+    resident = traces("resident", model)
+    with load_offloaded(folder, device="cpu", experts=experts, slots=6) as offloaded:
+        packed = traces("offloaded", offloaded)
+    _same_traces(packed, resident)
+    recall: dict[str, dict[str, float]] = {"expanded": {}, "packed": {}}
+    for name in ("linear", "early_attention"):
+        save_predictor(fit(name, expanded).predictor, tmp_path / name, view=expanded.view)
+        for form, each in (("expanded", expanded), ("packed", packed)):
+            made = load_predictor(tmp_path / name, each.view)  # another model's would be refused
+            found = evaluate({name: made}, each.batches("all", batch_size=512), each.view).as_dict()
+            recall[form][name] = found["recall_at_k"][name]["mean"]
+    assert recall["packed"] == pytest.approx(recall["expanded"], abs=0.05)
+    assert min(recall["packed"].values()) > 0.5
+    forecasting = {"predictor": tmp_path / "linear", "bandwidth": 1e9, "forecasts": "always"}
+    policies = Policies(eviction="importance")
+    with load_offloaded(folder, device="cpu", experts=experts, slots=6, policies=policies, **forecasting) as offloaded:
+        assert_same(greedy(offloaded, BATCH, NEW), greedy(model, BATCH, NEW))
