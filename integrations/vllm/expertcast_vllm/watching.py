@@ -385,8 +385,8 @@ class WatchedSpeculator(Speculator):
         shape = watching.view.shape
         self._previous_tokens = PreviousTokens(shape) if predictor.uses_previous_token else None
 
-    def start(self, fresh: bool) -> None:
-        super().start(fresh)
+    def start(self, fresh: bool, rung: int | None = -1) -> None:
+        super().start(fresh, rung)
         if self._previous_tokens is not None and self._watching.running is not None:
             self._previous_tokens.start(self._watching.running)
 
