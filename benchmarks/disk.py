@@ -221,7 +221,7 @@ def planned(
 
 
 def summaries(runs: Sequence[Json]) -> list[Json]:
-    """Medians: one row per side, workload, memory and rate, in the order of the first runs."""
+    """Medians: one row per side, memory and rate, in the order of the first runs."""
     groups: dict[tuple[object, ...], list[Json]] = {}
     for each in runs:
         if "failed" not in each:

@@ -63,7 +63,7 @@ class Side:
 
     @property
     def form(self) -> str:
-        """Of what it keeps in memory: sides of one form take the same beside their experts."""
+        """Form of the experts that it keeps in memory; sides of one form take the same memory beside them."""
         return PEER if self.peer else str(self.options["experts"])
 
 
@@ -200,8 +200,8 @@ class Bench:
         tokens = bundled_ids(load_tokenizer("reference"), prompt + args.warm + args.new_tokens)
         spec: Json = {
             "model": str(self._model), "tokens": tokens, "prompt": prompt, "warm": args.warm, "timed": args.new_tokens,
-            "threads": args.threads, "options": options, "kind": "ours", "workload": "own", "truth": None,
-            "forecasts": False, "again": limit is None, "predictor": side.predictor, "dtype": "bf16",
+            "threads": args.threads, "options": options, "kind": "ours", "truth": None,
+            "again": limit is None, "predictor": side.predictor, "dtype": "bf16",
             "store_folder": str(self._store(side)),
         }  # fmt: skip
         module, python = (PEER_RUN, str(args.peer)) if side.peer else (RUN, sys.executable)

@@ -54,13 +54,13 @@ class Coding(NamedTuple):
 
     @classmethod
     def over(cls, codings: Iterable[Coding]) -> Coding:
-        """The one that all others fit exactly: the most bits, the smallest groups."""
+        """Combine codings into one that all of them fit exactly: the most bits, the smallest groups."""
         bits, groups, symmetric = zip(*codings, strict=True)
         return cls(max(bits), min(groups), all(symmetric))
 
     @classmethod
     def within(cls, bits: int, group: int, symmetric: bool) -> Coding | None:
-        """Of groups of any size, which become several of the kernel's; None: it takes none of them."""
+        """Split groups of any size into groups that the kernel takes; None where it takes none."""
         found = next((each for each in GROUPS if group % each == 0), None)
         return None if found is None or bits not in MIDDLE else cls(bits, found, symmetric)
 
@@ -80,7 +80,7 @@ class Coded:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the codes."""
+        """Shape of the codes."""
         return self.codes.shape
 
     def __getitem__(self, part: slice | EllipsisType) -> Coded:
@@ -177,7 +177,7 @@ class PackedForm:
 
     @property
     def nbytes(self) -> int:
-        """Of one expert's parts."""
+        """Bytes of one expert's parts."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts().values())
 
     def encode(self, matrices_ENI: Coded, codes: Tensor, scales: Tensor) -> None:
@@ -335,7 +335,7 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the parameter."""
+        """Shape of the parameter that it replaces."""
         sizes = (self.form.outputs, self.form.inputs)
         return (len(self.parts()[0]), *(sizes[::-1] if self.transposed else sizes))
 
@@ -345,7 +345,7 @@ class PackedMatrix:
         return self.parts()[0].device
 
     def data_ptr(self) -> int:
-        """Of the codes."""
+        """Address of the codes."""
         return self.parts()[0].data_ptr()
 
     def transpose(self, *_dims: int) -> PackedMatrix:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import expertcast
-from expertcast.cli import COMMANDS
+from expertcast.cli import COMMANDS, build_parser
 
 HERE = Path(__file__).parent
 SOURCE = "https://github.com/expertcast/expertcast/blob/main/"
@@ -30,14 +29,12 @@ intersphinx_mapping: dict[str, tuple[str, str | None]] = {}  # pages build witho
 
 def write_command_line() -> None:
     """`cli.md`: the help of every command, as the program prints it."""
-    pages = []
-    for command in ("", *COMMANDS):
-        arguments = [*([command] if command else []), "--help"]
-        run = subprocess.run(
-            [sys.executable, "-m", "expertcast.cli", *arguments],
-            capture_output=True, text=True, check=True, env={"COLUMNS": "110", "PYTHONPATH": ":".join(sys.path)},
-        )  # fmt: skip
-        pages.append(f"## expertcast {command}\n\n```text\n{run.stdout.rstrip()}\n```\n")
+    os.environ["COLUMNS"] = "110"
+    parser = build_parser()
+    commands = next(action for action in parser._actions if action.dest == "command").choices
+    assert isinstance(commands, dict)
+    parsers = {"": parser, **{name: commands[name] for name in COMMANDS}}
+    pages = [f"## expertcast {name}\n\n```text\n{own.format_help().rstrip()}\n```\n" for name, own in parsers.items()]
     (HERE / "cli.md").write_text("# Command line\n\n" + "\n".join(pages))
 
 

@@ -77,7 +77,7 @@ class _Parameter:
         return made if self.dtype is None else made.to(self.dtype)
 
     def coding(self) -> Coding | None:
-        """Of the parameter's codes; None: they are not read."""
+        """How the parameter's codes lie; None where they are not read."""
         kinds = [CODINGS.get(tensor.kind.name, _AGAIN.get(tensor.kind.name)) for tensor in self.stored]
         return None if None in kinds else Coding.over(kind for kind in kinds if kind is not None)
 

@@ -193,14 +193,14 @@ class LayerFlow:
         self._whole = True
         """The running layer runs in one chunk."""
         self._missing, self._found, self._chunks_left = 0, 0, 0
-        """Of the running layer: experts without a slot, those that forecasts found, chunks not requested so far."""
+        """Counts of the running layer: experts without a slot, found by forecasts, chunks not requested yet."""
         self._reads_transfer = policies.prefetch.reads_transfer
         self._rungs = rungs
         self._pace = Pace(residency, shape.layers) if self._reads_transfer or rungs else None
         self._governors: dict[int, ForecastGovernor] = {}
         """By the bits of the number of sequences: what forecasts cost depends on it."""
         self._latest: ForecastGovernor | None = None
-        """The one that ran last."""
+        """Governor of the latest decode step."""
         self.governor: ForecastGovernor | None = None
         """Decides on the forecasts of the decode step that runs; None: all that are due are made."""
         self._weighs = False

@@ -224,7 +224,7 @@ class ForecastGovernor:
         self._made: dict[int, _Rung] = {}
         """By target layer, what has made the forecast that is under way for it."""
         self._layers: list[tuple[float, float]] = []
-        """Of the step's layers: seconds that perfect forecasts would save, and that forecasts have for nothing."""
+        """Per layer of the step, seconds that perfect forecasts would save, and seconds in which a forecast is free."""
         self._recent = deque[float](maxlen=_NEIGHBOURS)
         """Seconds of the last steps of the best kind."""
         self._trials = Trials()
@@ -337,7 +337,7 @@ class ForecastGovernor:
     # kinds of steps
 
     def _expect(self) -> None:
-        """What steps by each rung would save, by the layers of the last one."""
+        """Update the seconds that steps by each rung are expected to save, from the layers of the last step."""
         price_s = 0.0
         for rung in self.rungs if self._layers else ():
             price_s = _DEARER * price_s if rung.cost.value is None else rung.cost.value

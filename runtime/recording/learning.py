@@ -107,7 +107,7 @@ class RunningLine:
     def __init__(self, keep: float, ridge: float) -> None:
         self._keep, self._ridge = keep, ridge
         self._sums = [0.0] * 5
-        """Of 1, x, y, x x and x y."""
+        """Weighted sums of 1, x, y, x^2 and x y."""
 
     def observe(self, x: float, y: float) -> None:
         """One more point."""

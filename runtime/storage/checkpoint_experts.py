@@ -140,14 +140,14 @@ class ExpertSources:
         check_complete(missing)
 
     def _portions(self, group: Group) -> list[slice | None]:
-        """What is converted at once: some experts, or all where they cannot be taken apart."""
+        """Split a layer into the experts that are converted at once; one portion, None, where they are inseparable."""
         if not self.separable(group):
             return [None]
         step = at_once(self.parameters[group.target]) if self.coded else 1
         return [slice(first, min(first + step, self._experts)) for first in range(0, self._experts, step)]
 
     def forms(self) -> Forms:
-        """How the checkpoint's own codes and scales are packed, by the parameter's name: one form for all layers.
+        """Packed forms of the checkpoint's codes and scales, by the parameter's name: one form for all layers.
 
         Raises:
             ExpertcastError: a matrix's codes cannot be read, or the kernel takes no such matrix.
@@ -200,7 +200,7 @@ class ExpertSources:
         return merged and all(isinstance(step, Concatenate) and step.dim > 0 for step in rest)
 
     def made(self, group: Group, experts: slice | None, read: Read | None = None) -> dict[str, Tensor]:
-        """What the conversion of some experts (None: all) makes, [n, ...] by full name.
+        """Convert some experts (None: all); parameters [n, ...] by full name.
 
         Args:
             group: one of :meth:`groups`; a separable one where experts are given.

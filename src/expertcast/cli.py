@@ -89,7 +89,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         only: the command that gets its options; the others are named, and what they are made of is not imported. All
             of them when not given.
     """
-    parser = _Parser(prog="expertcast", description=expertcast.__doc__)
+    parser = _Parser(prog="expertcast", description=str(expertcast.__doc__).partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"expertcast {expertcast.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, text in COMMANDS.items():

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, Qwen3NextConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -378,6 +379,22 @@ def test_a_program_gives_the_blocks_own_bits(family: str, dtype: torch.dtype) ->
     assert runs(follower) == [[] if each is None else [True] for each in found[-1]]
 
 
+def same_with_programs(model: PreTrainedModel, hooked: Callable[[], RemovableHandle]) -> Follower:
+    """Decode without programs and with them, each under a hook of its own: the same; the follower that has them."""
+
+    def run(**kwargs: bool) -> tuple[list[list[Tensor | None]], Follower]:
+        handle = hooked()
+        try:
+            return decoded(model, **kwargs)
+        finally:
+            handle.remove()
+
+    expected, _ = run(programs=False)
+    found, follower = run(programs=True)
+    assert_same(found, expected)
+    return follower
+
+
 def _branching(attention: nn.Module) -> None:
     """It goes by the length of the text, from the ninth step on."""
     own = attention.forward
@@ -407,18 +424,11 @@ def test_a_block_that_no_trace_would_follow_runs_itself(change: Callable[[nn.Mod
     attention = find_moe_layers(model)[2].decoder.self_attn
     change(attention)
 
-    def run(**kwargs: bool) -> tuple[list[list[Tensor | None]], Follower]:
+    def hooked() -> RemovableHandle:
         attention.scale = 1.0
-        handle = model.base_model.register_forward_pre_hook(lambda *_: setattr(attention, "scale", attention.scale + 1))
-        try:
-            return decoded(model, **kwargs)
-        finally:
-            handle.remove()
+        return model.base_model.register_forward_pre_hook(lambda *_: setattr(attention, "scale", attention.scale + 1))
 
-    expected, _ = run(programs=False)
-    found, follower = run(programs=True)
-    assert_same(found, expected)
-    assert runs(follower) == [[True], [False], [True]]
+    assert runs(same_with_programs(model, hooked)) == [[True], [False], [True]]
 
 
 @pytest.mark.parametrize(("change", "last"), [(None, 1), (_branching, 2)])
@@ -526,21 +536,14 @@ def test_tensors_of_a_dictionary_are_inputs_of_a_program() -> None:
 
         layer.decoder.self_attn.forward = scaled
 
-    def run(**kwargs: bool) -> tuple[list[list[Tensor | None]], Follower]:
+    def hooked() -> RemovableHandle:
         scales = itertools.count(1.0, 0.125)
-        handle = model.base_model.register_forward_pre_hook(
+        return model.base_model.register_forward_pre_hook(
             lambda _model, args, kwargs: (args, {**kwargs, "given": {"scale": torch.tensor(next(scales))}}),
             with_kwargs=True,
         )
-        try:
-            return decoded(model, **kwargs)
-        finally:
-            handle.remove()
 
-    expected, _ = run(programs=False)
-    found, follower = run(programs=True)
-    assert_same(found, expected)
-    assert runs(follower) == [[True]] * 3
+    assert runs(same_with_programs(model, hooked)) == [[True]] * 3
 
 
 def test_a_forward_that_is_not_followed_costs_nothing() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,17 @@ def _settings(method: str, bits: int = 4, **more: Any) -> dict[str, Any]:
     return {"quant_method": method, "config_groups": {"all": of_modules(bits, ["Linear"], **more)}}
 
 
+@contextmanager
+def _weight(make: Callable[[Tensor], Made], settings: dict[str, Any], folder: Path) -> Iterator[ComputedTensor]:
+    """A matrix as a checkpoint of these settings holds it."""
+    tensors, _ = make(torch.randn(48, 768, generator=torch.Generator().manual_seed(0)))
+    save_file({f"x.{name}": each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+    with SafetensorsFiles(ModelSource.of(folder)) as files:
+        file = join_packed(files.tensors, settings["quant_method"], settings)["x.weight"]
+        assert isinstance(file, ComputedTensor)
+        yield file
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "coding"),
     [
@@ -56,11 +68,7 @@ def test_codes_are_those_of_the_weights(
     make: Callable[[Tensor], Made], settings: dict[str, Any], coding: tuple[int, int, bool], tmp_path: Path
 ) -> None:
     """Exactly, in the dtype in which weights are read."""
-    tensors, _ = make(torch.randn(48, 768, generator=torch.Generator().manual_seed(0)))
-    save_file({f"x.{name}": each.contiguous() for name, each in tensors.items()}, tmp_path / "model.safetensors")
-    with SafetensorsFiles(ModelSource.of(tmp_path)) as files:
-        file = join_packed(files.tensors, settings["quant_method"], settings)["x.weight"]
-        assert isinstance(file, ComputedTensor)
+    with _weight(make, settings, tmp_path) as file:
         assert file.coding == coding
         assert file.coded is not None
         for part in (..., slice(7, 20)):
@@ -80,11 +88,7 @@ def test_codes_are_those_of_the_weights(
 def test_codes_that_the_kernel_does_not_take(
     make: Callable[[Tensor], Made], settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    tensors, _ = make(torch.randn(48, 768, generator=torch.Generator().manual_seed(0)))
-    save_file({f"x.{name}": each.contiguous() for name, each in tensors.items()}, tmp_path / "model.safetensors")
-    with SafetensorsFiles(ModelSource.of(tmp_path)) as files:
-        file = join_packed(files.tensors, settings["quant_method"], settings)["x.weight"]
-        assert isinstance(file, ComputedTensor)
+    with _weight(make, settings, tmp_path) as file:
         assert file.coding is None
 
 
