@@ -15,6 +15,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -24,9 +25,19 @@ from proselint.registry import CheckRegistry
 from proselint.tools import LintFile
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ("predictors", "data", "training", "runtime", "checkpoints", "src/expertcast", "integrations", "scripts", "benchmarks")
+CODE = (
+    "predictors",
+    "data",
+    "training",
+    "runtime",
+    "checkpoints",
+    "src/expertcast",
+    "integrations",
+    "scripts",
+    "benchmarks",
+)
 PAGES = ("README.md", "CONTRIBUTING.md", "docs", "integrations/vllm/README.md")
-SKIPPED = ("docs/cli.md", "docs/_build", "docs/changelog.md", "docs/systems.md")
+SKIPPED = ("docs/cli.md", "docs/formats.md", "docs/results", "docs/_build", "docs/changelog.md", "docs/systems.md")
 """Generated pages, and the page that defines the row numbers."""
 OFF = ("typography", "lexical_illusions", "annotations", "needless_variants")
 """Checks of proselint that do not suit plain ASCII text about code."""
@@ -78,7 +89,7 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 def _pages(path: Path) -> Iterator[tuple[int, str]]:
     """Yield paragraphs, list items and table cells of a page; headings may be questions."""
     tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(path.read_text())
-    for before, token in zip(tokens, tokens[1:], strict=False):
+    for before, token in pairwise(tokens):
         if token.type == "inline" and before.type != "heading_open":
             lines = token.map or before.map or [0]
             yield lines[0] + 1, token.content
@@ -89,7 +100,11 @@ def _python(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
         body = getattr(node, "body", None)
         for part in body if isinstance(body, list) else []:
-            if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant) and isinstance(part.value.value, str):
+            if (
+                isinstance(part, ast.Expr)
+                and isinstance(part.value, ast.Constant)
+                and isinstance(part.value.value, str)
+            ):
                 yield part.lineno, part.value.value
         if isinstance(node, ast.Raise) and node.exc is not None:
             yield node.lineno, "".join(_texts(node.exc))

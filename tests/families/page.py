@@ -16,33 +16,37 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 
 _TEXT = """# Families
 
-transformers {version} has {all} families with a Mixture-of-Experts implementation that expertcast can find. {working} of them are supported.
-For each, `tests/families/test_all_families.py` takes a tiny random model (hidden size 32, 8 experts, bf16) and checks that
+transformers {version} has {all} families with a Mixture-of-Experts implementation that expertcast can find. {working}
+of them are supported. For each, `tests/families/test_all_families.py` takes a tiny random model (hidden size 32, 8
+experts, bf16) and checks that
 
 - the offloaded model generates the logits of the resident model bit for bit from 5 slots, with and without forecasts;
-- the routing rule, applied to the router's own logits, gives the router's ids and weights bit for bit, in prefill and decode steps;
+- the routing rule, applied to the router's own logits, gives the router's ids and weights bit for bit, in prefill and
+  decode steps;
 - traces can be collected, and their skeleton (norms and routers only) routes as the model does;
 - forecasts can be executed, resident and offloaded;
 - the configuration alone (`expertcast inspect MODEL`) gives the same description as the model.
 
-The other {refused} are refused, with the reasons below. The test fails if transformers adds a family that is not in `tests/families/table.py`.
-The code names no family: it reads everything from one forward of two tokens.
+The other {refused} are refused, with the reasons below. The test fails if transformers adds a family that is not in
+`tests/families/table.py`. The code names no family: it reads everything from one forward of two tokens.
 
-A family that is not in this table is checked when it runs. Each router must reproduce its own ids and weights from its own logits, for
-artificial inputs and for the first real inputs. If a router fails, its layer gets no forecasts and follows its own router in every mode, with
-one warning; `collect` refuses the model.
+A family that is not in this table is checked when it runs. Each router must reproduce its own ids and weights from
+its own logits, for artificial inputs and for the first real inputs. If a router fails, its layer gets no forecasts
+and follows its own router in every mode, with one warning; `collect` refuses the model.
 
-FP8 weights (Qwen3-FP8, DeepSeek-V3; scales of blocks or tensors) and MXFP4 weights (gpt-oss) are dequantised while loading, with the bits of
-transformers, or stay in an expert store as shipped (`tests/runtime/test_shipped.py`). If the edge of a matrix cuts a block of FP8, expertcast
-uses the block size of the configuration; transformers refuses such a file or assumes smaller blocks. GPTQ, AWQ, compressed-tensors and
-bitsandbytes are dequantised too (`tests/runtime/test_packed.py`), and so are GGUF files of families that transformers maps completely
-(`tests/runtime/test_gguf.py`); transformers finds no experts in GGUF files of gpt-oss, so these are refused. `inspect`, `load_offloaded` and
-`generate` refuse other quantised forms by name.
+FP8 weights (Qwen3-FP8, DeepSeek-V3; scales of blocks or tensors) and MXFP4 weights (gpt-oss) are dequantised while
+loading, with the bits of transformers, or stay in an expert store as shipped (`tests/runtime/test_shipped.py`). If
+the edge of a matrix cuts a block of FP8, expertcast uses the block size of the configuration; transformers refuses
+such a file or assumes smaller blocks. GPTQ, AWQ, compressed-tensors and bitsandbytes are dequantised too
+(`tests/runtime/test_packed.py`), and so are GGUF files of families that transformers maps completely
+(`tests/runtime/test_gguf.py`); transformers finds no experts in GGUF files of gpt-oss, so these are refused.
+`inspect`, `load_offloaded` and `generate` refuse other quantised forms by name.
 
-Columns: *reads* is the input of the router. *default vectors* replace experts that have not run (`quasi_hidden`, `estimator`). If the output
-of the experts is not added to the residual stream directly, the default vector is the mean step to the next MoE layer, and forecasts are less
-accurate; the bits of the output are not affected. The last two columns describe the tiny configuration; `expertcast inspect` shows the
-factors of a checkpoint. `python -m tests.families.page` writes this page.
+Columns: *reads* is the input of the router. *default vectors* replace experts that have not run (`quasi_hidden`,
+`estimator`). If the output of the experts is not added to the residual stream directly, the default vector is the
+mean step to the next MoE layer, and forecasts are less accurate; the bits of the output are not affected. The last
+two columns describe the tiny configuration; `expertcast inspect` shows the factors of a checkpoint. `python -m
+tests.families.page` writes this page.
 
 | family | class | reads | default vectors | routing |
 |---|---|---|---|---|
@@ -50,8 +54,8 @@ factors of a checkpoint. `python -m tests.families.page` writes this page.
 
 ## Refused
 
-`generate` and `load_offloaded` refuse these families. For two of them `expertcast.offload` works bit for bit on another class that was loaded
-with transformers.
+`generate` and `load_offloaded` refuse these families. For two of them `expertcast.offload` works bit for bit on
+another class that was loaded with transformers.
 
 | family | reason |
 |---|---|
