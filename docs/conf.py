@@ -23,8 +23,13 @@ FORMATS = {
 
 project = "expertcast"
 author = "The expertcast authors"
+copyright = "2026, the expertcast authors"
 release = expertcast.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx", "sphinx_copybutton"]
+extensions = [
+    "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx",
+    "sphinx_copybutton", "sphinx_design",
+]  # fmt: skip
+default_role = "code"
 exclude_patterns = ["_build"]
 source_suffix = {".md": "markdown"}
 myst_enable_extensions = ["colon_fence"]
@@ -72,7 +77,7 @@ def write_results() -> None:
 def point_outside(_app: object, page: str, text: list[str]) -> None:
     """Point links to files of the repository that are not pages to its host."""
     up = r"\.\./" * (page.count("/") + 1)
-    text[0] = re.sub(rf"(?<!!)\]\({up}(?!CHANGELOG|docs)", f"]({SOURCE}", text[0])
+    text[0] = re.sub(rf"(?<!!)(\[[^]]*\]\(){up}(?!CHANGELOG|docs)", rf"\1{SOURCE}", text[0])
 
 
 def setup(app: object) -> None:
