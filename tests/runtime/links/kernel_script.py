@@ -49,8 +49,8 @@ def compare_tables(seed: int, *, slots: int, device: str = "cpu") -> None:
         layer = step % 3
         ids_TK = torch.rand(2, 8, generator=generator).topk(2).indices.to(device)
         forecast = torch.rand(2, 8, generator=generator).topk(3).indices.to(device)
-        expected = torch_ops.bring(layer, ids_TK), torch_ops.expect((layer + 1) % 3, forecast.t(), 4)
-        got = kernel.bring(layer, ids_TK), kernel.expect((layer + 1) % 3, forecast.t(), 4)
+        expected = torch_ops.request(layer, ids_TK), torch_ops.prefetch((layer + 1) % 3, forecast.t(), 4)
+        got = kernel.request(layer, ids_TK), kernel.prefetch((layer + 1) % 3, forecast.t(), 4)
         for own, other in zip(got, expected, strict=True):
             assert torch.equal(own.moved_N, other.moved_N)
             assert torch.equal(own.keys_N, other.keys_N)

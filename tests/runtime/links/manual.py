@@ -71,13 +71,13 @@ class SteppedLink(Link):
         """So many copies fail from now on, half of their bytes written."""
         self.refusing = 0
         """So many copies are refused from now on."""
-        self._under_way: Transfer | None = None
+        self._in_flight: Transfer | None = None
 
     def step(self, count: int = 1) -> None:
         """Half a copy each."""
         for _ in range(count):
-            if self._under_way is not None:
-                copy, self._under_way = self._under_way, None
+            if self._in_flight is not None:
+                copy, self._in_flight = self._in_flight, None
                 self._finish(copy)
             elif (following := self._queue.first()) is not None:
                 self._run(following)
@@ -95,7 +95,7 @@ class SteppedLink(Link):
         return False
 
     def start(self, copy: Transfer) -> None:
-        self._under_way = copy
+        self._in_flight = copy
         self._pool.block(copy.slot).fill_(0xFF)  # nobody may take the slot's last content for the new one
         move(self._source(copy), self._pool.block(copy.slot), 0, self.block_bytes(copy.precision) // 2)
 
@@ -135,7 +135,7 @@ class SteppedLink(Link):
 
     def close(self) -> None:
         super().close()
-        if self._under_way is not None:
+        if self._in_flight is not None:
             self.step()
 
     def _go_on(self) -> None:

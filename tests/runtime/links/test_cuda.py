@@ -237,9 +237,9 @@ def test_padded_blocks_arrive_whole() -> None:
 
 def test_speeds_that_are_refused() -> None:
     for bandwidth, latency in ((0.0, 0.0), (-1.0, 0.0), (float("nan"), 0.0), (None, -1.0)):
-        with pytest.raises(ExpertcastError, match="give"):
+        with pytest.raises(ExpertcastError, match="out of range"):
             PacedCudaLink(bandwidth, latency)
-    with pytest.raises(ExpertcastError, match="this device's link does"):
+    with pytest.raises(ExpertcastError, match="bandwidth="):
         _attached(TimedDevice(RATE), PacedCudaLink(60e9), LARGE)
 
 

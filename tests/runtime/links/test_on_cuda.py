@@ -16,11 +16,11 @@ from expertcast.runtime import CudaLink, offload
 from expertcast.runtime.engine.kernels import has_persistent_grouped_mm
 from expertcast.runtime.experimental.graph_decoder import GraphDecoder
 from expertcast.runtime.experimental.kernel_link import (
-    CarveOut,
     DeviceResidency,
     KernelLink,
     KernelResidency,
     Moves,
+    ReservedMultiprocessors,
     has_triton,
 )
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
@@ -256,7 +256,7 @@ class TestKernelLink:
         tables = DeviceResidency(**shape), KernelResidency(**shape)  # type: ignore[arg-type]
         for step in range(3 * 48):
             ids_TK = torch.rand(1, 128, generator=generator, device="cuda").topk(8).indices
-            expected, got = (table.bring(step % 48, ids_TK) for table in tables)
+            expected, got = (table.request(step % 48, ids_TK) for table in tables)
             assert torch.equal(got.moved_N, expected.moved_N)
             assert torch.equal(got.slots_N[got.moved_N], expected.slots_N[got.moved_N])
         assert torch.equal(tables[0].counts, tables[1].counts)
@@ -266,7 +266,7 @@ class TestKernelLink:
         link = KernelLink()
         store, pool = attached(link)
         link.move(_moves(*((key, key) for key in range(12))))
-        link.join(link.ticket())
+        link.join(link.calls_in_flight())
         assert all(holds(pool, store, slot, slot) for slot in range(12))
         link.close()
         assert link.busy_s > 0
@@ -279,13 +279,13 @@ class TestKernelLink:
         link = KernelLink()
         store, pool = attached(link)
         link.move(_moves((0, 0)))
-        link.join(link.ticket())
+        link.join(link.calls_in_flight())
         torch.cuda.synchronize()
         torch.cuda._sleep(LONG)
         read = pool.block(0).clone()
         link.move(_moves((9, 0)))
         assert torch.equal(read.cpu(), store.block(0))
-        link.join(link.ticket())
+        link.join(link.calls_in_flight())
         assert holds(pool, store, 0, 9)
         link.close()
 
@@ -300,7 +300,7 @@ class TestKernelLink:
             torch.cuda._sleep(LONG)
         link.move(_moves((5, 0)))
         if joined:
-            link.join(link.ticket())
+            link.join(link.calls_in_flight())
         read = pool.block(0).clone()
         assert torch.equal(read.cpu(), store.block(5) if joined else torch.zeros_like(store.block(5)))
         link.close()
@@ -314,7 +314,7 @@ class TestKernelLink:
         hidden = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
         ends = (torch.arange(1, 9, dtype=torch.int32, device="cuda") * rows) // 8
         plain = torch._grouped_mm(hidden, weight, offs=ends)
-        with CarveOut(16):
+        with ReservedMultiprocessors(16):
             assert torch.equal(torch._grouped_mm(hidden, weight, offs=ends), plain)
 
     @pytest.mark.parametrize("slots", [12, 40])

@@ -88,9 +88,9 @@ def test_blocking_copies_are_made_at_once() -> None:
 
 def test_speeds_that_are_refused() -> None:
     for bandwidth in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ExpertcastError, match="bytes per second above 0"):
+        with pytest.raises(ExpertcastError, match="bandwidth="):
             VirtualLink(FULL_ONLY, bandwidth)
-    with pytest.raises(ExpertcastError, match="latency=-1: give seconds of 0 or more"):
+    with pytest.raises(ExpertcastError, match="latency=-1"):
         VirtualLink(FULL_ONLY, 1.0, -1.0)
 
 
@@ -241,7 +241,7 @@ def test_copies_in_lower_precision_lie_in_memory() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"plain": 0}, "an expert of 0 bytes"),
+        ({"plain": 0}, "plain=0"),
         ({"plain": 1, "coded": (2, 0)}, r"\(2, 0\)"),
         ({"plain": 1, "threads": 0}, "threads=0"),
         ({"plain": 1, "coded": (1,), "pools": {State.F: 1}}, r"pools \['F'\]"),
