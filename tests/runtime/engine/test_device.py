@@ -171,7 +171,7 @@ class TestGraphDecoder:
     def test_what_it_refuses(self, reference_fp32: PreTrainedModel, one: dict[str, Tensor]) -> None:
         with (
             offload(reference_fp32, slots=8) as offloaded,
-            pytest.raises(ExpertcastError, match="offload with link='kernel'"),
+            pytest.raises(ExpertcastError, match="link='kernel'"),
         ):
             GraphDecoder(offloaded, 8)
         remembering = PreviousToken(PreviousToken.config_class(), find_moe_layers(reference_fp32).shape)
@@ -182,12 +182,12 @@ class TestGraphDecoder:
             GraphDecoder(offloaded, 8)
         with (
             offload(tiny_model("gpt_oss"), link="kernel") as offloaded,
-            pytest.raises(ExpertcastError, match="sliding windows"),
+            pytest.raises(ExpertcastError, match="sliding-window"),
         ):
             GraphDecoder(offloaded, 8)
         with offload(reference_fp32, link="kernel", slots=8) as offloaded:
             decoder = GraphDecoder(offloaded, 12)
-            with pytest.raises(ExpertcastError, match="more than max_length=12"):
+            with pytest.raises(ExpertcastError, match="max_length=12"):
                 decoder.generate(one["input_ids"], 8)
             with pytest.raises(ExpertcastError, match=r"shape \[2, 3\]"):
                 decoder.start(torch.zeros(2, 3, dtype=torch.int64))
