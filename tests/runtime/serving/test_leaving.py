@@ -172,7 +172,7 @@ def test_a_model_without_a_chat_template(route: str, offloaded: OffloadedModel, 
     with served(offloaded, reference_tokenizer) as running:
         answer = running.post(route, {"messages": [{"role": "user", "content": "a"}], "input": "a"})
         assert answer.status_code == 400
-        assert "has no chat template: ask /v1/completions" in answer.json()["error"]["message"]
+        assert "has no chat template" in answer.json()["error"]["message"]
 
 
 def test_drafts_write_what_the_model_would(offloaded: OffloadedModel, reference_tokenizer: Any) -> None:

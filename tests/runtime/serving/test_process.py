@@ -95,7 +95,7 @@ def test_an_address_that_is_taken(tmp_path: Path) -> None:
         second = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert second.returncode == 2
     assert re.fullmatch(
-        r"expertcast: cannot listen on 127.0.0.1:\d+: .*; give another --host or --port", second.stderr.strip()
+        r"expertcast: cannot listen on 127.0.0.1:\d+: .*; use another --host or --port", second.stderr.strip()
     )
 
 
