@@ -157,5 +157,5 @@ def test_replay(reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_
     assert made.measured()["accuracy"] == 1.0
     with pytest.raises(ExpertcastError, match="E and K"):
         replayed(traces.folder, SHAPE, prompt=4, new_tokens=2, options=options)
-    with pytest.raises(ExpertcastError, match="301 are needed"):
+    with pytest.raises(ExpertcastError, match="301 needed tokens"):
         replayed(traces.folder, view.shape, prompt=299, new_tokens=2, options=options)
