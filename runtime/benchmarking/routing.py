@@ -41,7 +41,7 @@ class RoutingOptions:
     persistence: float = 0.3
     """Probability that an expert of a token is an expert of the next token too; other experts are drawn anew."""
     skew: float = 0.8
-    """Zipf exponent of the experts' popularity, in a random order per layer; 0 for uniform popularity."""
+    """Exponent of the Zipf distribution of the experts' popularity, in a random order per layer; 0: uniform."""
     accuracy: float = 0.9
     """Probability that an expert of a token is in the forecast."""
     seed: int = 0

@@ -1,4 +1,4 @@
-"""The device-side link: its tables, the kernels that copy, the order that it sets up, and what it leaves to matmuls."""
+"""The device-side link: tables, copy kernels, their order, and the multiprocessors that it reserves."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from tests.runtime.links.simulated_device import SimulatedDevice, SimulatedStrea
 ROOT = Path(__file__).resolve().parents[3]
 LAYOUT = bytes_layout(256)
 
-# The tables, against a model of them in plain Python
+# Tables, compared with a model in plain Python
 
 LAYERS, EXPERTS = 3, 8
 
 
 class _Model:
-    """Least recently used, written with lists: `order` holds the keys, oldest use first."""
+    """LRU with lists: `order` has the keys, least recently used first."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -92,7 +92,7 @@ class _Model:
 
 
 def _moved(moves: Moves, held: dict[int, int]) -> set[int]:
-    """Do the copies in a dict slot -> key; returns the keys that moved."""
+    """Apply the copies to a dict slot -> key; return the moved keys."""
     moved = [(slot, key) for key, slot, move in zip(*(t.tolist() for t in moves), strict=True) if move]
     assert len({slot for slot, _ in moved}) == len(moved)
     held.update(moved)
@@ -107,7 +107,7 @@ def test_same_hits_misses_and_victims_as_the_model(slots: int, tokens: int) -> N
     model, held = _Model(slots), dict[int, int]()
     for step in range(60):
         layer, keep = step % LAYERS, order.random() < 0.8
-        pool = order.sample(range(EXPERTS), min(slots, 4))  # so that 40 tokens name no more than fit
+        pool = order.sample(range(EXPERTS), min(slots, 4))  # so that 40 tokens need at most 4 experts
         ids = [order.choice(pool) for _ in range(2 * tokens)]
         ids_TK = torch.tensor(ids).view(tokens, 2)
         many = len(ids) > 64
@@ -166,7 +166,7 @@ def test_host_copier_moves_what_is_marked() -> None:
 
 @pytest.mark.skipif(not has_triton(), reason="triton comes with CUDA builds of torch only")
 def test_interpreted_kernels_do_what_the_torch_forms_do() -> None:
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
+    """It runs in a separate process: Triton decides at its import whether to interpret."""
     command = [sys.executable, "-m", "tests.runtime.links.kernel_script"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -175,7 +175,7 @@ def test_interpreted_kernels_do_what_the_torch_forms_do() -> None:
 
 
 class _Launches:
-    """Stands for the Triton kernel: notes how it is launched."""
+    """Replaces the Triton kernel and records its launches."""
 
     def __init__(self) -> None:
         self.grid: tuple[int, ...] = ()
@@ -192,7 +192,7 @@ class _Launches:
 def test_few_programs_and_wide_ones(
     multiprocessors: int, megabytes: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No more than a quarter of the device; each block whole, and enough on its way for 55 GB/s at 2 us."""
+    """At most a quarter of the device; whole blocks, and enough bytes in flight for 55 GB/s at 2 us."""
     launches, size = _Launches(), megabytes * 2**20 + 256
     made = SimpleNamespace(copy_blocks=launches)
     monkeypatch.setitem(sys.modules, "expertcast.runtime.experimental.triton_kernels", made)
@@ -241,7 +241,7 @@ KEYS, SLOTS = 12, 5
 
 
 class _LateCopier(BlockCopier):
-    """Copies when the link's stream comes to it."""
+    """Copies when the simulated stream reaches the call."""
 
     def __init__(self, link: KernelLink, pool: SlotPool) -> None:
         self._link, self._pool = link, pool
@@ -265,7 +265,7 @@ def _attached(seed: int = 0) -> tuple[KernelLink, SimulatedDevice, SlotPool]:
 
 
 def _drive(seed: int, link: KernelLink, device: SimulatedDevice, pool: SlotPool) -> tuple[int, int]:
-    """Layers that request, prefetch and read random experts; returns (reads, wrong ones)."""
+    """Run layers that request, prefetch and read random experts; return (reads, wrong reads)."""
     order, wrong = random.Random(seed), list[bool]()
 
     def compute(slots: list[int], keys: list[int]) -> None:
@@ -309,7 +309,7 @@ def test_either_event_left_out_is_seen(missing: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("followed", [True, False])
 def test_forwards_on_two_streams(followed: bool) -> None:
-    """What one stream may still read is not overwritten for the other."""
+    """Slots that one stream may still read are not overwritten for another."""
     wrong = []
 
     def read(pool: SlotPool, slot: int, key: int) -> None:
@@ -332,7 +332,7 @@ def test_forwards_on_two_streams(followed: bool) -> None:
 
 
 def test_closing_lets_go_of_the_slots() -> None:
-    """The memory that they took has to be free when the experts are put back."""
+    """Close frees the slots' memory before the experts are restored."""
     link, _, pool = _attached()
     words = pool.block(0).view(torch.int64)
     link._copier.words = words  # type: ignore[attr-defined]  # as the kernel's copier has them
@@ -344,7 +344,7 @@ def test_closing_lets_go_of_the_slots() -> None:
 
 
 def test_calls_are_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but a graph's, whose events have no times; it makes no transfer itself."""
+    """Calls outside a graph are timed; a graph's events have no times. Single transfers are refused."""
     link, device, pool = _attached()
     link.observer = Recorder()
     link.observer.device_time = lambda event: cast(Any, event).record_made.time  # type: ignore[method-assign]
@@ -365,7 +365,7 @@ def test_calls_are_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         link.wait(link.submit(0, 0, urgent=True))
 
 
-# Multiprocessors left to copies
+# Multiprocessors reserved for copies
 
 
 def _now() -> int | None:
@@ -429,7 +429,7 @@ def test_a_link_leaves_as_many_as_its_copies_take(monkeypatch: pytest.MonkeyPatc
 
 
 class _Link(KernelLink):
-    """Streams are simulated; copies, which are made at once, are said to take 16 multiprocessors."""
+    """Streams are simulated; copies run at once and claim 16 multiprocessors."""
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         self.driver = SimulatedDevice()
@@ -438,7 +438,7 @@ class _Link(KernelLink):
 
 
 class _Spy:
-    """Runs the kernel, and notes what is set meanwhile."""
+    """Runs the kernel and records the current setting."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -460,7 +460,9 @@ class _Spy:
 def test_experts_beside_copies_leave_them_room(
     ids: list[int], predictor: str | None, expected: list[int | None] | None
 ) -> None:
-    """A forecast's copies run beside, of which the last layer has none, or the next chunk's; misses are waited for."""
+    """Prefetches run beside all layers but the last, and a chunk's copies beside the chunk before; misses are waited
+    for.
+    """
     model = tiny_model("qwen3_moe")
     outside: set[int | None] = set()
     with offload(model, link=_Link(), slots=5, predictor=predictor) as offloaded:

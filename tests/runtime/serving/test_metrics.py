@@ -1,4 +1,4 @@
-"""The page for Prometheus: every number is that of the run's own statistics, and counters only grow."""
+"""The Prometheus page: every number equals the run's statistics, and counters only grow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 class Scraped:
-    """A run with its page."""
+    """A run and its page."""
 
     def __init__(self, offloaded: OffloadedModel) -> None:
         self.offloaded = offloaded
@@ -78,7 +78,7 @@ def _of(page: Page, spec: named.MetricSpec, **labels: str) -> float:
 
 
 def assert_is_the_runs(page: Page, offloaded: OffloadedModel) -> None:
-    """Every layer's counters, and whatever is known of link, slots and store."""
+    """Compare the page with every layer's counters, link, slots and store."""
     assert {field.name for field in fields(LayerStatistics)} == set(named.LAYER)
     counted = offloaded.stats.as_dict()
     for layer, counts in enumerate(counted["per_layer"]):
@@ -135,7 +135,7 @@ def test_counters_only_grow_when_statistics_are_set_to_zero(scraped: Scraped) ->
     assert scraped.offloaded.link.copies == 0
     again = scraped.page()
     scraped.generate(4)
-    scraped.offloaded.stats.reset()  # no page in between, and the link's counters go on
+    scraped.offloaded.stats.reset()  # without a scrape in between; the link's counters go on
     scraped.generate(3)
     last = scraped.page()
     counters = [place for place in first if place[0].endswith("_total")]
@@ -153,7 +153,7 @@ def test_counters_only_grow_when_statistics_are_set_to_zero(scraped: Scraped) ->
 
 
 def test_counters_only_grow_while_it_runs(scraped: Scraped) -> None:
-    """Copies that are taken back, and statistics that are set to zero, included."""
+    """Cancelled copies and reset statistics included."""
     seen: list[Page] = [scraped.page()]
     over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What a server cannot do is a 400 in one line before anything runs; what changes no answer is taken."""
+"""Unsupported requests get status 400 and one line before anything runs; harmless parameters are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server answers OpenAI's own client as transformers' server answers it with the resident model."""
+"""The server gives OpenAI's client the answers of transformers' server with the resident model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ACCEPTED = {
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1": "application/openmetrics-text; version=1.0.0",
     "text/plain;version=0.0.4": "text/plain; version=0.0.4",
 }  # fmt: skip
-"""By what Prometheus 3, Prometheus 2 and older ones ask for."""
+"""Accept headers of Prometheus 3, Prometheus 2 and older ones."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def tokenizer(reference_tokenizer: Any) -> Any:
 
 
 PAIRS = [(ASKS[place % len(ASKS)], PROMPTS[place % len(PROMPTS)]) for place in range(6)]
-"""Every way to ask, and every prompt."""
+"""Every kind of request with every prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_the_page_counts_what_was_answered(running: Running) -> None:
 
 @pytest.mark.parametrize(("accept", "kind"), ACCEPTED.items())
 def test_the_page_as_prometheus_asks_for_it(running: Running, accept: str, kind: str) -> None:
-    """Read by the parsers of Prometheus' own client; OpenMetrics' is strict."""
+    """Parsed by Prometheus' own client; its OpenMetrics parser is strict."""
     completed(running.client(), PROMPTS[0], temperature=0)
     until(lambda: running.counted("http_requests_in_flight") == 0)
     answer = running.get("/metrics", headers={"accept": accept})
