@@ -1,1 +1,1 @@
-"""Measurements and studies of the toolkit, with what they found; no part of the package."""
+"""Benchmarks and studies of expertcast with their results; not part of the package."""

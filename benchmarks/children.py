@@ -1,8 +1,7 @@
-"""Runs a module in a child process with limits: memory by a control group, the disk's rate by block-I/O throttling, and
-a cold page cache.
+"""Runs a module in a child process with a memory limit, a disk-bandwidth limit and a cold page cache.
 
-Both are control groups of version 1, made below the group that this process is in and removed afterwards. Where there
-are none, or no right to make any, a run goes on without, and its result says so.
+Both limits are control groups of version 1, created below this process's own group and removed afterwards. Without such
+groups, or without permission to create them, a run has no limits and its result says so.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from expertcast.predictors.messages import Json
 
 _PREFIX = "bench-disk-"
 _REMOVALS = 50
-"""Tries, a tenth of a second each: a group is busy for a moment after its last process."""
+"""Attempts to remove a group, 0.1 s apart: it is busy for a moment after its last process has ended."""
 
 
 class Cage:
-    """The groups of one run; a context manager.
+    """Control groups of one run, as a context manager.
 
     Args:
-        memory: bytes; None: no limit, but the memory is counted.
-        folder: whose disk is throttled.
+        memory: memory limit in bytes; None: the memory is only counted.
+        folder: a folder on the disk to throttle.
     """
 
     def __init__(self, memory: int | None, folder: Path) -> None:
@@ -40,7 +39,7 @@ class Cage:
         self.capped = False
         if self._memory is not None and memory is not None:
             self.capped = _written(self._memory / "memory.limit_in_bytes", str(memory))
-            # what a swap device takes would be memory that nobody counts
+            # swapped memory would not be counted
             _written(self._memory / "memory.swappiness", "0")
 
     def __enter__(self) -> Cage:
@@ -58,11 +57,11 @@ class Cage:
 
     @property
     def groups(self) -> list[str]:
-        """Folders that a process joins by writing to their `cgroup.procs`."""
+        """Folders of the groups; a process joins by writing to their `cgroup.procs`."""
         return [str(group) for group in self._groups]
 
     def throttle(self, rate: float) -> bool:
-        """Let the disk give at most so many bytes per second from now on. False: it cannot be."""
+        """Limit the disk to `rate` bytes per second from now on. Return False if that is not possible."""
         return (
             self._disk is not None
             and self._device is not None
@@ -70,13 +69,13 @@ class Cage:
         )
 
     def forget_peak(self) -> None:
-        """Count the peak from now on."""
+        """Reset the memory peak."""
         if self._memory is not None:
             _written(self._memory / "memory.max_usage_in_bytes", "0")
 
     @property
     def peak(self) -> int | None:
-        """Most bytes since then, pages of files with them; None: not known."""
+        """Peak memory in bytes since the last reset, including pages of files; None if unknown."""
         if self._memory is None:
             return None
         return int((self._memory / "memory.max_usage_in_bytes").read_text())
@@ -87,17 +86,17 @@ class Cage:
 
 
 def drop_cached(folders: Iterable[Path]) -> None:
-    """Have the system drop the pages of all files in some folders, as far as no process has them mapped."""
+    """Drop the cached pages of all files in some folders, except pages that a process maps."""
     for folder in folders:
         for path in folder.rglob("*"):
             if path.is_file():
                 with path.open("rb") as file:
-                    os.fsync(file.fileno())  # pages that are not written yet cannot be dropped
+                    os.fsync(file.fileno())  # dirty pages cannot be dropped
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _made(controller: str) -> Path | None:
-    """A new group of a controller, below this process's own; None: there cannot be one."""
+    """Create a control group below this process's own; return None if that is not possible."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, own = line.split(":", 2)
@@ -118,7 +117,7 @@ def _mount(controller: str) -> Path | None:
 
 
 def _disk_of(folder: Path) -> str | None:
-    """`major:minor` of the whole disk that a folder lies on."""
+    """Return `major:minor` of a folder's whole disk, or None if it has no block device."""
     device = folder.stat().st_dev
     place = Path("/sys/dev/block") / f"{os.major(device)}:{os.minor(device)}"
     if not place.exists():
@@ -150,19 +149,19 @@ def run(
     cold: Iterable[Path] = (),
     python: str = sys.executable,
 ) -> Json:
-    """One run.
+    """Run a module in a child process.
 
     Args:
-        module: that the process runs.
-        spec: what it reads.
-        folder: on the disk that is throttled.
-        memory: bytes that it and the pages of its files may take; None: no limit.
-        rate: bytes per second that the disk gives from when it has loaded; None: as it is.
-        cold: folders whose files are not in the page cache when it starts, and again when it has loaded.
-        python: interpreter of the process.
+        module: name of the module.
+        spec: input of the child, as JSON.
+        folder: a folder on the disk to throttle.
+        memory: limit in bytes for the child and the pages of its files; None: no limit.
+        rate: disk limit in bytes per second once the child has loaded; None: no limit.
+        cold: folders whose files leave the page cache before the start and again once the child has loaded.
+        python: Python interpreter of the child.
 
     Returns:
-        What the process found, `peak_bytes`, `capped` and `throttled`; or `failed`, with the reason.
+        The child's results with `peak_bytes`, `capped` and `throttled`, or `failed` with the reason.
     """
     cold = list(cold)
     with tempfile.TemporaryDirectory(prefix="bench-disk-") as temporary, Cage(memory, folder) as cage:
@@ -176,13 +175,13 @@ def run(
         ) as process, ExitStack() as stack:  # fmt: skip
             assert process.stdin is not None
             assert process.stdout is not None
-            stack.callback(process.kill)  # does nothing to one that has ended
+            stack.callback(process.kill)  # no effect once it has ended
             throttled = False
             if any(line == "ready\n" for line in iter(process.stdout.readline, "")):
                 drop_cached(cold)
                 throttled = rate is not None and cage.throttle(rate)
                 cage.forget_peak()
-                with suppress(BrokenPipeError):  # it has died: why is in its errors
+                with suppress(BrokenPipeError):  # the child has died; its error output has the reason
                     process.stdin.write("go\n")
                     process.stdin.flush()
             try:
@@ -198,14 +197,15 @@ def run(
 
 
 def abilities(folder: Path) -> Json:
-    """Whether memory can be `capped` and the disk `throttled` here."""
+    """Return whether memory can be `capped` and the disk `throttled` on this machine."""
     with Cage(1 << 40, folder) as cage:
         return {"capped": cage.capped, "throttled": cage.throttle(1e12)}
 
 
 def environment() -> dict[str, str]:
-    """With our modules on the path, and oneDNN's cache of kernels as the commands bound it. Huge pages are left to the
-    libraries."""
+    """Return the environment of a child: this checkout on the path, and the commands' bound on oneDNN's kernel cache.
+    Huge pages stay at the libraries' defaults.
+    """
     paths = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     few_kernels = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
     return {**os.environ, **few_kernels, "PYTHONPATH": os.pathsep.join(paths), "TRANSFORMERS_VERBOSITY": "error"}

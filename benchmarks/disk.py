@@ -1,11 +1,11 @@
-"""Time per token of a model whose experts lie on a disk, in equal memory for all ways to read them.
+"""Time per token of a model with its experts on a disk, for several ways to read them in equal memory.
 
     python -m benchmarks.disk --keep FOLDER --out disk.json
 
-makes a model of OLMoE-1B-7B's shape with experts of real size, packs its stores, and runs every side at every share of
-memory (of the experts' bytes) and every rate of the disk (0: as it is), in turns, each run a process of its own in a
-memory control group with a cold page cache. All read the same text token by token. It writes the JSON after every run;
-given again, it goes on where it stopped.
+The benchmark creates a model of OLMoE-1B-7B's shape with experts of real size and packs its stores. It then runs every
+side at every memory size (a share of the experts' bytes) and every disk bandwidth (0: unlimited), in alternation. Each
+run is a separate process in a memory control group with a cold page cache. All runs read the same text token by token.
+The JSON file is written after every run; a second call resumes it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from expertcast.runtime.pools.ranks import rank_model
 from expertcast.runtime.pools.states import Costs, ExpertBytes, State, pools_text
 
 SETTINGS = ("layers", "small", "prompt", "warm", "new_tokens", "threads")
-"""Runs of a file with the same ones are kept."""
+"""Settings that must be equal to resume a file."""
 DISK, DIRECT = "disk", "direct"
 _DISK_SECONDS, _DISK_BYTES = 3, 1 << 30
 _COMMON_RATE = 1.5e9
-"""Bytes per second of a disk that was not measured."""
+"""Assumed bytes per second of a disk that was not measured."""
 _DECODED, _SHARDS = 1.0e9, 6
-"""Bytes of bf16 that a thread decodes in a second while the other one does, too; parts of an expert."""
+"""Assumed decoding rate of each of two threads in bytes of bf16 per second, and shards per expert."""
 _SPARE = 64 << 20
-"""Bytes of memory that everyone has beside the experts' share and what the direct side was seen to take."""
+"""Extra memory of every side beside the experts' share and the measured overhead of side `direct`, in bytes."""
 _KEYS = ("side", "memory", "throttle")
 _MEDIANS = ("tpot_s", "tpot_mean_s", "ttft_s", "bytes_read", "prompt_bytes_read", "hit_rate", "waited_s", "link_busy_s",
             "rate_waiting", "rate_busy", "rate", "same_tokens", "slots")  # fmt: skip
@@ -50,16 +50,16 @@ _MEDIANS = ("tpot_s", "tpot_mean_s", "ttft_s", "bytes_read", "prompt_bytes_read"
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One way to run the model."""
+    """One way to read the experts."""
 
     name: str
     codec: str = "raw"
     link: str = "disk"
     pools: bool = False
-    """What the planner says of the memory keeps experts compressed, the rest is slots."""
+    """Whether the planner reserves part of the memory for compressed experts."""
 
     def options(self, memory: int) -> Json:
-        """Fields of an :class:`OffloadConfig` for so many bytes of experts."""
+        """Return the fields of an :class:`OffloadConfig` for `memory` bytes of experts."""
         return {"store": "disk", "codec": self.codec, "link": self.link, "memory": memory}
 
 
@@ -70,12 +70,14 @@ SIDES = (
     Side(name="bitsplit", codec="bitsplit"),
     Side(name="pools", codec="bitsplit", pools=True),
 )
-"""The disk alone, without a model; the mapped store, whose pages come as they are touched; direct reads into slots; the
-same over experts compressed without loss; and with a planned part of the memory for compressed experts."""
+"""`disk`: sequential reads without a model; `mapped`: memory-mapped store, read by page faults; `direct`: direct reads
+into slots; `bitsplit`: the same with losslessly compressed experts; `pools`: the same with planned memory for
+compressed experts.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 with one line on standard error."""
+    """Run the benchmark; return 0, or 2 after one line on standard error."""
     args = _parser().parse_args(arguments)
     try:
         with ExitStack() as stack:
@@ -89,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Bench:
-    """Measures what is not known yet."""
+    """Runs the missing measurements and writes the result file."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._args, self._folder = args, folder
@@ -99,15 +101,15 @@ class Bench:
         self.result["abilities"] = abilities(folder)
 
     def measure(self) -> None:
-        """All runs that are not in the file."""
+        """Run everything that is not in the file yet."""
         args, sides = self._args, self._sides()
-        codecs = list(dict.fromkeys(["raw", *(side.codec for side in sides)]))  # raw: the disk's rate, the base memory
+        codecs = list(dict.fromkeys(["raw", *(side.codec for side in sides)]))  # raw: disk rate and base memory
         made = self._prepared.make(codecs)
         self._ids = made["resident"].pop("ids")
         self.result |= made
         beside = self.result.setdefault("beside", {})
         for codec in codecs:
-            if codec not in beside:  # the first run may find libraries that are not in the page cache, and pay for them
+            if codec not in beside:  # twice, because the first run may load libraries from disk
                 beside[codec] = min(self._beside(codec), self._beside(codec))
         done = {_key(each) for each in self.result["runs"] if "failed" not in each}
         for repetition in range(args.repetitions):
@@ -127,7 +129,7 @@ class Bench:
         if side.name == DISK:
             nbytes = int(min(_DISK_BYTES, rate * _DISK_SECONDS)) if rate else _DISK_BYTES
             return self._child(side, {"kind": "disk", "disk_bytes": nbytes}, rate=rate)
-        # who needs more beside its slots than the direct side takes it from them
+        # a side with more overhead than `direct` gets fewer slots
         options = side.options(memory - max(0, beside[side.codec] - beside["raw"]))
         if side.pools:
             options["pools"] = self._plan(side, options["memory"], rate)
@@ -158,17 +160,17 @@ class Bench:
         )
 
     def _beside(self, codec: str) -> int:
-        """Bytes of memory that a side of this codec takes beside its slots, as far as it is counted as its own."""
+        """Measure the memory overhead of a codec beside its slots, in bytes."""
         say(f"memory beside slots, codec {codec}")
         side, model = Side(name=codec, codec=codec), self.result["model"]
         slots = int(max(self._args.memory) * model["experts_bytes"])
         found = self._child(side, {"options": side.options(slots), "warm": 1, "timed": 1})
         if "failed" in found:
-            raise ExpertcastError(f"a first run, codec {codec}: {found['failed']}")
+            raise ExpertcastError(f"measuring codec {codec} failed: {found['failed']}")
         return int(found["peak_bytes"]) - found["slots"] * int(model["expert_bytes"])
 
     def _sides(self) -> list[Side]:
-        """Those that were asked for, and the disk alone."""
+        """Return the selected sides, and always `disk`."""
         named = self._args.sides or [side.name for side in SIDES]
         return [side for side in SIDES if side.name in (DISK, *named)]
 
@@ -191,17 +193,18 @@ def planned(
     ids_TLK: Sequence[Sequence[Sequence[int]]], *, prompt: int, experts: int, memory: int, passing: int,
     block: int, ratio: float, rate: float, threads: int,
 ) -> str:  # fmt: skip
-    """What `OffloadConfig.pools` takes; empty where slots alone are best.
+    """Plan the pools for `OffloadConfig.pools`; return an empty string if slots alone are best.
 
     Args:
-        ids_TLK: routing of the text, of which the first `prompt` tokens are read at once.
+        ids_TLK: routing of the text; its first `prompt` tokens run at once.
+        prompt: tokens of the prompt.
         experts: E.
-        memory: bytes of slots and pools.
-        passing: slots that are no pool.
-        block: bytes of an expert.
-        ratio: of its coded bytes to these.
-        rate: bytes per second of the disk.
-        threads: that decode.
+        memory: bytes for slots and pools.
+        passing: slots that belong to no pool.
+        block: bytes of one expert.
+        ratio: compressed share of these bytes.
+        rate: disk bandwidth in bytes per second.
+        threads: decoding threads.
     """
     layers, plain = len(ids_TLK[0]), block // 2
     routing = Routing(
@@ -215,13 +218,13 @@ def planned(
     share = (memory - passing * block) // layers
     best = next(
         plan for plan in plans(rank_model(routing), costs, size=size, memory=share, step=0.1)
-        if plan.experts[State.F]  # a plan without any full expert of a layer leaves every hit to be decoded
+        if plan.experts[State.F]  # without any full expert every hit needs decoding
     )  # fmt: skip
     return pools_text({state: layers * nbytes for state, nbytes in best.memory.items()})
 
 
 def summaries(runs: Sequence[Json]) -> list[Json]:
-    """Medians: one row per side, memory and rate, in the order of the first runs."""
+    """Return medians by side, memory and bandwidth, in the order of the first runs."""
     groups: dict[tuple[object, ...], list[Json]] = {}
     for each in runs:
         if "failed" not in each:
@@ -251,19 +254,19 @@ def _parser() -> argparse.ArgumentParser:
     names = sorted(side.name for side in SIDES)
     parser.add_argument("--sides", nargs="*", choices=names, default=[], help="(default: all)")
     parser.add_argument("--memory", nargs="+", type=float, default=[0.08, 0.15, 0.3], help="shares of the experts")
-    parser.add_argument("--bandwidth", nargs="+", type=float, default=[0, 5e8, 2e8], help="bytes/s; 0: as it is")
+    parser.add_argument("--bandwidth", nargs="+", type=float, default=[0, 5e8, 2e8], help="bytes/s; 0: unlimited")
     parser.add_argument("--repetitions", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=32, help="tokens read at once (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=4, help="tokens before those timed (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=16, help="tokens that are timed (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="of everyone's products (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="compute threads (default: %(default)s)")
     parser.add_argument("--keep", type=Path, help="folder for the model and stores (default: a temporary one)")
-    parser.add_argument("--small", action="store_true", help="a model of toy size")
+    parser.add_argument("--small", action="store_true", help="use a tiny model")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     return parser
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run under way and its groups go, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running child and removes its groups
     raise SystemExit(main())

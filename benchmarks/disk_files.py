@@ -1,10 +1,8 @@
-"""The files that all runs of the disk benchmark read, made once and kept: the model, its stores, and what the resident
-model computes.
+"""Files of the disk benchmark, created once: the model, its stores, and the resident model's results.
 
-The model has random weights in a published shape. Experts are normal numbers, so that their exponents are as
-compressible as trained ones. What else is random is scaled so that routing has the locality of a trained model's: a
-token's own embedding is small beside what the first layer's attention brings of its neighbours, and later layers add
-little.
+The model has random weights in a published shape. Its experts are normally distributed, so their exponents compress as
+well as trained ones. The other weights are scaled to give routing the locality of a trained model: a token's own
+embedding is small compared with the first layer's attention over its neighbours, and later layers add little.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ from expertcast.predictors.messages import Json
 from expertcast.runtime.benchmarking.shapes import SHAPES, STD, random_model, weight_bytes
 
 RUN = "benchmarks.disk_run"
-"""Module of one run."""
+"""Module of the child process."""
 EMBEDDING, LATER_ATTENTION = 0.05, 0.004
-"""Standard deviations of the embeddings, and of the attention's last matrix in all layers but the first."""
+"""Standard deviations of the embeddings, and of the attention's output matrix in all layers but the first."""
 _SMALL = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
           "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4096}  # fmt: skip
 
 
 def olmoe(layers: int, *, small: bool) -> PretrainedConfig:
-    """OLMoE-1B-7B with so many layers; `small`: of toy size, for tests."""
+    """Return OLMoE-1B-7B's config with `layers` layers; `small` shrinks it for tests."""
     config = SHAPES["olmoe-1b-7b"].config(layers)
     for name, value in (_SMALL if small else {}).items():
         setattr(config, name, value)
@@ -44,7 +42,7 @@ def olmoe(layers: int, *, small: bool) -> PretrainedConfig:
 
 @torch.no_grad()
 def local_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A model in bf16 whose routing has the locality of a trained model's."""
+    """Return a random bf16 model whose routing has the locality of a trained model."""
     model = random_model(config, dtype=torch.bfloat16, device="cpu", seed=0)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -55,10 +53,10 @@ def local_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def write_model(folder: Path, config: PretrainedConfig) -> Json:
-    """Write a model in bf16; it is held in memory meanwhile.
+    """Create a model in memory and write it in bf16.
 
     Returns:
-        `bytes`, `expert_bytes`, `experts_bytes`, and the settings.
+        `bytes`, `expert_bytes`, `experts_bytes`, `shape` and the settings.
     """
     model = local_model(config)
     model.save_pretrained(folder)
@@ -72,11 +70,11 @@ def write_model(folder: Path, config: PretrainedConfig) -> Json:
 
 
 class Prepared:
-    """The files of one `--keep` folder; another model or text needs another one.
+    """Files of one `--keep` folder. Another model or text needs another folder.
 
     Args:
-        folder: where they lie.
-        args: of the command line.
+        folder: the folder.
+        args: arguments of the command line.
     """
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
@@ -87,15 +85,19 @@ class Prepared:
             "model": str(self.model), "tokens": tokens, "prompt": args.prompt, "warm": args.warm,
             "timed": args.new_tokens, "threads": args.threads, "truth": None,
         }  # fmt: skip
-        """What every run reads."""
+        """Input of every run."""
 
     def make(self, codecs: list[str]) -> Json:
-        """All that runs over stores of these codecs read; `model`, `stores` and `resident`, with its routing."""
+        """Create missing files; return `model`, `stores` (by codec) and `resident`, which has the routing.
+
+        Raises:
+            ExpertcastError: the folder belongs to other settings, or a step failed.
+        """
         note = self.folder / "made.json"
         asked = {"layers": self._args.layers, "small": self._args.small, **self.base_spec}
         made: Json = json.loads(note.read_text()) if note.is_file() else {"asked": asked, "stores": {}}
         if made["asked"] != asked:
-            raise ExpertcastError(f"{str(self.folder)!r} is of other settings: remove it, or give another --keep")
+            raise ExpertcastError(f"{str(self.folder)!r} belongs to other settings: remove it, or use another --keep")
         if "model" not in made:
             say(f"the model and its stores, in {self.folder}")
             made["model"] = write_model(self.model, olmoe(self._args.layers, small=self._args.small))
@@ -108,14 +110,14 @@ class Prepared:
         return made
 
     def store_folder(self, codec: str) -> Path:
-        """Of one codec."""
+        """Return the folder of a codec's store."""
         return self.folder / f"store-{codec}"
 
     def _packed(self, codec: str) -> Json:
         result = self.folder / "packed.json"
         options = ["--store-folder", str(self.store_folder(codec)), "--codec", codec, "--device", "cpu"]
         if expertcast(["store", str(self.model), *options, "--json", str(result)]):
-            raise ExpertcastError(f"the store of codec {codec} was not packed")
+            raise ExpertcastError(f"packing the store of codec {codec} failed")
         packed = json.loads(result.read_text())
         return {key: packed[key] for key in ("nbytes", "stored_nbytes", "ratio", "bound")}
 

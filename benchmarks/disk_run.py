@@ -1,11 +1,11 @@
-"""The process of one run: an offloaded side, the resident model, the disk alone. Started by `children.run`.
+"""Child process of one run: an offloaded side, the resident model, or the disk alone. Started by `children.run`.
 
-It joins its control groups before torch is loaded, loads its side, says `ready`, waits until the limits are set, and
-reads a given text token by token, each step timed. All sides read the same prompt at once (time to first token) and
-then the same tokens, not their own. The keys and values of the prompt are replaced by the resident model's: a prompt
-needs more experts than slots hold, and is summed in another order then; from there on every bit can be compared.
+It joins its control groups before it loads torch, loads its side, prints `ready`, waits until the limits are set, and
+reads a text token by token with every step timed. All sides read the same prompt at once (time to first token) and then
+the same tokens, not their own output. The prompt's keys and values are replaced by the resident model's: a prompt needs
+more experts than there are slots, so its sums have another order. All later results are compared bit for bit.
 
-N tokens behind the prompt, V vocabulary.
+N tokens after the prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 
 
 def begin() -> dict[str, Any]:
-    """The description of the run, which the command line names; this process is in its groups from here on."""
+    """Read the run's description and join its control groups."""
     spec: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     for group in spec["groups"]:
         (Path(group) / "cgroup.procs").write_text("0")
     return spec
 
 
-SPEC = begin()  # before torch is loaded, so that its pages count
+SPEC = begin()  # before torch is loaded, so that torch's pages count
 
 # ruff: noqa: E402
 import torch
@@ -48,18 +48,18 @@ from expertcast.runtime.engine.kernels import kernel_name
 
 _READ_AT_ONCE = 2 << 20
 Truth = dict[str, Tensor]
-"""Of the resident model: `logits` [N, V] and, by layer, `keys.L` and `values.L` of the prompt."""
+"""Results of the resident model: `logits` [N, V] and, by layer, `keys.L` and `values.L` of the prompt."""
 
 
 def ready() -> None:
-    """All is loaded: return when the limits are set."""
+    """Report that everything is loaded, and wait until the limits are set."""
     print("ready", flush=True)
     if sys.stdin.readline() != "go\n":
         raise SystemExit(1)
 
 
 def bytes_read() -> int:
-    """Bytes that this process has had read from disks so far, by requests and by page faults."""
+    """Return the bytes that this process has read from disks so far, including page faults."""
     return _status("/proc/self/io", "read_bytes:")
 
 
@@ -72,16 +72,16 @@ def _status(path: str, name: str) -> int:
 def follow(
     model: PreTrainedModel, spec: Json, truth: Truth | None, offloaded: OffloadedModel | None = None
 ) -> tuple[Json, Truth]:
-    """Read the text of a run.
+    """Run a model over the text.
 
     Args:
-        model: offloaded or not.
-        spec: of the run.
-        truth: of the resident model; None keeps the prompt's own keys and values.
-        offloaded: whose counters are read.
+        model: the model, offloaded or not.
+        spec: description of the run.
+        truth: results of the resident model; None keeps the prompt's own keys and values.
+        offloaded: offload whose counters to read.
 
     Returns:
-        Times, and bytes per token; and what this run computed.
+        Times and bytes per token, and the results to compare.
     """
     length, timed = spec["prompt"], spec["timed"]
     cache, before = DynamicCache(config=model.config), bytes_read()
@@ -123,10 +123,10 @@ def follow(
 
 
 def _counted(offloaded: OffloadedModel, read: int, tokens: int) -> Json:
-    """What the offload counted in the timed steps."""
+    """Return the offload's counters for the timed steps."""
     stats: dict[str, Any] = offloaded.stats.as_dict()
     link, waited = offloaded.link, stats["waited_s"]
-    reads = link.name == "disk"  # the instant link's copies come when nobody is said to wait
+    reads = link.name == "disk"  # the instant link's reads do not count as waiting
     return {
         "hit_rate": stats["hit_rate"],
         "waited_s": waited / tokens,
@@ -139,8 +139,12 @@ def _counted(offloaded: OffloadedModel, read: int, tokens: int) -> Json:
 
 
 def ours(spec: Json) -> Json:
-    """Offloaded from the disk. `identical`: whether all logits have the resident model's bits; `same_tokens`: the share
-    of the same largest one."""
+    """Run the model offloaded from the disk.
+
+    Returns:
+        The results, with `identical` (all logits equal the resident model's bit for bit) and `same_tokens` (share of
+        steps with the same argmax).
+    """
     config = OffloadConfig.from_dict({"store_folder": spec["store_folder"], **spec["options"]})
     truth = None if spec["truth"] is None else load_file(spec["truth"])
     config = replace(config, predictor=spec.get("predictor"))
@@ -155,7 +159,7 @@ def ours(spec: Json) -> Json:
 
 
 def resident(spec: Json) -> Json:
-    """The whole model in memory: what all are compared with, and the routing of the text."""
+    """Run the whole model in memory: the reference for all sides, and the text's routing."""
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype="auto").eval()
     ready()
     with experts_implementation(model, kernel_name(model)), recorded_routing(find_moe_layers(model)) as ids:
@@ -166,7 +170,7 @@ def resident(spec: Json) -> Json:
 
 @contextmanager
 def recorded_routing(view: MoEView) -> Iterator[Callable[[], Any]]:
-    """Gives a function that returns the ids [T, L, K] of all forwards."""
+    """Record the routing; yield a function that returns the ids [T, L, K] of all forward passes."""
     seen: list[Tensor] = []
     handles = [layer.router.register_forward_hook(lambda _m, _i, out: seen.append(out[2].clone())) for layer in view]
 
@@ -179,14 +183,14 @@ def recorded_routing(view: MoEView) -> Iterator[Callable[[], Any]]:
 
 
 def disk(spec: Json) -> Json:
-    """The rate of sequential direct reads."""
+    """Measure the bandwidth of sequential direct reads."""
     path = next(Path(spec["store_folder"]).glob("*.safetensors"))
     ready()
     return {"rate": disk_rate(path, _READ_AT_ONCE, most=spec["disk_bytes"])}
 
 
 def main() -> None:
-    """Run, and leave what was found with this process's own peak of resident memory."""
+    """Run, and write the results with this process's peak resident memory."""
     torch.set_num_threads(SPEC["threads"])
     warnings.filterwarnings("ignore", message=".*is made again.*")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,4 +1,4 @@
-"""Result files that a benchmark goes on with where it stopped."""
+"""Result files that a benchmark can resume."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from expertcast.runtime.benchmarking.bench import hardware
 
 
 class ResultFile:
-    """The result of a benchmark, and the file that holds it after every run.
+    """Result of a benchmark, written to a file after every run.
 
     Args:
-        path: of the file; an earlier result there is gone on with.
-        settings: with which its runs must have been made, under `settings` there.
+        path: the file; an existing one is resumed.
+        settings: settings of the runs, stored under `settings`.
 
     Raises:
-        ExpertcastError: the file is of other settings, or holds no result.
+        ExpertcastError: the file has other settings, or is not a result.
     """
 
     def __init__(self, path: Path, settings: Json) -> None:
@@ -31,7 +31,7 @@ class ResultFile:
             self.values = self._earlier(settings)
 
     def write(self) -> None:
-        """Write the values with date, the command that started this process, versions and hardware."""
+        """Write the values with date, command, versions and hardware."""
         self.values |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance()}
         write_json(self._path, {**self.values, "hardware": hardware()})
 
@@ -39,9 +39,7 @@ class ResultFile:
         try:
             found = json.loads(self._path.read_bytes())
         except (OSError, ValueError) as error:
-            raise ExpertcastError(
-                f"{self._path} holds no result ({error}): remove it, or give another --out"
-            ) from error
+            raise ExpertcastError(f"{self._path} is not a result ({error}): remove it, or use another --out") from error
         if not isinstance(found, dict) or found.get("settings") != settings:
-            raise ExpertcastError(f"{self._path} is of other settings: remove it, or give another --out")
+            raise ExpertcastError(f"{self._path} has other settings: remove it, or use another --out")
         return found

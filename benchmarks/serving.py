@@ -1,17 +1,16 @@
-"""Requests per second, time to first token and time per token of servers, resident and offloaded, under load.
+"""Requests per second, time to first token and time per token of resident and offloaded servers under load.
 
     python -m benchmarks.serving --vllm-python PYTHON --out benchmarks/results/serving.json
 
-starts one server after another over the bundled model, through --rounds rounds, and has 1, 4 and 16 of OpenAI's own
-clients ask each the same prompts, greedily and streamed: transformers' server with the model resident, with its
-experts offloaded on demand, and exact with forecasts by a linear predictor (trained here), one at a time and with
-continuous batching; and, where PYTHON is that of an environment with vLLM and the plug-in, vLLM's, likewise. A
-quarter of the experts has slots, behind an emulated link. Sides and loads run in one order in the first round, in the
-other in the second, and so on. Each side's texts are compared with those of its resident side, its requests per second
-with those of other sides in the same round. Behind its loads each server gets SIGTERM while one client reads a long
-answer.
+The benchmark starts one server after another over the bundled model, in --rounds rounds. 1, 4 and 16 clients of
+OpenAI's library send the same prompts, decoded greedily and streamed. Sides: transformers' server with the resident
+model, with experts offloaded on demand, and with exact forecasts by a linear predictor (trained here), each one request
+at a time and with continuous batching; and vLLM's server likewise, if PYTHON belongs to an environment with vLLM and
+the plug-in. A quarter of the experts has slots, behind an emulated link. Every second round reverses the order of sides
+and loads. Each side's texts are compared with those of its resident side, and its requests per second with other sides
+of the same round. After its loads each server gets SIGTERM while one client reads a long answer.
 
-The file is written behind every server; given again, the command goes on where it stopped. --small takes a minute.
+The file is written after every server; a second call resumes it. --small takes a minute.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from expertcast.predictors.messages import Json
 from expertcast.training.fit import fit
 
 SETTINGS = ("clients", "requests", "new_tokens", "slots", "bandwidth", "threads", "train_tokens")
-"""Runs of a file with the same ones are kept."""
+"""Settings that must be equal to resume a file."""
 SMALL: Json = {"clients": [1, 2], "requests": 4, "new_tokens": 4, "rounds": 1, "train_tokens": 4000,
                "sides": ["one by one"]}  # fmt: skip
 PROMPT_WORDS, PROMPTS = 24, 16
@@ -52,7 +51,7 @@ _T = TypeVar("_T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 with one line on standard error."""
+    """Run the benchmark; return 0, or 2 after one line on standard error."""
     args = read_arguments(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
@@ -64,20 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Bench:
-    """Measures what is not known yet.
+    """Runs the missing measurements and writes the result file.
 
     Args:
-        args: of the command line.
-        folder: for the model, the predictor and logs.
+        args: arguments of the command line.
+        folder: folder for the model, the predictor and logs.
 
     Raises:
-        ExpertcastError: the file that it would go on with is of other settings, or no side is left to measure.
+        ExpertcastError: the file to resume has other settings, or no side is selected.
     """
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._args, self._folder = args, folder
         if args.vllm_python is not None and shutil.which(args.vllm_python) is None:
-            raise ExpertcastError(f"--vllm-python {args.vllm_python}: there is no such interpreter")
+            raise ExpertcastError(f"--vllm-python {args.vllm_python} does not exist: use another interpreter")
         self._setting = Setting(
             model=folder / "model", predictor=str(folder / "checkpoint"), slots=args.slots, bandwidth=args.bandwidth,
             threads=args.threads, vllm=args.vllm_python,
@@ -85,13 +84,13 @@ class Bench:
         every = sides(self._setting)
         self._sides = chosen(every, args.sides or ())
         if not self._sides:
-            raise ExpertcastError(f"no side has any of {args.sides} in its name: {', '.join(e.name for e in every)}")
+            raise ExpertcastError(f"--sides {args.sides} selects none of {', '.join(e.name for e in every)}")
         self._file = ResultFile(args.out, {name: getattr(args, name) for name in SETTINGS})
         self.result = self._file.values
         self._revision = provenance()["git_revision"]
 
     def measure(self) -> None:
-        """Every side under every load, --rounds times; the file is written behind each.
+        """Measure every side under every load, --rounds times.
 
         Raises:
             ExpertcastError: a server does not answer.
@@ -130,12 +129,12 @@ class Bench:
 
 
 def prepare(model: Path, checkpoint: Path, tokens: int) -> None:
-    """The bundled model as files, and a linear predictor of it: what both servers' layers see is enough for it.
+    """Write the bundled model to files and train a linear predictor, whose inputs both servers provide.
 
     Args:
-        model: folder to write, the tokenizer too.
-        checkpoint: folder to write.
-        tokens: to fit the predictor on.
+        model: folder for model and tokenizer.
+        checkpoint: folder for the predictor.
+        tokens: training tokens.
     """
     say(f"the model, and a predictor fitted on {tokens} tokens")
     tokenizer = load_tokenizer(REFERENCE)
@@ -148,43 +147,47 @@ def prepare(model: Path, checkpoint: Path, tokens: int) -> None:
 
 
 def prompts() -> list[str]:
-    """Beginnings of bundled documents."""
+    """Return the beginnings of bundled documents."""
     documents = [document.text for document in load_documents(REFERENCE)]
     return [" ".join(text.split()[:PROMPT_WORDS]) for text in documents[:: len(documents) // PROMPTS]][:PROMPTS]
 
 
 def in_turn(each: Sequence[_T], number: int) -> list[_T]:
-    """As they are in the first round, the other way round in the second, and so on: no difference comes of order."""
+    """Return the items in order, or reversed in every second round."""
     return list(each if number % 2 == 0 else each[::-1])
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What --small does not say is as it is elsewhere, and what is given counts more."""
+    """Parse the command line; --small changes the defaults."""
     return _parser(small=_parser().parse_args(arguments).small).parse_args(arguments)
 
 
 def _parser(*, small: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", metavar="PYTHON", help="of an environment with vLLM and the plug-in")
-    parser.add_argument("--sides", nargs="*", metavar="WORDS", help="only sides with any of these in their name")
-    parser.add_argument("--clients", nargs="+", type=positive, default=[1, 4, 16], help="at once (default: 1 4 16)")
-    parser.add_argument("--requests", type=positive, default=16, help="under each load (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=positive, default=24, help="of each request (default: %(default)s)")
-    parser.add_argument("--rounds", type=positive, default=2, help="through all servers (default: %(default)s)")
-    parser.add_argument("--slots", type=positive, default=192, help="of 768 experts (default: %(default)s)")
+    parser.add_argument(
+        "--vllm-python", metavar="PYTHON", help="interpreter of an environment with vLLM and the plug-in"
+    )
+    parser.add_argument("--sides", nargs="*", metavar="WORDS", help="only sides whose name contains one of these")
+    parser.add_argument(
+        "--clients", nargs="+", type=positive, default=[1, 4, 16], help="simultaneous clients (default: 1 4 16)"
+    )
+    parser.add_argument("--requests", type=positive, default=16, help="requests per load (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=positive, default=24, help="tokens per request (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=2, help="rounds through all servers (default: %(default)s)")
+    parser.add_argument("--slots", type=positive, default=192, help="slots for 768 experts (default: %(default)s)")
     parser.add_argument(
         "--bandwidth", type=positive_number, default=1.2e8, help="bytes per second (default: %(default)g)"
     )
-    parser.add_argument("--threads", type=positive, default=2, help="of each server (default: %(default)s)")
+    parser.add_argument("--threads", type=positive, default=2, help="threads per server (default: %(default)s)")
     parser.add_argument(
-        "--train-tokens", type=positive, default=60_000, help="to fit the predictor on (default: %(default)s)"
+        "--train-tokens", type=positive, default=60_000, help="tokens to train the predictor (default: %(default)s)"
     )
     parser.add_argument("--small", action="store_true", help="three servers, few tokens, one round: a minute")
-    parser.add_argument("--out", type=new_file, required=True, help="JSON file to write, or to go on with")
+    parser.add_argument("--out", type=new_file, required=True, help="JSON file to write or to resume")
     parser.set_defaults(**(SMALL if small else {}))
     return parser
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server under way goes, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running server
     raise SystemExit(main())

@@ -1,7 +1,7 @@
-"""Clients of a server, and the figures of what they got.
+"""Clients of a server, and the figures from their answers.
 
-They are OpenAI's own: many at once, each asking again as soon as it is answered, and one that reads a long answer while
-the server gets SIGTERM.
+Clients of OpenAI's library send requests at the same time, each the next one after its answer. Another client reads a
+long answer while the server gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ WAIT_S = 300.0
 
 
 class _CutOffError(Exception):
-    """A stream ended without its text, or before it said how long it is."""
+    """A stream ended before its text or its token count."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request got."""
+    """Answer to one request."""
 
     prompt: int
     text: str
     tokens: int
     first_s: float
-    """From asking to the first text."""
+    """Seconds from the request to the first text."""
     seconds: float
-    """From asking to the last."""
+    """Seconds from the request to the last text."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What all requests of one load got."""
+    """Answers to all requests of one load."""
 
     answers: list[Answer]
     lost: int
-    """Requests that failed."""
+    """Number of failed requests."""
     seconds: float
 
 
 def ask(address: str, model: str, prompts: list[str], *, clients: int, requests: int, new_tokens: int) -> Load:
-    """Ask prompts in turn until so many requests are answered, greedily and streamed.
+    """Send prompts in turn, greedily and streamed.
 
     Args:
-        address: of the server.
-        model: its name there.
-        prompts: taken one after another, again from the first behind the last.
-        clients: that ask at once.
-        requests: in all.
-        new_tokens: of each.
+        address: URL of the server.
+        model: its model's name.
+        prompts: sent one after another, and again from the first.
+        clients: simultaneous clients.
+        requests: total number of requests.
+        new_tokens: tokens per request.
     """
     return asyncio.run(_load(address, model, prompts, clients, requests, new_tokens))
 
@@ -102,26 +102,26 @@ async def _one(client: AsyncOpenAI, model: str, prompts: list[str], prompt: int,
 
 
 PROMPT, NEW_TOKENS = "It is a truth", 900
-"""What the bundled model writes behind it has no end within so many tokens."""
+"""A prompt and a number of tokens within which the bundled model's answer does not end."""
 TOLD, CUT_OFF, WHOLE, HALF = "told", "cut off", "whole", "half"
 _PARTS = 8
-"""Parts of the answer that came before the server is told."""
+"""Parts of the answer received before SIGTERM."""
 
 
 def ended(server: Running, model: str) -> Json:
     """End a server while one client reads a long answer.
 
     Args:
-        server: that nobody else asks.
-        model: its name there.
+        server: a server without other clients.
+        model: its model's name.
 
     Returns:
-        `seconds` from SIGTERM until its processes were gone, and whether they had to be `killed`; its exit `status`,
-        below 0 the signal that ended it; and the client's `answer`: "told" by an error that it ends, "cut off" with the
-        connection, "whole" to its last token, or "half" of one that looks whole.
+        `seconds` from SIGTERM to the end of all processes; `killed`, whether they needed SIGKILL; `status`, the exit
+        status (negative: the signal that ended it); and the client's `answer`: "told" by an error message, "cut off"
+        with the connection, "whole" to its last token, or "half" if it is incomplete but looks whole.
 
     Raises:
-        ExpertcastError: the answer was over before some parts had come.
+        ExpertcastError: the answer ended before SIGTERM.
     """
     begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
@@ -129,7 +129,7 @@ def ended(server: Running, model: str) -> Json:
         while not begun.wait(0.01):
             if reading.done():
                 found = f"{reading.result()}; {server.last_lines()}"
-                raise ExpertcastError(f"{server.side.name}: a long answer was over before it had begun: {found}")
+                raise ExpertcastError(f"{server.side.name}: the long answer ended before SIGTERM: {found}")
         start = time.perf_counter()
         killed = not end(server.process)
         seconds = time.perf_counter() - start
@@ -137,15 +137,15 @@ def ended(server: Running, model: str) -> Json:
 
 
 def what_came(address: str, model: str, begun: threading.Event) -> str:
-    """Read a long answer to wherever it ends.
+    """Read a long answer to its end.
 
     Args:
-        address: of the server.
-        model: its name there.
-        begun: set once some parts have come.
+        address: URL of the server.
+        model: its model's name.
+        begun: set after the first parts.
 
     Returns:
-        as `answer` of :func:`ended`.
+        `answer` of :func:`ended`.
     """
     parts, counted, reason = 0, 0, None
     try:
@@ -170,18 +170,19 @@ def what_came(address: str, model: str, begun: threading.Event) -> str:
 
 
 OTHERS = ("resident", "on_demand", "one_by_one")
-"""Sides that a side's requests per second are compared with."""
+"""Sides to compare requests per second with."""
 Loads = dict[tuple[str, int], dict[int, Json]]
-"""What a file keeps of each load, by side and clients, and by round."""
+"""Stored results by side and number of clients, then by round."""
 
 
 def kept(load: Load, clients: int, before: tuple[float, float] | None, after: tuple[float, float] | None) -> Json:
-    """What a file keeps of a load.
+    """Return the stored form of a load, with texts as hashes.
 
     Args:
-        load: it.
-        clients: that asked at once.
-        before, after: the server's counts of hits and misses; None where experts are resident.
+        load: the load.
+        clients: simultaneous clients.
+        before: the server's hits and misses before the load; None for resident experts.
+        after: the same after the load.
     """
     found = {"clients": clients, "seconds": load.seconds, "lost": load.lost, "hits": None, "misses": None}
     if before is not None and after is not None:
@@ -192,11 +193,11 @@ def kept(load: Load, clients: int, before: tuple[float, float] | None, after: tu
 
 
 def figures(result: Json) -> Json:
-    """What a result's runs come to: `rows`, `ratios`, `memory` and `ends`.
+    """Compute `rows`, `ratios`, `memory` and `ends` from a result's runs.
 
     Args:
-        result: with `runs`, one for each side and round: `side`, `round`, `loads` as :func:`kept` has them,
-            `memory_bytes` before and behind these, `end` as :func:`ended` says it.
+        result: its `runs` have one entry per side and round: `side`, `round`, `loads` from :func:`kept`,
+            `memory_bytes` before and after them, and `end` from :func:`ended`.
     """
     loads: Loads = {}
     own: dict[str, list[Json]] = {}
@@ -220,7 +221,7 @@ def _row(side: str, clients: int, loads: Loads) -> Json:
     first = [answer["first_s"] for answer in answers]
     longer = [answer for answer in answers if answer["tokens"] > 1]
     each = [(answer["seconds"] - answer["first_s"]) / (answer["tokens"] - 1) for answer in longer] or [0.0]
-    expected = {  # in batches a resident side need not agree with itself
+    expected = {  # a batched resident side need not agree with itself
         (answer["prompt"], answer["text"])
         for (name, _), by_round in loads.items()
         for load in by_round.values()
@@ -240,7 +241,7 @@ def _row(side: str, clients: int, loads: Loads) -> Json:
 
 
 def _ratios(side: str, clients: int, loads: Loads) -> dict[str, list[float]]:
-    """How many times a side's requests per second are those of others, by round."""
+    """Return the ratios of a side's requests per second to other sides', by round."""
     server, _, kind = side.rpartition(": ")
     others = {
         "resident": f"{server}: {RESIDENT}" if kind != RESIDENT else "",

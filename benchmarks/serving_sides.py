@@ -1,4 +1,4 @@
-"""Servers that are compared: their commands, and how one is started, asked for its counts and memory, and ended."""
+"""Servers to compare: their commands, and how to start, query and end them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLUGIN = "/expertcast/metrics"
 
 @dataclass(frozen=True)
 class Setting:
-    """What all servers have in common."""
+    """Common settings of all servers."""
 
     model: Path
     predictor: str
@@ -36,33 +36,33 @@ class Setting:
     bandwidth: float
     threads: int
     vllm: str | None = None
-    """Python of an environment with vLLM and the plug-in."""
+    """Interpreter of an environment with vLLM and the plug-in."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One server: its command without the port, and its environment beside this process's."""
+    """One server: its command without the port, and additional environment variables."""
 
     server: str
     kind: str
     command: Sequence[str]
     environment: Json = field(default_factory=dict)
     metrics: str | None = None
-    """Route of its page that says what its experts did; None: they are resident."""
+    """Route of its Prometheus page; None for resident experts."""
 
     @property
     def name(self) -> str:
-        """In tables."""
+        """Name in tables."""
         return f"{self.server}: {self.kind}"
 
     @property
     def like(self) -> str:
-        """The resident side whose texts it must give."""
+        """Resident side with the expected texts."""
         return f"{self.server}: {RESIDENT}"
 
 
 def sides(setting: Setting) -> list[Side]:
-    """All that can run here, resident ones first."""
+    """Return all sides that can run here."""
     model, found = str(setting.model), list[Side]()
     offload = ["--slots", str(setting.slots), "--bandwidth", str(setting.bandwidth)]
     own = [sys.executable, "-m", "expertcast.cli", "serve", model, "--dtype", "fp32", *offload]
@@ -83,21 +83,20 @@ def sides(setting: Setting) -> list[Side]:
 
 
 def chosen(every: Sequence[Side], words: Sequence[str]) -> list[Side]:
-    """Those with any of these words in their name, and the resident sides that they are compared with; all without
-    words."""
+    """Return the sides whose name contains one of the words, with their resident sides; all without words."""
     named = [side for side in every if not words or any(word in side.name for word in words)]
     return [side for side in every if side in named or any(side.name == one.like for one in named)]
 
 
 def place(name: str) -> tuple[int, int]:
-    """Where a side stands in tables."""
+    """Return a side's position in tables."""
     server, _, kind = name.rpartition(": ")
     return SERVERS.index(server), KINDS.index(kind)
 
 
 def _vllm(setting: Setting, python: str) -> list[Side]:
     served = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.model), "--dtype", "float32"]
-    # without the last it kills its engine at once when it is told to end
+    # without --shutdown-timeout it kills its engine at once
     served += ["--max-model-len", "1024", "--enforce-eager", "--shutdown-timeout", "10"]
     cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
            "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
@@ -112,14 +111,14 @@ def _vllm(setting: Setting, python: str) -> list[Side]:
 
 
 STARTS_S, ENDS_S = 180.0, 30.0
-"""Within which a server answers, and is gone when it is told to end."""
+"""Time limits for a server's start and end."""
 _HITS, _MISSES = "expertcast_expert_hits_total", "expertcast_expert_misses_total"
 _LAST_LINES = 3
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers."""
+    """A running server."""
 
     side: Side
     address: str
@@ -127,10 +126,10 @@ class Running:
     log: Path
 
     def counts(self) -> tuple[float, float] | None:
-        """Requests of experts that found a slot, and those that did not, since it began; None where all are resident.
+        """Return expert hits and misses since the start; None for resident experts.
 
         Raises:
-            ExpertcastError: the side is to be offloaded, and its page says nothing of experts: it is not.
+            ExpertcastError: the page has no expert counts, so nothing is offloaded.
         """
         side = self.side
         if side.metrics is None:
@@ -148,28 +147,28 @@ class Running:
         return hits, misses
 
     def resident_bytes(self) -> int:
-        """Memory of its processes that is its own."""
+        """Return the unique memory of its processes in bytes."""
         own = psutil.Process(self.process.pid)
         every = [own, *own.children(recursive=True)]
         return sum(each.memory_full_info().uss for each in every if each.is_running())
 
     def last_lines(self) -> str:
-        """What it wrote last."""
+        """Return the end of its log."""
         return " / ".join(self.log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:])
 
 
 @contextmanager
 def running(side: Side, setting: Setting, log: Path) -> Iterator[Running]:
-    """A side's server; it is gone behind the block.
+    """Run a side's server inside this context.
 
     Raises:
-        ExpertcastError: it ended before it answered, or did not answer in time.
+        ExpertcastError: the server ended before it answered, or did not answer in time.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": str(setting.threads), **side.environment}
     if side.command[0] == setting.vllm:
-        environment.pop("PYTHONPATH", None)  # it has its own packages
+        environment.pop("PYTHONPATH", None)  # that environment has its own packages
     with log.open("wb") as lines:
         process = subprocess.Popen(
             [*side.command, "--port", str(port)], env=environment, stdout=lines, stderr=lines, start_new_session=True
@@ -183,14 +182,14 @@ def running(side: Side, setting: Setting, log: Path) -> Iterator[Running]:
 
 
 def end(process: subprocess.Popen[bytes], seconds: float = ENDS_S) -> bool:
-    """Tell a server to end, and wait until its processes are gone.
+    """End a server with SIGTERM and wait until its processes are gone.
 
     Args:
-        process: it, at the head of a session of its own.
-        seconds: after which they are killed.
+        process: the server, leader of its own session.
+        seconds: time until SIGKILL.
 
     Returns:
-        whether they went by themselves.
+        Whether the processes ended without SIGKILL.
     """
     until, children = time.monotonic() + seconds, list[psutil.Process]()
     if process.poll() is None:
@@ -208,7 +207,7 @@ def end(process: subprocess.Popen[bytes], seconds: float = ENDS_S) -> bool:
 
 def _gone(process: psutil.Process) -> bool:
     try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE  # if nobody asks how it ended
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE  # a zombie was not waited for
     except psutil.NoSuchProcess:
         return True
 

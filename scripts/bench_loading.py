@@ -1,11 +1,11 @@
-"""What loading takes: time, and the most memory the host holds, for load_offloaded and for the ways around it.
+"""Loading time and peak host memory of load_offloaded and of its alternatives.
 
-A checkpoint of random weights in the shape of Qwen3-MoE (one tensor per expert, several shards) is made in a
-temporary folder. Every measurement is a fresh process that has loaded the bundled model once before, so that
-libraries are not counted; while it loads, this process reads its memory from /proc every millisecond.
+The script writes a checkpoint of random weights in the shape of Qwen3-MoE (one tensor per expert, several shards) to a
+temporary folder. Every measurement is a fresh process that has loaded the bundled model before, so that libraries are
+not counted. While it loads, this process reads its memory from /proc every millisecond.
 
-rss       peak resident memory above the level before loading, files of this process's own mapping included
-anonymous the same without file pages: what cannot be dropped
+rss       peak resident memory above the level before loading, including mapped files
+anonymous the same without file pages, which the system can drop
 
     python scripts/bench_loading.py --json benchmarks/results/loading.json
 """
@@ -37,7 +37,7 @@ METHODS = ("load_offloaded memory", "load_offloaded disk", "from_pretrained", "f
 
 
 def main() -> None:
-    """Measure and write the JSON; or, as a child, load and report."""
+    """Measure and write the JSON, or, as a child, load a model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--experts", type=int, default=24)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def make_checkpoint(folder: Path, args: argparse.Namespace) -> int:
-    """Random weights in bf16, saved as on the hub; bytes of its safetensors."""
+    """Save a model of random bf16 weights; return the bytes of its safetensors files."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=4096, hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=8,
@@ -89,7 +89,7 @@ def make_checkpoint(folder: Path, args: argparse.Namespace) -> int:
 
 
 def child(method: str, folder: str) -> None:
-    """Warm up, wait for the word, load, run one token, and say how long loading took."""
+    """Warm up, wait for a line on standard input, load, print the seconds, and run three tokens."""
     finish(load(method, "reference"))
     print("ready", flush=True)
     sys.stdin.readline()
@@ -103,7 +103,7 @@ def child(method: str, folder: str) -> None:
 
 
 def load(method: str, folder: str) -> PreTrainedModel | OffloadedModel:
-    """Load a model as the method's name says."""
+    """Load a model by one of `METHODS`."""
     if method.startswith("load_offloaded"):
         return expertcast.load_offloaded(folder, device="cpu", slots=16, store=method.split()[1])
     model = load_model(folder)
@@ -111,13 +111,13 @@ def load(method: str, folder: str) -> PreTrainedModel | OffloadedModel:
 
 
 def finish(model: object) -> None:
-    """Close it, if it is offloaded."""
+    """Close an offloaded model."""
     if isinstance(model, OffloadedModel):
         model.close()
 
 
 def measure(method: str, folder: Path) -> dict[str, float]:
-    """One child: seconds, and peak bytes above the level before loading."""
+    """Run one child; return its seconds, and peak bytes above the level before loading."""
     command = [sys.executable, __file__, "--child", method, str(folder)]
     environment = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(
@@ -132,7 +132,7 @@ def measure(method: str, folder: Path) -> dict[str, float]:
         peak = dict(before)
         process.stdin.write("go\n")
         process.stdin.flush()
-        while process.poll() is None:  # to the end: the first forward counts
+        while process.poll() is None:  # includes the first forward pass
             with contextlib.suppress(OSError):
                 for name, value in memory(process.pid).items():
                     peak[name] = max(peak[name], value)
@@ -142,16 +142,16 @@ def measure(method: str, folder: Path) -> dict[str, float]:
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Resident bytes of a process, by kind."""
+    """Return the resident bytes of a process by kind."""
     rows = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
-    if "VmRSS" not in rows:  # it is ending
+    if "VmRSS" not in rows:  # the process is ending
         return {}
     size = {name: int(rows[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon")}
     return {"rss": size["VmRSS"], "anonymous": size["RssAnon"]}
 
 
 def summary(measured: list[dict[str, float]], size: int) -> dict[str, float]:
-    """Median seconds; the worst peak."""
+    """Return the median seconds and the highest peaks."""
     seconds = statistics.median(run["seconds"] for run in measured)
     worst = {name: max(run[name] for run in measured) for name in ("rss", "anonymous")}
     return {
@@ -165,7 +165,7 @@ def summary(measured: list[dict[str, float]], size: int) -> dict[str, float]:
 
 
 def print_table(result: Json) -> None:
-    """A row per method."""
+    """Print one row per method."""
     print(f"checkpoint {result['checkpoint_bytes'] / 1e6:.0f} MB")
     print(f"{'':30}{'seconds':>9}{'MB/s':>9}{'rss':>8}{'anonymous':>11}   (peak, times the checkpoint)")
     for method, run in result["runs"].items():

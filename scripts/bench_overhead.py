@@ -1,11 +1,11 @@
-"""Python's own work per MoE layer and token: policy, books, ordering; launches of copies and kernels apart.
+"""Python time of the runtime per MoE layer and token: policies, cache and ordering, without launches.
 
     python scripts/bench_overhead.py --json benchmarks/results/overhead.json
 
-The real engine runs decode steps of a model with 128 experts per layer, 8 per token, and 512 slots, from recorded
-routing in which half of the requests miss. What it would launch is replaced: the link's copies arrive at once and move
-nothing, the experts' kernels return their input, forecasts are read from a list; `followed`: the drift monitor compares
-them with the routing. `--profile` shows where time goes.
+The real engine runs decode steps of a model with 128 experts per layer, 8 per token and 512 slots, with routing for
+which half of the requests miss. Everything it would launch is replaced: copies arrive at once and move nothing, experts
+return their input, forecasts come from a list. Run `prefetch_followed` adds the drift monitor. `--profile` prints a
+profile.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HIDDEN = 16
 
 
 class NoLink(Link):
-    """Copies arrive at once and move nothing."""
+    """Link whose copies arrive at once and move nothing."""
 
     name = "none"
 
@@ -63,7 +63,7 @@ class NoLink(Link):
 
 
 class NoKernel(SlotKernel):
-    """Experts that cost nothing."""
+    """Experts that return their input."""
 
     def run(
         self,
@@ -78,7 +78,7 @@ class NoKernel(SlotKernel):
 
 
 class ListedForecasts(Speculator):
-    """Forecasts made beforehand: the true routing of the next layer, with some experts replaced."""
+    """Prepared forecasts: the next layer's true routing with some experts replaced."""
 
     listed: list[Forecast | None]
 
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=60, help="decode steps per run (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="print where the time of a prefetching run goes")
+    parser.add_argument("--profile", action="store_true", help="print a profile of a run with prefetching")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -129,9 +129,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_steps(tokens: int, missing: float) -> list[Step]:
-    """Routing in which each expert of a layer stays from one token to the next with probability 1 - `missing`.
+    """Draw routing in which each expert of a layer is kept for the next token with probability 1 - `missing`.
 
-    512 slots hold 10.7 experts of each of the 48 layers: what is not repeated from the last token is most likely gone.
+    512 slots hold 10.7 experts of each of the 48 layers, so an expert that the last token did not use is probably
+    evicted.
     """
     rng = random.Random(0)
     now = [rng.sample(range(EXPERTS), TOP_K) for _ in range(LAYERS)]
@@ -146,7 +147,7 @@ def make_steps(tokens: int, missing: float) -> list[Step]:
 
 
 def run(steps: list[Step], *, forecasts: bool, drift: bool = False) -> tuple[float, float]:
-    """(seconds per layer and token, copies per request) of all steps but the first few, which fill the slots."""
+    """Return (seconds per layer and token, copies per request), without the first steps, which fill the slots."""
     engine, layers, speculator, stats = build(forecasts, drift)
     hidden_TD = torch.zeros(1, HIDDEN)
     warm = len(steps) // 4
@@ -166,7 +167,7 @@ def run(steps: list[Step], *, forecasts: bool, drift: bool = False) -> tuple[flo
 
 
 def build(forecasts: bool, drift: bool) -> tuple[HostEngine, MoEView, ListedForecasts, RunStatistics]:
-    """The runtime's own parts around a link and a kernel that do nothing; `drift`: forecasts' recall is followed."""
+    """Build the engine with a link and kernels that do nothing; `drift` adds the drift monitor."""
     config = Qwen3MoeConfig(
         vocab_size=32, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
         moe_intermediate_size=HIDDEN, num_attention_heads=2, num_key_value_heads=1, head_dim=8,

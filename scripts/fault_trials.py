@@ -1,6 +1,6 @@
-"""Shared by `kill_commands.py` and `mutate_artefacts.py`: small artefacts, functions run in forks, their outcomes.
+"""Shared code of `kill_commands.py` and `mutate_artefacts.py`: small artefacts, functions run in forks, and outcomes.
 
-The process that forks runs no tensor operation itself: threads that those start would not be there in the fork.
+The parent process runs no tensor operation: the threads that those start would be missing in a fork.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ STORE, CONFIG, DATA = "store", "config", "data"
 ARTEFACTS = (TRACES, ESTIMATOR, FREE, NEXT_TOKEN, STORE, CONFIG, DATA)
 CONFIG_FILE = "offload.json"
 MODEL, TEXTS = "model", "text.jsonl"
-"""Beside the artefacts: a model with a tokenizer, and what the traces are of."""
+"""A model with a tokenizer, and the text of the traces; both beside the artefacts."""
 PROMPT = "It was a dark and stormy night"
 TEXT = "the old man went down to the river and saw that the boat was gone so he sat by the water until morning came"
 TOKENS = 360
 _SPEED = ("bandwidth", "latency")
-"""Left out: a file may ask for a link of one byte per second, and gets it."""
+"""Options left out of the file: a damaged value could be a valid link of one byte per second."""
 ESTIMATOR_SETTINGS = "parameters=2000", "steps=6", "step_tokens=32"
 NEXT_TOKEN_SETTINGS = "steps=4", "tokens=2"
 
 
 def collect_words(made: Path, out: Path, data: Path | None = None) -> list[str]:
-    """The command that collects them, of `data` where that is given."""
+    """Return the command that collects traces, from `data` or the default text."""
     text = str(data or made / TEXTS)
     return ["collect", str(made / MODEL), "--data", text, "--tokens", str(TOKENS), "--window", "16", "--batch-size",
             "2", "--out", str(out)]  # fmt: skip
 
 
 def train_words(traces: Path, name: str, out: Path) -> list[str]:
-    """The command that trains a checkpoint."""
+    """Return the command that trains a checkpoint."""
     settings = {ESTIMATOR: ESTIMATOR_SETTINGS, NEXT_TOKEN: NEXT_TOKEN_SETTINGS}.get(name, ())
     words = ["train", str(traces), "--predictor", name, "--out", str(out)]
     return [*words, "--set", *settings] if settings else words
 
 
 def generate_words(made: Path, *more: str) -> list[str]:
-    """The command that decodes a few tokens with a third of the experts."""
+    """Return the command that decodes a few tokens with slots for a third of the experts."""
     slots = () if "--config" in more else ("--slots", "8")
     return ["generate", str(made / MODEL), "--prompt", PROMPT, "--new-tokens", "3", *slots, *more]
 
 
 def make(made: Path, seed: int) -> None:
-    """Make all of them, from weights drawn from `seed`. Runs tensor operations."""
+    """Create all artefacts from random weights. Runs tensor operations."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -113,36 +113,36 @@ _IMPORTS = ("cli", "commands.collect", "commands.eval", "commands.generate", "co
             "commands.train", "training.estimator", "training.next_token", "runtime.loading")  # fmt: skip
 _TIMED_OUT = "Timeout ("
 _RAISED = 70
-"""Exit status after an exception; sysexits.h's for an error in the program."""
+"""Exit status after an exception: EX_SOFTWARE of sysexits.h."""
 
 
 def prepare() -> None:
-    """Before the first fork: import what the commands need, once for all forks."""
+    """Import everything that the commands need, before the first fork."""
     for module in _IMPORTS:
         importlib.import_module(f"expertcast.{module}")
     gc.collect()
-    gc.freeze()  # a collection in a fork would copy every page that holds an object
+    gc.freeze()  # a garbage collection in a fork would copy every page with an object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the fork may take."""
+    """Resource limits of a fork."""
 
     seconds: float = 30.0
-    """It is ended after these, with a traceback of where it was."""
+    """Time limit; at its end the fork prints a traceback and exits."""
     memory: int | None = None
-    """Bytes of addresses beyond those that it starts with."""
+    """Address space in bytes beyond that at the start."""
     file_bytes: int | None = None
-    """Size of a file: writing beyond fails as on a full disk, with another reason."""
+    """Largest size of a file in bytes; longer writes fail, similar to a full disk."""
     user: int | None = None
-    """Whom it runs as, in place of root, who may write anywhere."""
+    """User id to run as, because root may write anywhere."""
     by_mode: bool = False
-    """Whether files' modes hold for root too."""
+    """Whether file modes apply to root too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a fork ended."""
+    """Result of a fork."""
 
     status: int
     """Exit status, negative for a signal."""
@@ -152,37 +152,37 @@ class Ended:
 
     @property
     def hung(self) -> bool:
-        """Whether it was ended for its time."""
+        """Whether it exceeded its time limit."""
         return _TIMED_OUT in self.err
 
     @property
     def raised(self) -> bool:
-        """Whether an exception came through, or a signal ended it."""
+        """Whether it ended by an exception or a signal."""
         return self.status == _RAISED or self.status < 0
 
 
 def run(work: Callable[[], int], folder: Path, limits: Limits, kill_after: float | None = None) -> Ended:
-    """Run it to its end, or to its kill.
+    """Run a function in a fork to its end, or until it is killed.
 
     Args:
-        work: gives the exit status.
-        folder: what it prints is kept there, in `out` and `err`.
-        limits: see there.
-        kill_after: seconds after which it is sent SIGKILL.
+        work: function that returns the exit status.
+        folder: folder for the output, in the files `out` and `err`.
+        limits: resource limits.
+        kill_after: seconds until SIGKILL; None: no kill.
     """
     wait, child = start(work, folder, limits)
     if kill_after is not None:
         time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)  # nobody else waits for it: the number is still its own
+        os.kill(child, signal.SIGKILL)  # not waited for yet, so the process id is still its own
     return wait()
 
 
 def start(work: Callable[[], int], folder: Path, limits: Limits) -> tuple[Callable[[], Ended], int]:
-    """Begin; gives what waits for the end, and the process's number."""
+    """Start a fork; return a function that waits for its end, and the process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     for name in ("out", "err"):
-        (folder / name).unlink(missing_ok=True)  # what is read there is this fork's
+        (folder / name).unlink(missing_ok=True)  # output of an earlier fork
     begin = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -197,10 +197,10 @@ def start(work: Callable[[], int], folder: Path, limits: Limits) -> tuple[Callab
 
 
 def call(work: Callable[[], object], folder: Path) -> object:
-    """What a function gives back, by way of JSON.
+    """Run a function in a fork and return its result, by JSON.
 
     Raises:
-        RuntimeError: it raised.
+        RuntimeError: the function raised.
     """
     result = folder / "result.json"
 
@@ -248,7 +248,7 @@ def _limit(limits: Limits) -> None:
 
 
 def _drop_override() -> None:
-    """Give up the capabilities by which root reads and writes what modes forbid (Linux)."""
+    """Drop the capabilities that let root ignore file modes (Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, twice 32 bits
@@ -267,10 +267,10 @@ CLASSES = (*GOOD, *BAD)
 
 LIMITS = Limits(seconds=20.0, memory=2 << 30, by_mode=True)
 _EXPECTED = ("command", "git_revision", "checkpoint", "folder")
-"""Members of a result that say where and when."""
+"""Members of a result that depend on place and time."""
 
 Operation = Callable[[Path, Path, Path], Any]
-"""Of the undamaged artefacts, the damaged one and a folder to write in; gives what must be right."""
+"""Function of the undamaged artefacts, the damaged artefact and an output folder; it returns the result to compare."""
 
 
 def _command(words: Callable[[Path, Path, Path], list[str]]) -> Operation:
@@ -375,11 +375,11 @@ OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
         "collect": (1, _command(lambda made, target, out: collect_words(made, out / "collected", target))),
     },
 }  # fmt: skip
-"""By artefact and name, with the weight that it is drawn by: the cheap ones more often."""
+"""Operations by artefact and name, each with its relative frequency; cheap ones are more frequent."""
 
 
 def refusing(work: Callable[[], object]) -> Callable[[], int]:
-    """Of a fork: an error of the project's ends it as it ends the command line."""
+    """Wrap a fork's function so that an expertcast error ends it as it ends the command line."""
 
     def refused() -> int:
         from expertcast.predictors import ExpertcastError
@@ -395,33 +395,33 @@ def refusing(work: Callable[[], object]) -> Callable[[], int]:
 
 
 def perform(artefact: str, name: str, made: Path, target: Path, out: Path) -> tuple[Ended, Any]:
-    """Run an operation in a fork; what it gave, None where it failed."""
+    """Run an operation in a fork; return how it ended and its result, None if it failed."""
     result, operation = out / "given.json", OPERATIONS[artefact][name][1]
     ended = run(refusing(lambda: result.write_text(json.dumps(operation(made, target, out)))), out, LIMITS)
     return ended, comparable(json.loads(result.read_text())) if result.is_file() else None
 
 
 def open_artefact(artefact: str, target: Path) -> Any:
-    """What a loader reads of an artefact."""
+    """Return what the loader reads from an artefact."""
     return OPERATIONS[artefact]["open"][1](target, target, target)
 
 
 def refusal(ended: Ended) -> str:
-    """The line in which something was refused; empty where it was not, or not in one line."""
+    """Return the one-line error message of a refusal; empty if the process did not end with one."""
     words = ended.err.split("expertcast: ")
     one = ended.status == 2 and len(words) > 1 and "\n" not in words[-1].strip() and "Traceback" not in ended.err
     return words[-1].strip() if one else ""
 
 
 def outcome(ended: Ended, given: Any, right: Any, target: Path, edited: bool) -> tuple[str, str]:
-    """The class of what came out, and a line about it.
+    """Classify an outcome and describe it in a line.
 
     Args:
         ended: how the operation ended.
-        given: what it gave.
-        right: what it gives for undamaged files.
-        target: the artefact: a refusal names it or a file in it.
-        edited: whether another result is as right: the file may be edited by hand, or was sealed anew.
+        given: its result.
+        right: the result for undamaged files.
+        target: the artefact; a refusal names it or one of its files.
+        edited: whether a different result is correct because the file may be edited by hand, or was sealed again.
     """
     last = ended.err.strip().splitlines()[-1:] or [""]
     if ended.hung:
@@ -440,7 +440,7 @@ def outcome(ended: Ended, given: Any, right: Any, target: Path, edited: bool) ->
 
 
 def comparable(given: Any) -> Any:
-    """A result without what says where and when, and what depends on how fast a link was."""
+    """Return a result without values that depend on place, time or speed."""
     if isinstance(given, dict):
         if "tokens" in given and "stats" in given:
             return {"tokens": given["tokens"], "text": given["text"]}
@@ -449,7 +449,7 @@ def comparable(given: Any) -> Any:
 
 
 def difference(right: Any, given: Any, place: str = "") -> str:
-    """Where two results part, first."""
+    """Describe the first difference between two results."""
     if isinstance(right, dict) and isinstance(given, dict):
         for name in sorted(right.keys() | given.keys()):
             if right.get(name) != given.get(name):

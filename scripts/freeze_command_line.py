@@ -1,8 +1,8 @@
-"""Write the commands' options and help to the file that the command line reads before torch is imported.
+"""Write the commands' options and help to the file that the command line reads before it imports torch.
 
     python scripts/freeze_command_line.py
 
-Run it after an option, its help, a predictor, a policy, a preset, a draft or a codec was changed.
+Run it after a change of an option, a help text, a predictor, a policy, a preset, a draft or a codec.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from expertcast.commands.frozen import FILE, TYPES
 
 
 def frozen() -> str:
-    """The file's content, with help for a terminal of 80 columns."""
+    """Return the file's content, with help for a terminal of 80 columns."""
     os.environ["COLUMNS"] = "80"
     commands = next(action for action in build_parser()._actions if action.dest == "command").choices
     assert isinstance(commands, dict)
@@ -25,7 +25,7 @@ def frozen() -> str:
 
 
 def described(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """A command's options and help, as the file has them."""
+    """Return a command's options and help in the file's format."""
     options = []
     for action in parser._actions:
         if action.dest == "help":

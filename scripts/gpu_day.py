@@ -1,15 +1,15 @@
-"""Run the GPU tests and the benchmarks of decoding on a machine with a GPU, each into a file of one folder.
+"""Run the GPU tests and the decoding benchmarks on a machine with a GPU, with a result file per step.
 
     python scripts/gpu_day.py --out benchmarks/results/gpu-DATE
 
     OUT/
       gpu_day.json     date, versions, hardware, and for each step its command, exit status and seconds
-      tests.txt        pytest -m gpu: a line per test
-      NAME.txt         what a step printed
-      NAME.json        its results, where the command writes any
+      tests.txt        output of pytest -m gpu
+      NAME.txt         output of a step
+      NAME.json        results of a step, if its command writes any
 
-A step that fails or exceeds its time limit does not stop the others. A second call skips the steps that succeeded.
-Exit status 0, or 1 if a step failed.
+A step that fails or exceeds its time limit does not stop the others. A second call skips the steps that succeeded. Exit
+status 0, or 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHAPE = "qwen3-30b-a3b"
 
 
 def commands(out: Path) -> dict[str, list[str]]:
-    """The steps by name, in the order in which they run."""
+    """Return the commands by step, in order."""
     bench = [*EXPERTCAST, "bench", SHAPE, "--device", "cuda", "--layers", "12", "--cache", "both"]
     found = {
         "tests": [sys.executable, "-m", "pytest", "-m", "gpu", "-v"],
@@ -52,7 +52,7 @@ def commands(out: Path) -> dict[str, list[str]]:
 
 
 def run(command: list[str], log: Path, seconds: float) -> dict[str, Any]:
-    """Run one command from the root of the checkout; returns its command, exit status (None: stopped) and seconds."""
+    """Run one command from the root of the checkout; return its command, exit status (None: timeout) and seconds."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     begin = time.monotonic()
     with log.open("wb") as output:
@@ -66,7 +66,7 @@ def run(command: list[str], log: Path, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run all steps; returns the exit status."""
+    """Run all steps; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for the results")
     parser.add_argument("--steps", nargs="+", metavar="NAME", help="run only these (default: all)")

@@ -1,14 +1,14 @@
-"""Kill commands at random moments, fill their disk, take their folder's permissions, start them twice at once.
+"""Kill commands at random moments, fill their disk, deny access to their folder, and run them twice at once.
 
     python scripts/kill_commands.py --kills 20 --seed 0 --json kills.json
     python scripts/kill_commands.py --signals --json signals.json
 
-Commands run in forks of this process on small artefacts (see `mutate_artefacts.py`). After each fault three things must
-hold: what a command prints is one line, or nothing where it was killed; what it leaves behind is refused in one line or
-is right; and the same command, given again, ends with the result of an undisturbed one and with no other files.
+Commands run in forks of this process on small artefacts (see `mutate_artefacts.py`). Three conditions are checked after
+each fault: the command prints one line, or nothing if it was killed; its leftover files are correct or refused in one
+line; and the same command, run again, ends with the result of an undisturbed run and with no other files.
 
-`--signals` sends SIGTERM and SIGINT instead, at three moments each, to every command that needs no hub, and prints what
-came of it.
+`--signals` instead sends SIGTERM and SIGINT at three moments each to every command that needs no hub, and prints the
+outcomes.
 """
 
 from __future__ import annotations
@@ -56,34 +56,34 @@ SIGNALS = signal.SIGTERM, signal.SIGINT
 HELD = "as it must be"
 NOBODY = 65534
 LONGEST = (20_000, 40_000, 70_000)
-"""Bytes of the longest file that can be written; what is printed is one, so that less would cut it off."""
+"""Limits of file size in bytes. Printed output is a file too, so smaller limits would cut it off."""
 ROOM = (4096, 8192, 16_384, 65_536)
-"""Bytes that a disk has left, in whole pages."""
+"""Free bytes on the disk, in whole pages."""
 LIMITS = Limits(seconds=900.0)
 _SERVING = "serving "
 _RESULT, _EVENTS = "result.json", "events"
 
 Strikes = Callable[[int, str, tuple[Any, ...]], bool]
-"""Of an audit event's number, name and values: whether the signal comes then."""
+"""Function of an audit event's number, name and values: whether to send the signal then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command, and what must come of it."""
+    """A command and its expected behaviour."""
 
     words: Callable[[Path, Path], list[str]]
     opens: str | None = None
-    """The artefact that it writes; None where people read what is written, or nothing is."""
+    """Artefact that it writes; None if its output is for people, or it writes nothing."""
     over: str | None = None
-    """The artefact that is there already."""
+    """Artefact that exists before it runs."""
     exact: bool = True
-    """Whether it gives the same result every time; what it measures differs."""
+    """Whether its result is reproducible; measured times are not."""
     serves: bool = False
-    """Whether it ends by a signal alone."""
+    """Whether it runs until a signal."""
 
 
 def _on_a_few(*words: str) -> Callable[[Path, Path], list[str]]:
-    """On the small model with few slots and few tokens; `{}` is where to write."""
+    """Return the words of a command on the small model with few slots; `{}` is replaced by the output path."""
     return lambda made, out: [words[0], str(made / MODEL), "--slots", "8", *(word.format(out) for word in words[1:])]
 
 
@@ -118,12 +118,12 @@ COMMANDS = {
 }
 """Every command of `expertcast` that needs no hub; `refit` trains over an older checkpoint."""
 STRUCK = ("collect", "train", "refit", "generate", "eval", "simulate")
-"""Those that get all faults; signals come to all but `refit`."""
+"""Commands that get all faults; all but `refit` get signals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What came of one fault."""
+    """Outcome of one fault."""
 
     command: str
     fault: str
@@ -137,7 +137,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """What came of one signal."""
+    """Outcome of one signal."""
 
     command: str
     moment: str
@@ -149,7 +149,7 @@ class Interrupted:
 
     @property
     def right(self) -> bool:
-        """Whether it ended at once with its status and one line, and the same command ends as if nothing had been."""
+        """Whether it ended at once with the right status and line, and the same command then runs as if undisturbed."""
         number = getattr(signal, self.signal)
         ended = self.command == "serve" and self.moment == MIDDLE
         wanted = (0, "") if ended else (128 + number, "expertcast: interrupted; run the same command again")
@@ -159,7 +159,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Undisturbed:
-    """What a command leaves and gives when nothing happens to it."""
+    """Result and files of an undisturbed command."""
 
     result: Any
     files: list[str]
@@ -168,7 +168,7 @@ class Undisturbed:
 
 
 class Trials:
-    """Faults of commands in a folder, which holds the artefacts that they read."""
+    """Runs commands with faults in a folder that has their input artefacts."""
 
     def __init__(self, folder: Path) -> None:
         self.made = folder / "made"
@@ -177,7 +177,7 @@ class Trials:
         fault_trials.call(lambda: fault_trials.make(self.made, 0), self.notes)
 
     def faults(self, name: str, kills: int, rng: Random) -> Iterator[Row]:
-        """All faults of one command."""
+        """Yield the outcomes of all faults of one command."""
         command, right = COMMANDS[name], self._undisturbed(name)
 
         def row(fault: str, after: float, found: str | None) -> Row:
@@ -210,7 +210,7 @@ class Trials:
             yield row("two at once", after, found)
 
     def signals(self, name: str) -> Iterator[Interrupted]:
-        """Both signals at three moments of one command."""
+        """Yield the outcomes of both signals at three moments of one command."""
         command, right = COMMANDS[name], self._undisturbed(name)
         middle = None if command.serves else lambda count, *_: count >= right.events // 2
         strikes = {MIDDLE: middle, WRITING: _writing(self.folder)}
@@ -227,7 +227,7 @@ class Trials:
                 yield Interrupted(name, moment, number.name, status, _last_line(err), left, again)
 
     def _at_start(self, words: list[str], number: signal.Signals) -> tuple[int, str]:
-        """A process that gets the signal while it imports torch."""
+        """Start a process and send the signal while it imports torch."""
         command = [sys.executable, "-m", "expertcast.cli", *words, "--json", str(self.notes / _RESULT)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         maps = Path(f"/proc/{process.pid}/maps")
@@ -235,7 +235,7 @@ class Trials:
             time.sleep(0.005)
         process.send_signal(number)
         _, err = process.communicate(timeout=LIMITS.seconds)
-        ended = process.returncode  # Python ends itself by SIGINT where one came in code that an extension ran
+        ended = process.returncode  # Python kills itself with SIGINT if it arrived inside an extension
         return 128 - ended if ended < 0 else ended, err
 
     def _two_at_once(self, command: Command, out: Path, after: float) -> list[Ended]:
@@ -255,7 +255,9 @@ class Trials:
         number: int = signal.SIGTERM,
         notes: Path | None = None,
     ) -> Callable[[], int]:
-        """Make the work of a fork: it sends itself a signal when it `strikes`, and writes result and event count."""
+        """Return the function of a fork: it runs the command, sends itself a signal when `strikes` is true, and writes
+        result and event count.
+        """
         notes = notes or self.notes
         (notes / _RESULT).unlink(missing_ok=True)
 
@@ -271,7 +273,7 @@ class Trials:
         return work
 
     def _run(self, command: Command, out: Path, strikes: Strikes | None = None, number: int = signal.SIGTERM) -> Ended:
-        """A server that is not struck gets the signal once it serves."""
+        """Run a command. A server without `strikes` gets the signal once it serves."""
         wait, child = fault_trials.start(self._work(command, out, strikes, number), self.notes, LIMITS)
         if command.serves:
             err = self.notes / "err"
@@ -286,7 +288,7 @@ class Trials:
         return Undisturbed(result, files_in(self.place), seconds, int((self.notes / _EVENTS).read_text()))
 
     def _result(self, name: str) -> tuple[Any, float]:
-        """Run a command and the one that opens its output; return what they say and the seconds."""
+        """Run a command and open its artefact; return both results and the seconds."""
         command, out = COMMANDS[name], self.place / name
         ended = self._run(command, out)
         if ended.status:
@@ -299,7 +301,7 @@ class Trials:
         return [given, fault_trials.call(lambda: open_artefact(artefact, out), self.notes)], ended.seconds
 
     def _again(self, name: str, right: Undisturbed) -> str | None:
-        """What is wrong with what is there, or with the same command run again."""
+        """Check leftover files and run the command again; return what is wrong, or None."""
         if found := self._left(name):
             return found
         try:
@@ -312,7 +314,7 @@ class Trials:
         return f"other files: {_in_short(odd)}" if odd else None
 
     def _left(self, name: str) -> str | None:
-        """What is wrong with what is there: it must be right, or refused in one line."""
+        """Check that leftover files are correct or refused in one line; return what is wrong, or None."""
         artefact, out = COMMANDS[name].opens, self.place / name
         if artefact is None or not out.exists():
             return None
@@ -320,7 +322,7 @@ class Trials:
         return f"what was left behind: {ended.err[-1500:]}" if ended.status and not refusal(ended) else None
 
     def _fresh(self, name: str) -> Path:
-        """Nothing but what is there before."""
+        """Clear the output folder and restore the artefact that exists before the command runs."""
         self._clear()
         out, over = self.place / name, COMMANDS[name].over
         if over is not None:
@@ -329,7 +331,7 @@ class Trials:
 
     @contextmanager
     def _small_disk(self, name: str, room: int) -> Iterator[Path | None]:
-        """A fresh folder on a file system that has so much room left; None where this process may mount none."""
+        """Mount a file system with `room` bytes free; yield a fresh folder on it, or None without permission."""
         page = 4096
         there = sum(-(-path.stat().st_size // page) * page for path in self._fresh(name).rglob("*"))
         self._clear()
@@ -352,7 +354,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def _writing(folder: Path) -> Strikes:
-    """Strikes at the next event after a file below `folder` was opened to write it."""
+    """Return a function that strikes at the next event after a file below `folder` is opened for writing."""
     begun: list[bool] = []
 
     def strikes(_: int, event: str, values: tuple[Any, ...]) -> bool:
@@ -366,7 +368,7 @@ def _writing(folder: Path) -> Strikes:
 
 
 def _watch(strikes: Strikes | None, number: int) -> Callable[[], int]:
-    """Send this process a signal at the first audit event that `strikes`; gives what counts the events."""
+    """Send this process a signal at the first audit event that strikes; return a function that counts the events."""
     count, sent = 0, False
 
     def hook(event: str, values: tuple[Any, ...]) -> None:
@@ -396,7 +398,7 @@ def _in_short(files: list[str]) -> str:
 
 
 def signal_table(rows: list[Interrupted]) -> str:
-    """Markdown: a row per command and moment, both signals in it where they differ in the status alone."""
+    """Return a Markdown table with a row per command and moment; equal cells of both signals are merged."""
     lines = ["| command | moment | SIGTERM | SIGINT | said | left on disk | the same command again |", "|" + "---|" * 7]
     for command, moment in dict.fromkeys((row.command, row.moment) for row in rows):
         own = {row.signal: row for row in rows if (row.command, row.moment) == (command, moment)}
@@ -408,7 +410,7 @@ def signal_table(rows: list[Interrupted]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Per command and fault, how often all was as it must be."""
+    """Return a table of trials and correct outcomes by command and fault."""
     tried = collections.Counter((row.command, row.fault) for row in rows)
     held = collections.Counter((row.command, row.fault) for row in rows if row.right)
     lines = [f"{'command':10}{'fault':34}{'tried':>7}{'held':>7}"]
@@ -417,15 +419,15 @@ def table(rows: list[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; returns the exit status."""
+    """Run the trials; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="of each command (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=20, help="kills per command (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=list(COMMANDS), help="(default: all commands)")
     parser.add_argument("--signals", action="store_true", help="SIGTERM and SIGINT at three moments each")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and pass that on
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit an ignored SIGINT
     fault_trials.prepare()
     names = args.only or ([name for name in COMMANDS if name != "refit"] if args.signals else STRUCK)
     rows: list[Any] = []

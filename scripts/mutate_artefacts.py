@@ -1,20 +1,20 @@
-"""Damage the files of small artefacts, open them with the commands, and count what comes of it.
+"""Damage files of small artefacts, open them with the commands, and count the outcomes.
 
     python scripts/mutate_artefacts.py --count 2000 --seed 0 --json faults.json
 
-An artefact (traces, checkpoints, an expert store, a file of options, texts) is copied, one of its files is changed, and
-up to two operations open it, each in a fork of this process with a limit of time and memory. What may come out:
+An artefact (traces, checkpoints, an expert store, an options file, texts) is copied and one of its files is changed. Up
+to two operations then open it, each in a fork with limits of time and memory. Outcomes:
 
-    right       the same result as of the undamaged files, compared exactly
-    edited      another result of a file that people edit, or whose digest was made anew on purpose
+    right       the same result as for the undamaged files, compared exactly
+    edited      another result of a file that people may edit, or that was sealed again on purpose
     refused     exit status 2 and one line that names the file or its folder
-    unnamed     the same with a line that does not
+    unnamed     exit status 2 and one line that names neither
     traceback   an exception, a signal, or more than one line
-    changed     another result, without a word
-    hung        no end in 20 seconds
+    changed     another result without an error
+    hung        no end within 20 seconds
 
-The first three are right; the exit status is 1 if there was any other. `--only N` makes case N of a seed alone, and
-says what happened; its files stay in `--out`.
+The first three are correct; the exit status is 1 if there was any other. `--only N` runs case N of a seed alone and
+prints its outcome; its files stay in `--out`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DEEP = "[" * 100_000 + "]" * 100_000
 _HOLE = '"a hole in the JSON"'
 _TRIES = 50
 _IRREGULAR = ("folder", "link to itself", "pipe", "socket", "endless", "unreadable")
-"""What may stand in the place of a file: `endless` is a link to /dev/zero."""
+"""Things that can replace a file; `endless` is a link to /dev/zero."""
 
 
 def mutate(path: Path, others: list[Path], rng: Random) -> str:
@@ -56,11 +56,11 @@ def mutate(path: Path, others: list[Path], rng: Random) -> str:
 
     Args:
         path: the file.
-        others: files that may take its place.
-        rng: draws which change, and what of it.
+        others: files that may replace it.
+        rng: draws the change.
 
     Returns:
-        What was done.
+        A description of the change.
     """
     kinds: list[Change] = [*_BYTES]
     if path.suffix == ".json":
@@ -98,7 +98,7 @@ def _place(path: Path, others: list[Path], rng: Random) -> str:
     elif what == "pipe":
         os.mkfifo(path)
     elif what == "socket":
-        with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):  # an address is 108 characters
+        with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):  # addresses have at most 108 bytes
             bound.bind(path.name)
     return what
 
@@ -153,7 +153,7 @@ _BYTES: list[Change] = [_flip, _flip, _byte, _swap, _fill, _cut, _append, _inser
 
 
 def _member(data: bytes, rng: Random) -> tuple[bytes, str]:
-    """A member of an object, or an element of a list, made something else; sealed anew in half of the cases."""
+    """Change a member of an object or an element of a list; seal the document again in half of the cases."""
     values = json.loads(data)
     holder, key = _spot(values, rng)
     found = holder[key]
@@ -189,7 +189,7 @@ _MEMBERS: list[Change] = [_member, _member, _member, _document]
 
 
 def resealed(values: Any) -> Any:
-    """The object with the digest of its members as they are now; None where it has none."""
+    """Return the object with a new digest; None if it has none."""
     from expertcast.predictors.artefacts import SEAL, seal
 
     if not isinstance(values, dict) or SEAL not in values:
@@ -201,7 +201,7 @@ def resealed(values: Any) -> Any:
 
 
 def _header(data: bytes, rng: Random) -> tuple[bytes, str]:
-    """Entries of a safetensors header changed, moved, renamed; its length or the tensors' kept."""
+    """Change entries or the length of a safetensors header."""
     size = int.from_bytes(data[:8], "little")
     entries = json.loads(data[8 : 8 + size])
     names = [name for name in entries if name != "__metadata__"]
@@ -233,7 +233,7 @@ def _header(data: bytes, rng: Random) -> tuple[bytes, str]:
 
 
 def _spot(values: Any, rng: Random) -> tuple[Any, Any]:
-    """Somewhere in a JSON value: members near the top as often as those of long lists."""
+    """Choose a place in a JSON value; members near the top are as likely as those of long lists."""
     holder, key = None, None
     while isinstance(values, dict | list) and values and (holder is None or rng.random() < 0.6):
         holder = values
@@ -243,7 +243,7 @@ def _spot(values: Any, rng: Random) -> tuple[Any, Any]:
 
 
 def _near(value: Any, rng: Random) -> Any:
-    """Of the same kind or nearly so."""
+    """Return a value of the same or a similar type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -287,7 +287,7 @@ class Row:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; returns the exit status."""
+    """Run the trials; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2000, help="damaged files (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
@@ -317,11 +317,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Driver:
-    """The artefacts, and what their operations give when nothing is damaged.
+    """The artefacts, and the results of their operations without damage.
 
     Args:
-        folder: holds them; made if need be.
-        seed: what is damaged, and how.
+        folder: folder of the artefacts; created if needed.
+        seed: seed of the damage.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -368,7 +368,7 @@ class Driver:
         return given[0]
 
     def _copy(self, name: str) -> Path:
-        """Always at the same place, for results that say where."""
+        """Copy an artefact, always to the same place: results may contain the path."""
         target = self.work / name
         if target.exists():
             shutil.rmtree(target)
@@ -384,12 +384,12 @@ class Driver:
 
 
 def damageable(folder: Path) -> list[Path]:
-    """The files of an artefact that are read."""
+    """Return the files of an artefact that are read."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
 
 
 def counts(rows: list[Row]) -> dict[str, dict[str, int]]:
-    """Operations by file and class."""
+    """Return the number of operations by file and class."""
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for row in rows:
         found[row.file][row.outcome] += 1
@@ -397,7 +397,7 @@ def counts(rows: list[Row]) -> dict[str, dict[str, int]]:
 
 
 def table(by_file: dict[str, dict[str, int]]) -> str:
-    """A row per file, and their sum."""
+    """Return a table with a row per file and their sum."""
     total = {name: sum(row[name] for row in by_file.values()) for name in CLASSES}
     lines = [f"{'file':40}" + "".join(f"{name:>11}" for name in CLASSES)]
     lines += [f"{file:40}" + "".join(f"{row[name]:>11}" for name in CLASSES) for file, row in by_file.items()]

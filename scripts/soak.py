@@ -3,21 +3,21 @@
     python scripts/soak.py --requests 1000000 --seed 0 --processes 2 --json soak.json
 
 A case is a model (three families, two of them also as quantised checkpoints, and the bundled one; bf16 or fp32),
-options of an offload, and a few texts: forwards, forwards over a cache, and generations, greedy or sampled, in batches
-with left padding, with drafts or without. The resident model computes them first. Offloaded, the logits must have the
-same bits; what was drafted must have the same tokens. What may come out of a case:
+options of an offload, and a few computations: forward passes, forward passes over a cache, and generations, greedy or
+sampled, in batches with left padding, with drafts or without. The resident model computes them first. The offloaded
+model's logits must have the same bits, and drafted sequences the same tokens. Outcomes of a case:
 
-    right       as the resident model
-    wrong       other bits or tokens, or a model that was not put back as it was
+    right       equal to the resident model
+    wrong       other bits or tokens, or a model that was not restored
     crashed     an exception, or a signal
     hung        no end within `--seconds`
 
-Options that are refused in one line are counted by that line, and drawn anew. Every token of a drafted text must be
-the resident model's likeliest where it reads what was verified, in forwards of the same shapes over a cache of its own.
-In fp32 the text is the plain one as well. In bf16 shapes round differently, and it may part from the plain one where
-those forwards say so: at a tie (the plain steps' two largest logits are equal) or a near tie. Both are counted. The run
-ends when layers have requested enough experts. A case depends on the seed and its number alone: `--only N` runs case N
-of a seed again. The exit status is 1 if any case was not right.
+Refused options are counted by their error message and drawn again. Every token of a drafted sequence must be the
+resident model's most probable one, computed in forward passes of the same shapes as the verifications, over a separate
+cache. In fp32 the sequence also equals the plain one. In bf16, shapes round differently, so it may differ from the
+plain one at a tie (the plain step's two largest logits are equal) or a near tie; both are counted. The run ends after
+enough expert requests. A case depends only on the seed and its number: `--only N` runs case N of a seed again. The exit
+status is 1 if any case was not right.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from random import Random
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of tiny operations only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads do not help tiny operations
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 import torch
@@ -102,7 +102,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }  # fmt: skip
 _MODELS = {"qwen3_moe": 4, "deepseek_v3": 4, "gpt_oss": 4, FP8: 1, MXFP4: 1, REFERENCE: 3}
-"""How often each is drawn."""
+"""Relative frequency of each model."""
 _OPTIONS = {
     "top_k": ["overfetch=1.5", "overfetch=3.0"], "percentile": ["over=token", "over=mass", "percentile=50.0"],
     "threshold": ["above=0.1", "of=softmax,above=0.04"], "value": ["eviction=always", "least=0.2"],
@@ -111,7 +111,7 @@ _OPTIONS = {
     "gap": ["literal=true", "tau=0.2,r_max=4"], "substitute": ["tolerance=1.0"], "drop": ["fetched=1"],
     "cache_aware": ["strength=1.0"], "early_exit": ["layers=1", "layers=3"], "bitsplit": ["shards=1", "shards=3"],
 }  # fmt: skip
-"""Options of policies, drafts and codecs that are drawn beside the defaults."""
+"""Options of policies, drafts and codecs, drawn beside the defaults."""
 _ESTIMATOR = {"parameters": 80_000, "steps": 8, "step_tokens": 64}
 _PREDICTORS = {
     "estimator": _ESTIMATOR, "next_token": {"steps": 8, "width": 16},
@@ -127,46 +127,46 @@ TOTALS = ("requests", "cases", "right", "wrong", "crashed", "hung", "drafted tex
 
 @dataclass(kw_only=True)
 class Text:
-    """What a model computes."""
+    """One computation of a case."""
 
     kind: str
-    """forward, cached (forwards over one cache) or generate."""
+    """forward, cached (forward passes over one cache) or generate."""
     start: int
-    """Of the prompts in the bundled text."""
+    """Position of the prompts in the bundled text."""
     lengths: tuple[int, ...]
-    """Of the prompts, one a row."""
+    """Lengths of the prompts, one per row."""
     new: int = 0
     sampling: dict[str, float] = field(default_factory=dict)
-    """Greedy where empty."""
+    """Sampling options; empty for greedy decoding."""
     ends: bool = False
-    """Whether a token that is generated half-way is the last of its row."""
+    """Whether a token generated half-way is an end token."""
     draft: str = NONE
     draft_length: int | None = None
 
 
 @dataclass(kw_only=True)
 class Case:
-    """A model, how it is offloaded, and what it computes."""
+    """A model, the options of its offload, and its computations."""
 
     model: str
     dtype: str
     kernel: str
     loaded: bool
-    """From its files, rather than from the resident model."""
+    """Whether the model is loaded from files instead of being offloaded in memory."""
     options: dict[str, Any]
     texts: list[Text]
 
 
 class Refused(Exception):  # noqa: N818
-    """Options that do not go together."""
+    """A combination of options that expertcast refuses."""
 
 
 class World:
-    """Models and what belongs to them, made when they are first used.
+    """Models with their traces, predictors and stores, created at their first use.
 
     Args:
-        folder: holds the models' files.
-        own: of this process: traces, predictors, stores.
+        folder: folder of the models' files.
+        own: this process's folder for traces, predictors and stores.
     """
 
     def __init__(self, folder: Path, own: Path) -> None:
@@ -179,13 +179,13 @@ class World:
         return REFERENCE if model == REFERENCE else str(self._folder / model)
 
     def model(self, name: str, dtype: str) -> PreTrainedModel:
-        """The resident model."""
+        """Return the resident model."""
         if (name, dtype) not in self.models:
             self.models[name, dtype] = without_end(load_model(self.path(name), dtype=dtype))
         return self.models[name, dtype]
 
     def checkpoint(self, name: str, dtype: str, predictor: str) -> str:
-        """The folder of a predictor that was trained for the model."""
+        """Return the folder of a predictor trained for the model."""
         folder = self.own / f"{name}-{dtype}" / predictor
         if not folder.exists():
             if (name, dtype) not in self._traces:
@@ -203,12 +203,12 @@ class World:
 
     @cached_property
     def assistant(self) -> PreTrainedModel:
-        """A dense model that drafts."""
+        """Dense model for assisted drafting."""
         return made(Qwen3Config(**_COMMON, intermediate_size=32))
 
 
 def made(config: PretrainedConfig) -> PreTrainedModel:
-    """A random model, in fp32."""
+    """Return a random fp32 model."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -218,14 +218,14 @@ def made(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def without_end(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, whose texts end by their length."""
+    """Remove the model's end token, so that generations end by length."""
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
 def make_models(folder: Path) -> None:
-    """Write the families' models, and two of them quantised, into the folder."""
+    """Write the families' models, and two quantised ones, to a folder."""
     tokenizer = load_tokenizer(REFERENCE)
     for name in (*CONFIGS, FP8, MXFP4):
         made(CONFIGS[name.partition("-")[0]]).bfloat16().save_pretrained(folder / name)
@@ -245,7 +245,7 @@ def _quantise(folder: Path, convert: Any, **settings: Any) -> None:
 
 
 def _fp8(tensors: dict[str, Tensor], name: str) -> None:
-    """Codes, and a scale for each block of 16 x 16."""
+    """Quantise a weight to fp8 with a scale per block of 16 x 16."""
     if ".mlp.experts." not in name and "_proj" not in name:
         return
     weight_RC = tensors[name].float()
@@ -263,7 +263,7 @@ def _mxfp4(tensors: dict[str, Tensor], name: str) -> None:
 
 
 def draw(choose: Random, world: World) -> Case:
-    """A case; some are refused."""
+    """Draw a case; expertcast refuses some of them."""
     model = choose.choices(list(_MODELS), list(_MODELS.values()))[0]
     dtype = "bf16" if model in (FP8, MXFP4) else choose.choice(("bf16", "bf16", "fp32"))
     kernel = choose.choice(("grouped_mm", "grouped_mm", "batched_mm"))
@@ -299,7 +299,7 @@ def _named(choose: Random, name: str) -> str:
 
 
 def _forecasts(choose: Random, layers: int) -> dict[str, Any]:
-    """What is forecast, and what policies make of it."""
+    """Draw options of forecasts and policies."""
     options: dict[str, Any] = {}
     if choose.random() < 0.15:
         lossless = [name for name, preset in PRESETS.items() if not preset.policies.lossy]
@@ -337,7 +337,7 @@ def _forecasts(choose: Random, layers: int) -> dict[str, Any]:
 
 
 def _transport(choose: Random, model: str, dtype: str) -> dict[str, Any]:
-    """Where experts lie and how they come. Pools are in experts."""
+    """Draw options of store and link. Pool sizes are in experts."""
     options: dict[str, Any] = {}
     if choose.random() < 0.4:
         shipped = {FP8: "fp8", MXFP4: "mxfp4"}.get(model)
@@ -377,7 +377,7 @@ def _text(choose: Random, drafts: bool, options: dict[str, Any]) -> Text:
             of_offload = "draft" in options and choose.random() < 0.5
             text.draft = "config" if of_offload else _named(choose, choose.choice((*DRAFTS, "policies", "assistant")))
             text.draft_length = None if text.draft == AUTO else choose.choice((None, 1, 2, 3, 5))
-        if choose.random() < 0.3:  # a draft's samples are others of the same distribution: the likeliest alone
+        if choose.random() < 0.3:  # drafts sample other tokens of the same distribution, so only top_k=1 is comparable
             text.sampling = {"top_k": 1} if text.draft != NONE else choose.choice(
                 ({"temperature": 0.7}, {"top_p": 0.9, "temperature": 1.3}, {"top_k": 20})
             )  # fmt: skip
@@ -385,10 +385,10 @@ def _text(choose: Random, drafts: bool, options: dict[str, Any]) -> Text:
 
 
 def open_offload(case: Case, world: World) -> Any:
-    """The case's model, offloaded.
+    """Offload the case's model.
 
     Raises:
-        ExpertcastError: these options do not go together.
+        ExpertcastError: the options do not fit together.
     """
     fields = dict(case.options)
     for kind in ("predictor", "next_token"):
@@ -409,13 +409,13 @@ def open_offload(case: Case, world: World) -> Any:
 
 
 def compute(model: Any, text: Text, world: World, end: int | None = None, **draft: Any) -> tuple[Tensor, list[Tensor]]:
-    """Tokens [B, S], and logits of every forward.
+    """Return tokens [B, S] and the logits of every forward pass.
 
     Args:
         model: resident or offloaded.
-        text: what it computes.
-        world: has the prompts.
-        end: a token that ends a row.
+        text: the computation.
+        world: provides the prompts.
+        end: an end token.
         draft: arguments of an offload's `generate`.
     """
     longest = max(text.lengths)
@@ -444,18 +444,18 @@ def compute(model: Any, text: Text, world: World, end: int | None = None, **draf
 
 @dataclass(kw_only=True)
 class Forward:
-    """What a model read over a cache."""
+    """One forward pass over a cache."""
 
     begin: int
-    """Tokens that the cache held before."""
+    """Tokens in the cache before it."""
     ids_BT: Tensor
     kept: int
-    """Last columns whose logits were asked for; 0: all."""
+    """Last positions with logits; 0: all."""
 
 
 @contextmanager
 def recorded(model: PreTrainedModel) -> Iterator[list[Forward]]:
-    """The model's forwards over a cache inside, as they were begun."""
+    """Record the model's forward passes over a cache."""
     found: list[Forward] = []
 
     def note(_model: object, _args: object, given: dict[str, Any]) -> None:
@@ -471,15 +471,18 @@ def recorded(model: PreTrainedModel) -> Iterator[list[Forward]]:
 
 
 def refuted(model: PreTrainedModel, text: Text, forwards: list[Forward], drafted_BS: Tensor, end: int | None) -> str:
-    """What the resident model says against a drafted text, in a line: it reads what the offload's verifications read,
-    in forwards of the same shapes over a cache of its own, and must find each new token the likeliest.
+    """Check a drafted sequence with the resident model; return the first error in a line, or an empty string.
+
+    The resident model repeats the offload's verifications in forward passes of the same shapes over a separate cache.
+    Each new token must be the most probable one.
 
     Args:
-        model: resident.
-        text: of the prompt.
-        forwards: of the offload, drafts included: what another one begins at or before is fed again is no verification.
-        drafted_BS: the tokens that came out.
-        end: a token that ends a row.
+        model: the resident model.
+        text: the computation.
+        forwards: forward passes of the offload, drafts included. A pass is not a verification if a later one starts
+            at or before its beginning.
+        drafted_BS: the drafted sequences.
+        end: an end token.
     """
     longest, past = max(text.lengths), DynamicCache(config=model.config)
     mask_BS = torch.ones(len(drafted_BS), longest + text.new, dtype=torch.long)
@@ -524,12 +527,13 @@ def refuted(model: PreTrainedModel, text: Text, forwards: list[Forward], drafted
 
 
 def parted(plain: tuple[Tensor, list[Tensor]], drafted_BS: Tensor, dtype: str) -> tuple[Counter[str], str]:
-    """Ties and near ties at which drafted rows part from plain ones, and a line about what may not part.
+    """Count the ties and near ties at which drafted sequences differ from plain ones; describe a forbidden difference
+    in a line.
 
     Args:
         plain: tokens [B, S] and logits [B, V] of every new token, of the resident model.
-        drafted_BS: tokens of the drafted generation.
-        dtype: of the model.
+        drafted_BS: the drafted sequences.
+        dtype: dtype of the model.
     """
     ties: Counter[str] = Counter()
     plain_BS, logits = plain
@@ -549,10 +553,10 @@ def parted(plain: tuple[Tensor, list[Tensor]], drafted_BS: Tensor, dtype: str) -
 
 
 def run(case: Case, world: World, counts: Counter[str]) -> str:
-    """The resident model's results, then the offload's. What is wrong, in a line.
+    """Run a case resident and offloaded; describe an error in a line.
 
     Raises:
-        Refused: the project refuses these options.
+        Refused: expertcast refuses the options.
     """
     resident = world.model(case.model, case.dtype)
     resident.set_experts_implementation(case.kernel)
@@ -593,7 +597,7 @@ def run(case: Case, world: World, counts: Counter[str]) -> str:
 def compare(
     offloaded: Any, text: Text, right: tuple[Tensor, list[Tensor]], world: World, end: int | None
 ) -> tuple[str, Tensor | None]:
-    """What is wrong with a text's result, in a line; the tokens, where they were drafted."""
+    """Describe an error of a computation in a line; also return the tokens if they were drafted."""
     if text.draft == NONE:
         tokens, logits = compute(offloaded, text, world, end, **({"draft": NONE} if text.kind == "generate" else {}))
         if not torch.equal(tokens, right[0]) or len(logits) != len(right[1]):
@@ -608,7 +612,7 @@ def compare(
 
 
 def run_case(seed: int, number: int, world: World, told: Callable[[Case], None]) -> tuple[str, str, Counter[str]]:
-    """Outcome, a line about it and counts of the first case of this number that is not refused."""
+    """Run the first case of this number that is not refused; return outcome, description and counts."""
     counts: Counter[str] = Counter()
     for attempt in itertools.count():
         case = draw(Random(f"{seed}:{number}:{attempt}"), world)
@@ -622,14 +626,14 @@ def run_case(seed: int, number: int, world: World, told: Callable[[Case], None])
         except Exception as error:
             traceback.print_exc()
             at, lines = traceback.extract_tb(error.__traceback__)[-1], [*str(error).splitlines(), ""]
-            world.models.pop((case.model, case.dtype), None)  # it may be offloaded still
+            world.models.pop((case.model, case.dtype), None)  # the model may still be offloaded
             return "crashed", f"{type(error).__name__}: {lines[0]} ({Path(at.filename).name}:{at.lineno})", counts
         return ("wrong" if line else "right"), line, counts + own
     raise AssertionError
 
 
 def work(connection: Connection, folder: Path, own: Path, args: argparse.Namespace, first: int) -> None:
-    """Cases one after another, until the process is ended."""
+    """Run cases one after another until the process is ended."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
@@ -642,10 +646,10 @@ def work(connection: Connection, folder: Path, own: Path, args: argparse.Namespa
 
 
 def results(folder: Path, args: argparse.Namespace) -> Iterator[tuple[int, str, str, str, Counter[str]]]:
-    """Number, text, outcome, a line about it and counts of every case, as they end.
+    """Yield number, text, outcome, description and counts of every finished case.
 
-    Cases run in forks. The process that forks runs no tensor operation itself: threads that those start would not be
-    there in the fork. A process that a case ended is followed by another one.
+    Cases run in forks. The parent process runs no tensor operation: the threads that those start would be missing in a
+    fork. A process that ended during a case is replaced.
     """
     context, started = multiprocessing.get_context("fork"), itertools.count()
     maker = context.Process(target=make_models, args=(folder,))
@@ -688,12 +692,12 @@ def results(folder: Path, args: argparse.Namespace) -> Iterator[tuple[int, str, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; returns the exit status."""
+    """Run the cases; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1_000_000, help="expert requests (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=1, help="that run cases (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=300, help="after which a case hangs (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=1, help="processes that run cases (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit of a case (default: %(default)s)")
     parser.add_argument("--only", type=int, metavar="N", help="case N alone")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     args = parser.parse_args(argv)

@@ -50,7 +50,7 @@ STATE, TOKENIZER, FINAL = "state", "tokenizer", "final"
 CHECKPOINT = "checkpoint.safetensors"
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_CHARACTERS = 2_000_000
-"""Of each domain, that train a new tokenizer."""
+"""Characters per domain that train a new tokenizer."""
 ENCODE_BATCH, EVALUATION_BATCH, SHORT_VALIDATION_WINDOWS = 256, 16, 16
 WEIGHT_DECAY, GRADIENT_NORM = 0.05, 1.0
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -206,7 +206,7 @@ def validate(model: Qwen3MoeForCausalLM, streams: dict[str, Stream], window: int
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Progress:
-    """Where a run stands, and what it has logged."""
+    """Position of a run and its logs."""
 
     step: int = 0
     seconds: float = 0.0
@@ -245,7 +245,7 @@ class Trainer:
         return self.options.learning_rate * warm * decay
 
     def run(self, streams: dict[str, Stream]) -> None:
-        """Train from wherever `progress` stands to the end of the budget; `streams` are for validation."""
+        """Train from `progress` to the end of the budget; `streams` are for validation."""
         options, progress = self.options, self.progress
         while self.fraction() < 1:
             start = time.monotonic()
@@ -305,7 +305,7 @@ class Trainer:
         os.replace(partial, self.checkpoint)
 
     def load(self) -> None:
-        """Read back what `save` wrote. Raises ExpertcastError if it is damaged or of a run with other settings."""
+        """Read a checkpoint of `save`. Raises ExpertcastError if it is damaged or has other settings."""
         try:
             with safe_open(self.checkpoint, "pt") as checkpoint:
                 metadata = checkpoint.metadata()
@@ -335,7 +335,7 @@ class Trainer:
 
 
 def training_report(trainer: Trainer, losses: dict[str, float], rows: Rows, started: dict[str, Any]) -> dict[str, Any]:
-    """Collect what training.json holds; `started` is the provenance that the run began with."""
+    """Return the content of training.json; `started` is the run's first provenance."""
     options, progress = trainer.options, trainer.progress
     sources = sorted({(row["domain"], row["source"], row["license"]) for row in rows})
     return {
@@ -450,7 +450,7 @@ def finish(
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train, or go on training, and leave the finished model in --out."""
+    """Train or resume, and write the finished model to --out."""
     started = provenance()
     rows, validation_rows = read_rows(options.corpus, "train"), read_rows(options.corpus, "validation")
     model = load_model(options.init) if options.init else choose_kernels(new_model(options.config, options.seed))
@@ -496,7 +496,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     add("--learning-rate", type=positive_number, default=4e-3, help="peak learning rate (default: %(default)s)")
     add("--warmup", type=positive, default=60, help="steps of linear warm-up (default: %(default)s)")
     add("--hold", type=float, default=0.3, help="share of the budget before the linear decay (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the first weights and of the window order (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and window order (default: %(default)s)")
     add("--compile", action="store_true", help="torch.compile each decoder layer")
     add("--checkpoint-every", type=positive, default=200, help="steps between checkpoints (default: %(default)s)")
     add("--validate-every", type=positive, default=400, help="steps between short validations (default: %(default)s)")
@@ -513,7 +513,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line; 0, or 2 with what was wrong on stderr."""
+    """Run the command line; return 0, or 2 after one line on standard error."""
     options = read_options(arguments)
     torch.set_num_threads(options.threads)
     keep_freed_memory()

@@ -1,1 +1,1 @@
-"""The CUDA path on a machine that is not there: its own code over streams, events and copy engines in virtual time."""
+"""Simulation of the CUDA path: the real code over streams, events and copy engines in virtual time."""

@@ -1,11 +1,12 @@
-"""What forecasts bring on a CUDA device in virtual time: the real link, engine and books, made-up seconds.
+"""Benefit of forecasts on a simulated CUDA device: the real link, engine and cache with assumed times.
 
     python -m benchmarks.timed --jobs 2 --out benchmarks/results/timed-device.json
 
-For five published shapes, four links, forecasts right 1 to .8 of the time, no cache to 45% of the experts resident, and
-a host that takes 650, 300 or 100 us to launch a layer eagerly, or nothing (a decode step as one CUDA graph over the
-kernel link): overlap efficiency and time per token over the bound. Then what parts of a step as graphs would bring.
-No GPU has been asked: docs/timed-device.md says where every constant comes from. --small takes one layer-cut shape.
+For five published shapes, four links, forecast accuracies from 0.8 to 1, cache sizes from 0 to 45% of the experts, and
+a host that takes 650, 300 or 100 us to launch a layer, or nothing (a decode step as one CUDA graph over the kernel
+link), it computes overlap efficiency and time per token over the bound. Then it computes the effect of CUDA graphs for
+parts of a step. The constants are published, estimated or measured on a CPU: docs/timed-device.md has their sources.
+--small runs one shape with two layers.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "olmoe-1b-7b", "mixtra
 ACCURACIES = (1.0, 0.95, 0.9, 0.8)
 CAPACITIES = (0.0, 0.1, 0.25, 0.45)
 HOST_US = (650.0, 300.0, 100.0, 0.0)
-"""Per layer, forecasts included; 0: one graph."""
+"""Host time per layer including forecasts, in microseconds; 0: one graph per step."""
 MAIN = SHAPES[0]
 PIECES = ((), ("forecast",), ("forecast", "attention"), ("forecast", "attention", "experts"))
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What one process does: all accuracies of a case, whose on-demand run they share."""
+    """Unit of work of one process: all accuracies of one case, which share its on-demand run."""
 
     shape: str
     layers: int | None
@@ -46,7 +47,7 @@ class Group:
 
 
 def rows(group: Group) -> list[Json]:
-    """One per accuracy."""
+    """Return one row per accuracy."""
     made = []
     for accuracy in ACCURACIES:
         step = step_costs(group.shape)
@@ -56,7 +57,7 @@ def rows(group: Group) -> list[Json]:
 
 
 def base(group: Group, accuracy: float, step: StepCosts) -> TimedCase:
-    """A case of a group, eager."""
+    """Return a group's case without CUDA graphs."""
     cached = group.capacity > 0
     return TimedCase(
         shape=group.shape, layers=group.layers, bandwidth=LINKS[group.link], accuracy=accuracy,
@@ -65,7 +66,7 @@ def base(group: Group, accuracy: float, step: StepCosts) -> TimedCase:
 
 
 def row(group: Group, accuracy: float, case: TimedCase) -> Json:
-    """What a case comes to."""
+    """Return the results of a case."""
     own = {name: value for name, value in asdict(group).items() if name != "layers"}
     return {
         **own,
@@ -77,7 +78,7 @@ def row(group: Group, accuracy: float, case: TimedCase) -> Json:
 
 
 def pieces(layers: int | None) -> list[Json]:
-    """Parts of a decode step launched as one graph each, on the two hosts of the constants."""
+    """Compute the effect of launching parts of a decode step as one graph each, on both hosts."""
     found = []
     for host, capacity in product(HOSTS, (0.0, 0.25, 0.45)):
         eager = step_costs(MAIN, host=host)
@@ -91,7 +92,7 @@ def pieces(layers: int | None) -> list[Json]:
 
 
 def groups(small: bool) -> Iterator[Group]:
-    """All cases, the ones with most layers first."""
+    """Yield all cases, those with most layers first."""
     if small:
         yield from (
             Group("olmoe-1b-7b", 2, "pcie4", capacity, host) for capacity in (0.0, 0.5) for host in (300.0, 0.0)
@@ -102,7 +103,7 @@ def groups(small: bool) -> Iterator[Group]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; returns the exit status."""
+    """Run the simulation; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="two layers of one shape")
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"benchmarks.timed: {error}", file=sys.stderr)
         return 2
     file.values |= {
-        "note": "figures of a model of a GPU: none was measured; constants in docs/timed-device.md",
+        "note": "simulated, not measured on a GPU; sources of the constants: docs/timed-device.md",
         "constants": {
             "driver": asdict(DriverCosts()),
             "graph": asdict(GRAPH_DRIVER),

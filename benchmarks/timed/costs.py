@@ -1,7 +1,7 @@
-"""How long the parts of a CUDA device and of an eager decode step take, in seconds and bytes per second.
+"""Assumed times of a CUDA device and of an eager decode step, in seconds, and bandwidths in bytes per second.
 
-Published figures, figures measured on a CPU, and estimates: each says which in brackets. Addresses, the machines behind
-the figures and what would measure them on a GPU: docs/timed-device.md. A GPU may refute any of them.
+Each constant is published, measured on a CPU, or estimated; the brackets say which. docs/timed-device.md has the
+sources, the machines behind the figures, and how to measure them on a GPU.
 
 E routed experts per layer, K experts per token.
 """
@@ -29,84 +29,86 @@ HOSTS = {"fast": 7.5e-6, "a100": 23.4e-6}
 
 `fast`: 4.3 us of Python and dispatch [measured, CPU of 2024] and 3.2 us of cudaLaunchKernel [exllama 29, H100]; others
 fitted 7 us to an operator [autoparallel 146, H100]. `a100`: generate() of Qwen1.5-MoE-A2.7B with batched_mm takes
-33.7 ms a token on an A100 machine [transformers 42697]; those are 1,440 launches."""
+33.7 ms a token on an A100 machine [transformers 42697], for 1,440 launches."""
 
 MEMORY_BANDWIDTH = 2.5e12
-"""Bytes per second that kernels read of an H100 SXM's memory. [nccl 1264: 2.5 TB/s of local copies; 3.35 nominal]"""
+"""Memory bandwidth of kernels on an H100 SXM, bytes per second. [nccl 1264: 2.5 TB/s of local copies; 3.35 nominal]"""
 
 KERNEL_S = 2e-6
 """Device: a small kernel, and the gap to the next. [FreeToken 338: 1.15 us; pytorch 191284: 2.0 us; gap: estimate]"""
 
 _POLICY_S, _FORECAST_S = 27e-6, 18e-6
-"""The runtime's Python per layer on the host `fast`: on demand, and what prefetching adds. [measured: overhead.json]"""
+"""Python time of the runtime per layer on host `fast`: on demand, and additional time for prefetching. [measured:
+overhead.json]
+"""
 _TRACED = 0.87
-"""Host time of a launch in a traced forecast over that of an eager one. [measured: 3.3 for 4.3 us of the `fast` 7.5]"""
+"""Host time per launch of a traced forecast relative to an eager one. [measured: 3.3 for 4.3 us of the `fast` 7.5]"""
 _GRAPH_LAUNCHES = {"attention": 3, "experts": 4, "forecast": 7}
-"""Of a part that is a CUDA graph: one, and a copy of each input into its place (a forecast's are six tensors)."""
+"""Launches of a part captured as a CUDA graph: the graph, and one copy per input (a forecast has six tensors)."""
 _EXPERTS_READ = 3
-"""Times that `batched_mm` moves a selected expert: read and written to gather it, read to multiply."""
+"""Memory accesses of `batched_mm` per selected expert: read and written to gather it, read to multiply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverCosts:
-    """Seconds of the driver's calls and of what the device does around each entry of a stream."""
+    """Seconds of driver calls, and of the device's work around each entry of a stream."""
 
     record_s: float = 1e-6
     """Host: recording an event. [PaRSEC 576: 0.47 us with its query, stream idle; torch's call, measured: 0.2 us]"""
     wait_s: float = 1e-6
     """Host: making a stream wait for an event. [estimate: as a record]"""
     query_s: float = 0.5e-6
-    """Host: asking whether an event has been reached. [PaRSEC 576: 0.47 us with its record]"""
+    """Host: querying an event. [PaRSEC 576: 0.47 us with its record]"""
     copy_call_s: float = 6e-6
     """Host: queueing one asynchronous copy. [DualPath, section 5.2: 5 to 7 us; of it ctypes, measured: 0.8 us]"""
     wake_s: float = 2e-6
-    """Host: from an event's time to the return of the call that waited for it, spinning. [estimate; CUDA.jl 896: 4.7 us
-    for launch, kernel and wait]"""
+    """Host: from an event to the return of a spinning wait. [estimate; CUDA.jl 896: 4.7 us for launch, kernel and wait]
+    """
     launch_s: float = 2.5e-6
-    """From a call's end to the moment that the device sees it. [PaRSEC 576: 5.2 us from a record to a query that sees
-    it, less both calls and the entry]"""
+    """From the end of a call until the device sees it. [PaRSEC 576: 5.2 us from a record to a successful query, less
+    both calls and the entry]
+    """
     stream_entry_s: float = 1.5e-6
     """Device: an event's record or wait in a stream. [velox 6096: 3 us for both, RTX 3080]"""
     copy_setup_s: float = 1.3e-6
-    """Device: a copy, whatever its size. [profile of small copies, env notes: 1.3 us]"""
+    """Device: fixed time per copy. [profile of small copies, env notes: 1.3 us]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Seconds of one decode step of one text, per MoE layer unless it says token; host: launching it all.
+    """Seconds of one decode step of one sequence, per MoE layer unless the name says token. `host`: launching the work.
 
-    The defaults are those of Qwen3-30B-A3B on the host `fast`, to the microsecond: see :func:`step_costs`.
+    The defaults are those of Qwen3-30B-A3B on host `fast`, rounded to microseconds: see :func:`step_costs`.
     """
 
     attention_host_s: float = 428e-6
     """Attention, norms and router."""
     attention_device_s: float = 129e-6
     policy_host_s: float = 27e-6
-    """The runtime's own work on a layer, without the driver's calls: half of it before the misses go out, half after
-    the experts."""
+    """The runtime's work per layer without driver calls: half before the misses are issued, half after the experts."""
     forecast_host_s: float = 70.5e-6
     forecast_device_s: float = 67e-6
     experts_host_s: float = 75e-6
-    """The experts' products and what surrounds them."""
+    """Expert matrix products and their surrounding operations."""
     experts_device_s: float = 111e-6
     token_before_host_s: float = 75e-6
-    """Embedding and masks, before the first layer."""
+    """Embedding and masks before the first layer."""
     token_after_host_s: float = 195e-6
     """Head, choice of the token, and the caller's loop."""
     token_device_s: float = 321e-6
 
     @property
     def layer_host_s(self) -> float:
-        """What the host spends on a layer with a forecast."""
+        """Host time per layer with a forecast."""
         return self.attention_host_s + self.policy_host_s + self.forecast_host_s + self.experts_host_s
 
     @property
     def layer_device_s(self) -> float:
-        """What the device computes of a layer, without a forecast."""
+        """Device time per layer without a forecast."""
         return self.attention_device_s + self.experts_device_s
 
     def with_host(self, layer_host_s: float) -> StepCosts:
-        """The same with every time of the host stretched alike, to so many seconds a layer."""
+        """Return a copy with all host times scaled to `layer_host_s` seconds per layer."""
         factor = layer_host_s / self.layer_host_s
         host = [field.name for field in fields(self) if field.name.endswith("host_s")]
         return replace(self, **{name: factor * getattr(self, name) for name in host})
@@ -114,7 +116,9 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launches:
-    """Kernels of a decode step of transformers' `generate`: operators that are no views; `batched_mm`, as on CUDA."""
+    """Kernel launches of a decode step of transformers' `generate`: operators other than views, with `batched_mm` as on
+    CUDA.
+    """
 
     attention: int
     """Per layer, with norms, router and the first residual."""
@@ -134,29 +138,29 @@ LAUNCHES = {
     "olmoe": Launches(attention=55, experts=10, before=10, forecast=31),
     "mixtral": Launches(attention=40, experts=11, before=10, forecast=33),
 }
-"""By model type. Counted on transformers 5.23, and again by the tests."""
+"""Launches by model type, counted on transformers 5.23; tests count them again."""
 
 
 def step_costs(
     shape: str, *, host: str = "fast", captured: Collection[str] = ("forecast",),
     memory_bandwidth: float = MEMORY_BANDWIDTH, kernel_s: float = KERNEL_S,
 ) -> StepCosts:  # fmt: skip
-    """A decode step of one text with a short context, in bf16: the cache of keys and values is not read.
+    """Return the times of a decode step in bf16 with a short context, without reads of the KV cache.
 
     Args:
         shape: one of `SHAPES`, of a family in `LAUNCHES`.
-        host: one of `HOSTS`; the runtime's own Python is as much slower as its launches are.
-        captured: parts of a layer (`attention`, `experts`, `forecast`) that are one CUDA graph each; the runtime makes
-            none.
+        host: one of `HOSTS`; the runtime's Python time scales with its launch time.
+        captured: parts of a layer (`attention`, `experts`, `forecast`) captured as one CUDA graph each. The runtime
+            itself captures none of them.
         memory_bandwidth: bytes per second at which kernels read weights.
-        kernel_s: seconds of a kernel beside what it reads.
+        kernel_s: seconds per kernel beside its reads.
 
     Raises:
-        ExpertcastError: unknown shape or host.
+        ExpertcastError: the shape or host is unknown.
     """
     known = [name for name, each in SHAPES.items() if each.model_type in LAUNCHES]
     if shape not in known:
-        raise ExpertcastError(f"no costs of shape {shape!r}: choose from {', '.join(known)}")
+        raise ExpertcastError(f"shape {shape!r} has no costs: choose from {', '.join(known)}")
     if host not in HOSTS:
         raise ExpertcastError(f"unknown host {host!r}: choose from {', '.join(HOSTS)}")
     launches, weights = LAUNCHES[SHAPES[shape].model_type], _weights(SHAPES[shape])
@@ -184,14 +188,14 @@ def step_costs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """Bytes that a decode step reads, in bf16; forecasts in fp32."""
+    """Bytes that a decode step reads: weights in bf16, forecasts in fp32."""
 
     attention: int
     """Per layer, with norms and router."""
     experts: int
     """Per layer: K experts."""
     forecast: int
-    """Per layer, by an estimator: its ridge map from two hidden states and two rows over E; the rest is small."""
+    """Per layer, for an estimator's ridge map from two hidden states and two rows over E; the rest is small."""
     head: int
     """Per token."""
 

@@ -1,13 +1,13 @@
-"""A CUDA device in virtual time: streams, events and one copy engine per direction, and the host's clock beside them.
+"""A CUDA device in virtual time: streams, events, one copy engine per direction, and the host's clock.
 
-It answers who waits for whom. What the links and the engine call in the driver is the same; only how long things take
-is made up, by :class:`DriverCosts`. Bytes are moved when they are asked for: a call can depend only on earlier ones, so
-that values are right whatever the time; whether they would have been is said by `races`.
+It simulates waiting between host, streams and copy engines. The links and the engine make their real driver calls; only
+durations are assumed, from :class:`DriverCosts`. Bytes are moved at the call: a call can depend only on earlier ones,
+so values are correct whatever the time. `races` lists accesses that would have come too early.
 
     host      | call | call | ...            | waits for an event |
-    stream    visible `launch_s` after its call, in order, after what it waits for
-    engine    one copy at a time; stays with a stream whose next copy is ready, as one does that changes to another
-              channel only when the present one has nothing to do
+    stream    visible `launch_s` after its call, runs in order, after the events that it waits for
+    engine    one copy at a time; prefers the stream of its last copy if that stream's next copy is ready, as real
+              engines change channels only when the current one is idle
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Direction = Literal["to_device", "to_host"]
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One record of an event."""
+    """One recording of an event."""
 
     time: float | None = None
-    """None: the stream has not come to it."""
+    """Time at which the stream reached it; None before."""
     waiting: list[TimedStream] = field(default_factory=list)
 
 
@@ -51,7 +51,7 @@ class Work:
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     after: tuple[Work, ...] = ()
-    """What read or wrote the same memory before: over by the time that this begins, or it is a race."""
+    """Earlier accesses of the same memory. If one of them is not over when this work begins, there is a race."""
     name: str = ""
     begun: float | None = None
     ended: float | None = None
@@ -59,7 +59,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """What ran on the device, in seconds of its clock."""
+    """Work that ran on the device; times in seconds of its clock."""
 
     name: str
     stream: int
@@ -70,12 +70,12 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """From start to end."""
+        """Duration."""
         return self.end - self.start
 
 
 class TimedStream:
-    """Stands for `torch.cuda.Stream`."""
+    """Simulates `torch.cuda.Stream`."""
 
     def __init__(self, device: TimedDevice, number: int) -> None:
         self.device, self.number = device, number
@@ -98,7 +98,7 @@ class TimedStream:
 
 
 class TimedEvent:
-    """Stands for `torch.cuda.Event`: a record made again means the newer one to those who ask later."""
+    """Simulates `torch.cuda.Event`. Later waits and queries refer to the latest recording."""
 
     def __init__(self, device: TimedDevice) -> None:
         self.device = device
@@ -118,7 +118,7 @@ class TimedEvent:
         self.device.wait_until(lambda: made is None or made.time is not None)
 
     def elapsed_time(self, later: TimedEvent) -> float:
-        """Milliseconds, as torch has it."""
+        """Return milliseconds, as torch does."""
         assert self.made is not None, "the event was not recorded"
         assert later.made is not None, "the event was not recorded"
         assert self.made.time is not None, "the event has not been reached"
@@ -127,7 +127,7 @@ class TimedEvent:
 
 
 class CopyEngine:
-    """Copies of one direction."""
+    """Copy engine of one direction."""
 
     def __init__(self, device: TimedDevice, way: Direction) -> None:
         self._device, self._way = device, way
@@ -136,7 +136,7 @@ class CopyEngine:
         self._busy = False
 
     def offer(self, stream: TimedStream, work: Work) -> None:
-        """A copy is ready to run."""
+        """Queue a copy that is ready to run."""
         self._ready.append((stream, work))
         self._next()
 
@@ -154,7 +154,7 @@ class CopyEngine:
         self._device.at_time(self._device.at + work.seconds, lambda: self._done(stream, work))
 
     def _comes(self, stream: TimedStream) -> bool:
-        """Whether the stream's next copy for this engine comes without waiting for anything else."""
+        """Return whether the stream's next copy for this engine comes without another wait."""
         for work in stream.queue:
             if work.visible_at > self._device.at or work.ended is not None:
                 return False
@@ -166,16 +166,16 @@ class CopyEngine:
 
     def _done(self, stream: TimedStream, work: Work) -> None:
         self._busy = False
-        self._device.finished(stream, work)  # which may offer the stream's next copy at once
+        self._device.finished(stream, work)  # may offer the stream's next copy at once
         self._next()
 
 
 class TimedDevice(CudaDevice):
-    """Stands for a CUDA device, in host memory.
+    """Simulates a CUDA device in host memory.
 
     Args:
         bandwidth: bytes per second of each copy engine.
-        costs: of the driver's calls.
+        costs: durations of driver calls.
     """
 
     def __init__(self, bandwidth: float, costs: DriverCosts | None = None) -> None:
@@ -183,14 +183,14 @@ class TimedDevice(CudaDevice):
         self.bandwidth, self.costs = bandwidth, costs or DriverCosts()
         self._scaled: list[tuple[range, float]] = []
         self.now = 0.0
-        """The host's clock, in seconds."""
+        """Host time in seconds."""
         self.host_busy_s = 0.0
-        """Seconds of the host's own work, waiting left out."""
+        """Seconds of the host's own work, without waiting."""
         self.spans: list[Span] = []
         self.races: list[str] = []
-        """What would have read or overwritten memory too early."""
+        """Accesses that would have read or overwritten memory too early."""
         self.at = 0.0
-        """The device's clock: everything before has happened."""
+        """Device time in seconds; everything before it has happened."""
         self._coming: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._streams: list[TimedStream] = []
@@ -199,7 +199,7 @@ class TimedDevice(CudaDevice):
         self._writer: dict[int, Work] = {}
         self.compute = self._current = self.new_stream()
 
-    # what links, readback and upload call
+    # interface of CudaDevice
 
     def new_stream(self, priority: int = 0) -> TimedStream:
         del priority
@@ -210,7 +210,7 @@ class TimedDevice(CudaDevice):
         return self._current
 
     def clock(self) -> float:
-        """The host's."""
+        """Return the host time."""
         return self.now
 
     def record(self, stream: TimedStream, *, timing: bool = False) -> TimedEvent:
@@ -255,7 +255,7 @@ class TimedDevice(CudaDevice):
     # the clock
 
     def spend(self, seconds: float) -> None:
-        """The host works for so long; the device goes on."""
+        """Advance the host by its own work; the device runs meanwhile."""
         self.now += seconds
         self.host_busy_s += seconds
         self._run_to(self.now)
@@ -264,30 +264,30 @@ class TimedDevice(CudaDevice):
         self, seconds: float, *, reads: Iterable[int] = (), writes: Iterable[int] = (), name: str = "kernel",
         stream: TimedStream | None = None,
     ) -> None:  # fmt: skip
-        """A kernel of so many seconds; what the host takes to launch it is the caller's to :meth:`spend`.
+        """Launch a kernel. The caller adds the host's launch time with :meth:`spend`.
 
         Args:
-            seconds: on the device, beside whatever other streams do.
+            seconds: duration on the device, beside other streams.
             reads: addresses of memory that copies write to.
-            writes: addresses of memory that it writes to itself.
-            name: for `spans`.
-            stream: None: the current one.
+            writes: addresses of memory that the kernel writes to.
+            name: name in `spans`.
+            stream: the stream; None: the current one.
         """
         work = Work(0.0, seconds, reads=tuple(reads), writes=tuple(writes), name=name)
         self.note(work)
         self.push(stream or self._current, work)
 
     def scale(self, addresses: range, factor: float) -> None:
-        """Copies to these addresses count for so many times their bytes: a tiny model in the place of a large one."""
+        """Multiply the bytes of copies to these addresses, so that a tiny model represents a large one."""
         self._scaled.append((addresses, factor))
 
     def seconds_of(self, target: int, size: int) -> float:
-        """Of a copy of `size` bytes, on the engine."""
+        """Return the engine seconds of a copy of `size` bytes."""
         factor = next((factor for addresses, factor in self._scaled if target in addresses), 1.0)
         return size * factor / self.bandwidth
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """The host sleeps until the device has come so far."""
+        """Block the host until a condition on the device holds."""
         self._run_to(self.now)
         if reached():
             self.spend(self.costs.query_s)
@@ -299,7 +299,7 @@ class TimedDevice(CudaDevice):
         self._run_to(self.now)
 
     def wait(self, event: TimedEvent, meanwhile: Callable[[], None]) -> None:
-        """As :meth:`expertcast.runtime.links.driver.CudaDevice.wait`, one look for each thing that happens."""
+        """Wait as :meth:`expertcast.runtime.links.driver.CudaDevice.wait`, with one query per event on the device."""
         meanwhile()
         while not event.query():
             assert self._coming, "deadlock: the host waits for work that cannot run"
@@ -308,7 +308,7 @@ class TimedDevice(CudaDevice):
             meanwhile()
 
     def push(self, stream: TimedStream, work: Work) -> None:
-        """Hand the device one entry of a stream."""
+        """Append an entry to a stream."""
         work.visible_at = self.now + self.costs.launch_s
         stream.queue.append(work)
         self.at_time(work.visible_at, lambda: self._advance(stream))
@@ -320,13 +320,13 @@ class TimedDevice(CudaDevice):
         work = Work(0.0, seconds, engine=way, name=way)
         if way == "to_device":
             work.writes = (target,)
-            if source in self._writer:  # memory that something in virtual time fills
+            if source in self._writer:  # memory that simulated work fills
                 work.reads = (source,)
         self.note(work)
         self.push(stream, work)
 
     def note(self, work: Work) -> None:
-        """What it must come after, by the order of calls."""
+        """Note the earlier work that this work must follow, by the order of calls."""
         after = [self._writer[address] for address in (*work.reads, *work.writes) if address in self._writer]
         for address in work.writes:
             after += self._readers.pop(address, [])
@@ -336,7 +336,7 @@ class TimedDevice(CudaDevice):
         work.after = tuple(after)
 
     def at_time(self, time: float, what: Callable[[], None]) -> None:
-        """Something happens on the device at some time, not before now."""
+        """Schedule an action on the device, not before now."""
         heapq.heappush(self._coming, (max(time, self.at), next(self._order), what))
 
     def _run_to(self, time: float) -> None:
@@ -346,11 +346,11 @@ class TimedDevice(CudaDevice):
         self.at = max(self.at, time)
 
     def _advance(self, stream: TimedStream) -> None:
-        """Take up what is at the head of a stream, as far as it can be."""
+        """Start the entries at the head of a stream as far as possible."""
         while stream.queue and not stream.busy:
             work = stream.queue[0]
             if work.visible_at > self.at:
-                return  # its own entry in the clock comes back here
+                return  # a scheduled action calls this again
             if work.waits_for is not None:
                 if work.waits_for.time is None:
                     if stream not in work.waits_for.waiting:
@@ -371,7 +371,7 @@ class TimedDevice(CudaDevice):
         self.at_time(self.at + seconds, lambda: self.finished(stream, work))
 
     def begin(self, work: Work) -> None:
-        """A kernel or a copy begins now."""
+        """Begin a kernel or copy now, and note races."""
         work.begun = self.at
         for other in work.after:
             if other.ended is None or other.ended > self.at:
@@ -379,7 +379,7 @@ class TimedDevice(CudaDevice):
         work.after = ()
 
     def finished(self, stream: TimedStream, work: Work) -> None:
-        """An entry of a stream is over."""
+        """End an entry of a stream."""
         stream.busy = False
         stream.queue.popleft()
         work.ended = self.at

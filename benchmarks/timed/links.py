@@ -1,4 +1,4 @@
-"""The CUDA links themselves on a device in virtual time, and a disk in the same virtual time behind one of them."""
+"""The CUDA links on a device in virtual time, and a disk in the same virtual time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TimedRead(Transfer):
-    """One expert; `start` and `end` in seconds of the device's clock."""
+    """Read of one expert; `start` and `end` are seconds of the device's clock."""
 
     target: Tensor
 
@@ -32,19 +32,19 @@ class TimedRead(Transfer):
 
 
 class TimedDisk(TransferQueue[TimedRead]):
-    """Stands for a store's file and for its reader, as :mod:`expertcast.runtime.links.disk_cuda` asks them.
+    """Simulates a store's file and reader for :mod:`expertcast.runtime.links.disk_cuda`.
 
-    Requests are begun up to `depth` at a time, urgent ones first; the bytes of one come after those of the one begun
-    before it, the time of an access goes by meanwhile. Half of a block is written when its bytes begin to come, all of
-    it at their end: who takes it before has a torn block.
+    Up to `depth` requests run at a time, urgent ones first. Their bytes arrive one request after another; access times
+    overlap. Half of a block is written when its bytes begin to arrive and all of it at their end, so an early reader
+    gets a torn block.
 
     Args:
-        device: whose clock counts, and whose `races` tell of a block that is filled too early.
-        store: whose blocks are on the disk.
+        device: provides the clock, and records in `races` a block that is filled too early.
+        store: store whose blocks are on the disk.
         block_bytes: bytes that each expert's read stands for.
         bandwidth: bytes per second.
-        access_s: seconds from a request to its first byte, whatever else is under way.
-        depth: requests under way at a time, which nothing overtakes or cancels any more.
+        access_s: seconds from a request to its first byte.
+        depth: requests in flight; these can no longer be overtaken or cancelled.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class TimedDisk(TransferQueue[TimedRead]):
         self._device, self._store = device, store
         self._seconds, self._access_s, self._depth = block_bytes / bandwidth, access_s, depth
         self._size = block_bytes
-        self._under_way = 0
+        self._in_flight = 0
         self._free_at = 0.0
-        """When the last byte comes of what has been begun."""
+        """Arrival time of the last byte of all started reads."""
 
-    # what a store's file offers
+    # interface of a store's file
 
     def reader(self, threads: int, pace: float | None) -> TimedDisk:
         del threads, pace
@@ -70,24 +70,24 @@ class TimedDisk(TransferQueue[TimedRead]):
     ) -> TimedRead:
         return TimedRead(key, slot, urgent, target=block, then=then)
 
-    # what its reader does
+    # interface of its reader
 
     def submit(self, read: TimedRead, *, front: bool = False) -> None:
         super().submit(read, front=front)
         self._next()
 
     def close(self) -> None:
-        """What is under way comes to its end."""
+        """Wait for the reads in flight."""
         super().close()
-        if self._under_way:
-            self._device.wait_until(lambda: not self._under_way)
+        if self._in_flight:
+            self._device.wait_until(lambda: not self._in_flight)
 
     def _next(self) -> None:
         device = self._device
-        while self._under_way < self._depth and (read := self.first()) is not None:
+        while self._in_flight < self._depth and (read := self.first()) is not None:
             read.begin()
             now = device.at
-            self._under_way += 1
+            self._in_flight += 1
             read.start = now
             first = max(now + self._access_s, self._free_at)
             self._free_at = first + self._seconds
@@ -99,7 +99,7 @@ class TimedDisk(TransferQueue[TimedRead]):
     def _begin(self, read: TimedRead, work: Work) -> None:
         self._device.begin(work)
         half = read.target.numel() // 2
-        read.target[half:] = 0xFF  # nobody may take what the block held before for the new one
+        read.target[half:] = 0xFF  # the previous content must not pass for the new one
         read.target[:half] = self._store.block(read.key)[:half]
 
     def _end(self, read: TimedRead, work: Work) -> None:
@@ -107,18 +107,18 @@ class TimedDisk(TransferQueue[TimedRead]):
         now = work.ended = self._device.at
         assert work.begun is not None
         self._device.spans.append(Span(name="read", stream=-1, start=work.begun, end=now, size=self._size))
-        self._under_way -= 1
+        self._in_flight -= 1
         read.finish(now)
         self._next()
 
 
 class _Timed(Link):
-    """What turns a CUDA link into one with another driver under it: comes before the link among the bases.
+    """Mixin that runs a CUDA link on a simulated device. It precedes the link among the base classes.
 
     Args:
-        timed: the device.
+        timed: the simulated device.
         block_bytes: bytes that each expert's copy stands for.
-        options: of the link.
+        args, options: arguments of the link.
     """
 
     def __init__(self, timed: TimedDevice, block_bytes: int, *args: Any, **options: Any) -> None:
@@ -133,7 +133,7 @@ class _Timed(Link):
 
 
 class TimedCudaLink(_Timed, CudaLink):
-    """:class:`CudaLink`, by default with the window of blocks of `block_bytes`."""
+    """:class:`CudaLink` with the default window for blocks of `block_bytes`."""
 
     name = "timed"
 
@@ -142,14 +142,14 @@ class TimedCudaLink(_Timed, CudaLink):
 
 
 class TimedDiskLink(_Timed, CudaDiskLink):
-    """:class:`CudaDiskLink`, with a disk in the same virtual time behind it.
+    """:class:`CudaDiskLink` with a simulated disk.
 
     Args:
-        timed: the device.
+        timed: the simulated device.
         block_bytes: bytes that each expert stands for.
-        disk: bytes per second that are read.
-        places: blocks of host memory on the way; None: what it would take for experts of `block_bytes`.
-        options: of :class:`TimedDisk`.
+        disk: disk bandwidth in bytes per second.
+        places: host buffers; None: the default for experts of `block_bytes`.
+        options: arguments of :class:`TimedDisk`.
     """
 
     name = "timed disk"
@@ -168,7 +168,7 @@ class TimedDiskLink(_Timed, CudaDiskLink):
 
 
 class TimedKernelLink(_Timed, KernelLink):
-    """:class:`KernelLink`: a call's copies are one kernel on the link's stream."""
+    """:class:`KernelLink`; the copies of a call are one kernel on the link's stream."""
 
     name = "timed kernel"
 

@@ -1,7 +1,7 @@
-"""A decode of one published shape on a device in virtual time.
+"""Decoding of one published shape on a simulated device.
 
-The model is tiny, has the layers, experts and top-k of the shape, and routes by a process; everything between router
-and slots is the runtime's own. A copy counts as that of the shape's expert.
+The model is tiny, but has the layers, experts and top-k of the shape, with synthetic routing. All code between router
+and slots is the runtime's own. A copy takes the time of the shape's full expert.
 """
 
 from __future__ import annotations
@@ -41,65 +41,66 @@ _TINY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedCase:
-    """What is decoded, and on what."""
+    """Configuration of a simulated decode."""
 
     shape: str = "qwen3-30b-a3b"
     """One of `SHAPES`."""
     layers: int | None = None
-    """None: all of the shape."""
+    """Number of MoE layers; None: all of the shape."""
     bandwidth: float = 55e9
     """Bytes per second."""
     accuracy: float | None = None
-    """Of forecasts; None: on demand."""
+    """Forecast accuracy; None: on demand."""
     capacity: float = 0.0
-    """Share of all experts that fit; 0: no cache."""
+    """Slots as a share of all experts; 0: no cache."""
     step: StepCosts = field(default_factory=StepCosts)
     driver: DriverCosts = field(default_factory=DriverCosts)
     kernel_link: bool = False
-    """Copies by a kernel and books on the device, in place of the copy engine's."""
+    """Whether to use the kernel link with tables on the device instead of the copy engine."""
     disk: float | None = None
-    """Bytes per second of the disk that the experts lie on; None: in host memory."""
+    """Disk bandwidth in bytes per second; None: experts are in host memory."""
     policies: Policies = field(default_factory=Policies)
     routing: RoutingOptions = field(default_factory=RoutingOptions)
-    """What experts the tokens take; accuracy stands above."""
+    """Routing of the tokens; `accuracy` above overrides its accuracy."""
     prompt: int = 8
-    """Tokens before the decode steps; with a cache they fill it. Their layers cost what a decode step's do: for the
-    order of events, not for a time to first token."""
+    """Prompt tokens, which fill a cache. Their layers cost as much as in decode steps, so the prefill time is not
+    meaningful.
+    """
     piece: int = 32
-    """Tokens of the prompt that are read at once: few, so that the cache holds of every layer what came last."""
+    """Prompt tokens per forward pass: few, so that the cache has each layer's latest experts."""
     warm_up: int = 16
-    """Decode steps before those that count."""
+    """Uncounted decode steps at the start."""
     steps: int = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRun:
-    """What a decode took; seconds per token, medians."""
+    """Results of a simulated decode; medians of seconds per token."""
 
     tpot_s: float
     host_s: float
-    """The host's own work."""
+    """Host work without waiting."""
     prefill_s: float
-    """Of the prompt."""
+    """Seconds of the prompt."""
     misses: float
-    """Experts per token that were not there when their layer asked."""
+    """Misses per token."""
     copies: float
-    """Experts per token that were copied, forecasts included."""
+    """Copies per token, including prefetches."""
     block_bytes: int
     layers: int
     races: tuple[str, ...]
-    """What would have read a slot too early, or overwritten it."""
+    """Accesses that would have read or overwritten a slot too early."""
     spans: tuple[Span, ...]
-    """What ran on the device in the tokens that count."""
+    """Device work during the counted tokens."""
 
 
 def block_bytes(shape: Shape) -> int:
-    """Bytes of one expert of a shape, in bf16."""
+    """Return the bytes of one bf16 expert of a shape."""
     return BlockLayout.of(find_moe_layers(meta_model(shape.config(1), torch.bfloat16))).block_bytes
 
 
 def tiny_model(shape: Shape, layers: int | None = None) -> PreTrainedModel:
-    """A model with a shape's layers, experts and top-k, and next to nothing else."""
+    """Return a model with a shape's layers, experts and top-k, and tiny sizes otherwise."""
     config = shape.config(layers)
     for name, value in _TINY.items():
         if hasattr(config, name):
@@ -108,15 +109,15 @@ def tiny_model(shape: Shape, layers: int | None = None) -> PreTrainedModel:
 
 
 _KERNELS = 5
-"""Kernels of a layer's part are launched one after another: the first runs while the last is launched."""
+"""Launches per part of a layer: the first kernel runs while the last one is launched."""
 
 
 class Clockwork(Observer):
-    """Hooks on a model's layers, and the observer of its offload.
+    """Hooks and observer that advance the simulated time of a model.
 
     Args:
-        device: whose time passes.
-        costs: how much, in a decode step.
+        device: the simulated device.
+        costs: times of a decode step.
     """
 
     def __init__(self, device: TimedDevice, costs: StepCosts) -> None:
@@ -124,28 +125,28 @@ class Clockwork(Observer):
         self._stack = ExitStack()
         self._state: State = "compute"
         self._policies = 0
-        """Times that the running layer entered `policy`."""
+        """Times that the current layer entered state `policy`."""
         self._forecasting = range(0)
         self._offloaded: OffloadedModel | None = None
 
     def follow(self, model: PreTrainedModel, view: MoEView) -> None:
-        """Hook the model; before it is offloaded, so that the clock has moved when the engine's hooks run."""
+        """Hook the model. Call it before `offload`, so that time advances before the engine's hooks run."""
         self._stack.callback(model.base_model.register_forward_pre_hook(self._before_model).remove)
         for layer in view:
             self._stack.callback(layer.norm.register_forward_pre_hook(self._attended).remove)
 
     def offloaded(self, offloaded: OffloadedModel, ahead: int) -> None:
-        """What the model became: whose slots kernels read, and which layers forecast."""
+        """Set the offload, whose slots kernels read."""
         self._offloaded = offloaded
         layers = len(offloaded.view)
         self._forecasting = range(layers - ahead if offloaded.predictor is not None else 0)
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._stack.close()
 
     def work(self, host_s: float, device_s: float, reads: tuple[int, ...] = (), name: str = "kernel") -> None:
-        """The host launches kernels, piece by piece."""
+        """Launch kernels one after another."""
         for _ in range(_KERNELS):
             self.device.spend(host_s / _KERNELS)
             self.device.launch(device_s / _KERNELS, reads=reads, name=name)
@@ -154,7 +155,7 @@ class Clockwork(Observer):
         before, self._state = self._state, state
         if state == "policy":
             self._policies += 1
-            if self._policies in (1, 3):  # the router's hook begins; the experts' function begins
+            if self._policies in (1, 3):  # begin of the router's hook, and of the experts' function
                 self.device.spend(self.costs.policy_host_s / 2)
         elif state == "forecast" and layer in self._forecasting:
             self.work(self.costs.forecast_host_s, self.costs.forecast_device_s, name="forecast")
@@ -165,14 +166,14 @@ class Clockwork(Observer):
         self.device.spend(self.costs.token_before_host_s)
 
     def _attended(self, _norm: nn.Module, _args: object) -> None:
-        """Attention comes before the norm of the MoE block; forecasts call norms too, while the engine has the word."""
+        """Spend the time of attention before the norm of the MoE block. Forecasts call norms too, in another state."""
         if self._state != "compute":
             return
         self._policies = 0
         self.work(self.costs.attention_host_s, self.costs.attention_device_s, name="attention")
 
     def _read(self) -> tuple[int, ...]:
-        """Addresses of the slots that the running layer reads."""
+        """Return the addresses of the slots that the current layer reads."""
         assert self._offloaded is not None
         if self._offloaded.link.decides_on_device:
             return ()
@@ -183,10 +184,10 @@ class Clockwork(Observer):
 
 @torch.no_grad()
 def decode_timed(case: TimedCase) -> TimedRun:
-    """Decode some tokens.
+    """Simulate a decode.
 
     Raises:
-        ExpertcastError: unknown shape, or what :func:`expertcast.offload` refuses.
+        ExpertcastError: the shape is unknown, or as for :func:`expertcast.offload`.
     """
     if case.shape not in SHAPES:
         raise ExpertcastError(f"unknown shape {case.shape!r}: choose from {', '.join(SHAPES)}")
@@ -234,12 +235,12 @@ def _link_of(case: TimedCase, device: TimedDevice, size: int) -> Link:
 
 
 def _decode(offloaded: OffloadedModel, clockwork: Clockwork, case: TimedCase) -> tuple[list[float], list[float]]:
-    """Seconds of the prompt and of each counted token, and those of them that the host worked.
+    """Decode; return the seconds of the prompt and of each counted token, and the host's work in them.
 
     Args:
         offloaded: the model.
-        clockwork: lets time pass.
-        case: how many tokens, and what they cost.
+        clockwork: advances the time.
+        case: numbers of tokens.
     """
     device, costs, readback = clockwork.device, clockwork.costs, Readback(clockwork.device)
     cache = DynamicCache(config=offloaded.model.config)
@@ -267,25 +268,25 @@ def _decode(offloaded: OffloadedModel, clockwork: Clockwork, case: TimedCase) ->
 GRAPH_DRIVER = DriverCosts(
     record_s=0.0, wait_s=0.0, query_s=0.0, copy_call_s=0.0, launch_s=0.0, stream_entry_s=DriverCosts().stream_entry_s
 )
-"""A captured step: the host makes no calls, the device has the same to do."""
+"""Costs of a captured step: no host calls, the same device work."""
 
 
 def as_graph(case: TimedCase) -> TimedCase:
-    """The same as one CUDA graph: the link that decides on the device, and no work of the host."""
+    """Return the case as one CUDA graph: with the kernel link and without host work."""
     return replace(case, kernel_link=True, step=case.step.with_host(0.0), driver=GRAPH_DRIVER)
 
 
 def compare(case: TimedCase) -> Json:
-    """Decode a case that has forecasts, and the same on demand.
+    """Decode a case with forecasts, and the same on demand.
 
     Returns:
-        Milliseconds per token, and `limit`: no schedule is faster than the slowest of the link (what copying the
-        on-demand run's misses takes, with nothing between two copies), the device (computing without a forecast) and
-        the host (launching the resident model). `efficiency`: of the copies that computing can hide, how much forecasts
-        hid; above 1 where the host waits less, too; None where there is nothing to hide.
+        Milliseconds per token, and `limit`, the slowest of three lower bounds: `link` (copying the on-demand run's
+            misses back to back), `device` (computing without a forecast) and `host` (launching the resident model).
+            `efficiency` is the share of the hideable copy time that forecasts hid; it exceeds 1 if the host waits less
+            too, and is None if there is nothing to hide.
 
     Raises:
-        ExpertcastError: as :func:`decode_timed`.
+        ExpertcastError: as for :func:`decode_timed`.
     """
     on_demand, run, step = _on_demand(replace(case, accuracy=None)), decode_timed(case), case.step
     assert not run.races, run.races

@@ -1,1 +1,1 @@
-"""Time per token of offloaded decoding: shapes, routing processes, runs, and the peer."""
+"""Benchmarks of offloaded decoding, models of published shapes, and synthetic routing."""

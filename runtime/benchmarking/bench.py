@@ -1,9 +1,10 @@
-"""The benchmark: time per output token of an offloaded model, in several ways over one link (rows B11, B16, B17).
+"""Time per output token of an offloaded model in several configurations over one link.
 
-Runs alternate, so that a machine that slows down slows all of them. All figures are of decode steps, the prefill left
-out.
+Runs alternate, so that a machine that slows down slows all of them. All figures describe decode steps without the
+prefill. Overlap efficiency and the bound follow the latency model of "Speculating Experts Accelerates Inference for
+Mixture-of-Experts": copies hide behind at most as much computation per layer.
 
-L MoE layers, K experts per token. A step's times are split by MoE layer; what follows the last one counts to layer L.
+L MoE layers, K experts per token. A step's times are split by MoE layer; time after the last one counts as layer L.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from expertcast.runtime.storage.store import ExpertStore
 
 
 def hardware() -> Json:
-    """Processor, cores, threads, memory and GPU (None without one)."""
+    """Return processor, cores, threads, memory in bytes, and the GPU (None without one)."""
     found: Json = {
         "machine": platform.machine(),
         "cpu": _cpu_name(),
@@ -68,27 +69,27 @@ def _cpu_name() -> str:
 
 
 MOST_NOISE = 0.5
-"""A figure that is no more certain than by so much is none: all that it can say lies between 0 and 1, or near 1."""
+"""Largest standard error of a reported ratio. A ratio between 0 and 1, or near 1, says nothing with a larger error."""
 _MEDIAN = 1.2533
-"""Standard error of a median over that of a mean, of normal numbers."""
+"""Standard error of a median as a multiple of that of the mean, for normally distributed values."""
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Of their mean; 0 where there is only one."""
+    """Return the standard error of the mean; 0 for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def figure(
     value: float, error: float, *, repetitions: int, least: float = -math.inf, most: float = math.inf
 ) -> float | str:
-    """A ratio as far as it can be believed, or why it is not given: within the machine's noise a ratio is an accident.
+    """Return a ratio, or the reason why the noise is too large to report it.
 
     Args:
-        value: as measured.
-        error: its standard error, in the same units.
-        repetitions: of the run with the fewest.
-        least, most: between which such a ratio lies, if it is right. What lies outside by no more than two standard
-            errors is taken to lie on the border.
+        value: the measured ratio.
+        error: its standard error.
+        repetitions: repetitions of the run with the fewest.
+        least: lower bound of a correct ratio.
+        most: upper bound of a correct ratio. A value outside by at most two standard errors is moved to the bound.
     """
     inside = min(max(value, least), most)
     if error > MOST_NOISE or abs(value - inside) > 2 * error:
@@ -97,23 +98,23 @@ def figure(
 
 
 _RATE_ERROR = 0.025
-"""Of a link's measured rate, at least."""
+"""Smallest relative error of a link's measured rate."""
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """One decode step, in seconds."""
+    """Times of one decode step in seconds."""
 
     compute_L: list[float]
-    """Computing each layer, [L + 1], forecasts left out."""
+    """Computation per layer [L + 1], without forecasts."""
     copy_L: list[float]
-    """Copying experts of each layer, [L + 1]."""
+    """Expert copies per layer [L + 1]."""
     forecast: float = 0.0
     wait: float = 0.0
     idle: float = 0.0
 
     def hideable(self, first: int = 0) -> float:
-        """What is hidden where each layer's copies run beside as much computation: sum of min(copy, compute)."""
+        """Return the copy time that the same layers' computation can hide: the sum of min(copy, compute)."""
         return sum(map(min, self.compute_L[first:], self.copy_L[first:]))
 
 
@@ -130,12 +131,12 @@ class Measured:
 
 @dataclass(slots=True)
 class Run:
-    """A way of running, with all its repetitions."""
+    """One configuration with all its repetitions."""
 
     config: OffloadConfig
     repetitions: list[Measured] = field(default_factory=list)
     recorder: Recorder | None = None
-    """Of the last repetition."""
+    """Recorder of the last repetition."""
     slots: int = 0
 
     @property
@@ -145,30 +146,32 @@ class Run:
 
     @property
     def steps(self) -> list[StepTimes]:
-        """What those seconds went into."""
+        """Times of these decode steps."""
         return [step for measured in self.repetitions for step in measured.steps]
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token: the median step."""
+        """Time per output token: the median step in seconds."""
         return statistics.median(self.steps_s)
 
     @property
     def error_s(self) -> float:
-        """Standard error of the time per output token, from how far the repetitions' own medians lie apart, for a
-        machine is slow for longer than a step; of one repetition, and where it is more, from how far the steps do.
+        """Standard error of the time per output token in seconds.
+
+        A slow phase of a machine lasts longer than a step, so the spread of the repetitions' medians counts. The spread
+        of the steps counts if it is larger, or if there is one repetition.
         """
         medians = [statistics.median(measured.decoding.steps_s) for measured in self.repetitions]
         return _MEDIAN * max(_standard_error(self.steps_s), _standard_error(medians))
 
     @property
     def bytes_per_step(self) -> float:
-        """What the link moved in decode steps, prefills left out."""
+        """Bytes moved per decode step."""
         return float(sum(measured.stats["bytes_moved"] for measured in self.repetitions)) / len(self.steps)
 
 
 def step_times(recorder: Recorder, layers: int) -> list[StepTimes]:
-    """The recorded steps; a copy counts to the step in which it began, and moments in which several are made once."""
+    """Return the recorded steps. A copy counts for the step in which it began; overlapping copies count once."""
     starts = [start for start, _ in recorder.steps()]
     steps = [StepTimes([0.0] * (layers + 1), [0.0] * (layers + 1)) for _ in starts]
     for span in recorder.spans():
@@ -191,12 +194,12 @@ def step_times(recorder: Recorder, layers: int) -> list[StepTimes]:
 
 
 def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float | None) -> Json:
-    """What the benchmark says of one run.
+    """Return the results of one run.
 
     Args:
-        run: with its repetitions.
-        on_demand: the run without forecasts and with the same cache setting; None where there was none.
-        truth: what every exact run must decode, bit for bit.
+        run: the run with its repetitions.
+        on_demand: the run without forecasts and with the same cache setting; None without one.
+        truth: the decoding that every exact run must reproduce bit for bit.
         link_rate: bytes per second of one large copy over the same link.
     """
     steps_s, tokens = run.steps_s, len(run.steps)
@@ -229,7 +232,7 @@ def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float
 
 
 def _utilisation(run: Run, link_rate: float | None) -> float | str | None:
-    """Bytes per second while the link was busy, against one large copy's."""
+    """Return bytes per second of busy link time as a share of `link_rate`."""
     rates = [own.link_bytes / own.link_busy_s for own in run.repetitions if own.link_busy_s]
     if not rates or not link_rate:
         return None
@@ -240,11 +243,11 @@ def _utilisation(run: Run, link_rate: float | None) -> float | str | None:
 
 
 def _against(run: Run, on_demand: Run | None) -> dict[str, float | str | None]:
-    """Overlap efficiency and the bound, from the on-demand run's own measurement; medians as TPOT is one. None where
-    there is nothing to compare with, a text that says why where a figure cannot be believed.
+    """Return overlap efficiency and bound, computed from the medians of the on-demand run.
 
-    The first `ahead` layers have no forecast, at most their last token's experts: the efficiency over all layers counts
-    them in, the one over the layers that have a forecast leaves them out, and may be above 1 for what those gained.
+    A value is None without an on-demand run, and a string with the reason if it is too noisy. The first `ahead` layers
+    have no forecast, or at most their last token's experts. The efficiency over all layers includes them. The
+    efficiency over forecast layers leaves them out, and may exceed 1 by what those layers gained.
     """
     names = ("overlap_efficiency", "overlap_efficiency_forecast_layers", "tpot_over_bound")
     found: dict[str, float | str | None] = dict.fromkeys(("hideable_s", "bound_s", *names))
@@ -254,13 +257,13 @@ def _against(run: Run, on_demand: Run | None) -> dict[str, float | str | None]:
     compute_s = statistics.median(sum(step.compute_L) for step in steps)
     copy_s = statistics.median(sum(step.copy_L) for step in steps)
     less = min(1.0, run.bytes_per_step / on_demand.bytes_per_step) if on_demand.bytes_per_step else 1.0
-    bound_s = max(compute_s, less * copy_s)  # no schedule is faster than computing it all, or copying what it copies
+    bound_s = max(compute_s, less * copy_s)  # no schedule is faster than all computation or all copies
     hideable_s = statistics.median(step.hideable() for step in steps)
     found |= {"hideable_s": hideable_s, "bound_s": bound_s}
     error_s = math.hypot(run.error_s, on_demand.error_s)
     if run is not on_demand:
         forecast_s = statistics.median(step.hideable(run.config.ahead) for step in steps)
-        gained_s = on_demand.tpot_s - run.tpot_s - (1 - less) * copy_s  # copying less is no overlap
+        gained_s = on_demand.tpot_s - run.tpot_s - (1 - less) * copy_s  # copying less is not overlap
         for name, of_s, most in zip(names, (hideable_s, forecast_s), (1.0, math.inf), strict=False):
             if of_s:
                 found[name] = figure(gained_s / of_s, error_s / of_s, repetitions=repetitions, most=most)
@@ -271,43 +274,47 @@ def _against(run: Run, on_demand: Run | None) -> dict[str, float | str | None]:
 
 
 COPY_OVER_COMPUTE = 5.0
-"""On an emulated link, copying K experts takes so many times as long as computing one layer: copies are then 83% of the
-time per token when all is loaded on demand; 84 to 88% were measured on GPUs (Speculating Experts, row B17)."""
+"""Copy time of K experts over compute time of one layer on the emulated link.
+
+With 5, copies take 83% of the time per token when all experts load on demand. "Speculating Experts" measured 84 to 88%
+on GPUs.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """How much is measured.
+    """Size of a measurement.
 
     Raises:
-        ExpertcastError: too few tokens or repetitions.
+        ExpertcastError: `new_tokens` is below 2, or `repetitions` below 1.
     """
 
     new_tokens: int = 32
-    """Tokens decoded per run; the first comes from the prefill."""
+    """Tokens decoded per run; the prefill gives the first one."""
     repetitions: int = 3
-    """Of each run."""
+    """Repetitions of each run."""
 
     def __post_init__(self) -> None:
         if self.new_tokens < 2 or self.repetitions < 1:
             raise ExpertcastError(
-                f"new_tokens={self.new_tokens}, repetitions={self.repetitions}: give 2 or more, and 1 or more"
+                f"new_tokens={self.new_tokens}, repetitions={self.repetitions}: use 2 or more tokens and 1 or more "
+                "repetitions"
             )
 
 
 @dataclass(slots=True)
 class Bench:
-    """The runs of one prompt, measured."""
+    """Measured runs of one prompt."""
 
     runs: dict[str, Run]
     resident: Decoding | None
     link_rate: float | None = None
-    """Bytes per second of one large copy over the link that the runs used."""
+    """Bytes per second of one large copy over the runs' link."""
     reports: dict[str, Json] = field(default_factory=dict)
 
     @property
     def truth(self) -> Decoding | None:
-        """What exact runs are compared with: the resident run, else the first on-demand run."""
+        """The reference decoding for exact runs: the resident run, else the first on-demand run."""
         if self.resident is not None:
             return self.resident
         first = next((run for run in self.runs.values() if run.config.on_demand), None)
@@ -317,7 +324,9 @@ class Bench:
 def usual_runs(
     on_demand: OffloadConfig, predictor: str | Predictor, layers: Sequence[int] | None
 ) -> dict[str, OffloadConfig]:
-    """The runs that are usually compared: on demand, and with forecasts in each mode; `hybrid` executes at `layers`."""
+    """Return the four standard runs: on demand, and with forecasts in each mode. `layers` are those that `hybrid`
+    executes.
+    """
     exact = replace(on_demand, predictor=predictor)
     return {
         "on_demand": on_demand,
@@ -337,31 +346,30 @@ def benchmark(
     bandwidth: float | None = None,
     latency: float = 0.0,
 ) -> Json:
-    """Decode a text greedily in each way, runs in alternation, and compare with the resident model.
+    """Decode a prompt greedily in each configuration, in alternation, and compare with the resident model.
 
     Args:
-        model: a model of a supported family, on the device that computes.
-        tokenizer: the model's own.
-        prompt: what to continue.
-        runs: by name, such as `{"on_demand": OffloadConfig(), "exact": OffloadConfig(predictor=p)}`. Those that keep
-            their experts in memory share one copy of them.
-        settings: how much is measured; none is the default :class:`BenchSettings`.
-        bandwidth: bytes per second of the emulated link, for runs that name none. None: such that K copies take as long
-            as one layer computes in the resident model, where prefetching can gain most (on a CUDA model the real link
-            is used).
-        latency: seconds per copy of the emulated link, for runs that name none.
+        model: a model of a supported family, on the compute device.
+        tokenizer: its tokenizer.
+        prompt: text to continue.
+        runs: configurations by name, such as `{"on_demand": OffloadConfig(), "exact": OffloadConfig(predictor=p)}`.
+            Those with experts in memory share one copy of them.
+        settings: size of the measurement; None: the defaults of :class:`BenchSettings`.
+        bandwidth: bytes per second of the emulated link, for runs that set none. None: K copies take as long as one
+            layer of the resident model, where prefetching can gain most. Ignored on CUDA, which uses the real link.
+        latency: seconds per copy of the emulated link, for runs that set none.
 
     Returns:
         `bandwidth`, `latency`, `prompt_tokens`, `new_tokens`, `resident.{tpot_s,ttft_s}`, `link_rate`, and
-        `runs.<name>` as :func:`expertcast.runtime.benchmarking.bench.report` has it.
+        `runs.<name>` with the values of :func:`expertcast.runtime.benchmarking.bench.report`.
 
     Raises:
-        ExpertcastError: as :func:`expertcast.offload`; no token in the prompt.
+        ExpertcastError: the prompt has no tokens, or as for :func:`expertcast.offload`.
     """
     settings = settings or BenchSettings()
     prompt_ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(next(model.parameters()).device)
     if not prompt_ids.shape[1]:
-        raise ExpertcastError("the prompt has no token: give some text")
+        raise ExpertcastError("the prompt has no tokens: use a longer text")
     resident = decode_resident(model, prompt_ids, settings.new_tokens)
     link: dict[str, float] = {}
     if not prompt_ids.is_cuda:
@@ -403,13 +411,13 @@ def measure(
     """Measure all runs on one prompt.
 
     Args:
-        model: a model of a supported family, on the device that computes.
+        model: a model of a supported family, on the compute device.
         prompt_ids: [1, T] on the model's device.
-        runs: by name.
-        settings: how much is measured.
-        resident: what every exact run must decode; None where the whole model does not fit the device, then the first
-            on-demand run says it.
-        say: told of progress, a line at a time.
+        runs: configurations by name.
+        settings: size of the measurement.
+        resident: decoding that every exact run must reproduce. None if the whole model does not fit the device; the
+            first on-demand run is the reference then.
+        say: called with one line of progress.
     """
     bench = Bench({name: Run(config) for name, config in runs.items()}, resident)
     for number in range(settings.repetitions):
@@ -428,20 +436,20 @@ def measure(
 
 
 def decode_resident(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int) -> Decoding:
-    """The model as it is, under the kernel that its offload will use."""
+    """Decode with the resident model and the kernel that its offload will use."""
     with experts_implementation(model, kernel_name(model)):
         decode_greedily(model, prompt_ids[:, :64], 2)  # warm-up
         return decode_greedily(model, prompt_ids, new_tokens)
 
 
 def layer_seconds(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, store: ExpertStore) -> float:
-    """Seconds that one layer computes in a decode step when its experts are there; the last norm and head left out.
+    """Measure the seconds of one layer in a decode step with its experts present, without the last norm and head.
 
     Args:
-        model: as it is, not offloaded.
-        prompt_ids: [1, T]; its first 64 tokens are read.
-        new_tokens: decoded behind them.
-        store: of the model's experts.
+        model: a model that is not offloaded.
+        prompt_ids: [1, T]; only the first 64 tokens are used.
+        new_tokens: decoded tokens.
+        store: store of the model's experts.
     """
     layers, recorder = len(find_moe_layers(model)), Recorder(prompt_ids.device)
     with offload(model, cache=False, link="instant", store=store, observers=[recorder]) as offloaded:
@@ -451,7 +459,7 @@ def layer_seconds(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, s
 
 
 def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, bench: Bench) -> None:
-    """One more repetition of a run; the first of all also measures the link."""
+    """Run one more repetition; the first one also measures the link."""
     recorder, layers = Recorder(prompt_ids.device), len(find_moe_layers(model))
     with offload(model, run.config, observers=[recorder]) as offloaded:
         decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
@@ -466,7 +474,12 @@ def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: in
 
 
 def write_timeline(path: Path, measured: Bench) -> dict[str, str]:
-    """Chrome trace of the last repetition of every run, and a PNG of two decode steps, on demand above prefetch."""
+    """Write a Chrome trace of the last repetition of every run, and a PNG of two decode steps, on demand above
+    prefetch.
+
+    Returns:
+        The written paths as `trace` and, if both runs exist, `picture`.
+    """
     recorders = {name: run.recorder for name, run in measured.runs.items() if run.recorder is not None}
     write_trace(path, recorders)
     written = {"trace": str(path)}
@@ -481,23 +494,23 @@ def bench_drafts(
     model: PreTrainedModel, prompt_ids: Tensor, config: OffloadConfig, drafts: Sequence[str], settings: BenchSettings,
     *, say: Callable[[str], None] = lambda _text: None,
 ) -> Json:  # fmt: skip
-    """Generate greedily with each draft in turn; a first round, not counted, teaches the governor.
+    """Generate greedily with each draft in turn. An uncounted first round trains the governor.
 
     Args:
-        model: which decides for itself what it routes to.
+        model: a model whose own routers run.
         prompt_ids: [1, S] on its device.
-        config: how it is offloaded.
-        drafts: their names; plain decoding is always among them.
-        settings: how many tokens, after the first, and how often.
-        say: told of progress, a line at a time.
+        config: the offload's configuration.
+        drafts: names of drafts; plain decoding is always included.
+        settings: tokens after the first, and repetitions.
+        say: called with one line of progress.
 
     Returns:
-        By draft `tpot_s`, the median; `over_none`, plain decoding's time over it; `memory_bytes` that it holds beside
-        the slots; `bytes_per_token` over the link; `identical` tokens; and what its governor says
-        (:meth:`expertcast.runtime.drafts.governor.Governor.report`) as `governor`.
+        By draft: `tpot_s`, the median; `over_none`, plain decoding's time divided by it; `memory_bytes` beside the
+            slots; `bytes_per_token` over the link; `identical` tokens; and `governor`, as
+            :meth:`expertcast.runtime.drafts.governor.Governor.report` returns it.
 
     Raises:
-        ExpertcastError: as :meth:`OffloadedModel.generate`.
+        ExpertcastError: as for :meth:`OffloadedModel.generate`.
     """
     new_tokens, repetitions = settings.new_tokens, settings.repetitions
     names = list(dict.fromkeys([NONE, *drafts]))
@@ -537,7 +550,7 @@ def bench_drafts(
 
 
 def _generate(offloaded: OffloadedModel, prompt_ids: Tensor, tokens: int, draft: str) -> tuple[float, Tensor]:
-    """Seconds, and the ids [1, S + tokens]."""
+    """Return the seconds and the ids [1, S + tokens]."""
     start = time.perf_counter()
     ids = offloaded.generate(
         prompt_ids, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, draft=draft,

@@ -1,6 +1,6 @@
-"""Routing that is known before a run: drawn from a process with set properties, or read from recorded traces.
+"""Prescribed routing for benchmarks: drawn from a random process with set properties, or replayed from traces.
 
-P positions of a text, L MoE layers, E routed experts per layer, K experts per token.
+P positions of a sequence, N decode positions, L MoE layers, E routed experts per layer, K experts per token.
 """
 
 from __future__ import annotations
@@ -27,46 +27,50 @@ Ids = NDArray[np.int64]
 Scores = NDArray[np.float64]
 
 _RANK_DECAY = 0.8
-"""Combine weight of each drawn expert, as a multiple of the one before it."""
+"""Combine weight of each drawn expert relative to the one before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingOptions:
-    """What a routing process is asked for."""
+    """Properties of a routing process.
+
+    Raises:
+        ExpertcastError: a value is out of range.
+    """
 
     persistence: float = 0.3
-    """Each of a token's experts stays for the next token with this probability; others are drawn anew."""
+    """Probability that an expert of a token is an expert of the next token too; other experts are drawn anew."""
     skew: float = 0.8
-    """How uneven the experts' popularity is, in an order of each layer's own: a Zipf exponent, 0 for all alike."""
+    """Exponent of the Zipf distribution of the experts' popularity, in a random order per layer; 0: uniform."""
     accuracy: float = 0.9
-    """Each of a token's experts is in the forecast with this probability."""
+    """Probability that an expert of a token is in the forecast."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("persistence", "accuracy"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
-                raise ExpertcastError(f"--{name} {value}: give a probability, 0 to 1")
+                raise ExpertcastError(f"--{name} {value} is out of range: use a probability from 0 to 1")
         if self.skew < 0:
-            raise ExpertcastError(f"--skew {self.skew}: give 0 or more, such as 0.8")
+            raise ExpertcastError(f"--skew {self.skew} is out of range: use 0 or more, such as 0.8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingTables:
-    """The routing of every position, and forecasts for positions from `prompt` on. On the CPU."""
+    """Routing of every position, and forecasts for positions from `prompt` on, on the CPU."""
 
     ids_PLK: Tensor
     weights_PLK: Tensor
     """float32"""
     forecast_NLK: Tensor
-    """Forecast ids for position prompt + n; a wrong one stands at the rank of the one it missed."""
+    """Forecast ids for position prompt + n. A wrong id has the rank of the id it replaces."""
     prompt: int
     experts: int
     source: str
-    """Where the routing comes from, for people."""
+    """Origin of the routing, for people."""
 
     def measured(self) -> dict[str, float]:
-        """What the decode positions came out as."""
+        """Return the measured properties of the decode positions."""
         return {
             "reuse": _overlap(self.ids_PLK[self.prompt :], self.ids_PLK[self.prompt - 1 : -1]),
             "accuracy": _overlap(self.ids_PLK[self.prompt :, 1:], self.forecast_NLK[:, 1:]),
@@ -77,13 +81,13 @@ class RoutingTables:
 
 
 def drawn(shape: ModelShape, *, prompt: int, new_tokens: int, options: RoutingOptions) -> RoutingTables:
-    """Tables of a process; the same options give the same tables.
+    """Draw tables from a process. The same options give the same tables.
 
     Args:
-        shape: of the model.
+        shape: the model's shape.
         prompt: positions of the prompt, 1 or more.
-        new_tokens: positions after it.
-        options: of the process.
+        new_tokens: positions after the prompt.
+        options: properties of the process.
     """
     rng = np.random.default_rng(options.seed)
     ids_PLK = torch.from_numpy(_draw(rng, shape, prompt + new_tokens, options))
@@ -102,25 +106,27 @@ def drawn(shape: ModelShape, *, prompt: int, new_tokens: int, options: RoutingOp
 def replayed(
     folder: str | Path, shape: ModelShape, *, prompt: int, new_tokens: int, options: RoutingOptions
 ) -> RoutingTables:
-    """Tables of the first tokens of a trace dataset; forecasts are drawn with the set accuracy.
+    """Replay the first tokens of a trace dataset, with forecasts of the set accuracy.
 
     Args:
         folder: the trace dataset.
-        shape, prompt, new_tokens: as for :func:`drawn`.
+        shape: the model's shape.
+        prompt: positions of the prompt, 1 or more.
+        new_tokens: positions after the prompt.
         options: the forecasts' accuracy, and a seed.
 
     Raises:
-        ExpertcastError: no traces there, or of other E or K, of fewer layers or fewer tokens.
+        ExpertcastError: the folder has no traces, another E or K, or too few layers or tokens.
     """
     traces = TraceDataset.open(Path(folder))
     recorded, wanted = traces.view.shape, prompt + new_tokens
     if (recorded.experts, recorded.top_k) != (shape.experts, shape.top_k) or recorded.layers < shape.layers:
         raise ExpertcastError(
-            f"--replay {folder}: recorded from {recorded.as_dict()}, the model has {shape.as_dict()}: "
-            "E and K must be the same, and as many layers recorded"
+            f"--replay {folder}: recorded from {recorded.as_dict()}, but the model has {shape.as_dict()}: use traces "
+            "with the same E and K and at least as many layers"
         )
     if traces.token_count() < wanted:
-        raise ExpertcastError(f"--replay {folder}: {traces.token_count()} tokens recorded, {wanted} are needed")
+        raise ExpertcastError(f"--replay {folder} has {traces.token_count()} of the {wanted} needed tokens: use more")
     batch = next(iter(traces.batches(ALL, wanted)))
     ids, weights = route_all(traces.view, batch.logits_TLE[:, : shape.layers])
     ids_PLK = torch.stack(ids, dim=1)
@@ -137,7 +143,7 @@ def replayed(
 
 
 def _draw(rng: np.random.Generator, shape: ModelShape, positions: int, options: RoutingOptions) -> Ids:
-    """ids [P, L, K]: a Markov chain over positions, layers independent of each other."""
+    """Draw ids [P, L, K]: a Markov chain over positions, independent between layers."""
     layers, experts, top_k = shape.layers, shape.experts, shape.top_k
     popularity_LE = -options.skew * np.log(1.0 + rng.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1))
     ids_PLK = np.empty((positions, layers, top_k), dtype=np.int64)
@@ -151,18 +157,18 @@ def _draw(rng: np.random.Generator, shape: ModelShape, positions: int, options: 
 
 
 def _forecasts(rng: np.random.Generator, ids_NLK: Tensor, experts: int, accuracy: float) -> Tensor:
-    """The true ids, each replaced with probability 1 - accuracy by an expert that is not among them."""
+    """Return the true ids, each replaced with probability 1 - accuracy by an expert that is not among them."""
     made_NLK = ids_NLK.numpy().copy()
     for ids_LK in made_NLK:
         right_LK = rng.random(ids_LK.shape) < accuracy
         score_LE = rng.random((len(ids_LK), experts))
-        np.put_along_axis(score_LE, ids_LK, -np.inf, axis=1)  # a wrong forecast is none of the true experts
+        np.put_along_axis(score_LE, ids_LK, -np.inf, axis=1)  # a wrong forecast is not one of the true experts
         ids_LK[:] = _refilled(ids_LK, right_LK, score_LE)
     return torch.from_numpy(made_NLK)
 
 
 def _refilled(ids_LK: Ids, stays_LK: NDArray[np.bool_], score_LE: Scores) -> Ids:
-    """Where ids do not stay, the experts of the highest score that are not among those that stay."""
+    """Replace the ids that do not stay by the highest-scoring experts outside those that stay."""
     rows, columns = np.nonzero(stays_LK)
     score_LE[rows, ids_LK[rows, columns]] = -np.inf
     fresh_LK = _ranked(score_LE, ids_LK.shape[1])
@@ -171,26 +177,34 @@ def _refilled(ids_LK: Ids, stays_LK: NDArray[np.bool_], score_LE: Scores) -> Ids
 
 
 def _ranked(score_LE: Scores, count: int) -> Ids:
-    """[L, count] experts by falling score."""
+    """Return [L, count] experts by falling score."""
     top_LK = np.argpartition(-score_LE, count - 1, axis=1)[:, :count]
     order_LK = np.argsort(-np.take_along_axis(score_LE, top_LK, axis=1), axis=1)
     return np.take_along_axis(top_LK, order_LK, axis=1)
 
 
 def _overlap(ids_PLK: Tensor, other_PLK: Tensor) -> float:
-    """Mean share of each row's K ids that the other's row holds."""
+    """Return the mean share of each row's K ids that are in the other row."""
     if not ids_PLK.numel():
         return 1.0
     return float((ids_PLK.unsqueeze(-1) == other_PLK.unsqueeze(-2)).any(-1).float().mean())
 
 
 class RoutingProcess:
-    """Replaces the routing of a model while it is entered (`with process:`); attach it before `offload`.
+    """Replaces a model's routing while it is entered (`with process:`). Enter it before `offload`.
 
-    Random weights route at random, which no cache and no forecast survives. Hooks on the routers replace their output
-    by position in the text, so that every run of a benchmark sees the same routing; the routers still run.
+    Random weights route at random, which defeats every cache and forecast. Hooks on the routers replace their output by
+    position, so that every run of a benchmark has the same routing; the routers still run.
 
-    One text at a time. What a hook costs per layer and token is one list index: everything is in its place before.
+    It supports one sequence at a time. A hook costs one list index per layer and token: all tensors are prepared.
+
+    Args:
+        model: the model.
+        view: its MoE layers.
+        tables: the routing.
+
+    Raises:
+        ExpertcastError: the tables have another number of layers or experts per token.
     """
 
     def __init__(self, model: PreTrainedModel, view: MoEView, tables: RoutingTables) -> None:
@@ -199,7 +213,7 @@ class RoutingProcess:
             raise ExpertcastError(f"routing tables for {tuple(tables.ids_PLK.shape[1:])} do not fit {view.shape}")
         self.tables = tables
         self.position = 0
-        """Of the first token of the running forward."""
+        """Position of the first token of the current forward pass."""
         self._model, self._view = model, view
         self._ids_LPK = tables.ids_PLK.transpose(0, 1).contiguous().to(device)
         self._weights_LPK = tables.weights_PLK.transpose(0, 1).contiguous().to(device, dtype)
@@ -212,19 +226,19 @@ class RoutingProcess:
         self._stack = ExitStack()
 
     def predictor(self, ahead: tuple[int, ...] = (1,)) -> Predictor:
-        """Forecasts from the tables; as accurate for every distance in `ahead`."""
+        """Return a predictor of the tables' forecasts, equally accurate for every distance in `ahead`."""
         made = TablePredictor(PredictorConfig(ahead=ahead), self._view.shape)
         made.follow(self)
         return made.bind(self._view)
 
     def routing(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """(ids, weights) [T, K] of a layer for the tokens of the running forward."""
+        """Return (ids, weights) [T, K] of a layer for the tokens of the current forward pass."""
         number = self.position - self.tables.prompt
         if tokens == 1 and 0 <= number < len(self._decode[layer]):
             return self._decode[layer][number]
         end = self.position + tokens
         if end > self._ids_LPK.shape[1]:
-            raise ExpertcastError(f"the routing tables hold {self._ids_LPK.shape[1]} positions, {end} were run")
+            raise ExpertcastError(f"position {end} exceeds the routing tables: draw more than {self._ids_LPK.shape[1]}")
         return self._ids_LPK[layer, self.position : end], self._weights_LPK[layer, self.position : end]
 
     def __enter__(self) -> RoutingProcess:
@@ -244,7 +258,7 @@ class RoutingProcess:
             armed[index] = True
 
         def after_router(_module: nn.Module, _args: object, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            if not armed[index]:  # a predictor runs this router: the truth is not for it
+            if not armed[index]:  # a predictor runs this router: keep its own output
                 return None
             armed[index] = False
             logits_TE = output[0]
@@ -260,12 +274,12 @@ class RoutingProcess:
 
 
 class TablePredictor(Predictor):
-    """Forecasts what a :class:`RoutingProcess` says it should. Made by :meth:`RoutingProcess.predictor`."""
+    """Returns the forecasts of a :class:`RoutingProcess`. Create it with :meth:`RoutingProcess.predictor`."""
 
     name: ClassVar[str] = "routing_process"
 
     def follow(self, process: RoutingProcess) -> None:
-        """Forecast for the position at which this process is."""
+        """Forecast for the current position of `process`."""
         tables = process.tables
         self._process = process
         device, dtype = process._ids_LPK.device, process._weights_LPK.dtype
@@ -294,14 +308,14 @@ class TablePredictor(Predictor):
 
 
 def _logits(ids_K: Tensor, weights_K: Tensor, experts: int) -> Tensor:
-    """[1, E] logits whose softmax over the K ids gives their weights; the others lie far below."""
+    """Return logits [1, E] whose softmax over the K ids is their weights; the others are far below."""
     logits_1E = torch.full((1, experts), -30.0)
     logits_1E[0, ids_K] = weights_K.clamp(min=1e-9).log()
     return logits_1E
 
 
 def _weights_dtype(layer: MoELayer) -> torch.dtype:
-    """What this layer's router returns its weights in."""
+    """Return the dtype of this router's weights."""
     weight = next(layer.router.parameters())
     _, weights_TK = layer.route(torch.zeros(1, layer.num_experts, dtype=weight.dtype, device=weight.device))
     return weights_TK.dtype

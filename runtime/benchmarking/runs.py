@@ -1,8 +1,8 @@
-"""Greedy decoding with every step timed, a store shared by several offloads, and the peer.
+"""Timed greedy decoding, a store shared by several offloads, and the comparison with accelerate.
 
-The peer is the same model under accelerate's own CPU offload, what a transformers user would otherwise take. accelerate
-moves whole modules: all experts of a layer for every token, whichever of them are routed to. Its hooks load a module's
-weights before its forward and drop them after it; what fits the memory stays on the device (`device_map`).
+The comparison runs the same model under accelerate's CPU offload, the usual alternative for a transformers user.
+accelerate moves whole modules: all experts of a layer for every token, whatever the routing. Its hooks load a module's
+weights before its forward pass and drop them afterwards; modules that fit the memory stay on the device (`device_map`).
 
 V vocabulary, L MoE layers, E routed experts per layer.
 """
@@ -38,11 +38,11 @@ class Decoding:
 
     tokens: list[int]
     logits: list[Tensor]
-    """Logits [V] from which each token was taken."""
+    """Logits [V] of each token."""
     ttft_s: float
-    """Prefill up to the first token."""
+    """Seconds of the prefill, up to the first token."""
     steps_s: list[float]
-    """Each further token."""
+    """Seconds of each later token."""
 
 
 @torch.no_grad()
@@ -54,16 +54,16 @@ def decode_greedily(
     offloaded: OffloadedModel | None = None,
     recorder: Recorder | None = None,
 ) -> Decoding:
-    """Decode `new_tokens` tokens (an end-of-text token does not stop it).
+    """Decode `new_tokens` tokens, past any end-of-text token.
 
-    Statistics and recording start after the prefill: both are about the tokens after the first.
+    Statistics and recording start after the prefill and describe the tokens after the first.
 
     Args:
         model: the model, offloaded or not.
         prompt_ids: [1, T] on the model's device.
-        new_tokens: how many are decoded.
-        offloaded: the offload that the model runs under.
-        recorder: the one that the offload was given.
+        new_tokens: number of tokens.
+        offloaded: the model's offload, if any.
+        recorder: the offload's recorder, if any.
     """
     cache = DynamicCache(config=model.config)
     decoding = Decoding([], [], 0.0, [])
@@ -91,14 +91,14 @@ def decode_greedily(
 
 
 def balanced_bandwidth(model: PreTrainedModel, resident: Decoding) -> float:
-    """Bytes per second at which K copies take as long as one layer of the resident model."""
+    """Return the bytes per second at which K copies take as long as one layer of the resident model."""
     view = find_moe_layers(model)
     layer_s = statistics.median(resident.steps_s) / len(view)
     return view.shape.top_k * BlockLayout.of(view).block_bytes / layer_s
 
 
 def same_logits(one: Decoding, other: Decoding) -> bool:
-    """Whether the logits of every step that both have are the same bits."""
+    """Return whether the logits of all common steps are equal bit for bit."""
     return all(torch.equal(own, its) for own, its in zip(one.logits, other.logits, strict=False))
 
 
@@ -109,10 +109,10 @@ def _now(device: torch.device) -> float:
 
 
 class LentStore(ExpertStore):
-    """A store that one model's offloads use in turn: the experts are packed once. `give_back` ends it.
+    """Store shared by several offloads of one model in turn: experts are packed once. :meth:`give_back` ends it.
 
-    Between offloads the model's experts are views of the blocks in host memory: a model that computes on the CPU runs
-    as ever, one on `device` runs inside :meth:`resident`, while its experts may still lie on the CPU.
+    Between offloads the model's experts are views of the blocks in host memory. A model that computes on the CPU runs
+    as usual; a model on `device` runs inside :meth:`resident`, and its experts may stay on the CPU otherwise.
     """
 
     def __init__(self, view: MoEView, device: torch.device) -> None:
@@ -122,18 +122,18 @@ class LentStore(ExpertStore):
         self._lend(self.views)
 
     def pack(self, view: MoEView) -> None:
-        """The blocks are there already."""
-        assert view[0].experts is self._view[0].experts, "a lent store belongs to one model"
+        """Do nothing: the experts are packed already."""
+        assert view[0].experts is self._view[0].experts, "a shared store belongs to one model"
 
     def unpack(self) -> None:
-        """An offload is over: the next one finds the experts' shapes on the model."""
+        """Point the model's experts at the blocks again, for the next offload."""
         self._lend(self.views)
 
     def close(self) -> None:
-        """An offload is over; the blocks stay."""
+        """Keep the blocks for the next offload."""
 
     def give_back(self, device: torch.device | None = None) -> None:
-        """Put the weights into the model's own parameters (on `device`, or where it computes) and free the blocks."""
+        """Copy the weights into the model's own parameters on `device` (None: the compute device); free the blocks."""
         if device is not None:
             self.device = device
         super().unpack()
@@ -141,14 +141,14 @@ class LentStore(ExpertStore):
 
     @property
     def fits(self) -> bool:
-        """Whether the whole model has room where it computes."""
+        """Whether the whole model fits the compute device."""
         if self.device.type != "cuda":
             return True
         return torch.cuda.mem_get_info(self.device)[0] > 1.1 * self.nbytes
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """All experts are where the model computes."""
+        """Put all experts on the compute device for a while."""
         if self.device.type != "cuda":
             yield
             return
@@ -166,14 +166,14 @@ class LentStore(ExpertStore):
             torch.cuda.empty_cache()
 
     def _lend(self, views: Callable[[int], dict[str, Tensor]]) -> None:
-        """Make these [E, ...] tensors the model's parameters."""
+        """Set these [E, ...] tensors as the model's parameters."""
         for layer in self._view:
             for name, tensor in views(layer.index).items():
                 layer.experts._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
 
 def without_experts_to(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move a model to a device and leave its experts where they are; a model that is there stays as it is."""
+    """Move a model to a device without its experts. A model on that device is returned unchanged."""
     if next(model.parameters()).device == with_index(device):
         return model
     kept = [(layer.experts._parameters, dict(layer.experts._parameters)) for layer in find_moe_layers(model)]
@@ -187,9 +187,9 @@ def without_experts_to(model: PreTrainedModel, device: torch.device) -> PreTrain
 
 
 ON_CPU = (
-    "the model computes on the CPU, where its weights are: accelerate moves nothing here, so its time shows what its "
-    "hooks cost and not what its copies cost; moved_bytes is what it would move per token, and least_tpot_s those "
-    "bytes over the emulated link (calculated, not measured)"
+    "the model computes on the CPU, where its weights are: accelerate copies nothing here, so the time shows the cost "
+    "of its hooks only; moved_bytes is what it would copy per token, and least_tpot_s the time of these bytes over the "
+    "emulated link (calculated, not measured)"
 )
 
 
@@ -202,18 +202,18 @@ def measure_peer(
     bandwidth: float | None = None,
     truth: Decoding | None = None,
 ) -> Json:
-    """Decode under accelerate's offload, which starts from a model on the CPU; it is left there, without hooks.
+    """Decode under accelerate's offload. The model ends on the CPU without hooks.
 
     Args:
         model: a model that is not offloaded.
-        prompt_ids: [1, T] on the model's device, where the computation stays.
-        memory: bytes of the device that weights may take: what the offloaded runs take.
-        new_tokens: how many are decoded.
-        bandwidth: of the emulated link, bytes per second, for `least_tpot_s` on the CPU.
-        truth: the first tokens of what it must decode.
+        prompt_ids: [1, T] on the compute device.
+        memory: bytes of device memory for weights, the same as for the offloaded runs.
+        new_tokens: number of tokens.
+        bandwidth: bytes per second of the emulated link, for `least_tpot_s` on the CPU.
+        truth: the expected decoding.
 
     Returns:
-        `tpot_s`, `ttft_s`, `moved_bytes` per token, `identical`, `note`.
+        `tpot_s`, `ttft_s`, `new_tokens`, `moved_bytes` per token, `least_tpot_s`, `identical` and `note`.
     """
     device = prompt_ids.device
     model.to("cpu")
@@ -240,10 +240,10 @@ def measure_peer(
 
 
 def _device_map(model: PreTrainedModel, memory: int) -> dict[str, int | str]:
-    """Module name to 0 (the device) or "cpu": as much as the memory holds stays on the device."""
+    """Map module names to 0 (the device) or "cpu", with as many modules on the device as fit the memory."""
     from accelerate import infer_auto_device_map
 
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it says that a CPU is no device 0
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns that a CPU is not device 0
     found: dict[str, int | str] = infer_auto_device_map(
         model, max_memory={0: memory, "cpu": 2 * weight_bytes(model)}, no_split_module_classes=model._no_split_modules
     )
@@ -251,7 +251,7 @@ def _device_map(model: PreTrainedModel, memory: int) -> dict[str, int | str]:
 
 
 def _offloaded_bytes(model: PreTrainedModel, device_map: dict[str, int | str]) -> int:
-    """Bytes of the weights that are not on the device: each forward moves them all."""
+    """Return the bytes of the weights outside the device, all of which every forward pass moves."""
     away = [name for name, where in device_map.items() if where == "cpu"]
     return sum(
         parameter.numel() * parameter.dtype.itemsize
@@ -275,6 +275,6 @@ def _restore(model: PreTrainedModel) -> None:
 
     remove_hook_from_submodules(model)
     model.__dict__.pop("hf_device_map", None)
-    for name in ("to", "cuda"):  # dispatch_model puts warnings in their place
+    for name in ("to", "cuda"):  # dispatch_model replaced them by functions that warn
         model.__dict__.pop(name, None)
     model.to("cpu")

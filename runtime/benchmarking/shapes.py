@@ -1,8 +1,8 @@
-"""Shapes: models of published sizes with random weights, for measuring time where no checkpoint is at hand.
+"""Models of published sizes with random weights, for measuring time without a checkpoint.
 
-A model type's defaults in transformers are the config of one published model: what is said here is what another one of
-that type has other. Tests hold layers, experts and numbers of parameters to the model cards. What a paper's table says
-otherwise was not taken over (GPT-OSS-120B has 36 layers of 128 experts, not 24 of 32; trap 10 under system B).
+The defaults of a model type in transformers are the config of one published model; a shape lists the values that
+differ. Tests compare layers, experts and parameter counts with the model cards, which win over a paper's table
+(GPT-OSS-120B has 36 layers of 128 experts, not 24 of 32).
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from expertcast.predictors.messages import Json
 
 STD = 0.02
 _KEEP_AND_SET = {torch.bfloat16: (0x807F, 0x3C80), torch.float16: (0x83FF, 0x2400)}
-"""Bits kept (sign and mantissa), bits set (the exponent of 1/64): any 16 bits become a weight of size 1/64 to 1/32."""
+"""Kept bits (sign and mantissa) and set bits (the exponent of 1/64): any 16 bits become a weight of size 1/64 to 1/32.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One published config, as far as it decides what a forward computes."""
+    """One published config, as far as it affects the computation of a forward pass."""
 
     hub_id: str
-    """Where the config was published."""
+    """Hub id of the published model."""
     model_type: str
     dense_layers: int = 0
     """Decoder layers before the first MoE layer."""
     values: Mapping[str, object] = field(default_factory=dict, hash=False)
-    """What is other than the model type's defaults."""
+    """Values that differ from the model type's defaults."""
 
     def config(self, layers: int | None = None) -> PretrainedConfig:
-        """The config, cut to the first `layers` MoE layers (dense layers before them stay)."""
+        """Return the config, cut to the first `layers` MoE layers; dense layers before them stay."""
         cut: Json = {} if layers is None else {"num_hidden_layers": layers + self.dense_layers}
         if cut and "layer_types" in self.values:
             cut["layer_types"] = list(cast(list[str], self.values["layer_types"]))[: cut["num_hidden_layers"]]
@@ -96,18 +97,18 @@ SHAPES = {
 
 
 def is_shape(name: str) -> bool:
-    """Whether a word is a shape's name; a path never is.
+    """Return whether a word is a shape's name; a path never is.
 
     Raises:
-        ExpertcastError: a model lies here in a folder of that name.
+        ExpertcastError: the word is also a model's folder.
     """
     if name not in SHAPES:
         return False
     here = Path(name)
     if (here / CONFIG).is_file() and not here.samefile(BUNDLED):
         raise ExpertcastError(
-            f"{name!r} is a shape, and {here.absolute()} is a model's folder: give ./{name} for the folder, or rename "
-            "it for the shape"
+            f"{name!r} is a shape, but also a model folder ({here.absolute()}): use ./{name} for the folder, or rename "
+            "it"
         )
     return True
 
@@ -120,17 +121,17 @@ def build_shape(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> PreTrainedModel:
-    """A causal LM of a shape with random weights, in eval mode.
+    """Return a causal LM of a shape with random weights, in eval mode.
 
     Args:
         name: one of `SHAPES`.
-        layers: MoE layers to keep; None for all. Dense layers before the first MoE layer come on top.
+        layers: MoE layers to keep; None for all. Dense layers before the first MoE layer are extra.
         dtype: `auto` (bf16), `bf16`, `fp16`, `fp32` or a torch dtype.
-        device: where the weights are made.
-        seed: the same gives the same weights.
+        device: device of the weights.
+        seed: of the random weights.
 
     Raises:
-        ExpertcastError: unknown shape or dtype, no such layers, or not enough free memory on the device.
+        ExpertcastError: the shape or dtype is unknown, the layers are out of range, or the device lacks memory.
     """
     checked = check_shape(name, layers=layers, dtype=dtype, device=device)
     model = random_model(SHAPES[name].config(layers), dtype=checked, device=device, seed=seed)
@@ -141,68 +142,68 @@ def build_shape(
 def check_shape(
     name: str, *, layers: int | None = None, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
 ) -> torch.dtype:
-    """Whether :func:`build_shape` can build this `name` with these `layers`, in this `dtype`, on this `device`.
+    """Raise if :func:`build_shape` would fail with these arguments.
 
     Returns:
-        The dtype as torch has it.
+        The dtype.
 
     Raises:
-        ExpertcastError: as :func:`build_shape`.
+        ExpertcastError: as for :func:`build_shape`.
     """
     if name not in SHAPES:
         raise ExpertcastError(f"unknown shape {name!r}: choose from {', '.join(SHAPES)}")
     most = SHAPES[name].layers
     if layers is not None and not 1 <= layers <= most:
-        raise ExpertcastError(f"--layers {layers}: {name} has 1 to {most} MoE layers")
+        raise ExpertcastError(f"--layers {layers} is out of range: {name} has 1 to {most} MoE layers")
     wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype) or torch.bfloat16
     check_memory(name, layers or most, wanted, torch.device(device))
     return wanted
 
 
 def check_memory(name: str, layers: int, dtype: torch.dtype, device: torch.device, free: int | None = None) -> None:
-    """Refuse a shape that the device has no room for, before anything is allocated.
+    """Raise if a shape does not fit the device's memory.
 
     Args:
         name: one of `SHAPES`.
-        layers: MoE layers that are kept.
-        dtype: of the weights.
-        device: where they are made.
-        free: bytes; what the device says when None.
+        layers: number of MoE layers.
+        dtype: dtype of the weights.
+        device: device of the weights.
+        free: free bytes; None: queried from the device.
 
     Raises:
-        ExpertcastError: with the number of layers that would fit.
+        ExpertcastError: the shape does not fit; the message names the number of layers that do.
     """
     shape = SHAPES[name]
     free = free_memory(device) if free is None else free
     one, two = (weight_bytes(meta_model(shape.config(count), dtype)) for count in (1, 2))
     per_layer, rest = two - one, 2 * one - two
-    # one more layer: while experts are packed, one layer exists twice
+    # One more layer: while experts are packed, one layer exists twice.
     needed = rest + (layers + 1) * per_layer
     if free is None or needed <= free:
         return
     fit = (free - rest) // per_layer - 1
-    remedy = f"give --layers {fit} or fewer" if fit >= 1 else "take a smaller shape; not even --layers 1 fits"
+    remedy = f"use --layers {fit} or fewer" if fit >= 1 else "use a smaller shape; not even --layers 1 fits"
     raise ExpertcastError(
-        f"{name} with {layers} layers needs {needed / 1e9:.1f} GB of {device.type} memory, "
+        f"{name} with {layers} layers needs {needed / 1e9:.1f} GB of {device.type} memory, but only "
         f"{free / 1e9:.1f} GB are free: {remedy}"
     )
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters, shared ones once."""
+    """Return the bytes of all parameters; shared ones count once."""
     return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
 
 
 def random_model(
     config: PretrainedConfig, *, dtype: torch.dtype, device: str | torch.device, seed: int
 ) -> PreTrainedModel:
-    """A model whose matrices are random, with norms and position tables as transformers initialises them.
+    """Return a model with random matrices, and norms and position tables as transformers initialises them.
 
     Args:
-        config: of any causal LM in transformers.
-        dtype: of all weights.
-        device: where they are made.
-        seed: the same gives the same weights.
+        config: config of a causal LM in transformers.
+        dtype: dtype of the weights.
+        device: device of the weights.
+        seed: of the random weights.
     """
     model = meta_model(config, dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -223,7 +224,7 @@ def random_model(
 
 
 def fill(tensor: Tensor, generator: torch.Generator) -> None:
-    """Random numbers of standard deviation 0.02 or near it, in place.
+    """Fill with random numbers of standard deviation near 0.02, in place.
 
     16-bit numbers on the CPU are drawn 64 bits at a time, five times as fast as a normal distribution: a shape of 60 GB
     is filled in a minute.

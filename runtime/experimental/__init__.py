@@ -1,1 +1,1 @@
-"""What decides on the device. It has never run on a GPU; no default and no "auto" chooses it."""
+"""Residency, copies and decoding decided on the device. Never run on a GPU; no default and no "auto" selects it."""

@@ -1,9 +1,9 @@
-"""Decode steps as one CUDA graph: model, tables, copies and kernels, with no work left for the host.
+"""Decode steps as one CUDA graph: model, tables, copies and kernels, without work on the host.
 
-For one sequence with :class:`expertcast.runtime.experimental.kernel_link.KernelLink`. The ordinary engine cannot be
-captured: it asks the device for the router's ids at every layer. Its model can be compiled,
-though: `torch.compile(model.forward)`, or `generate` with `cache_implementation="static"`, makes graphs of what lies
-between router and experts of one layer and the next, and the runtime runs between them.
+It decodes one sequence over :class:`expertcast.runtime.experimental.kernel_link.KernelLink`. The ordinary engine cannot
+be captured because it reads the router's ids on the host at every layer. Its model can be compiled, though:
+`torch.compile(model.forward)`, or `generate` with `cache_implementation="static"`, makes graphs of the code between one
+layer's experts and the next router, and the runtime runs between these graphs.
 """
 
 from __future__ import annotations
@@ -21,32 +21,29 @@ from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.offloading import OffloadedModel
 
 _WARM_UP = 3
-"""Steps run as they are before the capture: kernels are compiled, and libraries get their workspaces."""
+"""Uncaptured steps before the capture: they compile kernels and allocate the libraries' workspaces."""
 
 
 class GraphDecoder:
-    """Greedy decoding of one sequence at a time, each step but the first few a replay of one graph.
+    """Decodes one sequence at a time greedily; all but the first steps replay one graph.
 
-    On the CPU the same steps run one by one. The offload stays usable for anything else in between.
+    On the CPU all steps run uncaptured. The offloaded model stays usable for other calls in between.
 
     Args:
-        max_length: tokens of prompt and answer together; the key-value cache has this size.
-        capture: False runs every step by itself on CUDA too, for comparison.
+        offloaded: a model offloaded over link 'kernel'.
+        max_length: prompt and answer tokens together; the size of the KV cache.
+        capture: False runs every step uncaptured on CUDA too, for comparison.
 
     Raises:
-        ExpertcastError: another link, or a model or predictor whose decode step needs the host.
+        ExpertcastError: the model has another link, or its decode step or predictor needs the host.
     """
 
     def __init__(self, offloaded: OffloadedModel, max_length: int, *, capture: bool = True) -> None:
         if not isinstance(offloaded.link, KernelLink):
-            raise ExpertcastError(
-                f"a decode step over link {offloaded.link.name!r} needs the host at every layer: offload with "
-                "link='kernel'"
-            )
+            raise ExpertcastError(f"link {offloaded.link.name!r} needs the host at every layer: use link='kernel'")
         if offloaded.predictor is not None and offloaded.predictor.uses_previous_token:
             raise ExpertcastError(
-                f"predictor {offloaded.predictor.name!r} keeps the last token's routing on the host: choose another "
-                "for a graph"
+                f"predictor {offloaded.predictor.name!r} keeps the last token's routing on the host: choose another one"
             )
         self._offloaded, self._link = offloaded, offloaded.link
         self._device = offloaded.store.device
@@ -55,8 +52,8 @@ class GraphDecoder:
         self.cache: Any = StaticCache(config=offloaded.model.config, max_cache_len=max_length)
         if any(layer.is_sliding for layer in self.cache.layers):
             raise ExpertcastError(
-                f"{type(offloaded.model).__name__} attends in sliding windows, whose cache is counted on the host: "
-                "it cannot be captured in a graph"
+                f"{type(offloaded.model).__name__} uses sliding-window attention, whose cache is counted on the host: "
+                "choose a model without it"
             )
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         self._position = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
@@ -66,11 +63,21 @@ class GraphDecoder:
 
     @torch.no_grad()
     def start(self, prompt_ids: Tensor) -> Tensor:
-        """Take in a new prompt [1, tokens]: the logits [V] of its last token. Nothing is left of an earlier one."""
+        """Run a new prompt and forget any earlier sequence.
+
+        Args:
+            prompt_ids: int64 [1, tokens].
+
+        Returns:
+            Logits [V] of the last token; the next call overwrites them.
+
+        Raises:
+            ExpertcastError: the prompt is not one sequence of 1 to `max_length` - 1 tokens.
+        """
         tokens = prompt_ids.shape[1]
         if prompt_ids.shape[0] != 1 or not 0 < tokens < self.max_length:
             raise ExpertcastError(
-                f"prompt of shape {list(prompt_ids.shape)}: give one sequence of 1 to {self.max_length - 1} tokens"
+                f"prompt of shape {list(prompt_ids.shape)}: use one sequence of 1 to {self.max_length - 1} tokens"
             )
         self.cache.reset()
         positions = torch.arange(tokens, device=self._device).unsqueeze(0)
@@ -82,15 +89,22 @@ class GraphDecoder:
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Decode one token, the likeliest after the last logits: the next ones [V], which the next call overwrites."""
+        """Decode the most probable token after the last logits.
+
+        Returns:
+            Logits [V] of the next token; the next call overwrites them.
+
+        Raises:
+            ExpertcastError: `max_length` is reached.
+        """
         self._offloaded._check_open()
         if not self._left:
-            raise ExpertcastError(f"max_length={self.max_length} is reached: make a decoder with more")
+            raise ExpertcastError(f"max_length={self.max_length} is reached: create a decoder with a larger one")
         self._left -= 1
         if self._graph is not None:
-            # the graph waits for its own copies only: not for another stream's forward, nor for one cut short
+            # The graph waits only for its own copies, not for another stream's or an aborted forward pass.
             self._link.follow()
-            self._link.join(self._link.ticket())
+            self._link.join(self._link.calls_in_flight())
             self._graph.replay()
         else:
             self._step()
@@ -101,10 +115,14 @@ class GraphDecoder:
         return self._logits_V
 
     def generate(self, prompt_ids: Tensor, new_tokens: int) -> Tensor:
-        """Prompt and answer [1, tokens + new_tokens]."""
+        """Return prompt and answer, int64 [1, tokens + new_tokens].
+
+        Raises:
+            ExpertcastError: they exceed `max_length`.
+        """
         if prompt_ids.shape[1] + new_tokens > self.max_length:
             raise ExpertcastError(
-                f"{prompt_ids.shape[1]} + {new_tokens} tokens are more than max_length={self.max_length}: give more"
+                f"{prompt_ids.shape[1]} + {new_tokens} tokens exceed max_length={self.max_length}: increase it"
             )
         self.start(prompt_ids)
         tokens = [prompt_ids, self._token.clone()]
@@ -125,15 +143,15 @@ class GraphDecoder:
         return logits_V
 
     def _take(self, logits_V: Tensor) -> None:
-        """Keep logits and next token where the graph finds them."""
+        """Store logits and next token in the graph's input tensors."""
         if self._logits_V is None:
             self._logits_V = torch.empty_like(logits_V)
         self._logits_V.copy_(logits_V)
         self._token.copy_(logits_V.argmax().view(1, 1))
 
     def _capture(self) -> None:
-        """Record a step without running it; only what lies in tensors may differ from one step to the next."""
-        self._link.synchronize()  # the graph may wait for nothing that was launched before it
+        """Record a step without running it. Steps may differ only in the values of tensors."""
+        self._link.synchronize()  # the graph cannot wait for work launched before it
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         try:
@@ -141,7 +159,7 @@ class GraphDecoder:
                 self._step()
         except RuntimeError as error:
             raise ExpertcastError(
-                f"a decode step cannot be captured in a graph ({error}): before offloading, try "
+                f"a decode step cannot be captured in a graph ({error}): before offloading, call "
                 "model.set_experts_implementation('batched_mm')"
             ) from error
         finally:
@@ -151,14 +169,14 @@ class GraphDecoder:
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """What is launched becomes a graph and does not run.
+    """Capture the launched kernels into a graph instead of running them.
 
-    torch's own capture stream belongs to whatever device was current first: kernels of another device would run beside
-    it and not be captured. Only this thread is kept from calls that a capture forbids.
+    torch's default capture stream belongs to the device that was current first: kernels on another device would run and
+    not be captured. Calls that a capture forbids are blocked in this thread only.
 
     Args:
-        graph: an empty one.
-        stream: of the device whose kernels are launched.
+        graph: an empty graph.
+        stream: a stream of the device whose kernels are captured.
     """
     with (
         torch.cuda.device(stream.device),

@@ -1,8 +1,8 @@
-"""A link that decides and copies on the device: tables, the kernel that copies, and the link that drives both.
+"""A link that decides and copies on the device: residency tables, a copy kernel, and the link that drives both.
 
-The tables say which expert lies in which slot: least recently used, no host round trip, static shapes. Their rules are
-those of :class:`expertcast.runtime.engine.cache.ExpertCache` with an LRU policy, written so that a decode step can be
-captured in a CUDA graph: every table has one row more than it needs, where whatever does not apply is written.
+The tables map experts to slots with LRU eviction, static shapes and no host round trip. They follow the rules of
+:class:`expertcast.runtime.engine.cache.ExpertCache` with an LRU policy, in a form that a CUDA graph can capture: every
+table has one extra row that takes the writes of entries that do not apply.
 
 L MoE layers, E routed experts per layer, T tokens, K experts per token, S slots, N candidates of one call (the T x K
 ids of a small step, or all E experts of the layer). An expert's key is layer * E + expert.
@@ -29,14 +29,14 @@ from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer
 
 FEW_IDS = 64
-"""Up to so many ids are compared with each other; more are counted in a row of all experts."""
+"""Up to this many ids are deduplicated by comparing pairs; more are marked in a row of all experts."""
 
 COUNTS = ("requests", "hits", "misses", "prefetched", "prefetched_used", "steps", "chunks")
 _REQUESTS, _HITS, _MISSES, _PREFETCHED, _USED, _STEPS, _CHUNKS = range(len(COUNTS))
 
 
 class Moves(NamedTuple):
-    """Copies to make: block of `keys_N` into `slots_N` wherever `moved_N`."""
+    """Copies to make: the block of `keys_N` into `slots_N` for each `moved_N`."""
 
     keys_N: Tensor
     slots_N: Tensor
@@ -44,37 +44,37 @@ class Moves(NamedTuple):
 
 
 class DeviceResidency:
-    """Tables on the device; all calls come on the stream that computes.
+    """Residency tables on the device; all calls run on the compute stream.
 
-    Nothing here looks at a value on the host. What :meth:`bring` and :meth:`expect` return must be copied before a
-    kernel reads the slots, and before the next call's copies.
+    No method reads a value on the host. The copies returned by :meth:`request` and :meth:`prefetch` must run before a
+    kernel reads the slots and before the next call's copies.
 
     Args:
         layers: L.
         experts: E.
         slots: S.
-        device: where slots and tables are.
+        device: device of slots and tables.
     """
 
     def __init__(self, *, layers: int, experts: int, slots: int, device: torch.device) -> None:
         self.slots = slots
         self._layers, self._experts, self._device = layers, experts, device
         self._nowhere = layers * experts
-        """Row of `slot_of` for keys that do not exist; row `slots` of the others for slots that do not."""
+        """Extra row of `slot_of`; the extra row of the tables by slot is `slots`."""
         self.slot_of = torch.full((layers * experts + 1,), -1, dtype=torch.int64, device=device)
         self.key_of = torch.full((slots + 1,), -1, dtype=torch.int64, device=device)
         self.used_at = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._unused = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-        """Prefetched into this slot, not requested so far."""
+        """True for a slot whose prefetched expert has not been requested."""
         self._tick = torch.zeros((), dtype=torch.int64, device=device)
         self.counts = torch.zeros(layers, len(COUNTS), dtype=torch.int64, device=device)
         self._arange = torch.arange(max(FEW_IDS, experts), device=device)
         self._when_free = torch.arange(-slots - 1, 0, device=device)
-        """Before any tick: free slots are taken first, and in order."""
+        """Ages below any tick: free slots are used first, in order."""
         self.clear()
 
     def clear(self) -> None:
-        """Forget what lies where."""
+        """Mark all slots as free."""
         self.slot_of.fill_(-1)
         self.key_of.fill_(-1)
         self._unused.fill_(False)
@@ -82,15 +82,19 @@ class DeviceResidency:
         self.used_at.copy_(self._when_free)
 
     def width(self, ids_TK: Tensor) -> int:
-        """The most distinct experts that some ids can name."""
+        """Return the largest possible number of distinct experts in `ids_TK`."""
         return min(ids_TK.numel(), self._experts)
 
-    def bring(self, layer: int, ids_TK: Tensor, within_E: Tensor | None = None) -> Moves:
-        """A layer runs with these experts: hits become the most recently used, misses replace the least.
+    def request(self, layer: int, ids_TK: Tensor, within_E: Tensor | None = None) -> Moves:
+        """Request a layer's experts: hits become the most recently used, misses replace the least recently used.
 
         Args:
+            layer: the layer that runs.
             ids_TK: at most S distinct experts.
-            within_E: bool [E], only these count (a chunk of a step that does not fit).
+            within_E: bool [E]; other experts are ignored (a chunk of a step that does not fit).
+
+        Returns:
+            The copies of the misses.
         """
         keys_N, needed_N = self._candidates(layer, ids_TK, within_E)
         slots_N = self.slot_of[keys_N]
@@ -105,13 +109,18 @@ class DeviceResidency:
         count[_CHUNKS] += 1
         return moves
 
-    def expect(self, layer: int, ids_N: Tensor, running: int) -> Moves:
-        """A later layer is forecast to need these experts, most needed first; those without room are left out.
+    def prefetch(self, layer: int, ids_N: Tensor, running: int) -> Moves:
+        """Prefetch experts of a later layer, most needed first, as far as there is room.
 
-        More than `FEW_IDS` ids are taken in the order of their numbers.
+        More than `FEW_IDS` ids are handled in ascending order.
 
         Args:
-            running: slots that the layer which runs now may need; they are not given up.
+            layer: the later layer.
+            ids_N: its forecast experts.
+            running: slots that the current layer may need; they are not evicted.
+
+        Returns:
+            The copies of the missing experts.
         """
         keys_N, needed_N = self._candidates(layer, ids_N, None)
         slots_N = self.slot_of[keys_N]
@@ -122,11 +131,11 @@ class DeviceResidency:
         return moves
 
     def slots_for(self, layer: int, ids_TK: Tensor) -> Tensor:
-        """Slot of each id's expert, -1 where it has none."""
+        """Return the slot of each id's expert, -1 if it has none."""
         return self.slot_of[layer * self._experts + ids_TK]
 
     def finish(self, layer: int, *, keep: bool) -> None:
-        """A step of the layer has been launched; `keep=False` gives the slots of all its experts back."""
+        """Count a step of the layer as launched; `keep=False` frees the slots of its experts."""
         self.counts[layer, _STEPS] += 1
         if keep:
             return
@@ -137,7 +146,7 @@ class DeviceResidency:
         self.used_at.copy_(torch.where(own_S, self._when_free, self.used_at))
 
     def _candidates(self, layer: int, ids: Tensor, within_E: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys [N], and which of them count: each distinct one once."""
+        """Return keys [N] and a mask that selects each distinct expert once."""
         first = layer * self._experts
         if within_E is None and ids.numel() <= FEW_IDS:
             ids_N = ids.reshape(-1)
@@ -150,7 +159,7 @@ class DeviceResidency:
         return first + self._arange[: self._experts], needed_E
 
     def _place(self, keys_N: Tensor, slots_N: Tensor, hit_N: Tensor, missing_N: Tensor, *, unused: bool) -> Moves:
-        """Refresh hits, give the least recently used slots to the missing, in order."""
+        """Refresh hits and assign the least recently used slots to the misses, in order."""
         count = keys_N.shape[0]
         order_N = self._tick + self._arange[:count]
         self._tick += count
@@ -163,14 +172,14 @@ class DeviceResidency:
         self.slot_of.scatter_(0, torch.where(missing_N, keys_N, self._nowhere), victim_N)
         self.key_of.scatter_(0, target_N, keys_N)
         self.used_at.scatter_(0, target_N, order_N)
-        # a forecast leaves a hit as it was: prefetched before and unused, or in use
+        # A prefetch leaves a hit's mark unchanged.
         touched_N = target_N if unused else torch.where(hit_N, slots_N, target_N)
         self._unused.scatter_(0, touched_N, unused)
         return Moves(keys_N, victim_N, missing_N)
 
 
 class KernelResidency(DeviceResidency):
-    """The same tables, a small call's update done by one Triton kernel in place of some forty of torch's."""
+    """The same tables; one Triton kernel updates them in a small call instead of some forty torch kernels."""
 
     def __init__(self, *, layers: int, experts: int, slots: int, device: torch.device) -> None:
         super().__init__(layers=layers, experts=experts, slots=slots, device=device)
@@ -178,21 +187,21 @@ class KernelResidency(DeviceResidency):
 
         self._kernel = place
 
-    def bring(self, layer: int, ids_TK: Tensor, within_E: Tensor | None = None) -> Moves:
+    def request(self, layer: int, ids_TK: Tensor, within_E: Tensor | None = None) -> Moves:
         if within_E is not None or ids_TK.numel() > FEW_IDS:
-            return super().bring(layer, ids_TK, within_E)
+            return super().request(layer, ids_TK, within_E)
         return self._launch(layer, ids_TK, room=self.slots, forecast=False)
 
-    def expect(self, layer: int, ids_N: Tensor, running: int) -> Moves:
+    def prefetch(self, layer: int, ids_N: Tensor, running: int) -> Moves:
         if ids_N.numel() > FEW_IDS:
-            return super().expect(layer, ids_N, running)
+            return super().prefetch(layer, ids_N, running)
         return self._launch(layer, ids_N, room=self.slots - running, forecast=True)
 
     def _launch(self, layer: int, ids: Tensor, *, room: int, forecast: bool) -> Moves:
         count = ids.numel()
         keys_N, slots_N = torch.empty(2, count, dtype=torch.int64, device=self._device)
         moved_N = torch.empty(count, dtype=torch.bool, device=self._device)
-        # Triton launches on the current device, whatever the tensors say
+        # Triton launches on the current device, not on that of its arguments.
         with torch.cuda.device_of(self.slot_of):  # type: ignore[no-untyped-call]
             self._kernel[(1,)](
                 ids.contiguous(), self.slot_of, self.key_of, self.used_at, self._unused, self._tick, self.counts,
@@ -213,34 +222,34 @@ _WORD = 8
 _WIDTH = 2048
 _WARPS = 8
 _PROGRAMS = 16
-"""A quarter of a megabyte on its way, 16 x 2,048 words, as 64 bytes (four loads of 16) a thread.
+"""Programs of a copy: 16 x 2,048 words = 256 KiB in flight, as 64 bytes (four loads of 16) per thread.
 
-By Little's law a link needs rate times latency: PCIe 5 (55 GB/s) 55 to 110 kB at 1 to 2 us a read (an estimate),
-so that it stays full while programs store what has come. Few programs, for each keeps a persistent matmul off a
-multiprocessor; see :mod:`expertcast.runtime.experimental.kernel_link`.
+By Little's law a link needs rate times latency in flight: 55 to 110 kB for PCIe 5 (55 GB/s) at 1 to 2 us per read (an
+estimate). More keep the link full while programs store arrived data. The number is small because each program keeps a
+persistent matmul off one multiprocessor; see :class:`ReservedMultiprocessors`.
 """
 _SHARE = 4
-"""A device gives up one multiprocessor in so many at most."""
+"""A copy uses at most one in this many multiprocessors."""
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed: torch's CUDA builds bring it on Linux."""
+    """Return whether Triton is installed. torch's CUDA builds for Linux include it."""
     return importlib.util.find_spec("triton") is not None
 
 
 class BlockCopier(ABC):
-    """Copies the blocks of some moves from the store into their slots."""
+    """Copies blocks from the store into their slots."""
 
     programs = 0
-    """Multiprocessors that it takes from the kernels that compute meanwhile."""
+    """Multiprocessors that the copy takes from compute kernels."""
 
     @abstractmethod
     def copy(self, moves: Moves) -> None:
-        """On the current stream; entries that are not moved cost next to nothing."""
+        """Copy on the current stream. Entries without `moved_N` cost almost nothing."""
 
 
 class HostCopier(BlockCopier):
-    """The reference, and what runs where a slot is host memory too."""
+    """Reference copier, also for slots in host memory."""
 
     def __init__(self, store: ExpertStore, pool: SlotPool) -> None:
         self._store, self._pool = store, pool
@@ -252,11 +261,12 @@ class HostCopier(BlockCopier):
 
 
 class KernelCopier(BlockCopier):
-    """A Triton kernel that reads the store's page-locked memory where it lies.
+    """Triton kernel that reads the store's page-locked memory directly.
 
     Args:
-        addresses: int64 [L * E], the device's address of each block.
-        programs: of the kernel at most.
+        addresses: int64 [L * E], device address of each block.
+        pool: the slots.
+        programs: programs of the kernel at most.
     """
 
     def __init__(self, addresses: Tensor, pool: SlotPool, programs: int = _PROGRAMS) -> None:
@@ -278,10 +288,10 @@ class KernelCopier(BlockCopier):
 
 
 def block_copier(store: ExpertStore, pool: SlotPool) -> BlockCopier:
-    """The copier of the pool's device.
+    """Return the copier for the pool's device.
 
     Raises:
-        ExpertcastError: no Triton, or blocks that the device cannot read where they lie.
+        ExpertcastError: Triton is missing, or the device cannot read the blocks' memory.
     """
     if pool.device.type != "cuda":
         return HostCopier(store, pool)
@@ -291,32 +301,33 @@ def block_copier(store: ExpertStore, pool: SlotPool) -> BlockCopier:
     unlocked = next((key for key, block in enumerate(blocks) if not block.is_pinned()), None)
     if unlocked is not None:
         raise ExpertcastError(
-            f"link 'kernel' reads page-locked memory only, and expert {unlocked} of the store lies elsewhere: use link "
-            "'cuda', or free memory for the page lock"
+            f"link 'kernel' reads page-locked memory only, but expert {unlocked} of the store is not page-locked: "
+            "use link 'cuda', or free memory for the page lock"
         )
-    # one address space for host and device: kernels find page-locked memory where the host does
+    # Host and device share one address space: kernels use the host's address of page-locked memory.
     addresses = [block.data_ptr() for block in blocks]
     multiprocessors = torch.cuda.get_device_properties(pool.device).multi_processor_count
     programs = max(1, min(_PROGRAMS, multiprocessors // _SHARE))
     return KernelCopier(torch.tensor(addresses, device=pool.device), pool, programs)
 
 
-# torch's `grouped_mm` of Hopper and Blackwell is persistent: one block per multiprocessor, with all its registers,
-# takes one tile after another. Where another kernel holds a multiprocessor, that block waits until the other one ends,
-# and the matmul with it. torch can leave some out (pytorch, aten/src/ATen/Context.h: `_SMCarveout_EXPERIMENTAL`). The
-# bits stay: the count says how many blocks share the tiles, while tile and order of summation follow from the shapes
-# (aten/src/ATen/native/cuda/GroupMM.cu: `hw_info.sm_count`). cuBLASLt, which torch uses for linear layers with a bias,
-# chooses its kernel by the count (aten/src/ATen/cuda/CUDABlas.cpp: `CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET`) and may give
-# other bits. So the count is set around the experts only, and not at all where torch is told to prefer cuBLASLt.
+# torch's `grouped_mm` for Hopper and Blackwell is persistent: one thread block per multiprocessor, with all of its
+# registers, processes one tile after another. If another kernel occupies a multiprocessor, that thread block waits for
+# it to end, and the matmul waits too. torch can leave some multiprocessors free (pytorch, aten/src/ATen/Context.h:
+# `_SMCarveout_EXPERIMENTAL`). The results keep their bits: the setting changes how many thread blocks share the tiles,
+# while tile and summation order follow from the shapes (aten/src/ATen/native/cuda/GroupMM.cu: `hw_info.sm_count`).
+# cuBLASLt, which torch uses for linear layers with a bias, chooses its kernel by the count
+# (aten/src/ATen/cuda/CUDABlas.cpp: `CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET`) and may change bits. So the setting is
+# active only around the experts, and never if torch prefers cuBLASLt.
 
 _GET, _SET = "_get_sm_carveout_experimental", "_set_sm_carveout_experimental"
 
 
-class CarveOut:
-    """While entered, matmuls leave so many multiprocessors alone; without torch's setting nothing happens.
+class ReservedMultiprocessors:
+    """Context in which matmuls leave `multiprocessors` free. Without torch's setting it does nothing.
 
-    It may be entered again inside itself or another one: the larger count holds. The setting is the process's: matmuls
-    that other threads launch meanwhile keep to it too. torch says once, on stderr, that it is experimental.
+    It may be nested; the largest number applies. The setting belongs to the process, so it affects matmuls of other
+    threads too. torch warns once on stderr that it is experimental.
     """
 
     def __init__(self, multiprocessors: int) -> None:
@@ -340,16 +351,17 @@ _COPIED = [COUNTS.index("misses"), COUNTS.index("prefetched")]
 
 
 class KernelLink(Link):
-    """Moves experts by a kernel that reads page-locked memory (CUDA), or by plain copies (the CPU's reference).
+    """Moves experts by a kernel that reads page-locked memory (CUDA), or by plain copies (CPU reference).
 
-    Copies run on a stream of their own, one call after another, so that no two calls write to a slot out of order. Each
-    call waits for the compute stream first (for its table, and for the last readers of the slots it overwrites);
-    compute waits for the calls whose slots it reads. Fork and join are events, which a CUDA graph records.
+    Copies run on a separate stream, one call after another, so that two calls never write to a slot out of order. Each
+    call first waits for the compute stream (for its tables, and for the last readers of the slots that it overwrites);
+    compute waits for the calls whose slots it reads. Both waits are events, which a CUDA graph records.
 
-    It keeps its own tables (`residency`); `DeviceEngine` drives it by :meth:`move` and :meth:`join`, not by transfers.
+    The link has its own tables (`residency`). `DeviceEngine` drives it by :meth:`move` and :meth:`join`, not by
+    transfers.
 
-    `bytes_moved` and `copies` are counted on the device and read when they are asked for. `busy_s` is the time
-    between events around each call; a CUDA graph's calls are not in it.
+    `bytes_moved` and `copies` are counted on the device; reading them waits for it. `busy_s` sums the times between
+    events around each call, without the calls of CUDA graphs.
     """
 
     name = "kernel"
@@ -368,25 +380,25 @@ class KernelLink(Link):
         self._stream = None
         if self.driver is not None:
             self._stream, self._last = self.driver.new_stream(), self.driver.current_stream()
-        self._under_way: list[tuple[torch.cuda.Event, Moves]] = []
-        """Calls that compute has not waited for, each with its tables: freed before, they could be written over."""
+        self._in_flight: list[tuple[torch.cuda.Event, Moves]] = []
+        """Calls that compute has not waited for, each with its tables, whose memory must not be reused before."""
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event, int, bool]] = deque()
-        """Calls whose times are not counted: events before and behind, layer, urgent."""
-        self.carve_out = CarveOut(self._copier.programs)
-        """Entered where experts run beside copies: their grouped matmul leaves the copies' multiprocessors alone."""
+        """Calls whose times are not counted yet: start event, end event, layer, urgent."""
+        self.reserved = ReservedMultiprocessors(self._copier.programs)
+        """Context for experts that run beside copies: their grouped matmul leaves the copies' multiprocessors free."""
 
     def move(self, moves: Moves, layer: int = -1, *, urgent: bool = True) -> None:
-        """Queue the copies behind everything the current stream has been given so far.
+        """Queue copies behind the current stream's work so far.
 
         Args:
-            moves: which block goes into which slot.
+            moves: the copies.
             layer: for the observer, which gets one span per call.
-            urgent: likewise.
+            urgent: for the observer.
         """
         if self._stream is None:
             start = time.perf_counter()
             self._copier.copy(moves)
-            self._took(layer, start, time.perf_counter(), urgent)
+            self._report(layer, start, time.perf_counter(), urgent)
             return
         device, stream = self.driver, self._stream
         assert device is not None
@@ -401,35 +413,35 @@ class KernelLink(Link):
                 arrived = device.record(stream, timing=True)
                 self._timed.append((begun, arrived, layer, urgent))
                 self._collect()
-        self._under_way.append((arrived, moves))
+        self._in_flight.append((arrived, moves))
 
-    def ticket(self) -> int:
-        """Number of calls under way: what :meth:`join` waits for."""
-        return len(self._under_way)
+    def calls_in_flight(self) -> int:
+        """Return the number of calls in flight, for :meth:`join`."""
+        return len(self._in_flight)
 
-    def join(self, ticket: int) -> None:
-        """Make the current stream wait for the first `ticket` calls under way."""
-        if self.driver is None or not ticket:
+    def join(self, calls: int) -> None:
+        """Make the current stream wait for the first `calls` calls in flight."""
+        if self.driver is None or not calls:
             return
-        self.driver.current_stream().wait_event(self._under_way[ticket - 1][0])
-        del self._under_way[:ticket]
+        self.driver.current_stream().wait_event(self._in_flight[calls - 1][0])
+        del self._in_flight[:calls]
 
-    def beside_copies(self) -> AbstractContextManager[object]:
-        """To run kernels in that read slots: :attr:`carve_out` while calls are under way, else nothing."""
-        return self.carve_out if self._under_way else nullcontext()
+    def reserved_if_copying(self) -> AbstractContextManager[object]:
+        """Return :attr:`reserved` if calls are in flight, else an empty context."""
+        return self.reserved if self._in_flight else nullcontext()
 
     def follow(self) -> None:
         if self.driver is not None:
             self._last = self.driver.follow(self._last)
 
     def start(self, copy: Transfer) -> None:
-        raise ExpertcastError("link 'kernel' copies what tables on the device say, and no transfer of its own")
+        raise ExpertcastError("link 'kernel' does not start single transfers: its device tables choose the copies")
 
     def synchronize(self) -> None:
-        """Wait on the host until everything that was launched has run."""
+        """Block the host until all work on the device is done."""
         if self.driver is not None:
             self.driver.synchronize()
-            self._under_way.clear()
+            self._in_flight.clear()
             self._collect()
 
     @property
@@ -448,7 +460,7 @@ class KernelLink(Link):
 
     @bytes_moved.setter
     def bytes_moved(self, value: int) -> None:
-        """Follows `copies`."""
+        """Do nothing: the value follows from `copies`."""
 
     def reset(self) -> None:
         self.synchronize()
@@ -456,50 +468,55 @@ class KernelLink(Link):
 
     def close(self) -> None:
         self.synchronize()
-        self.__dict__.pop("_copier", None)  # it may hold the slots' memory, which the experts need to be put back
+        self.__dict__.pop("_copier", None)  # it may reference the slots' memory, which must be freed
 
     def _collect(self) -> None:
-        """Count the times of calls that are over."""
+        """Count the times of finished calls."""
         while self._timed and self._timed[0][1].query():  # type: ignore[no-untyped-call]
             begun, arrived, layer, urgent = self._timed.popleft()
             start = self.observer.device_time(begun)
-            self._took(layer, start, start + begun.elapsed_time(arrived) / 1e3, urgent)
+            self._report(layer, start, start + begun.elapsed_time(arrived) / 1e3, urgent)
 
-    def _took(self, layer: int, start: float, end: float, urgent: bool) -> None:
+    def _report(self, layer: int, start: float, end: float, urgent: bool) -> None:
         self.busy_s += end - start
-        self._tell(-1, layer, start, end, urgent)
+        self._observe(-1, layer, start, end, urgent)
 
 
-def fill_tables(link: KernelLink, keys: Sequence[int], experts: int) -> int:
-    """Load experts of E per layer into free slots, in this order, and wait for them. Counted as prefetched.
+def prefill_tables(link: KernelLink, keys: Sequence[int], experts: int) -> int:
+    """Prefetch experts into free slots, in this order, and wait for the copies.
+
+    Args:
+        link: the link.
+        keys: experts. Resident experts are skipped, and so are experts without a free slot.
+        experts: E.
 
     Returns:
-        How many were loaded: keys that have a slot, or for which none is free, are left out.
+        Number of copies.
     """
     link.follow()
-    tables, held = link.residency, set(held_by_tables(link))
+    tables, held = link.residency, set(resident_keys(link))
     missing = [key for key in keys if key not in held][: tables.slots - len(held)]
     for key in missing:
         layer, expert = divmod(key, experts)
         ids_N = torch.tensor([expert], device=tables.slot_of.device)
-        link.move(tables.expect(layer, ids_N, running=0), layer, urgent=False)
-    link.join(link.ticket())
+        link.move(tables.prefetch(layer, ids_N, running=0), layer, urgent=False)
+    link.join(link.calls_in_flight())
     link.synchronize()
     link.check()
     return len(missing)
 
 
-def held_by_tables(link: KernelLink) -> list[int]:
-    """Keys that have a slot by the device's tables, the least recently used first. Waits for the device."""
+def resident_keys(link: KernelLink) -> list[int]:
+    """Return the resident keys, the least recently used first. Waits for the device."""
     tables = link.residency
     order = tables.used_at[: tables.slots].argsort()
     return [key for key in tables.key_of[: tables.slots][order].tolist() if key >= 0]
 
 
 class DeviceStatistics(RunStatistics):
-    """The run's counters, kept on the device; reading them waits for it.
+    """Counters of a run kept on the device; reading them waits for it.
 
-    Nobody there sees whether a forecast's copy came in time, how long a layer waited, or what was evicted: `waited_s`,
+    The device does not record whether a prefetch was in time, how long a layer waited, or what was evicted: `waited_s`,
     `prefetched_in_time`, `evicted` and `collisions` stay 0.
     """
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the device-side link. Imported only where Triton is installed."""
+"""Triton kernels of the device-side link. This module is imported only if Triton is installed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ def copy_blocks(  # type: ignore[no-untyped-def]
 ):
     """Copy block `keys[n]` of the store into slot `slots[n]` for each n with `moved[n]`.
 
-    Every program takes its share of every block: a few programs for the whole copy, whatever N is, leave the
-    multiprocessors to the kernels that compute meanwhile.
+    Every program copies its share of every block. A few programs for the whole copy, whatever N is, leave the
+    multiprocessors to the compute kernels.
 
     Args:
-        addresses: int64, where each block of the store begins.
-        pool: int64 words of the slots, WORDS per slot.
-        WIDTH, TURNS: words that a program moves at a time, and how often.
+        addresses: int64, the start address of each block of the store.
+        keys: int64 [N].
+        slots: int64 [N].
+        moved: bool [N].
+        pool: the slots as int64 words, WORDS per slot.
+        N: number of candidates.
+        WORDS: int64 words per block.
+        WIDTH: words that a program copies at a time.
+        TURNS: iterations per program and block.
     """
     first = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     step = tl.num_programs(0) * WIDTH
     for n in range(N):
         if tl.load(moved + n):
             source = tl.load(addresses + tl.load(keys + n)).to(tl.pointer_type(tl.int64))
-            source = tl.multiple_of(source, 16)  # so that 16 bytes are read at a time
+            source = tl.multiple_of(source, 16)  # enables loads of 16 bytes
             target = pool + tl.load(slots + n) * WORDS
             for turn in range(TURNS):
                 at = first + turn * step
@@ -41,15 +47,17 @@ def place(  # type: ignore[no-untyped-def]
     N: tl.constexpr, PADDED_N: tl.constexpr, S: tl.constexpr, PADDED_S: tl.constexpr, E: tl.constexpr,
     COLUMNS: tl.constexpr, FORECAST: tl.constexpr,
 ):  # fmt: skip
-    """One call of `DeviceResidency.bring` (or `.expect`, with FORECAST) in one program: what some forty kernels do.
+    """Run one `DeviceResidency.request` (or, with FORECAST, `.prefetch`) in one program instead of some forty kernels.
 
     Args:
-        ids: int64 [N], the experts that are asked for.
+        ids: int64 [N], the requested experts.
         slot_of, key_of, used_at, unused, tick, counts: the tables of `DeviceResidency`.
-        keys_out, slots_out, moved_out: [N], the moves to make.
-        layer: whose experts they are, E of them.
-        room: misses and hits that a forecast may hold at most.
-        N, PADDED_N, S, PADDED_S: ids and slots, and the powers of two that hold them; COLUMNS: of `counts`.
+        keys_out, slots_out, moved_out: [N], the resulting copies.
+        layer: the experts' layer.
+        room: with FORECAST, hits and misses at most.
+        N, S: ids and slots; PADDED_N, PADDED_S: the same, rounded up to powers of two.
+        E: routed experts per layer.
+        COLUMNS: columns of `counts`.
     """
     lane = tl.arange(0, PADDED_N)
     ids_N = tl.load(ids + lane, mask=lane < N, other=-1)
@@ -75,7 +83,7 @@ def place(  # type: ignore[no-untyped-def]
     tl.store(used_at + slots_N, now + lane, mask=hit)
     tl.store(keys_out + lane, keys_N, mask=lane < N)
     tl.store(moved_out + lane, missing, mask=lane < N)
-    tl.debug_barrier()  # what was stored above is loaded below by other threads
+    tl.debug_barrier()  # other threads load below what was stored above
     if not FORECAST:
         tl.store(unused + slots_N, tl.zeros_like(hit), mask=hit)
     tl.store(tick, now + N)

@@ -1,1 +1,1 @@
-"""What moves experts from a store into slots, and small tensors between host and device."""
+"""Links: they move experts from a store into slots, and small tensors between host and device."""

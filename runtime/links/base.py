@@ -1,8 +1,8 @@
-"""What moves experts from the store into slots: the base of all links, and the simplest one.
+"""Base class of links, which move experts from the store into slots, and the simplest link.
 
-A link implements :meth:`Link.start`, which starts one transfer, and completes it. The base has the queue: urgent
-transfers (this layer's misses) first, then forecasts in the order in which they were asked for. A forecast's transfer
-that has not started can be promoted or cancelled.
+A subclass implements :meth:`Link.start`: it starts one transfer and calls :meth:`Link._complete` when the bytes have
+arrived. The base class keeps the queue: urgent transfers (misses of the current layer) come first, then prefetches in
+the order of their submission. A prefetch that has not started can be promoted or cancelled.
 """
 
 from __future__ import annotations
@@ -30,69 +30,75 @@ MOST_LATENCY_S = 3600
 
 
 def check_rate(bandwidth: float | None, latency: float = 0.0) -> None:
-    """Refuse a link on which a copy takes no finite time.
+    """Validate the speed of a link.
 
     Args:
-        bandwidth: bytes per second; None: the device's own.
-        latency: seconds per copy.
+        bandwidth: bytes per second, 1 or more; None: the device's own.
+        latency: seconds per copy, 0 to 3600.
 
     Raises:
-        ExpertcastError: one of them is out of range.
+        ExpertcastError: a value is out of range.
     """
     if bandwidth is not None and not bandwidth >= 1:
-        raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second, 1 or more, such as 4e9")
+        raise ExpertcastError(f"bandwidth={bandwidth} is out of range: use 1 or more bytes per second, such as 4e9")
     if not 0 <= latency <= MOST_LATENCY_S:
-        raise ExpertcastError(f"latency={latency}: give seconds, 0 to {MOST_LATENCY_S}")
+        raise ExpertcastError(f"latency={latency} is out of range: use 0 to {MOST_LATENCY_S} seconds")
 
 
 class Link(ABC):
-    """Starts copies store -> slot and makes compute wait for them.
+    """Copies experts from a store into slots, and makes compute wait for them.
 
-    A link decides neither what is copied nor where to. All calls come from the thread that runs the model.
+    The caller chooses the experts and the slots. All methods are called from the thread that runs the model.
     """
 
     name: str
     decides_on_device: bool = False
-    """Whether tables on the device say what is copied, which no host reads: that takes an engine of its own."""
+    """Whether code on the device chooses the copies from tables that the host does not read. Such a link needs its own
+    engine.
+    """
     overlaps: bool = True
-    """Whether copies are made beside the model's thread: else asking early gains nothing."""
+    """Whether copies run beside the model's thread. Without overlap prefetching gains nothing."""
     latency: float = 0.0
-    """Seconds that a copy takes whatever its size, as far as the link knows."""
+    """Fixed seconds per copy, independent of its size, as far as the link knows."""
     by_address: bool = True
-    """Whether it copies blocks from where they lie in memory: some stores have none there."""
+    """Whether the link reads blocks by their memory address. Stores of coded files have no such address."""
     pools: Pools | None = None
-    """What it keeps of experts beside the slots, known once attached: then these decide who may stay in a slot."""
+    """Host-memory pools of partial experts, known once attached. With pools, they decide which experts may stay in a
+    slot.
+    """
     failure: BaseException | None = None
-    """What the observer raised of a copy, in whatever thread, until :meth:`check` raises it in the model's."""
+    """First exception that the observer raised for a copy, in any thread; :meth:`check` raises it in the model's
+    thread.
+    """
 
     driver: CudaDevice | None = None
-    """Through which everything about this link is asked of a CUDA device; known once attached."""
+    """Streams and events of the slots' CUDA device, known once attached; None on the CPU."""
 
     def __init__(self) -> None:
         self.bytes_moved = 0
         self.bytes_read = 0
-        """Bytes read from a disk for the experts that arrived: fewer than `bytes_moved` where they lie compressed."""
+        """Bytes read from a disk for experts that have arrived. Fewer than `bytes_moved` for compressed experts."""
         self.copies = 0
         self.busy_s = 0.0
-        """Seconds in which a copy was under way."""
+        """Seconds during which at least one copy was in flight."""
         self.held_s = 0.0
-        """Seconds for which the last request held the model's thread up, where the link copies in it."""
+        """Seconds for which the last request blocked the model's thread, for links that copy in that thread."""
         self.write_back_s = 0.0
-        """Seconds of the link that an evicted expert takes: a store keeps all weights, and nothing is copied back."""
+        """Link seconds per evicted expert. Zero by default: the store keeps all weights, so nothing is copied back."""
         self.observer = Observer()
         self._queue: TransferQueue[Any] = TransferQueue()
         self._counting = threading.Lock()
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
-        """Called once, before the first copy.
+        """Connect the link to a store and its slots. Call it once, before the first copy.
 
         Raises:
-            ExpertcastError: the store's experts lie where this link cannot read them.
+            ExpertcastError: the link cannot read this store's experts.
         """
         if self.by_address and not store.addressable:
             raise ExpertcastError(
-                f"link {self.name!r} copies experts from memory, and these lie coded in a file: use link 'disk', or "
-                "codec 'raw'"
+                f"link {self.name!r} copies experts from memory, but this store keeps them coded in a file: use link "
+                "'disk' or codec 'raw'"
             )
         self._store = store
         self._pool = pool
@@ -100,63 +106,72 @@ class Link(ABC):
             self.driver = CudaDevice(pool.device)
 
     def clock(self) -> float:
-        """Seconds, from any start."""
+        """Return the current time in seconds, from an arbitrary origin."""
         return time.perf_counter() if self.driver is None else self.driver.clock()
 
     @property
     def copy_s(self) -> float:
-        """Seconds that one expert's copy in full takes, measured unless the link knows; 0 before the first."""
+        """Seconds per full-precision copy of one expert: known or measured; 0 before the first copy."""
         moved = self.bytes_moved
         return self.busy_s * self._store.layout.block_bytes / moved if moved else 0.0
 
     def seconds(self, key: int) -> float:
-        """Seconds that an expert's copy in full takes now: less than `copy_s` where parts of it are in memory."""
+        """Return the seconds that a full-precision copy of this expert takes now.
+
+        It is less than `copy_s` if parts of the expert are in host memory.
+        """
         del key
         return self.copy_s
 
     def block_bytes(self, precision: str) -> int:
-        """Bytes of one expert's copy.
+        """Return the bytes of one expert in this precision.
 
         Raises:
-            ExpertcastError: the store holds no copies in this precision.
+            ExpertcastError: the store has no copies in this precision.
         """
         return self._store.layout.block_bytes if precision == FULL else self._store.copies(precision).block_bytes
 
     def expand(self, copy: Transfer) -> None:
-        """A packed copy has arrived: make it the block that kernels read, in its slot.
+        """Expand a packed copy that has arrived in its slot into the block that kernels read.
 
-        Called once, after :meth:`wait` or when the copy is done, with compute's stream the current one.
+        Call it once per packed copy, after :meth:`wait` or when the copy is done, with the compute stream current.
         """
         start = time.perf_counter()
         self._pool.expand(copy.slot, self._store.copies(copy.precision))
-        self.mark_read([copy.slot])  # it may be given up before anything else reads it
+        self.mark_read([copy.slot])  # the slot may be evicted before any other kernel reads it
         self.observer.expanded(copy.key, time.perf_counter() - start)
 
     def twin(self) -> Link:
-        """A new link, not attached, that is as fast as this one when nothing disturbs it.
+        """Return a new, unattached link with the undisturbed speed of this one.
 
         Raises:
-            ExpertcastError: nothing is known about how fast this link is.
+            ExpertcastError: the speed of this link is unknown.
         """
         raise ExpertcastError(f"link {self.name!r} cannot be measured: use 'emulated', 'instant' or a CUDA device")
 
     def write_back(self) -> None:
-        """An expert lost its slot to another one; called where it takes time."""
+        """Account for one eviction. Only links in virtual time spend time on it."""
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
-        """Queue a transfer, and start what may start; returns at once where the link can.
+        """Queue a transfer and start as many queued transfers as the link allows.
+
+        Returns at once unless the link copies in the calling thread.
 
         Args:
-            key: the expert.
-            slot: where its block goes.
-            urgent: a layer that runs needs it; else a forecast asks for it.
-            precision: in less than the full one the packed block goes to the slot's first bytes: :meth:`expand` it.
+            key: the expert, layer * E + expert.
+            slot: destination.
+            urgent: True for a miss of the current layer, False for a prefetch.
+            precision: a packed precision puts the packed block into the slot's first bytes; call :meth:`expand`
+                after it.
+
+        Returns:
+            The transfer.
 
         Raises:
-            ExpertcastError: the store holds no copies in this precision.
+            ExpertcastError: the store has no copies in this precision.
         """
         if precision != FULL:
-            self.block_bytes(precision)  # refuses one that is not there
+            self.block_bytes(precision)  # raises if the store lacks it
         copy = Transfer(key, slot, urgent, precision)
         if self.overlaps:
             self._queue.submit(copy)
@@ -167,63 +182,67 @@ class Link(ABC):
 
     @abstractmethod
     def start(self, copy: Transfer) -> None:
-        """Start one transfer, and complete it sooner or later: call :meth:`_complete` when it has arrived.
+        """Start one transfer. The subclass calls :meth:`_complete` when the bytes have arrived.
 
-        What is raised here fails the transfer.
+        An exception raised here fails the transfer.
         """
 
     def wait(self, copy: Transfer) -> None:
         """Make compute wait until the copy has arrived.
 
         Raises:
-            whatever the copy failed with.
+            BaseException: the error with which the copy failed.
         """
         assert not copy.cancelled
         self._queue.wait(copy)
 
     def promote(self, copy: Transfer) -> None:
-        """Make a queued forecast urgent."""
+        """Move a queued prefetch to the urgent transfers."""
         self._queue.promote(copy)
         self._pump()
 
     def cancel(self, copy: Transfer) -> bool:
-        """Drop a copy that has not started. True if nothing was or will be moved."""
+        """Drop a copy that has not started. Return True if no byte was or will be moved."""
         return self._queue.cancel(copy)
 
     def poll(self, copy: Transfer) -> bool:
-        """Whether the copy has arrived."""
+        """Return whether the copy has arrived."""
         return copy.done
 
     def send(self, values: Sequence[int]) -> Sent:
-        """Small integers to where the slots are, behind the copies that have been asked for so far.
+        """Copy integers to the slots' device, behind the copies submitted so far.
 
         Args:
-            values: one or more; they arrive as int64 [n].
+            values: n >= 1 integers.
+
+        Returns:
+            Their copy, int64 [n].
         """
         return Sent(torch.frombuffer(array("q", values), dtype=torch.int64).to(self._pool.device))
 
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
-        """The order in which copies of one layer's misses are best asked for."""
+        """Return the misses of one layer in the order in which to submit them."""
         return keys
 
     def read_ahead(self, keys: Sequence[int]) -> None:
-        """Copies of these will be asked for: a store on disk reads them into memory meanwhile."""
+        """Announce coming copies, so that a store on disk can read these experts into memory."""
         self._store.read_ahead(keys)
 
     def follow(self) -> None:
-        """A forward starts: what it computes comes after what the one before it did, whatever stream is current."""
+        """Order a new forward pass after the previous one, whatever stream is current."""
 
     def progress(self) -> None:
-        """Set `done` on the copies that have arrived."""
+        """Set `done` on the transfers that have arrived."""
 
     def mark_read(self, slots: list[int]) -> None:
-        """Compute that reads these slots has been launched: later copies into them come after it."""
+        """Note that kernels which read these slots have been launched; later copies into the slots wait for them."""
         del slots
 
     def check(self) -> None:
-        """
+        """Raise an exception of the observer in the model's thread.
+
         Raises:
-            whatever the observer raised of a copy since the last call.
+            BaseException: the first one that the observer raised for a copy since the last call.
         """
         failure, self.failure = self.failure, None
         if failure is not None:
@@ -234,22 +253,21 @@ class Link(ABC):
         self.bytes_moved, self.bytes_read, self.copies, self.busy_s = 0, 0, 0, 0.0
 
     def restart(self) -> None:
-        """Drop what is queued; no copy is under way afterwards, and new ones may come."""
+        """Drop queued transfers and end those in flight; new ones may follow."""
         self.close()
         self.attach(self._store, self._pool)
 
     def close(self) -> None:
-        """Stop; no copy is under way afterwards. A second call does nothing."""
+        """Stop the link; no copy is in flight afterwards. A second call does nothing."""
         self._queue.clear()
 
     def _pump(self) -> None:
-        """Start what may start, in the queue's order."""
         with self._queue.lock:
             while (copy := self._queue.first()) is not None and self._may_start(copy):
                 self._run(copy)
 
     def _may_start(self, copy: Transfer) -> bool:
-        """Whether the first transfer of the queue may start now."""
+        """Return whether the first transfer of the queue may start now."""
         del copy
         return True
 
@@ -257,22 +275,27 @@ class Link(ABC):
         copy.begin()
         try:
             self.start(copy)
-        except Exception as error:  # handed to whoever waits
+        except Exception as error:  # raised in the thread that waits
             copy.finish(self.clock(), error)
 
     def _source(self, copy: Transfer) -> Tensor:
-        """What is copied, uint8 [bytes]."""
+        """Return the expert's block in the store, uint8 [bytes]."""
         if copy.precision != FULL:
             return self._store.copies(copy.precision).block(copy.key)
         return self._store.block(copy.key)
 
     def _copy(self, copy: Transfer) -> None:
-        """Copy in the calling thread."""
         source = self._source(copy)
         self._pool.block(copy.slot)[: len(source)].copy_(source)
 
     def _complete(self, copy: Transfer, start: float, end: float) -> None:
-        """A transfer has arrived, in whatever thread; `start` and `end` in seconds of the observer's clock."""
+        """Finish a transfer that has arrived. Any thread may call it.
+
+        Args:
+            copy: the transfer.
+            start: seconds on the observer's clock.
+            end: seconds on the observer's clock.
+        """
         try:
             self._count(copy, start, end)
         finally:
@@ -284,10 +307,10 @@ class Link(ABC):
             self.bytes_moved += self.block_bytes(copy.precision)
             self.copies += 1
             self.busy_s += end - start
-            self._tell(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
+            self._observe(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
 
-    def _tell(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
-        """Tell the observer of a copy, in whatever thread; what it raises is kept for :meth:`check`."""
+    def _observe(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
+        """Report a copy to the observer, in any thread; keep its exception for :meth:`check`."""
         try:
             self.observer.copied(key, layer, start, end, urgent)
         except BaseException as error:
@@ -295,7 +318,7 @@ class Link(ABC):
 
 
 class InstantLink(Link):
-    """Copies when asked, in the caller's thread: the simplest link, and the reference for the others."""
+    """Copies in the calling thread during `submit`: the simplest link and the reference for the others."""
 
     name = "instant"
     overlaps = False
@@ -314,4 +337,4 @@ class InstantLink(Link):
         return InstantLink()
 
     def restart(self) -> None:
-        """Nothing is ever queued."""
+        """Do nothing: this link has no queue."""

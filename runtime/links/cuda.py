@@ -1,18 +1,19 @@
-"""The link of a CUDA device: asynchronous copies from page-locked memory on a stream of their own.
+"""Links of a CUDA device: asynchronous copies from page-locked memory on a separate stream.
 
-Ordering, all on the device and without host synchronisation:
+All ordering happens on the device, without host synchronisation:
 
 - a copy into a slot waits (on the copy stream) for the event recorded after the last kernels that read the slot;
-- compute waits (on its stream) for the event recorded after the copy, only for slots that it reads;
-- a stream runs in order, so a copy that has been issued cannot be overtaken: forecasts are issued a few at a time
-  (`window`) and the rest is kept here, where urgent copies overtake them and useless ones are dropped. Forecasts
-  are asked for layer by layer, the surest first: their order here is the order in which they are needed.
+- compute waits (on its stream) for the event recorded after the copy, for the slots that it reads;
+- a stream runs in order, so a later copy cannot overtake an issued one. The link therefore issues only a few
+  prefetches at a time (`window`) and keeps the rest in its queue, where urgent copies overtake them and useless ones
+  can be dropped. Prefetches are submitted layer by layer, the most probable first, so queue order is the order of need.
 
-From page-locked memory a copy costs the host a few microseconds. Blocks in pageable memory arrive just as safely, but
-the driver then copies them into a buffer of its own first, in the calling thread, which may also wait for the slot's
-last reader: such copies are as slow as the host's memory and overlap with what the device does, not with the host.
+From page-locked memory, queueing a copy takes a few microseconds of the host. Blocks in pageable memory arrive just as
+safely, but the driver first copies them into its own buffer in the calling thread, and may also wait there for the
+slot's last reader. Such copies are as slow as host memory, and overlap with the device's work but not with the host's.
 
-A packed copy is expanded by kernels of compute's stream, after it has waited for the copy; they count as readers.
+Kernels on the compute stream expand a packed copy, after the stream has waited for it. They count as readers of the
+slot.
 """
 
 from __future__ import annotations
@@ -31,22 +32,28 @@ from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Sent, Transfer
 
 _WINDOW_BYTES = 16 << 20
-"""Half a millisecond of PCIe 4: longer than the model's thread stays away, shorter than a miss can wait for."""
+"""About half a millisecond on PCIe 4: longer than the usual gap between two link calls of the model's thread, and short
+enough for a miss to wait behind it.
+"""
 
 
 def window_of(block_bytes: int) -> int:
-    """Copies of so many bytes that a window holds."""
+    """Return how many copies of `block_bytes` bytes fill the default window."""
     return -(-_WINDOW_BYTES // block_bytes)
 
 
 class CudaLink(Link):
-    """Copies over PCIe or NVLink.
+    """Copies experts over PCIe or NVLink.
 
     Args:
-        window: forecasts are issued while fewer of their copies than this are under way. A miss waits for these at
-            most; too few leave the link idle between two calls from the model's thread. None: 16 MiB worth of blocks.
+        window: a prefetch is issued while fewer prefetches than this are in flight, so a miss waits for at most
+            that many. Too few leave the link idle between two calls from the model's thread. None: 16 MiB worth of
+            blocks.
 
-    `busy_s` is the time between events around each copy, and is complete after :meth:`synchronize`.
+    `busy_s` sums the times between the events around each copy. It is complete after :meth:`synchronize`.
+
+    Raises:
+        ExpertcastError: `window` is below 1.
     """
 
     name = "cuda"
@@ -54,27 +61,27 @@ class CudaLink(Link):
     def __init__(self, window: int | None = None) -> None:
         super().__init__()
         if window is not None and window < 1:
-            raise ExpertcastError(f"window={window}: give 1 or more")
+            raise ExpertcastError(f"window={window} is out of range: use 1 or more")
         self._window_given = window
         self._issued: deque[Transfer] = deque()
-        """Copies under way, in their order on the stream."""
+        """Copies in flight, in their order on the stream."""
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         super().attach(store, pool)
-        assert self.driver is not None, "this link is for slots on a CUDA device"
+        assert self.driver is not None, "this link needs slots on a CUDA device"
         device = self._device = self.driver
         self._size = store.layout.block_bytes
         self._window = self._window_given or window_of(self._size)
         self._stream = device.new_stream()
-        # the pool was zeroed on the stream that is current now: no copy may come before that
+        # The pool was zeroed on the current stream: no copy may run before that.
         self._last = device.current_stream()
         self._stream.wait_stream(self._last)
         self._read: dict[int, torch.cuda.Event] = {}
-        """Behind the last kernels that read a slot."""
+        """Event after the last kernels that read a slot, by slot."""
 
     @property
     def window(self) -> int:
-        """Forecasts' copies under way below which another is issued; known once attached."""
+        """Prefetches in flight below which another one is issued. Known once attached."""
         return self._window
 
     def send(self, values: Sequence[int]) -> Sent:
@@ -84,7 +91,7 @@ class CudaLink(Link):
         return Sent(sent, lambda: device.current_stream().wait_event(arrived))
 
     def wait(self, copy: Transfer) -> None:
-        """Make the current stream wait; the host goes on."""
+        """Make the current stream wait for the copy. The host does not wait."""
         self.promote(copy)
         if copy.error is not None:
             raise copy.error
@@ -107,7 +114,7 @@ class CudaLink(Link):
         self._pump()
 
     def synchronize(self) -> None:
-        """Wait on the host until every copy that was issued has arrived, and count it."""
+        """Block the host until every issued copy has arrived, and count these copies."""
         self._stream.synchronize()
         self._collect()
 
@@ -117,7 +124,7 @@ class CudaLink(Link):
 
     def close(self) -> None:
         super().close()
-        self._device.synchronize()  # the buffers of store and pool may be freed after this
+        self._device.synchronize()  # the caller may free the buffers of store and pool now
         self._collect()
 
     def _pump(self) -> None:
@@ -128,11 +135,11 @@ class CudaLink(Link):
         return copy.urgent or sum(not other.urgent for other in self._issued) < self._window
 
     def start(self, copy: Transfer) -> None:
-        """Issue the copy behind all that have been issued."""
+        """Issue the copy behind all issued ones."""
         read = self._read.pop(copy.slot, None)
         if read is not None:
             self._stream.wait_event(read)
-        # behind another copy it needs no event of its own, which takes link time
+        # Behind another copy its end event serves as this one's start: an extra event would take link time.
         last = self._issued[-1].arrived if self._issued else None
         copy.begun = self._record() if last is None or last.query() else last
         source = self._source(copy)
@@ -144,31 +151,35 @@ class CudaLink(Link):
         return self._device.record(self._stream, timing=True)
 
     def _transfer(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy of bytes from the host to the device."""
         self._device.to_device(target, source, self._stream)
 
     def _collect(self) -> None:
         """Complete the oldest issued copies that have arrived; one stream finishes in order."""
         while self._issued and self._issued[0].arrived.query():
             copy = self._issued.popleft()
-            # the clock's numbers are single precision: a short time is exact only between two events close together
+            # The clock's numbers have single precision: a short time is exact only between two events close together.
             start = self.observer.device_time(copy.begun)
             self._complete(copy, start, start + copy.begun.elapsed_time(copy.arrived) / 1e3)
 
 
-# A slower link on this device: each copy is padded by copies of the same bytes, which keep the copy engine busy.
+# A slower link on the same device: extra copies of the same bytes keep the copy engine busy.
 
 _LARGE = 64 << 20
-"""Bytes of the copies that the device's own rate is measured with; the store's own size if that is less."""
+"""Bytes per copy when the device's own rate is measured; the store's size if that is less."""
 
 
 class PacedCudaLink(CudaLink):
-    """A copy takes latency + bytes / bandwidth; the device's own rate is measured when the link is attached.
+    """Slows each copy down to latency + bytes / bandwidth seconds.
+
+    Attaching the link measures the device's own rate.
 
     Args:
-        bandwidth: bytes per second; none: the device's own.
+        bandwidth: bytes per second; None: the device's own.
         latency: seconds per copy.
         window: as for :class:`CudaLink`.
+
+    Raises:
+        ExpertcastError: an argument is out of range.
     """
 
     name = "paced"
@@ -178,20 +189,21 @@ class PacedCudaLink(CudaLink):
         check_rate(bandwidth, latency)
         self.bandwidth, self.latency = bandwidth, latency
         self.rate = 0.0
-        """Bytes per second of the device's own link; known once attached."""
+        """The device's own rate in bytes per second. Known once attached."""
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
-        """
+        """Connect the link and measure the device's own rate.
+
         Raises:
-            ExpertcastError: the device's own link is slower than `bandwidth`.
+            ExpertcastError: the device's own rate is below `bandwidth`.
         """
         super().attach(store, pool)
         size = min(_LARGE, max(store.nbytes, store.layout.block_bytes))
         self.rate = size / copy_seconds(self._device, size)
         if self.bandwidth is not None and self.bandwidth > self.rate:
             raise ExpertcastError(
-                f"bandwidth={self.bandwidth:g}: this device's link does {self.rate:.3g} bytes per second itself; give "
-                "less, or leave bandwidth out"
+                f"bandwidth={self.bandwidth:g} exceeds this device's own {self.rate:.3g} bytes per second: lower it or "
+                "leave it out"
             )
 
     def _transfer(self, target: Tensor, source: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What the links of a CUDA device share: its streams and events, and small tensors to and from it."""
+"""Streams and events of a CUDA device for its links, and copies of small tensors to and from it."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ from expertcast.data.machine import with_index
 
 
 class CudaDevice:
-    """One CUDA device as the links see it, by torch's own calls; tests put a simulation in its place.
+    """The CUDA operations that links use on one device. Tests replace it by a simulated device.
 
-    Every call is allowed whatever device is current in the calling thread.
+    Every method works whatever device is current in the calling thread.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = with_index(device)
 
     def clock(self) -> float:
-        """Seconds on the host, from any start."""
+        """Return the host's time in seconds, from an arbitrary origin."""
         return time.perf_counter()
 
     def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """A stream on this device; the lower the number, the sooner it gets its turn."""
+        """Return a new stream on this device. A lower `priority` runs first."""
         return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> torch.cuda.Stream:
-        """The stream on which the caller's kernels run now."""
+        """Return the stream of the caller's kernels."""
         return torch.cuda.current_stream(self.device)
 
     def record(self, stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
-        """A new event behind what a stream has been given so far, with a clock if `timing`."""
+        """Return a new event behind the work queued on a stream so far; `timing` enables `elapsed_time`."""
         event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
     def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-        """Make a stream the current one for a while."""
+        """Return a context in which a stream is current."""
         return torch.cuda.stream(stream)
 
     def capturing(self) -> bool:
-        """Whether the current stream's work becomes a graph: nothing runs then, and no time passes."""
+        """Return whether the current stream is captured into a graph. Captured work is recorded, not run."""
         return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self) -> None:
-        """Wait on the host for everything that was launched on the device."""
+        """Block the host until all work on the device is done."""
         torch.cuda.synchronize(self.device)
 
     def wait(self, event: torch.cuda.Event, meanwhile: Callable[[], None]) -> None:
-        """Hold the host until an event has been reached, and call `meanwhile` again and again until then."""
+        """Block the host until an event has occurred, calling `meanwhile` repeatedly."""
         meanwhile()
         while not event.query():  # type: ignore[no-untyped-call]
             meanwhile()
 
     def follow(self, last: torch.cuda.Stream) -> torch.cuda.Stream:
-        """A forward, or a graph's replay, starts on the current stream: it comes after the one before, on `last`.
+        """Order a forward pass or graph replay on the current stream after the previous one, on `last`.
 
-        Within a forward copies and kernels are ordered by events; that a slot is ready is known on one stream only.
+        Within a forward pass, events order copies and kernels. Whether a slot is ready is tracked for one stream only.
 
         Returns:
-            The stream that the next forward follows.
+            The stream that the next forward pass follows.
         """
-        if self.capturing():  # nothing runs now, and a graph may not wait for what was launched before it
+        if self.capturing():  # a captured graph cannot wait for work launched before it
             return last
         stream = self.current_stream()
         if stream != last:
@@ -74,15 +74,17 @@ class CudaDevice:
         return stream
 
     def to_device(self, target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-        """Queue a copy host -> device of as many bytes on a stream. The source is page-locked; from pageable memory the
-        call takes as long as the copy."""
+        """Queue a copy host -> device of equal sizes on a stream.
+
+        The call returns at once if the source is page-locked. From pageable memory it takes as long as the copy.
+        """
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
     def to_host(self, source: Tensor, stream: torch.cuda.Stream) -> Tensor:
-        """Queue a copy device -> host on a stream, into new page-locked memory of torch's.
+        """Queue a copy device -> host on a stream, into new page-locked memory, and return that memory.
 
-        The source's memory is not given to others before that: it may be let go of at once.
+        The caller may free the source at once: torch does not reuse its memory before the copy is over.
         """
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         with torch.cuda.stream(stream):
@@ -91,9 +93,10 @@ class CudaDevice:
         return host
 
     def send(self, values: Tensor, stream: torch.cuda.Stream) -> Tensor:
-        """Queue a copy host -> device of small values on a stream, into new memory that the current stream will read.
+        """Queue a copy host -> device on a stream, into new memory for the current stream to read; return that memory.
 
-        torch's allocators give neither memory to others before the copy, and what the current stream reads, is over.
+        torch's allocators do not reuse the memory of either side before the copy and the current stream's reads are
+        over.
         """
         with torch.cuda.stream(stream):
             sent = values.pin_memory().to(self.device, non_blocking=True)
@@ -102,13 +105,16 @@ class CudaDevice:
 
 
 def copy_seconds(driver: CudaDevice, size: int, *, rounds: int = 5, count: int = 8) -> float:
-    """Seconds of one page-locked copy to the device among several back to back, of the round disturbed least.
+    """Measure the seconds per page-locked copy to the device, among copies back to back.
 
     Args:
-        driver: of the device.
-        size: bytes of each copy.
-        rounds: how often it is measured.
-        count: copies in a round.
+        driver: the device.
+        size: bytes per copy.
+        rounds: number of measurements; the fastest one is returned.
+        count: copies per measurement.
+
+    Returns:
+        Seconds per copy.
     """
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     target = torch.empty(size, dtype=torch.uint8, device=driver.device)
@@ -121,11 +127,11 @@ def copy_seconds(driver: CudaDevice, size: int, *, rounds: int = 5, count: int =
         end = driver.record(stream, timing=True)
         end.synchronize()  # type: ignore[no-untyped-call]
         seconds.append(float(begun.elapsed_time(end)) / 1e3 / count)
-    return min(seconds[1:])  # the first round pays for what is set up once
+    return min(seconds[1:])  # the first round includes one-time set-up
 
 
 class Pending:
-    """Values on their way to the host."""
+    """Values of a tensor in transfer to the host."""
 
     __slots__ = ("_host", "_values", "_wait")
 
@@ -134,7 +140,7 @@ class Pending:
         self._values: object = None
 
     def tolist(self) -> Any:
-        """What `Tensor.tolist()` gives; on CUDA once the copy has come. The second call costs nothing."""
+        """Return the values as `Tensor.tolist()` does, and block until they have arrived."""
         if self._values is None:
             if self._wait is not None:
                 self._wait()
@@ -143,14 +149,14 @@ class Pending:
 
 
 class Readback:
-    """Starts copies of small tensors to the host; all calls come from one thread.
+    """Copies small tensors to the host on a separate stream. All calls come from one thread.
 
-    A copy runs on a stream of its own, behind what the tensor's stream has been given: only the reader of the values
-    waits for it. A tensor must not be written to, by later kernels of its stream, before its values have been read.
+    A copy runs behind the work that the tensor's stream has so far. Only the reader of the values waits for it. Later
+    kernels of that stream must not write to the tensor before its values have been read.
 
     Args:
-        driver: of the CUDA device that holds the tensors; None on the CPU, where nothing is copied.
-        meanwhile: called again and again while values are waited for.
+        driver: the CUDA device that holds the tensors; None on the CPU, where nothing is copied.
+        meanwhile: called repeatedly while the host waits for values.
     """
 
     def __init__(self, driver: CudaDevice | None, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -158,7 +164,7 @@ class Readback:
         self._stream = None if driver is None else driver.new_stream(priority=-1)
 
     def start(self, tensor: Tensor) -> Pending:
-        """Queue the copy behind what the current stream has been given so far."""
+        """Queue a copy of `tensor` behind the current stream's work so far."""
         driver, stream = self._driver, self._stream
         if driver is None or stream is None:
             return Pending(tensor)

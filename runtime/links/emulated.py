@@ -1,7 +1,7 @@
-"""A link of set bandwidth and latency on any machine: a thread really copies, then waits out the rest.
+"""A link of configurable bandwidth and latency on any machine.
 
-Compute and copies overlap for real. What is emulated is the time one copy takes, latency + bytes / bandwidth,
-one copy after another.
+A thread really copies the bytes and then sleeps until latency + bytes / bandwidth seconds have passed. Compute and
+copies overlap for real; copies run one after another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPIN_S = 60e-6
 _NEGLIGIBLE_S = 5e-6
 _PR_SET_TIMERSLACK = 29
 _SMALL_COPY = 1 << 16
-"""Bytes that move in less time than another thread takes to hand the interpreter's lock back."""
+"""Below this many bytes a copy is faster than releasing and reacquiring the interpreter's lock."""
 
 _memmove_locked = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
@@ -32,13 +32,16 @@ _memmove_locked = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_v
 
 
 class EmulatedLink(Link):
-    """A link with `bandwidth` bytes per second and `latency` seconds per copy.
+    """Emulates a link with `bandwidth` bytes per second and `latency` seconds per copy.
 
     Args:
         bandwidth: bytes per second.
         latency: seconds per copy.
-        jitter: up to this many extra seconds per copy, at random: for tests of the order of events.
-        seed: of these.
+        jitter: random extra seconds per copy, up to this many, for tests of event order.
+        seed: of the random jitter.
+
+    Raises:
+        ExpertcastError: bandwidth or latency is out of range.
     """
 
     name = "emulated"
@@ -51,9 +54,9 @@ class EmulatedLink(Link):
         self._jitter = jitter
         self._random = random.Random(seed)
         self._free_at = 0.0
-        """When the last copy that has begun arrives."""
+        """Time at which the last started copy arrives."""
         self._awaited = False
-        """Compute is blocked on a copy: only then the thread may hold the interpreter to be on time."""
+        """Whether compute waits for a copy. Only then may the thread keep the interpreter busy to be on time."""
         self._thread: threading.Thread | None = None
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
@@ -70,16 +73,16 @@ class EmulatedLink(Link):
         return EmulatedLink(self.bandwidth, self.latency)
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
-        with self._queue.lock:  # the thread takes it once it is known since when it is due
+        with self._queue.lock:  # the thread must not take the copy before its start time is set
             copy = super().submit(key, slot, urgent=urgent, precision=precision)
             copy.start = self.clock()
         return copy
 
     def _pump(self) -> None:
-        """The thread takes what is queued."""
+        """Do nothing: the link's thread takes transfers from the queue."""
 
     def start(self, copy: Transfer) -> None:
-        # from the moment it was due, not from when this thread woke up: a late wake-up costs no bandwidth
+        # From the time of submission, not of this thread's wake-up: a late wake-up costs no bandwidth.
         start = max(copy.start, self._free_at)
         self._free_at = start + self._duration(copy)
         self._transfer(copy, self._free_at)
@@ -102,7 +105,7 @@ class EmulatedLink(Link):
             self._run(copy)
 
     def _transfer(self, copy: Transfer, end: float) -> None:
-        """Half of the block at once, half at the end: whoever computes without waiting finds a torn block."""
+        """Copy half of the block at once and half at the end, so that compute without a wait reads a torn block."""
         half = self.block_bytes(copy.precision) // 2
         begun = time.perf_counter()
         self._move(copy, 0, half)
@@ -115,7 +118,7 @@ class EmulatedLink(Link):
         move(self._source(copy), self._pool.block(copy.slot), start, end)
 
     def _sleep_until(self, deadline: float) -> None:
-        """Sleep; while compute is blocked, yield in a short loop at the end: late by 10 us instead of 60 and more."""
+        """Sleep until `deadline`. While compute waits, busy-wait at the end: 10 us late instead of 60 and more."""
         while (left := deadline - time.perf_counter()) > 0:
             if left > 2 * _SPIN_S:
                 time.sleep(left - _SPIN_S)
@@ -128,21 +131,22 @@ class EmulatedLink(Link):
 
 
 def _fine_timer() -> None:
-    """Ask Linux to wake this thread within a microsecond of the deadline; elsewhere nothing is changed."""
+    """Let Linux wake this thread within a microsecond of its deadline. Other systems keep their default."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 def move(source: Tensor, target: Tensor, start: int, end: int | None = None) -> None:
-    """memmove of bytes of a block to the same place in its slot, with the interpreter's lock released unless the copy
-    is small. `Tensor.copy_` would start a second team of OpenMP threads in the copying thread and take cores from
-    compute.
+    """Copy bytes of a block to the same offset in its slot.
+
+    The interpreter's lock is released unless the copy is small. `Tensor.copy_` is not used because it would start a
+    second team of OpenMP threads in the copying thread and take cores from compute.
 
     Args:
         source: uint8 on the host.
         target: uint8 on the host.
-        start: of the bytes within the block.
-        end: behind the last of them; None: all that follow.
+        start: offset of the first byte within the block.
+        end: offset behind the last byte; None: the end of the source.
     """
     count = (len(source) if end is None else end) - start
     (_memmove_locked if count <= _SMALL_COPY else ctypes.memmove)(

@@ -1,4 +1,4 @@
-"""How fast a link is when nothing disturbs it."""
+"""Measurement of a link's undisturbed speed."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
 _LARGE = 256 * 2**20
-"""Bytes of the large copy; the store's own size if that is less."""
+"""Bytes of the large copy; the store's size if that is less."""
 _SMALL = 4096
 _REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """What a link does when nothing disturbs it."""
+    """Undisturbed speed of a link."""
 
     rate: float
-    """Bytes per second of a large copy; of block copies back to back on a link that moves only blocks."""
+    """Bytes per second of a large copy, or of blocks back to back on links that move only blocks."""
     copy_s: float
-    """Seconds of one expert's block among others back to back."""
+    """Seconds per expert among copies back to back."""
     latency_s: float
-    """Seconds that a copy takes whatever its size."""
+    """Fixed seconds per copy, independent of its size."""
 
 
 def link_speed(link: Link, store: ExpertStore) -> LinkSpeed:
-    """Measure a link that is attached to a store, with memory of its own: no slot of a run is touched.
+    """Measure an attached link between two forward passes. The run's slots are not touched.
 
-    CUDA: page-locked copies between events, a large one for the rate and a small one for the latency, and what a paced
-    link adds to them. Others: copies of blocks, back to back through a second link of the same kind. To be called
-    between forwards.
+    On CUDA: time page-locked copies with events, a large one for the rate and a small one for the latency, and add the
+    delays of a paced link. Other links: copy blocks back to back through a second link of the same kind.
 
     Raises:
-        ExpertcastError: a link of another kind on the CPU, whose speed nothing is known about.
+        ExpertcastError: the speed of this kind of link is unknown on the CPU.
     """
     if link.driver is not None and not isinstance(link, CudaDiskLink | DiskLink):
         return _cuda_speed(link, link.driver, store)
@@ -49,7 +48,7 @@ def link_speed(link: Link, store: ExpertStore) -> LinkSpeed:
 
 
 def _block_seconds(store: ExpertStore, link: Link) -> float:
-    """Seconds per block of a series back to back, of the series that was disturbed least."""
+    """Return the seconds per block of the fastest of several series back to back."""
     count = min(16, store.layers * store.experts)
     pool = SlotPool(store.layout, count, store.device)
     link.attach(store, pool)

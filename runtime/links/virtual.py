@@ -1,4 +1,4 @@
-"""Links in virtual time, with the clock of the model's thread, for the simulator. Nothing is moved or read."""
+"""Links in virtual time, on the clock of the model's thread, for the simulator. They move and read nothing."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from expertcast.runtime.storage.transfer import Transfer
 
 
 class VirtualLink(Link):
-    """Copies take as long as they are said to; nothing is moved.
+    """Simulates a link: copies take their computed time, and nothing is moved.
 
     Args:
-        block_bytes: of one expert, by precision; the full one is among them.
+        block_bytes: bytes of one expert by precision, including the full one.
         bandwidth: bytes per second.
         latency: seconds per copy.
-        window: copies of forecasts that have been issued and can no longer be overtaken or cancelled.
-        blocking: copies are made in the model's own thread (the instant link).
-        expand_s: seconds that unpacking a copy in lower precision takes of the model's thread.
-        write_back: share of an expert's copy that its eviction takes of the link, before whatever is copied after it.
+        window: prefetches in flight; these can no longer be overtaken or cancelled.
+        blocking: True if copies run in the model's thread, as on the instant link.
+        expand_s: seconds of the model's thread per expansion of a packed copy.
+        write_back: link time per eviction, as a share of one full copy; it delays later copies.
 
     Raises:
-        ExpertcastError: no bandwidth, or a negative latency.
+        ExpertcastError: the bandwidth is not positive and finite, or the latency is negative.
     """
 
     name = "virtual"
@@ -62,9 +62,9 @@ class VirtualLink(Link):
         blocking: bool = False, expand_s: float = 0.0, write_back: float = 0.0,
     ) -> None:  # fmt: skip
         if not 0 < bandwidth < math.inf:
-            raise ExpertcastError(f"bandwidth={bandwidth:g}: give bytes per second above 0, such as 4e9")
+            raise ExpertcastError(f"bandwidth={bandwidth:g} is out of range: use a finite value above 0, such as 4e9")
         if not latency >= 0:
-            raise ExpertcastError(f"latency={latency:g}: give seconds of 0 or more")
+            raise ExpertcastError(f"latency={latency:g} is out of range: use 0 or more seconds")
         super().__init__()
         self.now = 0.0
         self.latency = latency
@@ -73,9 +73,9 @@ class VirtualLink(Link):
         self._window, self.overlaps, self._expand_s = window, not blocking, expand_s
         self.write_back_s = write_back * self._seconds[FULL]
         self._free_at = 0.0
-        """When the last issued copy arrives."""
+        """Time at which the last issued copy arrives."""
         self._issued: deque[tuple[float, Transfer]] = deque()
-        """Copies under way, each with the time at which it arrives, which nothing changes any more."""
+        """Copies in flight, each with its final arrival time."""
 
     @property
     def copy_s(self) -> float:
@@ -100,19 +100,19 @@ class VirtualLink(Link):
         self._issue(copy, self.now)
 
     def wait(self, copy: Transfer) -> None:
-        """Let time pass until the copy has arrived."""
+        """Advance the time until the copy has arrived."""
         while not copy.done:
             self.run_until(self._issued[0][0])
 
     def read_ahead(self, keys: Sequence[int]) -> None:
-        """There is no store."""
+        """Do nothing: there is no store."""
 
     def expand(self, copy: Transfer) -> None:
-        """There is nothing to unpack, it only takes its time."""
+        """Advance the time by one expansion; nothing is expanded."""
         self.spend(self._expand_s)
 
     def write_back(self) -> None:
-        """An evicted expert goes back over the link (row D2, trap 7)."""
+        """Occupy the link with the evicted expert's copy back to the host."""
         self._free_at = max(self._free_at, self.now) + self.write_back_s
 
     def restart(self) -> None:
@@ -121,7 +121,7 @@ class VirtualLink(Link):
         self._free_at = self.now
 
     def run_until(self, time: float) -> None:
-        """The model's thread does something else until `time`; copies go on."""
+        """Advance the model's thread to `time`; copies proceed meanwhile."""
         self.now = time
         issued = self._issued
         while issued and issued[0][0] <= time:
@@ -132,11 +132,11 @@ class VirtualLink(Link):
                 self._issue(waiting, at)
 
     def spend(self, seconds: float) -> None:
-        """The model's thread does something else for so long; copies go on."""
+        """Advance the model's thread by `seconds`; copies proceed meanwhile."""
         self.run_until(self.now + seconds)
 
     def _issue(self, copy: Transfer, time: float) -> None:
-        """Behind everything that was issued before, at `time` at the earliest."""
+        """Put the copy behind all issued ones, at `time` at the earliest."""
         seconds = self._seconds[copy.precision]
         self._free_at = max(self._free_at, time) + seconds
         self._issued.append((self._free_at, copy))
@@ -144,16 +144,17 @@ class VirtualLink(Link):
         self.busy_s += seconds
 
 
-# A reader of coded experts without a file.
+# A reader of coded experts without a file
 
 
 class VirtualParts:
-    """Parts that are kept and parts under way, as :class:`CodedReader` keeps them; a buffer is one sector.
+    """Tracks the parts of experts in host memory as :class:`CodedReader` does, without a file. A buffer is one sector.
 
     Args:
-        rates: that the link knows.
-        most: experts that may be under way.
-        kept, wanted: as for :class:`CodedReader`.
+        rates: the simulated speeds of disk and decoding.
+        most: experts in flight at most.
+        kept: as for :class:`CodedReader`.
+        wanted: as for :class:`CodedReader`.
     """
 
     def __init__(self, rates: Rates, most: int, kept: tuple[int, int], wanted: Callable[[int], Kinds]) -> None:
@@ -162,14 +163,14 @@ class VirtualParts:
         self._taken: dict[int, Taken] = {}
 
     def begin(self, key: int) -> Kinds:
-        """An expert is read: what need not be."""
+        """Start to read an expert; return its parts that are in memory already."""
         taken = self._memory.take(key)
         assert taken is not None, "no expert is under way twice"
         self._taken[key] = taken
         return taken.held
 
     def finish(self, key: int) -> None:
-        """It is there: what is wanted of it is kept."""
+        """End the read of an expert and keep its wanted parts."""
         self._memory.give(key, self._taken.pop(key), self._wanted(key))
 
     def held(self, key: int) -> Kinds:
@@ -185,104 +186,106 @@ class VirtualParts:
         return self._rates
 
     def close(self) -> None:
-        """There is no thread."""
+        """Do nothing: there is no thread."""
 
 
 def virtual_codec(text: str, block_bytes: int) -> Codec:
-    """A codec of bf16 experts of which no more is known than their bytes.
+    """Return a codec for bf16 experts of `block_bytes` bytes, treated as one field.
 
     Raises:
-        ExpertcastError: it is unknown.
+        ExpertcastError: the codec's name is unknown.
     """
     whole = Field(name="block", shape=(block_bytes // 2,), dtype=torch.bfloat16, offset=0)
     return make_codec(text, BlockLayout(fields=(whole,), block_bytes=block_bytes))
 
 
-# The disk link in virtual time: reads follow one another, and L threads decode the shards of what was read.
+# The disk link in virtual time: reads follow one another, and L threads decode the shards of each expert.
 #
-# N experts of all layers, E of one. An expert's key is layer * E + expert.
+# N is the number of experts of all layers, E of one layer. An expert's key is layer * E + expert.
 
 _CODED_WINDOW = UNDER_WAY - SPARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """How a codec's experts lie on a disk, and what decoding them takes.
+    """Stored form of a codec's experts on a disk, and their decoding costs.
 
     Raises:
-        ExpertcastError: a number out of range, pools of full or missing experts, or of experts that are not coded.
+        ExpertcastError: a number is out of range, `pools` names the full or missing state, or `pools` is set for
+            experts that are not coded.
     """
 
     codec: str = "raw"
     plain: int
-    """Bytes of an expert that are stored as they are: all of it where nothing is compressed."""
+    """Uncompressed bytes per expert: all of them if nothing is compressed."""
     coded: tuple[int, ...] = ()
-    """Bytes of what is compressed, of every expert [N], or one number for all of them; none: nothing is."""
+    """Compressed bytes of every expert [N], or one number for all; empty if nothing is compressed."""
     shards: int = 1
-    """K, that are decoded one by one; 1 where nothing is compressed."""
+    """Shards per expert (K), decoded one by one; 1 if nothing is compressed."""
     decode_s: float = 0.0
-    """Seconds of a thread for one of them, with its share of putting the expert together."""
+    """Thread seconds per shard, including its share of assembling the expert."""
     threads: int = 1
-    """L, that decode."""
+    """Decoding threads (L)."""
     pools: Mapping[State, int] = field(default_factory=dict)
-    """Bytes of the pools C, S and E beside the slots, of all layers together."""
+    """Bytes of the pools C, S and E beside the slots, for all layers together."""
 
     def __post_init__(self) -> None:
         if self.plain < 1 or any(count < 1 for count in self.coded):
-            raise ExpertcastError(f"an expert of {self.plain} bytes and {self.coded[:3]}: give 1 or more of each")
+            raise ExpertcastError(f"plain={self.plain}, coded={self.coded[:3]} is out of range: use 1 or more bytes")
         if self.shards < 1 or self.threads < 1 or not self.decode_s >= 0:
             raise ExpertcastError(
-                f"shards={self.shards}, threads={self.threads}, decode_s={self.decode_s}: give 1 or more of both, and "
-                "seconds of 0 or more"
+                f"shards={self.shards}, threads={self.threads}, decode_s={self.decode_s} is out of range: use 1 or "
+                "more shards and threads, and 0 or more seconds"
             )
         wrong = [state.name for state, count in self.pools.items() if count < 0 or state not in POOLS[1:]]
         if wrong:
-            raise ExpertcastError(f"pools {wrong}: give bytes of 0 or more for C, S and E")
+            raise ExpertcastError(f"pools {wrong} are invalid: use 0 or more bytes for C, S and E")
         if any(self.pools.values()) and not self.coded:
-            raise ExpertcastError("pools hold parts of compressed experts: choose a codec, or leave the pools out")
+            raise ExpertcastError("pools hold parts of compressed experts: choose a codec or leave the pools out")
 
     @property
     def window(self) -> int:
-        """Experts of forecasts that are begun at a time, and can no longer be overtaken."""
+        """Prefetches in flight at most; these can no longer be overtaken."""
         return _CODED_WINDOW if self.coded else max(1, min(THREADS, THREADS * PIECE // self.plain))
 
     @property
     def pools_text(self) -> str:
-        """Bytes of the pools, as `OffloadConfig.pools` takes them."""
+        """The pools' bytes in the format of `OffloadConfig.pools`."""
         return pools_text(self.pools)
 
     @property
     def mean_coded(self) -> float:
-        """Bytes that are compressed, of the mean expert."""
+        """Mean compressed bytes per expert."""
         return statistics.fmean(self.coded) if self.coded else 0.0
 
     @property
     def decoding_s(self) -> float:
-        """Seconds of a thread for a whole expert."""
+        """Thread seconds per expert."""
         return self.shards * self.decode_s
 
     def coded_of(self, key: int) -> int:
-        """Bytes of an expert that are compressed."""
+        """Return the compressed bytes of an expert."""
         if not self.coded:
             return 0
         return self.coded[key] if len(self.coded) > 1 else self.coded[0]
 
     def copy_s(self, rate: float) -> float:
-        """Seconds of one expert among others back to back: of the disk or of the threads, whoever takes longer."""
+        """Return the seconds per expert back to back: of the disk or of the threads, whichever is slower."""
         return max((self.plain + self.mean_coded) / rate, self.decoding_s / self.threads)
 
 
 class VirtualDisk(VirtualLink):
-    """Experts take as long as the disk and the threads say; nothing is read.
+    """Simulates the disk link: reads and decoding take their computed time, and nothing is read.
 
     Args:
-        stored: how experts lie there.
-        rate: bytes per second that the disk reads.
+        stored: stored form of the experts and their decoding costs.
+        rate: disk bandwidth in bytes per second.
         latency: seconds of the disk per expert.
-        block_bytes: of one expert in memory, by precision; copies in a lower one lie in memory and take no time.
+        block_bytes: bytes of one expert in memory, by precision. Copies in a lower precision are in memory and take
+            no time.
 
     Raises:
-        ExpertcastError: no rate, or a negative latency.
+        ExpertcastError: the rate is not positive and finite, or the latency is negative.
     """
 
     name = "virtual disk"
@@ -292,18 +295,18 @@ class VirtualDisk(VirtualLink):
         self._stored, self._rate = stored, rate
         self._kept: KeptParts | None = None
         self._threads: list[list[tuple[float, float]]] = [[] for _ in range(stored.threads)]
-        """What each is going to do: first and last second, in order."""
+        """Planned decoding of each thread: intervals of begin and end in seconds, in order."""
 
     def keep_parts(self, slots: SlotPool, shape: ModelShape, *, passing: int) -> None:
-        """Have the pools that were asked for, if any, decide from now on; `pools` are theirs.
+        """Use the pools of `stored`, if it has any, from now on; they appear as `pools`.
 
         Args:
-            slots: the books of the run's slots.
-            shape: of the model.
-            passing: as :class:`expertcast.runtime.links.disk.DiskLink` takes it.
+            slots: the run's slots.
+            shape: the model's.
+            passing: as for :class:`expertcast.runtime.links.disk.DiskLink`.
 
         Raises:
-            ExpertcastError: a pool with room for less than an expert of each layer.
+            ExpertcastError: a pool has room for less than one expert per layer.
         """
         memory = {state: count for state, count in self._stored.pools.items() if count}
         if not memory:
@@ -311,7 +314,7 @@ class VirtualDisk(VirtualLink):
         stored, nbytes = self._stored, self._block_bytes[FULL]
         decoding = nbytes / stored.decoding_s if stored.decoding_s else math.inf
         rates = Rates(disk=self._rate, decoding=decoding, threads=stored.threads)
-        # of a reader it asks no more than these parts have
+        # KeptParts uses only the reader methods that VirtualParts has.
         opened = cast(Callable[..., CodedReader], partial(VirtualParts, rates, shape.layers * shape.experts))
         self._kept = KeptParts(
             virtual_codec(stored.codec, nbytes), shape, (stored.plain, max(stored.coded)), slots, memory,
@@ -334,7 +337,7 @@ class VirtualDisk(VirtualLink):
         return keys if self._kept is None else self._kept.in_order(keys)
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
-        for thread in self._threads:  # no copy is begun before now any more
+        for thread in self._threads:  # forget the past: no copy begins before now
             while thread and thread[0][1] <= self.now:
                 del thread[0]
         if self._kept is not None:
@@ -354,13 +357,13 @@ class VirtualDisk(VirtualLink):
             self._kept.restart()
 
     def _issue(self, copy: Transfer, time: float) -> None:
-        """Behind everything that the disk was asked for before, at `time` at the earliest."""
+        """Put the copy behind all earlier reads, at `time` at the earliest."""
         self.copies += 1
         arrives = time if copy.precision != FULL else self._read(copy, time)
         insort(self._issued, (arrives, copy), key=itemgetter(0))
 
     def _read(self, copy: Transfer, begin: float) -> float:
-        """Have an expert read and decoded; returns when it is there."""
+        """Schedule an expert's read and decoding; return its arrival time."""
         stored, parts, key, held = self._stored, self._parts, copy.key, NOTHING
         if parts is not None:
             held = parts.begin(key)
@@ -374,14 +377,16 @@ class VirtualDisk(VirtualLink):
             self.busy_s += self.latency + (plain + coded) / self._rate
         if not stored.decode_s:
             return there
-        # shards follow what is stored as it is; where they are in memory, each needs its share of that
+        # Shards arrive after the uncompressed bytes. If the shards are in memory, each needs its share of those bytes.
         last = (coded or plain) / self._rate
         left = [1 - (shard + 1) / stored.shards for shard in range(stored.shards)]
         return max(there, *(self._decode(there - share * last) for share in left))
 
     def _decode(self, come: float) -> float:
-        """Decode a shard that is there at `come` in the first pause of a thread that is long enough; returns when that
-        is done. What was asked for before keeps its time."""
+        """Decode a shard that arrives at `come` in the first sufficient gap of a thread; return the end.
+
+        Shards scheduled earlier keep their time.
+        """
         seconds = self._stored.decode_s
         begins = []
         for thread in self._threads:

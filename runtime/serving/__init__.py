@@ -1,1 +1,1 @@
-"""An OpenAI server over an offloaded model: transformers' own, with what a server in use needs around it."""
+"""The OpenAI-compatible server of `expertcast serve`."""

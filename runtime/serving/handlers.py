@@ -1,4 +1,4 @@
-"""transformers' handlers of the OpenAI routes, with requests checked before they are handled."""
+"""Handlers of the OpenAI routes: those of transformers' server, with validated requests and OpenAI's error format."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from expertcast.predictors.messages import Json, first_line
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.serving.parameters import (
-    COLDEST,
+    GREEDY_BELOW,
     BatchSampling,
     CutStream,
     Penalties,
@@ -63,68 +63,68 @@ from expertcast.runtime.serving.parameters import (
 )
 from expertcast.runtime.serving.requests import Request, Requests
 
-# Running and stopping generations. They stop before a layer's experts are called.
+# Running and stopping generations. A generation stops before a layer's experts run.
 
 log = logging.getLogger("expertcast.serving")
-PATIENCE_S = 1.0
-"""Seconds after which a batch's forward is cut off when the server goes down."""
-CLOSING, LEFT = "the server is shutting down", "the client has left"
+ABORT_AFTER_S = 1.0
+"""At shutdown a batch's forward pass is aborted after this many seconds."""
+CLOSING, LEFT = "the server is shutting down", "the client has disconnected"
 A = TypeVar("A")
 
 
 class StoppedError(Exception):
-    """Nobody waits for this generation any more, or the server is going down."""
+    """The request's client has left, or the server shuts down."""
 
 
 class FailedError(Exception):
-    """A generation raised; the line says what."""
+    """A generation raised; the message is the first line of its error."""
 
 
-class Generating:
-    """Runs generations of one offloaded model, and stops them.
+class GenerationRunner:
+    """Runs and stops the generations of one offloaded model.
 
     Args:
         offloaded: the model.
-        requests: those in flight.
+        requests: the requests in flight.
     """
 
     def __init__(self, offloaded: OffloadedModel, requests: Requests) -> None:
         self.requests = requests
         self._current: Request | None = None
-        self._unwanted: set[asyncio.Task[Any]] = set()
-        self._hooks = [layer.experts.register_forward_pre_hook(self._go_on) for layer in offloaded.view]
+        self._abandoned: set[asyncio.Task[Any]] = set()
+        self._hooks = [layer.experts.register_forward_pre_hook(self._check_stop) for layer in offloaded.view]
         config = offloaded.model.config.get_text_config()
         self._longest: int | None = getattr(config, "max_position_embeddings", None)
 
     def admit(self, key: str, tokens: int, config: GenerationConfig, room: int | None = None) -> Request:
-        """The request of that id, with as many new tokens as the model has places for.
+        """Check a prompt's length, limit the new tokens to the remaining positions, and return the request.
 
         Args:
-            key: of the request.
-            tokens: of its prompt.
-            config: its own; changed in place.
-            room: tokens that a cache has places for; None: it grows.
+            key: id of the request.
+            tokens: length of its prompt.
+            config: its generation config; changed in place.
+            room: capacity of the KV cache in tokens; None: unlimited.
 
         Raises:
-            HTTPException: no token, too many, or none to generate.
+            HTTPException: the prompt is empty or leaves no position for a new token.
         """
         if not tokens:
-            raise HTTPException(400, "the prompt holds no token: give some text")
-        for most, said in ((self._longest, "the model reads"), (room, "by its --kv-tokens this server takes")):
+            raise HTTPException(400, "the prompt has no tokens: send some text")
+        for most, limit in ((self._longest, "the model"), (room, "--kv-tokens of this server")):
             if most is not None:
                 if tokens >= most:
-                    raise HTTPException(400, f"the prompt has {tokens} tokens, {said} {most - 1} at most")
+                    raise HTTPException(400, f"the prompt has {tokens} tokens, but {limit} allows at most {most - 1}")
                 config.max_new_tokens = min(config.max_new_tokens, most - tokens)
         request = self.requests.find(key)
         request.prompt_tokens += tokens
         return request
 
     def run(self, request: Request, generate: Callable[[], Tensor]) -> Tensor:
-        """A generation, on the thread that all of them run on.
+        """Run a generation. All generations run on the same thread.
 
         Raises:
-            StoppedError: nobody waits for it.
-            FailedError: it raised.
+            StoppedError: the request is abandoned.
+            FailedError: the generation raised.
         """
         self._stop_for(request)
         self._current = request
@@ -140,81 +140,80 @@ class Generating:
         finally:
             self._current = None
 
-    async def while_wanted(self, request: Request, answer: Coroutine[Any, Any, A]) -> A:
-        """An answer, unless nobody waits for it any more: then its end is not waited for.
+    async def await_answer(self, request: Request, answer: Coroutine[Any, Any, A]) -> A:
+        """Await an answer until the request is abandoned; the rest of the generation then ends unobserved.
 
         Raises:
-            StoppedError: nobody waits for it.
+            StoppedError: the request is abandoned.
         """
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(answer)
         gone = loop.create_future()
 
-        def leave() -> None:
+        def abandon() -> None:
             loop.call_soon_threadsafe(lambda: None if gone.done() else gone.set_result(None))
 
-        request.on_gone(leave)
+        request.on_abandoned(abandon)
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        self._unwanted.add(task)
+        self._abandoned.add(task)
         task.add_done_callback(self._ended)
         raise StoppedError(LEFT if request.left else CLOSING)
 
-    async def all_ended(self, seconds: float) -> None:
-        """Wait for what nobody waits for any more: it stops when its turn comes."""
-        if self._unwanted:
-            await asyncio.wait(self._unwanted, timeout=seconds)
+    async def wait_abandoned(self, seconds: float) -> None:
+        """Wait up to `seconds` for abandoned generations; each stops at its next layer."""
+        if self._abandoned:
+            await asyncio.wait(self._abandoned, timeout=seconds)
 
     def idle(self, seconds: float) -> bool:
-        """Whether nothing is being generated, waited for as long."""
+        """Wait up to `seconds` for the current generation; return whether none runs."""
         until = time.monotonic() + seconds
         while self._current is not None and time.monotonic() < until:
             time.sleep(0.01)
         return self._current is None
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._unwanted.discard(task)
+        self._abandoned.discard(task)
         if not task.cancelled():
-            task.exception()  # which nobody else asks for
+            task.exception()  # retrieved, or asyncio logs it
 
-    def _go_on(self, *_experts: object) -> None:
-        """Before each layer's experts."""
+    def _check_stop(self, *_experts: object) -> None:
         self._stop_for(self._current)
 
     def _stop_for(self, request: Request | None) -> None:
-        grace = PATIENCE_S if request is None else 0.0  # batches end by themselves between two tokens
+        grace = ABORT_AFTER_S if request is None else 0.0  # batches are usually stopped between two tokens
         if self.requests.closing_for > grace:
             raise StoppedError(CLOSING)
-        if request is not None and request.gone:
+        if request is not None and request.abandoned:
             raise StoppedError(LEFT)
 
 
 class _Counted(StoppingCriteria):  # type: ignore[misc]
-    """Stops nothing; sees how many tokens there are."""
+    """Counts generated tokens and never stops."""
 
     def __init__(self, request: Request, prompt_tokens: int) -> None:
         self._request, self._prompt_tokens, self._tokens = request, prompt_tokens, 0
-        request.counted_by(lambda: self._tokens)
+        request.add_token_counter(lambda: self._tokens)
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         self._tokens = input_ids.shape[1] - self._prompt_tokens
-        self._request.look()
+        self._request.note_first_token()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-class Guarded:
-    """Stands for the model where transformers' server calls `generate`."""
+class StoppableModel:
+    """Replaces the model in transformers' server, so that `generate` can be stopped."""
 
-    def __init__(self, generating: Generating, model: PreTrainedModel, request: Request) -> None:
+    def __init__(self, generating: GenerationRunner, model: PreTrainedModel, request: Request) -> None:
         self._generating, self._model, self.request = generating, model, request
 
     def generate(self, **kwargs: Any) -> Tensor:
-        """The model's own; see :meth:`Generating.run`."""
+        """Run the model's own `generate` by :meth:`GenerationRunner.run`."""
         request, prompt_tokens = self.request, kwargs["input_ids"].shape[1]
         kwargs["stopping_criteria"] = StoppingCriteriaList([_Counted(request, prompt_tokens)])
         if any(request.penalties):
@@ -225,17 +224,17 @@ class Guarded:
 # Managers: one request after another, or continuous batching
 
 MOST_AT_ONCE = 1024
-"""Tokens of a batch at most, where the cache has a bound: activations take memory too."""
+"""Tokens per batch if the cache is limited, because activations take memory too."""
 
 
-class OneByOne(GenerateManager):  # type: ignore[misc]
-    """Request after request, by the model's `generate`.
+class SequentialManager(GenerateManager):  # type: ignore[misc]
+    """Runs one request after another by the model's `generate`.
 
     Args:
-        generating: what runs them.
+        generating: runs the generations.
     """
 
-    def __init__(self, generating: Generating) -> None:
+    def __init__(self, generating: GenerationRunner) -> None:
         super().__init__()
         self._generating = generating
 
@@ -243,70 +242,70 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
         self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
         gen_config: GenerationConfig, request_id: str, response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any] | CutStream, DirectStreamer]:  # fmt: skip
-        """As transformers has it, without the stop."""
-        guarded = self._guarded(model, inputs, gen_config, request_id)
+        """Stream as transformers does, without the stop sequence."""
+        stoppable = self._stoppable(model, inputs, gen_config, request_id)
         queue, streamer = super().generate_streaming(
-            guarded, processor, inputs, gen_config, request_id, response_parser
+            stoppable, processor, inputs, gen_config, request_id, response_parser
         )
-        stops = guarded.request.stops
+        stops = stoppable.request.stops
         return CutStream(queue, stops) if stops else queue, streamer
 
     async def generate_non_streaming(
         self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
         gen_config: GenerationConfig, request_id: str,
     ) -> tuple[str, int, Tensor]:  # fmt: skip
-        """As transformers has it, without the stop; ended where nobody waits.
+        """Generate as transformers does, without the stop sequence.
 
         Raises:
-            StoppedError: nobody waits for it.
-            FailedError: it raised.
+            StoppedError: the request is abandoned.
+            FailedError: the generation raised.
         """
-        guarded = self._guarded(model, inputs, gen_config, request_id)
-        answer = super().generate_non_streaming(guarded, processor, inputs, gen_config, request_id)
-        text, tokens, ids = await self._generating.while_wanted(guarded.request, answer)
-        return cut(text, guarded.request.stops), tokens, ids
+        stoppable = self._stoppable(model, inputs, gen_config, request_id)
+        answer = super().generate_non_streaming(stoppable, processor, inputs, gen_config, request_id)
+        text, tokens, ids = await self._generating.await_answer(stoppable.request, answer)
+        return cut(text, stoppable.request.stops), tokens, ids
 
     @property
     def alive(self) -> bool:
-        """Whether the thread is."""
+        """Whether the generating thread is alive."""
         return bool(self._thread._thread.is_alive())
 
-    def _guarded(
+    def _stoppable(
         self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str
-    ) -> Guarded:
+    ) -> StoppableModel:
         request = self._generating.admit(key, inputs["input_ids"].shape[-1], config)
-        return Guarded(self._generating, model, request)
+        return StoppableModel(self._generating, model, request)
 
 
-class Batched(CBGenerateManager):  # type: ignore[misc]
-    """Many requests at once, by continuous batching.
+class BatchedManager(CBGenerateManager):  # type: ignore[misc]
+    """Runs many requests at once by continuous batching.
 
     Args:
-        generating: what stops them.
-        kv_tokens: tokens that the cache of all requests together has room for; None: as many as fit the device.
+        generating: stops the generations.
+        kv_tokens: capacity of the shared KV cache in tokens; None: as many as fit the device.
     """
 
-    def __init__(self, generating: Generating, kv_tokens: int | None) -> None:
+    def __init__(self, generating: GenerationRunner, kv_tokens: int | None) -> None:
         page = ContinuousBatchingConfig().page_size
         blocks = None if kv_tokens is None else -(-kv_tokens // page)
         self._room = None if blocks is None else blocks * page
         config = ContinuousBatchingConfig(
             num_blocks=blocks, max_batch_tokens=kv_tokens and MOST_AT_ONCE,
-            use_cuda_graph=False,  # the host decides what is copied, and which request is sampled
+            use_cuda_graph=False,  # the host decides the copies and samples per request
         )  # fmt: skip
         super().__init__(config)
         self._generating = generating
         self._cb: ContinuousBatchingManager | None = None
 
     def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
-        """Start batching, with what the first request asks for left out: every request is sampled by its own sampler.
+        """Start batching at the first request. Sampling options are left out: every request has its own sampler.
 
         Raises:
-            HTTPException: a request wants what batches cannot do.
+            HTTPException: the request has a `repetition_penalty`, which batches do not support.
         """
         if (gen_config.repetition_penalty or 1.0) != (model.generation_config.repetition_penalty or 1.0):
             raise HTTPException(
-                400, "continuous batching knows no repetition_penalty: leave it out, or serve without "
+                400, "continuous batching does not support repetition_penalty: leave it out, or serve without "
                 "--continuous-batching"
             )  # fmt: skip
         if self._cb is None:
@@ -326,40 +325,40 @@ class Batched(CBGenerateManager):  # type: ignore[misc]
         self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
         gen_config: GenerationConfig, request_id: str, response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:  # fmt: skip
-        """As transformers has it."""
+        """Stream as transformers does, until the request is abandoned."""
         request = self._admit(model, inputs, gen_config, request_id)
         queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
-        request.counted_by(lambda: streamer.total_tokens)
+        request.add_token_counter(lambda: streamer.total_tokens)
         loop = asyncio.get_running_loop()
 
         def end() -> None:
             loop.call_soon_threadsafe(queue.put_nowait, _StreamError(CLOSING))
             streamer.cancel()
 
-        request.on_gone(end)
+        request.on_abandoned(end)
         return queue, streamer
 
     async def generate_non_streaming(
         self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
         gen_config: GenerationConfig, request_id: str,
     ) -> tuple[str, int, list[int]]:  # fmt: skip
-        """As transformers has it; ended where nobody waits.
+        """Generate as transformers does.
 
         Raises:
-            StoppedError: nobody waits for it.
-            FailedError: it raised.
+            StoppedError: the request is abandoned.
+            FailedError: the generation raised.
         """
         request = self._admit(model, inputs, gen_config, request_id)
         answer, batching = super().generate_non_streaming(model, processor, inputs, gen_config, request_id), self._cb
         assert batching is not None
-        request.on_gone(lambda: batching.cancel_request(request_id))
+        request.on_abandoned(lambda: batching.cancel_request(request_id))
         try:
-            text, tokens, ids = await self._generating.while_wanted(request, answer)
+            text, tokens, ids = await self._generating.await_answer(request, answer)
         except CBWorkerDeadError:
             raise
         except RuntimeError as error:
             raise FailedError(first_line(error)) from error
-        request.counted_by(lambda: len(ids))
+        request.add_token_counter(lambda: len(ids))
         return text, tokens, ids
 
     def _admit(self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str) -> Request:
@@ -369,27 +368,27 @@ class Batched(CBGenerateManager):  # type: ignore[misc]
         return request
 
     def stop(self) -> None:
-        """At once: what runs is lost, and its clients are told."""
+        """Stop at once. Running requests are lost and their clients get an error."""
         if self._cb is not None:
             self._cb.stop(block=True, timeout=2, hard_stop=True)
 
 
 class OffloadedGeneration(GenerationState):  # type: ignore[misc]
-    """How requests are generated: one by one, or in batches where that was asked for and the model can.
+    """Chooses between one-by-one generation and continuous batching.
 
     Args:
-        generating: what runs and stops them.
-        continuous_batching: whether in batches.
-        kv_tokens: as :class:`Batched`.
+        generating: runs and stops the generations.
+        continuous_batching: whether to batch, if the model supports it.
+        kv_tokens: as for :class:`BatchedManager`.
     """
 
-    def __init__(self, generating: Generating, *, continuous_batching: bool, kv_tokens: int | None) -> None:
+    def __init__(self, generating: GenerationRunner, *, continuous_batching: bool, kv_tokens: int | None) -> None:
         super().__init__(continuous_batching=continuous_batching)
-        self._one_by_one = OneByOne(generating)
-        self._batched = Batched(generating, kv_tokens)
+        self._one_by_one = SequentialManager(generating)
+        self._batched = BatchedManager(generating, kv_tokens)
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
-        """The only one of its kind, whatever the model is called."""
+        """Return the manager; there is one of each kind for all model names."""
         if not use_cb:
             return self._one_by_one
         self._cb_manager = self._batched
@@ -397,7 +396,7 @@ class OffloadedGeneration(GenerationState):  # type: ignore[misc]
 
     @property
     def alive(self) -> bool:
-        """Whether what generates still runs."""
+        """Whether the generating threads are alive."""
         return self._one_by_one.alive and bool(self.is_cb_alive())
 
 
@@ -405,55 +404,55 @@ class OffloadedGeneration(GenerationState):  # type: ignore[misc]
 
 
 def error_body(status: int, message: str) -> Json:
-    """What a client of that API expects with a status of 400 and more."""
+    """Return the body of an error response in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def tell_errors(app: FastAPI) -> None:
-    """Answer every error of an application so."""
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every error of an application in OpenAI's format."""
 
-    def told(kind: type[Exception], read: Callable[[Any], tuple[int, str]]) -> None:
+    def install(kind: type[Exception], read: Callable[[Any], tuple[int, str]]) -> None:
         async def answer(_request: HttpRequest, error: Exception) -> JSONResponse:
             status, message = read(error)
             return JSONResponse(error_body(status, message), status_code=status)
 
         app.add_exception_handler(kind, answer)
 
-    told(StarletteHTTPException, lambda error: (error.status_code, str(error.detail)))
-    told(RequestValidationError, lambda error: (400, f"the body is no JSON object: {error.errors()[0]['msg']}"))
-    told(StoppedError, lambda error: (503, str(error)))
-    told(CBWorkerDeadError, lambda error: (503, first_line(error)))
-    told(FailedError, lambda error: (500, f"the generation failed: {error}"))
+    install(StarletteHTTPException, lambda error: (error.status_code, str(error.detail)))
+    install(RequestValidationError, lambda error: (400, f"the body is not a JSON object: {error.errors()[0]['msg']}"))
+    install(StoppedError, lambda error: (503, str(error)))
+    install(CBWorkerDeadError, lambda error: (503, first_line(error)))
+    install(FailedError, lambda error: (500, f"the generation failed: {error}"))
 
 
 NEW_TOKENS = 1024
-"""At most, of a request that does not say how many; transformers' number."""
+"""Default limit of new tokens, the same as transformers'."""
 _OWN = ("temperature", "seed", "stop", "logit_bias", "presence_penalty", "frequency_penalty")
-"""What is done here, not by transformers' handlers."""
+"""Parameters handled here instead of by transformers' handlers."""
 
 
-class Checked(BaseHandler):  # type: ignore[misc]
-    """Base of all routes: requests are checked, errors are in OpenAI's format."""
+class CheckedHandler(BaseHandler):  # type: ignore[misc]
+    """Base of all handlers: validates requests and answers errors in OpenAI's format."""
 
     requests: Requests
     chats: PreTrainedTokenizerBase | None = None
-    """The tokenizer whose chat template the route needs; None: it needs none."""
-    _unheeded: frozenset[str] = frozenset()
-    """Of what OpenAI's clients may send, what would have to be heeded and is not."""
+    """The tokenizer whose chat template the route needs; None for routes without one."""
+    _unsupported: frozenset[str] = frozenset()
+    """Parameters of OpenAI's API that transformers accepts but ignores; they are refused here."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
-        """As transformers does.
+        """Validate and answer a request.
 
         Raises:
-            HTTPException: the model cannot chat, or a request that cannot be answered.
-            FailedError: an answer whose tool calls cannot be read.
+            HTTPException: the model has no chat template, or the request is invalid.
+            FailedError: the generated tool calls cannot be parsed.
         """
         if self.chats is not None and self.chats.chat_template is None:
             raise HTTPException(
-                400, f"{self.model_manager.force_model!r} has no chat template: ask /v1/completions with a prompt"
+                400, f"{self.model_manager.force_model!r} has no chat template: send a prompt to /v1/completions"
             )
-        body = checked(body, self._valid_params_class.__mutable_keys__ - self._unheeded)
+        body = checked(body, self._valid_params_class.__mutable_keys__ - self._unsupported)
         request = self.requests.find(request_id)
         request.seed = body.get("seed")  # set when the generation begins
         request.penalties = (body.get("presence_penalty", 0), body.get("frequency_penalty", 0))
@@ -463,9 +462,9 @@ class Checked(BaseHandler):  # type: ignore[misc]
             answer: Response = await self._answer(body, request_id)
         except (LookupError, TypeError, ValueError, TemplateError) as error:
             if request.generated_tokens:
-                raise FailedError(f"what was written cannot be parsed: {first_line(error)}") from error
+                raise FailedError(f"the generated text cannot be parsed: {first_line(error)}") from error
             missing = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
-            raise HTTPException(400, f"this request cannot be read: {missing}") from error
+            raise HTTPException(400, f"the request is invalid: {missing}") from error
         except HTTPException as error:
             raise HTTPException(400 if error.status_code == 422 else error.status_code, error.detail) from error
         if isinstance(answer, StreamingResponse):
@@ -476,7 +475,7 @@ class Checked(BaseHandler):  # type: ignore[misc]
         return await super().handle_request(body, request_id)
 
     async def _with_errors(self, parts: AsyncIterable[Any], request: Request) -> AsyncIterator[Any]:
-        """A stream whose error is an object, where transformers writes a text, and the status of the request."""
+        """Replace the error strings in transformers' streams by error objects, and note the status."""
         async for part in parts:
             begun, failed, message = part.partition('data: {"error": "')
             status = 503 if self.requests.closing else 500
@@ -490,7 +489,9 @@ class Checked(BaseHandler):  # type: ignore[misc]
     def _build_generation_config(
         self, body: dict[str, Any], model_generation_config: GenerationConfig, use_cb: bool = False
     ) -> GenerationConfig:
-        """As transformers does, with sampling, biases and stops as OpenAI has them; penalties are no part of it."""
+        """Build transformers' config, with OpenAI's sampling, biases and stop sequences. Penalties are applied
+        elsewhere.
+        """
         theirs = {name: value for name, value in body.items() if name not in _OWN}
         config: GenerationConfig = super()._build_generation_config(theirs, model_generation_config, use_cb=use_cb)
         config.max_new_tokens = NEW_TOKENS if config.max_new_tokens is None else config.max_new_tokens
@@ -504,29 +505,29 @@ class Checked(BaseHandler):  # type: ignore[misc]
 
 
 def _sample(config: GenerationConfig, body: dict[str, Any]) -> None:
-    """Sample where a request says how: its temperature is above 0, or it gives none and a `top_p`."""
+    """Enable sampling if the temperature is above 0, or if only `top_p` is set."""
     temperature = body.get("temperature")
     if temperature is None and "top_p" not in body:
         return
-    config.do_sample = temperature is None or temperature >= COLDEST
+    config.do_sample = temperature is None or temperature >= GREEDY_BELOW
     config.temperature = None
     if config.do_sample:
         config.temperature = 1.0 if temperature is None else float(temperature)
-        config.top_k = config.top_k or 0  # which is none; transformers' own default would be 50
+        config.top_k = config.top_k or 0  # 0 disables top_k; transformers' default is 50
 
 
 def _refuse_in_batches(config: GenerationConfig, body: dict[str, Any]) -> None:
-    asked = [name for name in ("presence_penalty", "frequency_penalty") if body.get(name)]
-    asked += ["stop"] if config.stop_strings else []
-    if asked:
+    refused = [name for name in ("presence_penalty", "frequency_penalty") if body.get(name)]
+    refused += ["stop"] if config.stop_strings else []
+    if refused:
         raise HTTPException(
-            400, f"continuous batching knows no {', '.join(asked)}: leave it out, or serve without "
+            400, f"continuous batching does not support {', '.join(refused)}: leave it out, or serve without "
             "--continuous-batching"
         )  # fmt: skip
 
 
-class Completions(Checked, CompletionHandler):  # type: ignore[misc]
-    """/v1/completions, with prompts in all forms that OpenAI has; several are answered one after another."""
+class CheckedCompletions(CheckedHandler, CompletionHandler):  # type: ignore[misc]
+    """/v1/completions. It accepts all of OpenAI's prompt forms and answers several prompts one after another."""
 
     async def _answer(self, body: dict[str, Any], request_id: str) -> Any:
         name, model, tokenizer = self._resolve_model(body)
@@ -538,7 +539,7 @@ class Completions(Checked, CompletionHandler):  # type: ignore[misc]
         given = prompts(body["prompt"], self.model_manager.vocabulary)
         tokens = [tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in given]
         if body["stream"] and len(tokens) > 1:
-            raise HTTPException(400, f"{len(tokens)} prompts are not streamed: leave stream out, or send one prompt")
+            raise HTTPException(400, f"{len(tokens)} prompts cannot be streamed: send one prompt, or leave stream out")
         answers = []
         for ids in tokens:
             inputs = {"input_ids": ids}
@@ -554,42 +555,42 @@ class Completions(Checked, CompletionHandler):  # type: ignore[misc]
         return JSONResponse({**answers[0], "choices": choices, "usage": usage})
 
 
-class Chats(Checked, ChatCompletionHandler):  # type: ignore[misc]
-    """/v1/chat/completions."""
+class CheckedChats(CheckedHandler, ChatCompletionHandler):  # type: ignore[misc]
+    """/v1/chat/completions"""
 
     def _build_completion(self, request_id: str, content: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As transformers does, without the stop and what follows it: a response template reads the tokens again."""
+        """Cut the answer at the stop sequence: transformers' response templates parse all tokens again."""
         content = cut(content, self.requests.find(request_id).stops)
         made: dict[str, Any] = super()._build_completion(request_id, content, *args, **kwargs)
         return made
 
 
-class Responses(Checked, ResponseHandler):  # type: ignore[misc]
-    """/v1/responses."""
+class CheckedResponses(CheckedHandler, ResponseHandler):  # type: ignore[misc]
+    """/v1/responses"""
 
-    _unheeded = frozenset({"prompt"})
+    _unsupported = frozenset({"prompt"})
 
 
-# Middleware: an id for every request, one log line when it ends, and clients that leave
+# Middleware: request ids, log lines and disconnected clients
 
 _ID = X_REQUEST_ID.encode()
 _LEFT: Message = {"type": "http.disconnect"}
 
 
-class Watching:
-    """ASGI middleware around the whole application.
+class RequestMiddleware:
+    """ASGI middleware that opens and closes requests and watches for disconnects.
 
     Args:
         app: the application.
-        requests: what it opens and closes requests in.
-        routes: paths that are counted by name; all others are `other`.
+        requests: the requests in flight.
+        routes: paths with their own label in the metrics; other paths are labelled `other`.
     """
 
     def __init__(self, app: ASGIApp, requests: Requests, routes: Collection[str]) -> None:
         self._app, self._requests, self._routes = app, requests, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request; those that generate nothing pass."""
+        """Handle one HTTP request. Only POST requests below /v1/ are tracked."""
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
@@ -610,7 +611,7 @@ class Watching:
 
 
 class _Exchange:
-    """What is said and heard in one request."""
+    """Messages of one HTTP request and its answer."""
 
     def __init__(self, request: Request, receive: Receive, send: Send) -> None:
         self.status = 500
@@ -619,28 +620,27 @@ class _Exchange:
         self._answered = False
 
     async def receive(self) -> Message:
-        """The request's body, and then, when it has left, that the client has."""
+        """Return the next message of the body, and after the body wait for the disconnect."""
         if self._listening is not None:
             await asyncio.shield(self._listening)
             return _LEFT
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            self._request.leave(left=True)
+            self._request.abandon(left=True)
         elif not message.get("more_body", False):
             self._listening = asyncio.ensure_future(self._listen())
         return message
 
     async def send(self, message: Message) -> None:
-        """A part of the answer."""
+        """Send a part of the answer and note its status and first token."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:
-            self._request.look()
+            self._request.note_first_token()
             self._answered = self._answered or not message.get("more_body", False)
         await self._send(message)
 
     def end(self) -> None:
-        """Stop watching the connection."""
         if self._listening is not None:
             self._listening.cancel()
 
@@ -648,4 +648,4 @@ class _Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if not self._answered:
-            self._request.leave(left=True)
+            self._request.abandon(left=True)

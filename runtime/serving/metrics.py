@@ -1,7 +1,7 @@
 """Prometheus metrics of a run and of its requests.
 
-The page is read from another thread than the one that runs. Nothing here stops or slows a forward: counters are read as
-they stand, a device's are copied to the host.
+A scrape runs in another thread than the model. It neither stops nor slows a forward pass: it reads the counters as they
+are, and copies those on a device to the host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 
 from expertcast.runtime.drafts.governor import Tally
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.experimental.kernel_link import KernelLink, held_by_tables
+from expertcast.runtime.experimental.kernel_link import KernelLink, resident_keys
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
@@ -38,120 +38,120 @@ if TYPE_CHECKING:
     from expertcast.runtime.offloading import OffloadedModel
 
 
-# All metrics: docs/metrics.md has the same table, and a test compares them.
+# All metrics. docs/metrics.md has the same table, and a test compares the two.
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
 PREFIX = "expertcast_"
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """One metric."""
+class MetricSpec:
+    """Name, kind, help text and labels of one metric."""
 
     kind: Kind
     name: str
-    """Without the prefix, and without what its kind appends (`_total`, `_bucket`, `_info`)."""
+    """Name without the prefix and without the suffix of its kind (`_total`, `_bucket`, `_info`)."""
     help: str
     labels: tuple[str, ...] = ()
 
     @property
     def family(self) -> str:
-        """The name that prometheus_client makes samples' names from."""
+        """Name of the family in prometheus_client."""
         return (PREFIX + self.name).rstrip("_")
 
     @property
-    def shown(self) -> str:
-        """The name by which queries ask for it."""
+    def query_name(self) -> str:
+        """Name in queries."""
         return self.family + {"counter": "_total", "info": "_info"}.get(self.kind, "")
 
 
 _LAYER = ("layer",)
 
 
-def _per_layer(name: str, text: str) -> Described:
-    return Described("counter", name, text, _LAYER)
+def _per_layer(name: str, text: str) -> MetricSpec:
+    return MetricSpec("counter", name, text, _LAYER)
 
 
 LAYER = {
     "requests": _per_layer("expert_requests", "Distinct experts that steps of the layer needed."),
-    "hits": _per_layer("expert_hits", "Requests whose expert had a slot, arrived or on its way."),
+    "hits": _per_layer("expert_hits", "Requests whose expert had a slot, arrived or in flight."),
     "misses": _per_layer("expert_misses", "Requests whose copy was started only when the layer's routing was known."),
     "collisions": _per_layer("expert_collisions", "Misses of experts that were evicted earlier in the same forward."),
-    "evicted": _per_layer("experts_evicted", "Experts that gave their slot to another one."),
+    "evicted": _per_layer("experts_evicted", "Experts that lost their slot to another expert."),
     "skipped": _per_layer("experts_skipped", "Experts that a lossy policy left out or replaced."),
-    "prefetched": _per_layer("experts_prefetched", "Copies asked for by forecasts, the dropped ones left out."),
-    "prefetched_used": _per_layer("prefetches_used", "Of these, requested before they lost their slot."),
-    "prefetched_in_time": _per_layer("prefetches_in_time", "Of the used ones, arrived before compute waited for them."),
-    "dropped": _per_layer("prefetches_dropped", "Copies asked for by forecasts and taken back before they started."),
-    "bytes_moved": _per_layer("moved_bytes", "Bytes of experts copied into slots, and of copies that are queued."),
+    "prefetched": _per_layer("experts_prefetched", "Prefetches, without those dropped before they started."),
+    "prefetched_used": _per_layer("prefetches_used", "Prefetches whose expert was needed before it lost its slot."),
+    "prefetched_in_time": _per_layer(
+        "prefetches_in_time", "Used prefetches that arrived before compute waited for them."
+    ),
+    "dropped": _per_layer("prefetches_dropped", "Prefetches dropped before they started."),
+    "bytes_moved": _per_layer("moved_bytes", "Bytes of experts copied into slots, and of queued copies."),
     "waited_s": _per_layer("waiting_seconds", "Seconds that the layer's compute was blocked on copies."),
     "steps": _per_layer("layer_steps", "Times that the layer ran."),
-    "chunks": _per_layer("layer_chunks", "Kernel calls; more than steps where a step's experts did not fit the slots."),
+    "chunks": _per_layer("layer_chunks", "Kernel calls; more than steps if a step's experts did not fit the slots."),
 }
-"""By field of :class:`expertcast.runtime.recording.statistics.LayerStatistics`."""
+"""Metrics by field of :class:`expertcast.runtime.recording.statistics.LayerStatistics`."""
 
-COPIES = Described("counter", "link_copies", "Copies of experts that have arrived in slots.")
-BUSY = Described("counter", "link_busy_seconds", "Seconds in which the link had a copy under way.")
-READS = Described("counter", "disk_reads", "Experts read from the disk; only where the link is the disk.")
-READ_SECONDS = Described("counter", "disk_read_seconds", "Seconds in which any of these reads was under way.")
+COPIES = MetricSpec("counter", "link_copies", "Copies of experts that have arrived in slots.")
+BUSY = MetricSpec("counter", "link_busy_seconds", "Seconds in which the link had a copy in flight.")
+READS = MetricSpec("counter", "disk_reads", "Experts read from the disk; only with a disk link.")
+READ_SECONDS = MetricSpec("counter", "disk_read_seconds", "Seconds in which a disk read was in flight.")
 
-RECALL = Described("gauge", "forecast_recall", "Running share of a router's experts that its forecast named.", _LAYER)
-EXPECTED = Described("gauge", "forecast_recall_expected", "The same by the checkpoint's own test.", _LAYER)
-DRIFT = Described("gauge", "forecast_drift", "Mean over layers of the expected recall less the running one.")
+RECALL = MetricSpec("gauge", "forecast_recall", "Running share of a router's experts that its forecast named.", _LAYER)
+EXPECTED = MetricSpec("gauge", "forecast_recall_expected", "The same share on the checkpoint's test data.", _LAYER)
+DRIFT = MetricSpec("gauge", "forecast_drift", "Mean over layers of the expected recall minus the running recall.")
 
-EXPERTS = Described("gauge", "experts", "Routed experts of the model, all layers together.")
-SLOTS = Described("gauge", "slots", "Experts that fit on the device.")
-HELD = Described("gauge", "slots_held", "Slots that an expert has, arrived or on its way.")
-SLOT_BYTES = Described("gauge", "slots_bytes", "Memory of the slots.")
-STORE_BYTES = Described("gauge", "store_bytes", "What all experts take, in memory or on disk.", ("store",))
+EXPERTS = MetricSpec("gauge", "experts", "Routed experts of the model, all layers together.")
+SLOTS = MetricSpec("gauge", "slots", "Experts that fit on the device.")
+HELD = MetricSpec("gauge", "slots_held", "Slots with an expert, arrived or in flight.")
+SLOT_BYTES = MetricSpec("gauge", "slots_bytes", "Bytes of all slots.")
+STORE_BYTES = MetricSpec("gauge", "store_bytes", "Bytes of all experts in the store, in memory or on disk.", ("store",))
 
 _DRAFT = ("draft",)
-DRAFT_BYTES = Described("gauge", "draft_bytes", "Device memory that a draft holds beside the slots.", _DRAFT)
-CYCLES = Described("counter", "draft_cycles", "Cycles of drafting and verifying.", _DRAFT)
-DRAFTED = Described("counter", "draft_tokens", "Drafted tokens that were verified.", _DRAFT)
-ACCEPTED = Described("counter", "draft_tokens_accepted", "Drafted tokens that stood.", _DRAFT)
+DRAFT_BYTES = MetricSpec("gauge", "draft_bytes", "Device memory of a draft beside the slots, in bytes.", _DRAFT)
+CYCLES = MetricSpec("counter", "draft_cycles", "Cycles of drafting and verifying.", _DRAFT)
+DRAFTED = MetricSpec("counter", "draft_tokens", "Drafted tokens that were verified.", _DRAFT)
+ACCEPTED = MetricSpec("counter", "draft_tokens_accepted", "Drafted tokens that the model accepted.", _DRAFT)
 
-REQUESTS = Described("counter", "http_requests", "Requests that ended, by route and status.", ("route", "status"))
-IN_FLIGHT = Described("gauge", "http_requests_in_flight", "Requests that have not ended.")
-GONE = Described("counter", "http_disconnects", "Requests whose client went away before their end.")
-PROMPT_TOKENS = Described("counter", "prompt_tokens", "Tokens of prompts.")
-GENERATED_TOKENS = Described("counter", "generated_tokens", "Tokens generated.")
-SECONDS = Described("histogram", "http_request_seconds", "Seconds from arrival to the end.")
-FIRST_TOKEN = Described("histogram", "time_to_first_token_seconds", "Seconds from arrival to the first token.")
+REQUESTS = MetricSpec("counter", "http_requests", "Finished requests by route and status.", ("route", "status"))
+IN_FLIGHT = MetricSpec("gauge", "http_requests_in_flight", "Requests that have not ended.")
+GONE = MetricSpec("counter", "http_disconnects", "Requests whose client disconnected before their end.")
+PROMPT_TOKENS = MetricSpec("counter", "prompt_tokens", "Tokens of prompts.")
+GENERATED_TOKENS = MetricSpec("counter", "generated_tokens", "Tokens generated.")
+SECONDS = MetricSpec("histogram", "http_request_seconds", "Seconds from arrival to the end.")
+FIRST_TOKEN = MetricSpec("histogram", "time_to_first_token_seconds", "Seconds from arrival to the first token.")
 
-INFO = Described("info", "", "What is served: model, predictor, mode, policies, link, versions.")
+INFO = MetricSpec("info", "", "Labels of the served model: model, predictor, mode, policies, link, versions.")
 
 FAMILIES = (
     *LAYER.values(), COPIES, BUSY, READS, READ_SECONDS, RECALL, EXPECTED, DRIFT, EXPERTS, SLOTS, HELD, SLOT_BYTES,
     STORE_BYTES, DRAFT_BYTES, CYCLES, DRAFTED, ACCEPTED, REQUESTS, IN_FLIGHT, GONE, PROMPT_TOKENS, GENERATED_TOKENS,
     SECONDS, FIRST_TOKEN, INFO,
 )  # fmt: skip
-"""All of them, in the order of the page."""
+"""All metrics, in the order of the page."""
 
 
 class RequestMetrics:
-    """What clients ask for, counted since the server started. Routes are known paths, or `other`."""
+    """Counters of HTTP requests since the server started. The route label is a known path or `other`."""
 
     BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-    """Seconds."""
+    """Upper bounds of the buckets in seconds."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=False)
         self.ended = Counter(REQUESTS.family, REQUESTS.help, REQUESTS.labels, registry=self.registry)
-        """By route and status; 499 where the client left."""
+        """Finished requests by route and status; status 499 for clients that left."""
         self.in_flight = Gauge(IN_FLIGHT.family, IN_FLIGHT.help, registry=self.registry)
         self.disconnected = Counter(GONE.family, GONE.help, registry=self.registry)
         self.prompt_tokens = Counter(PROMPT_TOKENS.family, PROMPT_TOKENS.help, registry=self.registry)
         self.generated_tokens = Counter(GENERATED_TOKENS.family, GENERATED_TOKENS.help, registry=self.registry)
         self.seconds = Histogram(SECONDS.family, SECONDS.help, registry=self.registry, buckets=self.BUCKETS)
-        """From arrival to end."""
         self.first_token = Histogram(FIRST_TOKEN.family, FIRST_TOKEN.help, registry=self.registry, buckets=self.BUCKETS)
-        """From arrival to the first token, of requests that had one."""
 
     @staticmethod
     def total(counter: Counter) -> int:
-        """A counter's value, the sum over its labels."""
+        """Return a counter's value, summed over its labels."""
         return int(sum(sample.value for family in counter.collect() for sample in family.samples))
 
 
@@ -161,8 +161,8 @@ Labels = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """What is read: parts of one run, whatever runs it. None, or nothing, where a part is missing."""
+class MetricSource:
+    """Parts of one run that the metrics read; None or empty for a missing part."""
 
     stats: RunStatistics
     link: Link
@@ -171,16 +171,16 @@ class Source:
     drift: DriftMonitor | None = None
     tally: Tally | None = None
     draft_bytes: Callable[[], Mapping[str, int]] = field(default=dict)
-    """Device memory that drafts hold, by name."""
+    """Device memory of drafts in bytes, by name."""
     info: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, offloaded: OffloadedModel, name: str = "") -> Source:
-        """The parts of an offloaded model.
+    def of(cls, offloaded: OffloadedModel, name: str = "") -> MetricSource:
+        """Return the parts of an offloaded model.
 
         Args:
             offloaded: the model.
-            name: by which it is served; by default its own.
+            name: the served name; empty: the model's id.
         """
         drafting = offloaded.drafting
 
@@ -190,34 +190,32 @@ class Source:
         return cls(
             stats=offloaded.stats, link=offloaded.link, pool=offloaded.pool, store=offloaded.store,
             drift=offloaded.drift, tally=None if drafting is None else drafting.tally, draft_bytes=draft_bytes,
-            info=described(offloaded, name),
+            info=run_info(offloaded, name),
         )  # fmt: skip
 
 
 class ExpertMetrics(Collector):
-    """Reads one run whenever the page is asked for. Counters go on where the run's statistics are set to zero.
+    """Collects the metrics of one run at every scrape. Counters keep growing when the run's statistics are reset.
 
     Args:
-        source: of what the experts do.
+        source: the parts of the run.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: MetricSource) -> None:
         self._source = source
         self._lock = threading.RLock()
         self._before: dict[tuple[str, Labels], float] = {}
-        """What was counted before statistics were last set to zero."""
+        """Totals at the last reset of the statistics."""
         self._shown: dict[tuple[str, Labels], float] = {}
         self._setting_back = False
         living = [keeper for keeper in source.stats.keepers if keeper() is not None]
-        source.stats.keepers = [*living, WeakMethod(self._kept)]
+        source.stats.keepers = [*living, WeakMethod(self._keep_over_reset)]
 
     def collect(self) -> Iterator[Metric]:
-        """All families that there is something to say of."""
+        """Yield all families with at least one sample."""
         with self._lock:
             counted = list(self._run_counters())
-            counters = [
-                (described, labels, self._since_start(described, labels, now)) for described, labels, now in counted
-            ]
+            counters = [(spec, labels, self._since_start(spec, labels, now)) for spec, labels, now in counted]
         yield from _families(counters)
         yield from _families(self._gauges())
         yield from _families(self._drafts())
@@ -226,8 +224,8 @@ class ExpertMetrics(Collector):
         yield info
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """The run's counters, or some of them, are set to zero inside."""
+    def _keep_over_reset(self) -> Iterator[None]:
+        """Keep the totals over a reset of the run's counters, which happens inside this context."""
         with self._lock:
             if self._setting_back:
                 yield
@@ -248,18 +246,18 @@ class ExpertMetrics(Collector):
             for what, labels, now in self._run_counters()
         }
 
-    def _since_start(self, described: Described, labels: Labels, now: float) -> float:
-        """A copy that is taken back is counted no more: until others make up for it the counter stands still."""
-        place = described.name, labels
+    def _since_start(self, spec: MetricSpec, labels: Labels, now: float) -> float:
+        """Return a counter's total, never less than before: a cancelled copy leaves the run's count again."""
+        place = spec.name, labels
         shown = self._shown[place] = max(self._shown.get(place, 0), self._before.get(place, 0) + now)
         return shown
 
-    def _run_counters(self) -> Iterator[tuple[Described, Labels, float]]:
+    def _run_counters(self) -> Iterator[tuple[MetricSpec, Labels, float]]:
         source = self._source
         for layer, counts in enumerate(list(source.stats.layers)):
-            for name, described in LAYER.items():
+            for name, spec in LAYER.items():
                 if name not in source.stats.uncounted:
-                    yield described, (str(layer),), getattr(counts, name)
+                    yield spec, (str(layer),), getattr(counts, name)
         link = source.link
         yield COPIES, (), link.copies
         yield BUSY, (), link.busy_s
@@ -267,7 +265,7 @@ class ExpertMetrics(Collector):
             yield READS, (), link.copies
             yield READ_SECONDS, (), link.busy_s
 
-    def _gauges(self) -> Iterator[tuple[Described, Labels, float]]:
+    def _gauges(self) -> Iterator[tuple[MetricSpec, Labels, float]]:
         source = self._source
         store, pool, drift = source.store, source.pool, source.drift
         yield EXPERTS, (), store.layers * store.experts
@@ -283,7 +281,7 @@ class ExpertMetrics(Collector):
             if drift.drift is not None:
                 yield DRIFT, (), drift.drift
 
-    def _drafts(self) -> Iterator[tuple[Described, Labels, float]]:
+    def _drafts(self) -> Iterator[tuple[MetricSpec, Labels, float]]:
         for draft, nbytes in self._source.draft_bytes().items():
             yield DRAFT_BYTES, (draft,), nbytes
         tally = self._source.tally
@@ -294,24 +292,23 @@ class ExpertMetrics(Collector):
 
 
 def metrics_app(offloaded: OffloadedModel, requests: RequestMetrics, name: str = "") -> Any:
-    """An ASGI application whose one page is that of Prometheus.
+    """Return the ASGI application of the Prometheus page.
 
     Args:
-        offloaded: what is served.
-        requests: of its clients.
-        name: by which it is served; by default its own.
+        offloaded: the served model.
+        requests: counters of its HTTP requests.
+        name: the served name; empty: the model's id.
     """
-    requests.registry.register(ExpertMetrics(Source.of(offloaded, name)))
+    requests.registry.register(ExpertMetrics(MetricSource.of(offloaded, name)))
     return make_asgi_app(requests.registry)
 
 
-def described(offloaded: OffloadedModel, name: str = "") -> dict[str, str]:
-    """What is said of an offloaded model on its page: `model`, `predictor`, `mode`, `policy`, `link`, `store`, and
-    versions.
+def run_info(offloaded: OffloadedModel, name: str = "") -> dict[str, str]:
+    """Return the labels of `expertcast_info`: `model`, `predictor`, `mode`, `policy`, `link`, `store` and versions.
 
     Args:
-        offloaded: the model.
-        name: by which it is served; by default its own.
+        offloaded: the served model.
+        name: the served name; empty: the model's id.
     """
     executed, layers = offloaded.executed_layers, len(offloaded.view)
     predictor = offloaded.predictor
@@ -337,18 +334,18 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _held(source: Source) -> int:
+def _held(source: MetricSource) -> int:
     if isinstance(source.link, KernelLink):
-        return len(held_by_tables(source.link))
+        return len(resident_keys(source.link))
     return len(source.pool.slots)
 
 
 def _families(values: Any) -> Iterator[Metric]:
-    """Samples of one name together, as the format wants them."""
+    """Group samples by name, as the exposition format requires."""
     made: dict[str, Any] = {}
-    for described, labels, value in values:
-        if described.name not in made:
-            kind = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
-            made[described.name] = kind(described.family, described.help, labels=described.labels)
-        made[described.name].add_metric(labels, value)
+    for spec, labels, value in values:
+        if spec.name not in made:
+            kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+            made[spec.name] = kind(spec.family, spec.help, labels=spec.labels)
+        made[spec.name].add_metric(labels, value)
     yield from made.values()

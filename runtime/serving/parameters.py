@@ -1,7 +1,7 @@
-"""Parameters of requests, checked before anything runs.
+"""Validation of request parameters, sampling, penalties and stop sequences.
 
-Parameters that cannot change the answer (`user`, `store`, `metadata`, `prediction`, ...) are taken and do nothing. A
-parameter that would change it and that this server cannot serve is refused.
+Parameters that cannot change the answer (`user`, `store`, `metadata`, `prediction`, ...) are accepted and ignored. A
+parameter that would change it but is not supported is refused.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.continuous_batching.requests import FutureRequestState
 from typing_extensions import TypedDict
 
-COLDEST = 1e-5
-"""Temperatures below it are the likeliest token: logits divided by less leave the range of float32."""
+GREEDY_BELOW = 1e-5
+"""Lower temperatures mean greedy decoding: logits divided by less leave the range of float32."""
 MOST_BIAS = 100.0
 _TEXTS = ("text", "input_text", "output_text")
-_FORMAT = "text: this server cannot hold the model to a form"
+_FORMAT = "text: structured output is not supported"
 
 
 def _without_probabilities(include: list[Any]) -> list[Any]:
@@ -56,12 +56,12 @@ class _Tool(TypedDict):
 
 
 _Flag = Annotated[bool, "true or false"]
-_Off = Annotated[bool, AfterValidator(_off), "false, or leave it out: this server cannot"]
+_Off = Annotated[bool, AfterValidator(_off), "false or no value: this option is not supported"]
 _NewTokens = Annotated[int, Field(ge=1), "a whole number of 1 or more"]
-_Nothing = Annotated[None, "nothing, leave it out: this server cannot"]
-_One = Annotated[int, Field(ge=1, le=1), "1: a request gets one answer"]
+_Nothing = Annotated[None, "no value: this parameter is not supported"]
+_One = Annotated[int, Field(ge=1, le=1), "1: each request has one answer"]
 _Penalty = Annotated[float, Field(ge=-2, le=2), "a number from -2 to 2"]
-_Text = Annotated[str, "a text"]
+_Text = Annotated[str, "a string"]
 _Stop = Annotated[str, Field(min_length=1)]
 
 
@@ -70,7 +70,9 @@ _Some = Annotated[_A, Field(min_length=1)]
 
 
 class Parameters(TypedDict, total=False):
-    """Parameters of all routes with the values that this server can serve. The text says what to give instead."""
+    """Parameters of all routes with the supported values. Each annotation ends with the expected value for the error
+    message.
+    """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
     max_tokens: _NewTokens
@@ -96,24 +98,24 @@ class Parameters(TypedDict, total=False):
     temperature: Annotated[float, Field(ge=0, le=2), "a number from 0 to 2"]
     top_p: Annotated[float, Field(ge=0, le=1), "a number from 0 to 1"]
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), "a whole number of 64 bits"]
-    stop: Annotated[_Stop | list[_Stop], "a text or a list of texts, none of them empty"]
-    logprobs: Annotated[bool, AfterValidator(_off), "nothing, leave it out: this server tells no probabilities"]
-    top_logprobs: Annotated[int, Field(ge=0, le=0), "0: this server tells no probabilities"]
+    stop: Annotated[_Stop | list[_Stop], "a string or a list of strings, none of them empty"]
+    logprobs: Annotated[bool, AfterValidator(_off), "no value: log probabilities are not supported"]
+    top_logprobs: Annotated[int, Field(ge=0, le=0), "0: log probabilities are not supported"]
     include: Annotated[
-        list[Any], AfterValidator(_without_probabilities), "a list without probabilities: this server tells none"
+        list[Any], AfterValidator(_without_probabilities), "a list without logprobs: they are not supported"
     ]
-    modalities: Annotated[tuple[Literal["text"]], Strict(False), '["text"]: this server writes text']
+    modalities: Annotated[tuple[Literal["text"]], Strict(False), '["text"]: this server writes text only']
     response_format: Annotated[_Format, _FORMAT]
     text: Annotated[_Written, _FORMAT]
-    tools: Annotated[list[_Tool], "a list of functions, this server has no other tools"]
-    tool_choice: Annotated[Literal["auto", "none"], "auto or none: this server cannot force a call"]
+    tools: Annotated[list[_Tool], "a list of functions: other tools are not supported"]
+    tool_choice: Annotated[Literal["auto", "none"], "auto or none: forced calls are not supported"]
     chat_template_kwargs: Annotated[dict[str, Any], "an object"]
-    generation_config: Annotated[JsonText[dict[str, Any]], "a text that holds a JSON object"]
+    generation_config: Annotated[JsonText[dict[str, Any]], "a string that contains a JSON object"]
     prompt: Annotated[
-        str | _Some[list[int]] | _Some[list[str | list[int]]], "a text, a list of tokens, or a list of such"
+        str | _Some[list[int]] | _Some[list[str | list[int]]], "a string, a list of tokens, or a list of these"
     ]
     messages: Annotated[list[dict[str, Any]], Field(min_length=1), 'a list of {"role": ..., "content": ...}']
-    input: Annotated[str | list[dict[str, Any]], "a text or a list of objects"]
+    input: Annotated[str | list[dict[str, Any]], "a string or a list of objects"]
 
 
 _PARAMETERS = TypeAdapter(Parameters)
@@ -121,24 +123,24 @@ _EXPECTED = {name: hint.__metadata__[-1] for name, hint in get_type_hints(Parame
 
 
 def checked(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """A request as it is handled: without what was given as null, and with the tools that may be called.
+    """Validate a request. Return it without null values, and without tools if none may be called.
 
     Args:
         body: the request.
-        known: names of what its route knows.
+        known: parameters of the route.
 
     Raises:
-        HTTPException: 400, in one line.
+        HTTPException: status 400 and one line.
     """
     body = {name: value for name, value in body.items() if value is not None}
     unknown = sorted(body.keys() - set(known))
     if unknown:
-        raise HTTPException(400, f"this route knows no {', '.join(map(repr, unknown))}: leave it out")
+        raise HTTPException(400, f"unknown parameter {', '.join(map(repr, unknown))}: remove it from the request")
     try:
         _PARAMETERS.validate_python(body)
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
-        raise HTTPException(400, f"{name}={_shown(body[name])}: give {_EXPECTED[name]}") from None
+        raise HTTPException(400, f"{name}={_shown(body[name])} is not supported: use {_EXPECTED[name]}") from None
     if not body.get("tools") or body.get("tool_choice") == "none":
         body.pop("tools", None)
     _read_only_text(body.get("messages", body.get("input")))
@@ -146,33 +148,33 @@ def checked(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
 
 
 def prompts(given: str | list[Any], vocabulary: int) -> list[str | list[int]]:
-    """The prompts of a completion, texts or tokens: one, or a list of them.
+    """Return the prompts of a completion request as a list of strings or token lists.
 
     Raises:
-        HTTPException: 400: no token of the model.
+        HTTPException: status 400: a token is not in the vocabulary.
     """
     made: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     tokens = (token for each in made if isinstance(each, list) for token in each)
     wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
     if wrong is not None:
-        raise HTTPException(400, f"the prompt has token {wrong}: give tokens from 0 to {vocabulary - 1}")
+        raise HTTPException(400, f"the prompt has unknown token {wrong}: use tokens from 0 to {vocabulary - 1}")
     return made
 
 
 def biases(given: object, vocabulary: int) -> dict[tuple[int, ...], float] | None:
-    """A `logit_bias` as transformers takes biases, by sequences of tokens; None where there is nothing to add.
+    """Convert a `logit_bias` to the `sequence_bias` of transformers; return None if it is empty.
 
     Raises:
-        HTTPException: 400: no token of the model, or no number from -100 to 100.
+        HTTPException: status 400: a token is not in the vocabulary, or a bias is not a number from -100 to 100.
     """
     if not isinstance(given, Mapping):
-        raise HTTPException(400, f"logit_bias={_shown(given)}: give an object of numbers by token")
+        raise HTTPException(400, f"logit_bias={_shown(given)} is not an object: use an object of numbers by token")
     made = dict[tuple[int, ...], float]()
     for token, bias in given.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
-            raise HTTPException(400, f"logit_bias has {_shown(token)}: give tokens from 0 to {vocabulary - 1}")
+            raise HTTPException(400, f"logit_bias has unknown token {_shown(token)}: use 0 to {vocabulary - 1}")
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not abs(bias) <= MOST_BIAS:
-            raise HTTPException(400, f"logit_bias has {_shown(bias)} for {token}: give a number from -100 to 100")
+            raise HTTPException(400, f"logit_bias has {_shown(bias)} for {token}: use a number from -100 to 100")
         made[(int(token),)] = float(bias)
     return made or None
 
@@ -187,7 +189,7 @@ def _read_only_text(messages: object) -> None:
     parts = [part for message in messages for part in _parts(message)]
     other = next((_kind(part) for part in parts if _kind(part) not in _TEXTS), None)
     if other is not None:
-        raise HTTPException(400, f"a message has a part of type {_shown(other)}: this server reads text")
+        raise HTTPException(400, f"a message has a part of type {_shown(other)}: only text is supported")
 
 
 def _parts(message: Mapping[str, Any]) -> list[Any]:
@@ -206,17 +208,17 @@ def _shown(value: object) -> str:
 # Sampling in batches
 
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "sequence_bias")
-"""What requests of one batch may differ in."""
+"""Options that may differ between requests of one batch."""
 _NUMBERS = itertools.count(1)
 
 
 class Sampler:
-    """Changes the logits of one request so that the largest is the token that is drawn.
+    """Changes the logits of one request so that their argmax is a sample.
 
     Args:
-        model: that knows transformers' own processors.
-        config: of the request.
-        seed: of its draws; None: one of torch's own.
+        model: the source of transformers' own logits processors.
+        config: generation config of the request.
+        seed: of its random draws; None: drawn from torch's generator.
     """
 
     def __init__(self, model: PreTrainedModel, config: GenerationConfig, seed: int | None) -> None:
@@ -230,24 +232,24 @@ class Sampler:
 
     @property
     def changes(self) -> bool:
-        """Whether it changes anything."""
+        """Whether it changes any logits."""
         return self._generator is not None or bool(self._processors)
 
     def __call__(self, logits_1V: Tensor) -> Tensor:
-        """Of its next token."""
+        """Return the changed logits of the next token, `[1, V]`."""
         logits_1V = self._processors(_NO_TOKENS.to(logits_1V.device), logits_1V)
         if self._generator is None:
             return logits_1V
-        # the largest of logits less the logarithms of such noise is a draw from their softmax
+        # Gumbel-max: the argmax of logits minus the log of exponential noise is a draw from their softmax.
         noise_1V = torch.empty(logits_1V.shape).exponential_(generator=self._generator)
         return logits_1V - noise_1V.log().to(logits_1V.device)
 
 
 class BatchSampling(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
-    """Continuous batching's view of samplers.
+    """Runs the samplers of all requests of a continuous batch.
 
     Args:
-        find: the sampler of a request by its id; None: it has none.
+        find: returns the sampler of a request id, or None.
     """
 
     supported_kwargs: dict[str, type] = {}  # noqa: RUF012
@@ -258,17 +260,17 @@ class BatchSampling(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
         self._samplers = WeakValueDictionary[int, Sampler]()
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """0: nothing is changed."""
+        """Fill with 0, the number of no sampler."""
         int32_tensor.fill_(0)
 
     def prepare_tensor_args(self, requests_with_new_token: list[FutureRequestState]) -> Tensor:
-        """Numbers of samplers `[B]`."""
+        """Return the number of each request's sampler, int32 `[B]`."""
         samplers = [self._find(request.state.request_id) for request in requests_with_new_token]
         self._samplers.update({sampler.number: sampler for sampler in samplers if sampler is not None})
         return torch.tensor([0 if sampler is None else sampler.number for sampler in samplers], dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Of logits `[B, V]`, those of which the largest are taken."""
+        """Return the changed logits; `scores` is `[B, V]`."""
         if not self._samplers:
             return scores
         rows = [self._samplers.get(number) for number in tensor_arg[: len(scores)].tolist()]
@@ -280,18 +282,19 @@ class BatchSampling(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
 
 
 _NO_TOKENS = torch.empty(1, 0, dtype=torch.long)
-"""What samplers change does not depend on what came before."""
+"""Empty token history: the processors in use do not depend on earlier tokens."""
 
 
-# OpenAI's penalties, and text that ends before a stop
+# OpenAI's penalties, and stop sequences
 
 
 class Penalties(LogitsProcessor):  # type: ignore[misc]
-    """Takes from the logit of every token that was generated: `presence` once, and `frequency` each time.
+    """Subtracts OpenAI's penalties from the logits of generated tokens: `presence` once, `frequency` per occurrence.
 
     Args:
-        presence, frequency: as OpenAI's parameters.
-        prompt_tokens: tokens before the generated ones.
+        presence: the parameter `presence_penalty`.
+        frequency: the parameter `frequency_penalty`.
+        prompt_tokens: number of tokens before the generated ones.
     """
 
     supports_continuous_batching = False
@@ -300,23 +303,23 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
         self._presence, self._frequency, self._prompt_tokens = presence, frequency, prompt_tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Of tokens `[B, T]` and logits `[B, V]`, the logits less the penalties."""
+        """Return the penalised logits; `input_ids` is `[B, T]`, `scores` is `[B, V]`."""
         new_BT = input_ids[:, self._prompt_tokens :]
         counts_BV = torch.zeros_like(scores).scatter_add_(1, new_BT, torch.ones_like(new_BT, dtype=scores.dtype))
         return scores - self._frequency * counts_BV - self._presence * (counts_BV > 0)
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first of its stops."""
+    """Return the text before its first stop sequence."""
     return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
 
 
 class CutStream:
-    """A stream of transformers' server up to the first stop, which never shows, not in parts either.
+    """Cuts a stream of transformers' server before the first stop sequence. No part of the stop sequence is sent.
 
     Args:
-        queue: of what the streamer puts in: texts, other things between them, and an end.
-        stops: none of them empty.
+        queue: the streamer's queue of strings, other items and an end marker.
+        stops: stop sequences, none of them empty.
     """
 
     def __init__(self, queue: asyncio.Queue[Any], stops: Sequence[str]) -> None:
@@ -326,16 +329,16 @@ class CutStream:
         self._over = False
 
     async def get(self) -> Any:
-        """The next item."""
+        """Return the next item."""
         while not self._ready:
             self._take(await self._queue.get())
         return self._ready.popleft()
 
     def get_nowait(self) -> Any:
-        """The next item.
+        """Return the next item.
 
         Raises:
-            asyncio.QueueEmpty: there is none yet.
+            asyncio.QueueEmpty: the queue has no item yet.
         """
         while not self._ready:
             self._take(self._queue.get_nowait())
@@ -361,7 +364,7 @@ class CutStream:
             self._ready.append(text)
 
     def _beginning(self, text: str) -> int:
-        """Characters at the end that may be the beginning of a stop."""
+        """Return the number of last characters that may begin a stop sequence."""
         longest = max(map(len, self._stops)) - 1
         lengths = range(min(longest, len(text)), 0, -1)
         return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)

@@ -1,4 +1,4 @@
-"""Requests in flight, their metrics, and one log line for each when it ends."""
+"""Requests in flight: their state, their metrics and one log line per finished request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Request:
     """A request in flight.
 
     Args:
-        key: its id, which no other request in flight has.
+        key: its id, unique among the requests in flight.
         route: its path, or `other`.
     """
 
@@ -31,19 +31,19 @@ class Request:
         self.prompt_tokens = 0
         self.seed: int | None = None
         self.penalties = (0.0, 0.0)
-        """For tokens that were generated before: once, and each time."""
+        """Presence and frequency penalty."""
         self.stops: Sequence[str] = ()
-        """Texts that end its own, and are no part of it."""
+        """Stop sequences; the output ends before the first of them."""
         self.sampler: Sampler | None = None
-        """Of its tokens in batches; None: the likeliest are taken, or it is generated alone."""
+        """Its sampler in a batch; None for greedy decoding, or without batching."""
         self.first_s: float | None = None
-        """Seconds to its first token; None: there is none yet, or nobody saw it."""
+        """Seconds to its first token; None before it."""
         self.left = False
-        """Whether its client has left before it was answered."""
+        """Whether its client disconnected before the answer was complete."""
         self.failed: int | None = None
-        """Status of the error that ended its stream, whose headers had 200; None: there was none."""
+        """Status of the error that ended its stream after headers with status 200; None without an error."""
         self._started = time.perf_counter()
-        self._gone = threading.Event()
+        self._abandoned_event = threading.Event()
         self._then: list[Callable[[], None]] = []
         self._generated: list[Callable[[], int]] = []
 
@@ -53,44 +53,44 @@ class Request:
 
     @property
     def seconds(self) -> float:
-        """Since it came."""
+        """Seconds since its arrival."""
         return time.perf_counter() - self._started
 
     @property
-    def gone(self) -> bool:
-        """Whether nobody waits for it any more."""
-        return self._gone.is_set()
+    def abandoned(self) -> bool:
+        """Whether its answer is no longer needed: the client has left or the server shuts down."""
+        return self._abandoned_event.is_set()
 
-    def counted_by(self, generated: Callable[[], int]) -> None:
-        """Add a counter of generated tokens: one for each of its prompts."""
+    def add_token_counter(self, generated: Callable[[], int]) -> None:
+        """Add a counter of generated tokens; a request has one per prompt."""
         self._generated.append(generated)
 
-    def look(self) -> None:
-        """Note the first token, if there is one now."""
+    def note_first_token(self) -> None:
+        """Note the time of the first token once there is one."""
         if self.first_s is None and self.generated_tokens:
             self.first_s = self.seconds
 
-    def on_gone(self, then: Callable[[], None]) -> None:
-        """What to do when nobody waits for it any more; at once, if that is so already."""
+    def on_abandoned(self, then: Callable[[], None]) -> None:
+        """Call `then` when the request is abandoned, or at once if it already is."""
         self._then.append(then)
-        if self.gone:
+        if self.abandoned:
             then()
 
-    def leave(self, *, left: bool) -> None:
-        """Nobody waits for it any more.
+    def abandon(self, *, left: bool) -> None:
+        """Mark the request as abandoned.
 
         Args:
-            left: whether that is because its client has left.
+            left: True if its client has left, False if the server shuts down.
         """
-        if not self.gone:
+        if not self.abandoned:
             self.left = left
-            self._gone.set()
+            self._abandoned_event.set()
             for then in self._then:
                 then()
 
 
 class Requests:
-    """All requests in flight, and counts of those that were."""
+    """All requests in flight, and counters of finished ones."""
 
     def __init__(self) -> None:
         self.counts = RequestMetrics()
@@ -100,20 +100,20 @@ class Requests:
 
     @property
     def closing(self) -> bool:
-        """Whether the server is going down: what runs stops, what comes is refused."""
+        """Whether the server shuts down: running requests are stopped and new ones refused."""
         return self._closed_at is not None
 
     @property
     def closing_for(self) -> float:
-        """Seconds since then; negative where it is not."""
+        """Seconds since the shutdown began; -1 before it."""
         return -1.0 if self._closed_at is None else time.monotonic() - self._closed_at
 
     def open(self, route: str, wanted: str | None) -> Request:
-        """A request has come.
+        """Register a new request.
 
         Args:
             route: its path, or `other`.
-            wanted: the id that the client gave it; used where no other request has it.
+            wanted: the id in the client's header; used unless another request in flight has it.
         """
         with self._lock:
             taken = wanted is None or wanted in self._open
@@ -123,17 +123,17 @@ class Requests:
         return request
 
     def find(self, key: str) -> Request:
-        """The request in flight of that id."""
+        """Return the request in flight with this id."""
         return self._open[key]
 
     def sampler(self, key: str) -> Sampler | None:
-        """That of a request, if it has one and is in flight."""
+        """Return the sampler of a request, or None if it has none or is not in flight."""
         request = self._open.get(key)
         return None if request is None else request.sampler
 
     def close(self, request: Request, status: int) -> None:
-        """A request has ended: one line in the log."""
-        request.look()
+        """Remove a finished request, update the metrics and log one line."""
+        request.note_first_token()
         counts, left = self.counts, request.left
         status = 499 if left else request.failed or status
         with self._lock:
@@ -153,7 +153,7 @@ class Requests:
         )  # fmt: skip
 
     def stop(self) -> None:
-        """The server is going down."""
+        """Begin the shutdown: refuse new requests and abandon the running ones."""
         self._closed_at = self._closed_at or time.monotonic()
         for request in list(self._open.values()):
-            request.leave(left=False)
+            request.abandon(left=False)

@@ -1,4 +1,4 @@
-"""The server: transformers' routes over one offloaded model, run until it is told to end."""
+"""An HTTP server with transformers' OpenAI routes over one offloaded model."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from transformers.cli.serving.transcription import TranscriptionHandler
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.serving.handlers import (
-    Chats,
-    Checked,
-    Completions,
-    Generating,
+    CheckedChats,
+    CheckedCompletions,
+    CheckedHandler,
+    CheckedResponses,
+    GenerationRunner,
     OffloadedGeneration,
-    Responses,
-    Watching,
+    RequestMiddleware,
     error_body,
-    tell_errors,
+    install_error_handlers,
 )
 from expertcast.runtime.serving.metrics import metrics_app
 from expertcast.runtime.serving.requests import Requests
 
 
 class OffloadedModelManager(ModelManager):  # type: ignore[misc]
-    """Holds a model that is loaded already, and neither loads nor drops another.
+    """Model manager of one loaded model; it never loads or drops another.
 
     Args:
         offloaded: the model.
-        tokenizer: its own.
-        name: by which clients ask for it.
+        tokenizer: its tokenizer.
+        name: its name for clients.
     """
 
     def __init__(self, offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -54,23 +54,23 @@ class OffloadedModelManager(ModelManager):  # type: ignore[misc]
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model has logits of."""
+        """Size of the model's vocabulary in tokens."""
         return int(self._offloaded.model.config.get_text_config().vocab_size)
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
-        """Clients get the name back that they gave."""
+        """Return the client's model name unchanged."""
         return model_id
 
     def load_model_and_processor(
         self, model_id_and_revision: str, progress_callback: Callable[..., None] | None = None,
         tqdm_class: type | None = None, gguf_file: str | None = None,
     ) -> tuple[OffloadedModel, PreTrainedTokenizerBase]:  # fmt: skip
-        """The model and its tokenizer."""
+        """Return the model and its tokenizer, whatever name the client sends."""
         return self._offloaded, self._tokenizer
 
     def load_model_streaming(self, model_id_and_revision: str, gguf_file: str | None = None) -> AsyncIterator[str]:
-        """There is nothing to load.
+        """Refuse: the model is loaded already.
 
         Raises:
             NotImplementedError: always; the route is not served.
@@ -78,28 +78,29 @@ class OffloadedModelManager(ModelManager):  # type: ignore[misc]
         raise NotImplementedError
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[Json]:
-        """The model."""
+        """List the model."""
         return [{"id": self.force_model, "object": "model", "created": self._since, "owned_by": "expertcast"}]
 
     def shutdown(self) -> None:
-        """Who opened the model closes it."""
+        """Do nothing: the caller that opened the model closes it."""
 
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models")
-"""Of transformers' server, those that are served."""
+"""Served routes of transformers' server."""
 ENDS_S = 2.0
-"""Seconds that requests and generations get to end in, once they have been told to."""
+"""Seconds that requests and generations have to end at shutdown."""
 
 
 class ModelServer:
-    """An OpenAI server over one offloaded model.
+    """An OpenAI-compatible server over one offloaded model.
 
     Args:
         offloaded: the model.
-        tokenizer: its own.
-        name: by which clients ask for it; they may leave it out.
-        continuous_batching: many requests at once, whose tokens share the layers' experts; else one by one.
-        kv_tokens: with it, tokens that the requests' caches have room for together; None: as many as fit the device.
+        tokenizer: its tokenizer.
+        name: its name for clients, who may leave it out.
+        continuous_batching: run many requests at once, so that their tokens share a layer's experts; otherwise one
+            by one.
+        kv_tokens: with continuous batching, capacity of the shared KV cache in tokens; None: as many as fit the device.
     """
 
     def __init__(
@@ -107,25 +108,29 @@ class ModelServer:
         continuous_batching: bool = False, kv_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self.requests = Requests()
-        self._generating = Generating(offloaded, self.requests)
+        self._generating = GenerationRunner(offloaded, self.requests)
         self._generation = OffloadedGeneration(
             self._generating, continuous_batching=continuous_batching, kv_tokens=kv_tokens
         )
         manager = OffloadedModelManager(offloaded, tokenizer, name)
-        checked = [handler(manager, self._generation) for handler in (Completions, Chats, Responses)]
+        checked = [
+            handler(manager, self._generation) for handler in (CheckedCompletions, CheckedChats, CheckedResponses)
+        ]
         for handler in checked:
             handler.requests = self.requests
-            handler.chats = None if isinstance(handler, Completions) else tokenizer
+            handler.chats = None if isinstance(handler, CheckedCompletions) else tokenizer
         self.app = self._application(manager, *checked)
-        self.app.router.routes.append(Route("/metrics", _Page(metrics_app(offloaded, self.requests.counts, name))))
+        self.app.router.routes.append(
+            Route("/metrics", _ExactRoute(metrics_app(offloaded, self.requests.counts, name)))
+        )
         self._uvicorn: _Uvicorn | None = None
 
     def run(self, listening: socket.socket, ready: Callable[[str], None] = print) -> None:
-        """Serve until SIGINT, SIGTERM or :meth:`stop`; generations that run then are stopped.
+        """Serve until SIGINT, SIGTERM or :meth:`stop`, which also stop running generations.
 
         Args:
-            listening: as :func:`listen` makes it.
-            ready: told the address once requests are taken.
+            listening: a socket made by :func:`listen`.
+            ready: called with the server's address once requests are accepted.
         """
         config = uvicorn.Config(
             self.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(ENDS_S), lifespan="off"
@@ -137,16 +142,16 @@ class ModelServer:
         self._generation.shutdown()
 
     def stop(self) -> None:
-        """End :meth:`run`, from another thread."""
+        """End :meth:`run`. Call it from another thread."""
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
 
     def close(self) -> None:
-        """Let go of the model, which can be closed then unless a generation would not end."""
+        """Wait for the current generation and detach from the model, which may be closed afterwards."""
         self._generating.idle(ENDS_S)
         self._generating.close()
 
-    def _application(self, manager: OffloadedModelManager, *checked: Checked) -> FastAPI:
+    def _application(self, manager: OffloadedModelManager, *checked: CheckedHandler) -> FastAPI:
         completions, chats, responses = checked
         app: FastAPI = build_server(
             manager, chats, completion_handler=completions, response_handler=responses,
@@ -155,20 +160,20 @@ class ModelServer:
         )  # fmt: skip
         app.router.routes[:] = [each for each in app.router.routes if isinstance(each, Route) and each.path in ROUTES]
         app.add_api_route("/health", self._health)
-        app.add_middleware(Watching, requests=self.requests, routes=ROUTES)
-        tell_errors(app)
+        app.add_middleware(RequestMiddleware, requests=self.requests, routes=ROUTES)
+        install_error_handlers(app)
         return app
 
     async def _health(self) -> JSONResponse:
         if self.requests.closing:
             return JSONResponse(error_body(503, "the server is shutting down"), status_code=503)
         if not self._generation.alive:
-            return JSONResponse(error_body(503, "what generates has died: start the server again"), status_code=503)
+            return JSONResponse(error_body(503, "the generating thread has died: restart the server"), status_code=503)
         return JSONResponse({"status": "ok"})
 
 
-class _Page:
-    """An ASGI application as one page: a mounted one would send its readers on to `/metrics/`."""
+class _ExactRoute:
+    """Serves an ASGI application at exactly one path; a mounted one would redirect to `/metrics/`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -178,10 +183,10 @@ class _Page:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Tells when it is ready, and that it ends; signals end it and nothing else."""
+    """Reports when it is ready, and ends requests at a signal."""
 
     def __init__(
-        self, config: uvicorn.Config, requests: Requests, generating: Generating, ready: Callable[[], None]
+        self, config: uvicorn.Config, requests: Requests, generating: GenerationRunner, ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
         self._requests, self._generating, self._ready = requests, generating, ready
@@ -193,23 +198,23 @@ class _Uvicorn(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._requests.stop()
         await super().shutdown(sockets)
-        await self._generating.all_ended(ENDS_S)
+        await self._generating.wait_abandoned(ENDS_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and sig == signal.SIGINT:
-            os._exit(130)  # asked twice
+            os._exit(130)  # second Ctrl-C
         self._requests.stop()
         self.should_exit = True
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients connect to; port 0 finds a free one.
+    """Open a listening socket; port 0 chooses a free port.
 
     Raises:
-        ExpertcastError: the address is taken, or is not this machine's.
+        ExpertcastError: the address is in use or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        raise ExpertcastError(f"cannot listen on {host}:{port}: {error}; give another --host or --port") from error
+        raise ExpertcastError(f"cannot listen on {host}:{port}: {error}; use another --host or --port") from error

@@ -1,4 +1,4 @@
-"""Slots are filled before the first request: with the experts that earlier runs used most, and by running prompts.
+"""Filling of slots before the first request: with the experts that earlier runs used most, and by running prompts.
 
 L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 """
@@ -19,11 +19,11 @@ from typing_extensions import TypedDict
 from expertcast.data.trace_writer import write_where_told
 from expertcast.predictors.artefacts import CLOSED, SEAL, read_bytes, read_json, seal
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.experimental.kernel_link import KernelLink, fill_tables, held_by_tables
+from expertcast.runtime.experimental.kernel_link import KernelLink, prefill_tables, resident_keys
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.recording.recorder import Observer
 
-_HOT_REMEDY = "the next end of serving writes it anew"
+_HOT_REMEDY = "the server replaces it when it stops"
 
 
 class _File(TypedDict):
@@ -39,14 +39,14 @@ class _File(TypedDict):
 
 
 class HotExperts(Observer):
-    """Counts how often each expert is used, and keeps it in a file with those that have slots at the end.
+    """Counts the uses of each expert, and stores them in a file together with the resident experts.
 
-    Uses of earlier runs count half as much with every run: what is hot follows what is asked for. Where the link
-    decides on the device nobody counts uses; the order in which slots were last used is kept in their place.
+    Counts of earlier runs are halved in every run, so the order follows recent requests. If the link decides on the
+    device, uses are not counted; the file then keeps the order in which slots were last used.
 
     Args:
-        path: of the file.
-        offloaded: the model, with no forward under way.
+        path: the file.
+        offloaded: the model, with no forward pass in progress.
     """
 
     def __init__(self, path: Path, offloaded: OffloadedModel) -> None:
@@ -64,21 +64,21 @@ class HotExperts(Observer):
         self._used.update(keys)
 
     def load(self) -> int:
-        """Fill free slots with the experts that the file names, the most used first, and wait for them.
+        """Fill free slots with the experts in the file, the most used first, and wait for their copies.
 
         Returns:
-            How many were loaded; 0 where there is no file so far.
+            Number of loaded experts; 0 if the file does not exist.
 
         Raises:
-            ExpertcastError: the file is damaged, or of another model; or this offload has no cache. Slots are as they
-                were, and serving can go on.
+            ExpertcastError: the file is damaged or belongs to another model, or the offload runs without a cache.
+                The slots are unchanged, and serving can go on.
         """
         if not self.path.exists():
             return 0
         values = self._read()
         self._before = dict(zip(values["keys"], values["used"], strict=True))
         if not self._keeps:
-            raise ExpertcastError("with cache=False no expert keeps its slot: leave --hot-experts out")
+            raise ExpertcastError("--hot-experts has no effect with cache=False: leave it out")
         used, held = self._before, list(dict.fromkeys(values["held"]))
         if not any(used.values()):
             return self._fill(held[::-1])
@@ -86,17 +86,17 @@ class HotExperts(Observer):
         return self._fill(sorted(place.union(used), key=lambda key: (-used.get(key, 0), key not in place, key)))
 
     def save(self) -> bool:
-        """Write the file in place of the one that is there, whole or not at all.
+        """Replace the file atomically.
 
         Returns:
-            Whether it was written: not where nothing was run since it was read.
+            False if nothing ran since the file was read, and the file is unchanged.
 
         Raises:
-            ExpertcastError: its folder cannot be written.
+            ExpertcastError: the folder is not writable.
         """
         link = self._offloaded.link
         if isinstance(link, KernelLink):
-            used, held = Counter[int](), held_by_tables(link)
+            used, held = Counter[int](), resident_keys(link)
         else:
             used, held = self._used.copy(), sorted(self._offloaded.pool.resident())
         if not used and not (held and isinstance(link, KernelLink)):
@@ -119,22 +119,22 @@ class HotExperts(Observer):
         if (values["fingerprint"], values["layers"], values["experts"]) != (
             self._fingerprint, shape.layers, shape.experts,
         ):  # fmt: skip
-            raise ExpertcastError(f"{self.path} is of another model, {values['model']}; {_HOT_REMEDY}")
+            raise ExpertcastError(f"{self.path} belongs to another model, {values['model']}; {_HOT_REMEDY}")
         every = range(shape.layers * shape.experts)
         if (
             len(values["keys"]) != len(values["used"])
             or any(key not in every for key in [*values["keys"], *values["held"]])
             or any(count < 0 for count in values["used"])
         ):
-            raise ExpertcastError(f"{self.path} names experts that its model has not; {_HOT_REMEDY}")
+            raise ExpertcastError(f"{self.path} has keys or counts out of range; {_HOT_REMEDY}")
         return values
 
     def _fill(self, order: Sequence[int]) -> int:
-        """The hottest of each layer's share, or of all, the hottest last: it is the newest then."""
+        """Load the most used experts that fit each layer's share of the slots, the most used last, as the newest."""
         offloaded, experts = self._offloaded, self._shape.experts
         if isinstance(offloaded.link, KernelLink):
-            free = offloaded.pool.count - len(held_by_tables(offloaded.link))
-            return fill_tables(offloaded.link, order[:free][::-1], experts)
+            free = offloaded.pool.count - len(resident_keys(offloaded.link))
+            return prefill_tables(offloaded.link, order[:free][::-1], experts)
         residency = offloaded.residency
         room, chosen = Counter[int](), list[int]()
         shared = len(offloaded.pool.free_slots)
@@ -146,42 +146,41 @@ class HotExperts(Observer):
         return residency.fill(chosen[::-1])
 
 
-_REMEDY = 'give a text file with one prompt per line, or a .jsonl file of {"prompt": ...} per line'
+_REMEDY = 'use a text file with one prompt per line, or a .jsonl file with one {"prompt": ...} per line'
 _MOST_TOKENS = 2048
-"""Of a prompt that are run: its beginning shows what it uses."""
+"""Tokens of a prompt that are run; its beginning shows which experts it uses."""
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts in a file: its lines, or, where its name ends in .jsonl, the member `prompt` of the object in each.
-    Empty lines are passed over.
+    """Read prompts: one per line, or in a .jsonl file the `prompt` of each line's object. Empty lines are skipped.
 
     Raises:
-        ExpertcastError: no such file, no text in UTF-8, a line that is no such object, or no prompt at all.
+        ExpertcastError: the file cannot be read, is not UTF-8, has a line without a `prompt`, or has no prompts.
     """
     try:
         text = read_bytes(path).decode()
     except OSError as error:
         raise ExpertcastError(f"cannot read {path}: {error.strerror}; {_REMEDY}") from error
     except UnicodeDecodeError:
-        raise ExpertcastError(f"{path} is no text in UTF-8; {_REMEDY}") from None
+        raise ExpertcastError(f"{path} is not UTF-8 text; {_REMEDY}") from None
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise ExpertcastError(f"{path} holds no prompt; {_REMEDY}")
+        raise ExpertcastError(f"{path} has no prompts; {_REMEDY}")
     if path.suffix != ".jsonl":
         return [line.rstrip("\r") for _, line in lines]
     return [_prompt_of(line, f"{path}, line {number}") for number, line in lines]
 
 
 def warm(offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> int:
-    """Run one forward of each prompt, one after another, with nothing kept of it but what is in the slots.
+    """Run one forward pass per prompt, one after another, and keep only the experts in the slots.
 
     Args:
-        offloaded: the model, with no other forward under way.
-        tokenizer: its own.
-        prompts: of longer ones the first 2048 tokens are run, or what the model's positions have room for.
+        offloaded: the model, with no other forward pass in progress.
+        tokenizer: its tokenizer.
+        prompts: texts; only the first 2048 tokens of each run, or fewer if the model has fewer positions.
 
     Returns:
-        Tokens that were run.
+        Number of tokens.
     """
     model = offloaded.model
     most = min(_MOST_TOKENS, getattr(model.config.get_text_config(), "max_position_embeddings", None) or _MOST_TOKENS)
@@ -199,14 +198,16 @@ def warm(offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, prompts:
 def prepare(
     offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], hot: HotExperts | None
 ) -> list[str]:
-    """Fill slots from the file of hot experts first, then by running prompts. Statistics begin anew afterwards.
+    """Fill slots from the file of hot experts, then by running prompts, and reset the statistics.
 
     Args:
-        offloaded, tokenizer, prompts: as for :func:`warm`; there may be no prompts.
-        hot: None: there is no such file.
+        offloaded: the model.
+        tokenizer: its tokenizer.
+        prompts: as for :func:`warm`; may be empty.
+        hot: the file's counts; None without a file.
 
     Returns:
-        One line of each that was done, or left out: a file that is of no use makes a cold start, not an end.
+        One line per action. A file that cannot be used is reported here: serving then starts cold.
     """
     said = []
     if hot is not None:
@@ -215,7 +216,7 @@ def prepare(
             count = hot.load()
             said.append(f"hot experts: {count} loaded from {hot.path} in {time.perf_counter() - start:.1f} s")
         except ExpertcastError as error:
-            said.append(f"hot experts are left out: {error}")
+            said.append(f"hot experts are ignored: {error}")
     if prompts:
         start = time.perf_counter()
         tokens = warm(offloaded, tokenizer, prompts)
@@ -228,8 +229,8 @@ def _prompt_of(line: str, where: str) -> str:
     try:
         values = json.loads(line)
     except ValueError:
-        raise ExpertcastError(f"{where} is no JSON; {_REMEDY}") from None
+        raise ExpertcastError(f"{where} is not JSON; {_REMEDY}") from None
     prompt = values.get("prompt") if isinstance(values, dict) else None
     if not isinstance(prompt, str) or not prompt:
-        raise ExpertcastError(f'{where} is no object with a text as "prompt"; {_REMEDY}')
+        raise ExpertcastError(f'{where} has no string "prompt"; {_REMEDY}')
     return prompt

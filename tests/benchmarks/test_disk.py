@@ -1,4 +1,4 @@
-"""The benchmark of the disk: the whole command on a model of toy size, and its medians."""
+"""The disk benchmark: the whole command on a tiny model, and its medians."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of servers: the whole command in small form, how it goes on, and its figures."""
+"""The serving benchmark: the whole command in small form, its resumption, and its figures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _ended_behind_its_first_server(command: list[str], out: Path) -> None:
             assert process.poll() is None
             time.sleep(0.01)
         servers = list[psutil.Process]()
-        while not any(server.net_connections() for server in servers):  # before, it may not be known to the benchmark
+        while not any(server.net_connections() for server in servers):  # before, the benchmark may not know it
             time.sleep(0.01)
             servers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
@@ -87,7 +87,7 @@ def _check(result: Json) -> None:
 
 
 def run(side: str, number: int, *loads: tuple[int, float, list[str]], seconds: float = 1.0) -> Json:
-    """What a file keeps of a side in a round: clients, seconds and texts of its loads."""
+    """Return a side's stored results of one round: clients, seconds and texts of its loads."""
     kept = [
         {"clients": clients, "seconds": took, "lost": 1, "hits": None if "resident" in side else 3.0 + number,
          "misses": None if "resident" in side else 1.0,

@@ -1,4 +1,4 @@
-"""How servers end: what a client that reads a long answer got, and that nothing of them stays."""
+"""Ends of servers: the answer of a client that reads a long text, and leftover processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DONE = "data: [DONE]\n\n"
 
 @contextmanager
 def streaming(text: str, promised: int) -> Iterator[str]:
-    """The address of a server that streams this, and promises so many bytes more."""
+    """Run a server that streams these bytes and promises more; yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -29,11 +29,11 @@ DOCS = ROOT / "docs"
 PAGE = (DOCS / "metrics.md").read_text()
 DASHBOARD: dict[str, Any] = json.loads((DOCS / "grafana" / "expertcast.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
-SHOWN = {described.shown for described in FAMILIES}
+SHOWN = {spec.query_name for spec in FAMILIES}
 SERIES = SHOWN | {
-    described.shown + suffix
-    for described in FAMILIES
-    if described.kind == "histogram"
+    spec.query_name + suffix
+    for spec in FAMILIES
+    if spec.kind == "histogram"
     for suffix in ("_bucket", "_sum", "_count")
 }
 
@@ -49,7 +49,7 @@ def _expressions() -> list[str]:
 def test_the_table_is_that_of_the_code() -> None:
     rows = re.findall(r"^\| `(expertcast_\w+)` \| (\w+) \| (.*?) ?\| (.*) \|$", PAGE, flags=re.MULTILINE)
     assert [(name, kind, tuple(re.findall(r"`(\w+)`", labels)), text) for name, kind, labels, text in rows] == [
-        (described.shown, described.kind, described.labels, described.help) for described in FAMILIES
+        (spec.query_name, spec.kind, spec.labels, spec.help) for spec in FAMILIES
     ]
 
 
@@ -153,7 +153,7 @@ ONLY_FILES = {"__inputs", "__elements", "__requires", "id"}
 ONLY_SHOWN = ("definition",)
 """What Grafana writes for its own editor and its models do not have."""
 OPTIONS = {"stat": stat.Options, "table": table.Options, "timeseries": timeseries.Options}
-KINDS = {described.shown: described for described in FAMILIES}
+KINDS = {spec.query_name: spec for spec in FAMILIES}
 RATES = {"rate", "increase", "irate"}
 
 
@@ -260,9 +260,9 @@ def test_queries_are_prometheus(query: str) -> None:
     grouped = {label for modifier in aggregated for label in modifier.labels}
     known = {"instance", "le"}
     for selector in selectors:
-        described = KINDS[re.sub("_(bucket|sum|count)$", "", selector.name)]
-        known |= {*described.labels}
+        spec = KINDS[re.sub("_(bucket|sum|count)$", "", selector.name)]
+        known |= {*spec.labels}
         rated = str(selector) in asked
-        assert rated == (described.kind in ("counter", "histogram")), selector
-        assert {matcher.name for matcher in selector.matchers.matchers} <= {*described.labels, "instance"}
+        assert rated == (spec.kind in ("counter", "histogram")), selector
+        assert {matcher.name for matcher in selector.matchers.matchers} <= {*spec.labels, "instance"}
     assert grouped <= known

@@ -148,8 +148,8 @@ def test_a_folder_named_as_a_shape(
     """A model there is neither the shape nor in its place; a folder of anything else does not matter."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
-    assert f"--layers 99: {name} has 1 to 1" in fails(capsys, command, name, "--layers", "99")
+    assert "--layers 99" in fails(capsys, command, name, "--layers", "99")
     (tmp_path / name / "config.json").write_text("{}")
     said = fails(capsys, command, name, "--layers", "1")
-    assert f"{name!r} is a shape, and {tmp_path / name} is a model's folder: give ./{name} for the folder" in said
+    assert f"{name!r} is a shape, but also a model folder ({tmp_path / name}): use ./{name}" in said
     assert f"cannot load model './{name}'" in fails(capsys, command, f"./{name}")

@@ -708,7 +708,7 @@ def test_experts_function_outside_an_offload() -> None:
         ({"link": "telepathy"}, "unknown link 'telepathy'"),
         ({"link": "cuda"}, "link 'cuda' needs a model on CUDA"),
         ({"link": "instant", "bandwidth": 1e9}, "belong to the links emulated and cuda"),
-        ({"bandwidth": 0.0}, "bandwidth=0.0: give bytes per second, 1 or more"),
+        ({"bandwidth": 0.0}, "bandwidth=0.0"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], line: str, reference_model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""The loading benchmark measures, and load_offloaded stays within its bound: 1.15 times the checkpoint."""
+"""The loading benchmark runs, and load_offloaded needs at most 1.15 times the checkpoint's size in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script for a machine with a GPU: its commands exist, its steps end, and it refuses a machine without one."""
+"""The script for a machine with a GPU: valid commands, time limits, and a refusal without a GPU."""
 
 from __future__ import annotations
 

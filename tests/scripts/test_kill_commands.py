@@ -1,4 +1,4 @@
-"""Commands that are killed, started twice, or have no room: one line, and the next run ends as it should."""
+"""Commands that are killed, run twice at once, or have no disk space: one line, and the next run succeeds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process has loaded is read from /proc")
 def test_signals_of_two_commands(tmp_path: Path) -> None:
-    """One of the shortest, and the one that a signal ends in order; as a shell's background job, which ignores SIGINT.
-
-    `benchmarks/faults.md` has the others.
-    """
+    """A short command, and the one that ends in order, as background jobs of a shell, which ignore SIGINT."""
     found = tmp_path / "found.json"
     script = str(ROOT / "scripts" / "kill_commands.py")
     words = [sys.executable, script, "--signals", "--only", "store", "serve", "--json", str(found)]

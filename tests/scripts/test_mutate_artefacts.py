@@ -1,4 +1,4 @@
-"""Three hundred damaged files, each opened by commands: one line or the right answer."""
+"""Three hundred damaged files, opened by commands: a one-line refusal or the right result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAMED = "expertcast: experts.safetensors is damaged\n"
 
 
 def _says(text: str, status: int) -> Callable[[], int]:
-    """What a fork does: it writes past the streams that pytest has in their places."""
+    """Function of a fork; it writes to the file descriptors, because pytest replaces the streams."""
     return lambda: os.write(2, text.encode()) * 0 + status
 
 

@@ -1,4 +1,4 @@
-"""The soak in small form: random deployments give the resident model's bits, and what hangs or differs is noticed."""
+"""The soak in small form: random deployments reproduce the resident model's bits, and errors and hangs are detected."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_drafts_part_in_bf16_alone(logits: list[float], dtype: str, ties: dict[s
 
 
 def test_the_resident_model_reads_what_was_verified() -> None:
-    """Two texts behind a window of 16, one padded; verified are two drafted tokens, of which one is wrong."""
+    """Two prompts beyond a window of 16, one padded; two drafted tokens are verified, and one is wrong."""
     model, text = made(CONFIGS["gpt_oss"]), Text(kind="generate", start=0, lengths=(20, 17), new=4)
     ids_BS, mask_BS = torch.arange(1, 41).view(2, 20), torch.ones(2, 20, dtype=torch.long)
     ids_BS[1, :3], mask_BS[1, :3] = 0, 0

@@ -1,4 +1,4 @@
-"""The training script on a corpus and a model of toy size, and the bundled model that it wrote."""
+"""The training script on a tiny corpus and model, and the bundled model that it wrote."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_split(folder: Path, split: str, documents: int) -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the config of a model beside it."""
+    """Folder with a corpus and a model's config."""
     folder = tmp_path_factory.mktemp("corpus")
     write_split(folder, "train", 20)
     write_split(folder, "validation", 3)

@@ -1,7 +1,7 @@
-"""A page for Prometheus beside vLLM's own: what the experts of all workers do.
+"""A Prometheus page beside vLLM's own, with the expert counters of all workers.
 
-vLLM loads it where its name is given: VLLM_PLUGINS=expertcast vllm serve MODEL. Workers count, in processes of their
-own; the server asks them when the page is asked for.
+vLLM loads this plug-in only by name: VLLM_PLUGINS=expertcast vllm serve MODEL. The workers count in their own
+processes; the server collects their counters at each scrape.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ PATH = "/expertcast/metrics"
 
 
 class MetricsPage:
-    """What vLLM calls an endpoint plug-in."""
+    """vLLM endpoint plug-in with one page."""
 
     name = "expertcast"
     required_tasks: tuple[str, ...] | None = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the page."""
+        """Add the page to vLLM's server."""
         app.add_api_route(PATH, _page, methods=["GET"], include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep what asks the workers."""
+        """Store the engine client, which reaches the workers."""
         del args
         state.expertcast_engine = engine_client
 
@@ -47,17 +47,17 @@ async def _page(request: Request) -> Response:
 
 
 class Workers(Collector):
-    """Pages of several workers as one: each sample says whose it is.
+    """Merges the pages of several workers and labels each sample with its worker.
 
     Args:
-        pages: by rank.
+        pages: Prometheus pages by rank.
     """
 
     def __init__(self, pages: Sequence[str]) -> None:
         self._pages = pages
 
     def collect(self) -> Iterator[Metric]:
-        """Families of the pages, with a label `worker` more."""
+        """Yield the families of all pages with the additional label `worker`."""
         families: dict[str, Metric] = {}
         for worker, page in enumerate(self._pages):
             for family in text_string_to_metric_families(page):

@@ -1,4 +1,4 @@
-"""Weights and kernels of offloaded experts: loaded to host memory, never all on the device, and run from slots.
+"""Weights and kernels of offloaded experts: loaded to host memory, run from slots, never all on the device.
 
 E experts of a layer on this worker, S slots, T tokens, D hidden size, K experts per token, P token-expert pairs.
 """
@@ -22,35 +22,40 @@ from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.memory import HostMemory, PageLock
 
 _BACKENDS = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON)
-"""Whose kernels take experts that do not lie one after another, or can be given those that do."""
+"""Backends whose kernels read experts from non-contiguous memory, or accept contiguous copies."""
 _AT_ONCE = 8
-"""Experts that are brought into the kernel's form at a time."""
+"""Experts converted to the kernel's form at a time."""
 
 
 class OffloadedMethod(UnquantizedFusedMoEMethod):
-    """vLLM's method for unquantised experts over host memory while they load, over slots from then on."""
+    """vLLM's method for unquantised experts, over host memory while they load and over slots afterwards."""
 
     requires_device_loading = False
-    """Else all experts of a layer would visit the device."""
+    """True would copy all experts of a layer to the device."""
 
     memory: HostMemory | None = None
-    """The layer's blocks, until the store has them."""
+    """The layer's blocks until the store takes them."""
     layout: BlockLayout
-    """Of the blocks there."""
+    """Layout of a block in `memory`."""
     lock: PageLock | None = None
     is_prepared = False
 
     @classmethod
     def in_place_of(cls, method: FusedMoEMethodBase, prefix: str, lock: PageLock | None) -> OffloadedMethod:
-        """Ours for vLLM's.
+        """Replace vLLM's method by an offloaded one.
+
+        Args:
+            method: vLLM's method.
+            prefix: name of the layer.
+            lock: page lock for the host memory; None for pageable memory.
 
         Raises:
-            ExpertcastError: quantised experts, or a kernel that cannot read slots.
+            ExpertcastError: the experts are quantised, or the kernel cannot read slots.
         """
         if type(method) is not UnquantizedFusedMoEMethod:
             raise ExpertcastError(
-                f"{prefix}: {type(method).__name__} holds quantised experts, which are not offloaded under vLLM: give "
-                "a bf16, fp16 or fp32 checkpoint, or switch expertcast off"
+                f"{prefix}: {type(method).__name__} has quantised experts, which are not offloaded under vLLM: use a "
+                "bf16, fp16 or fp32 checkpoint, or switch expertcast off"
             )
         if method.unquantized_backend not in _BACKENDS:
             raise ExpertcastError(
@@ -69,12 +74,12 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
         _replace(layer, self.layout.views(self.memory.bytes))
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """All weights of the model have come."""
+        """Convert the experts unless that was done while the model loaded."""
         if not self.is_prepared:
             self.prepare(layer)
 
     def prepare(self, layer: RoutedExperts) -> None:
-        """Bring the experts into the kernel's form, a few at a time, and hand them over to the store."""
+        """Convert the experts to the kernel's form, a few at a time, and pass them to the store."""
         memory, device = self.memory, self.moe.device
         assert memory is not None
         self.is_prepared = True
@@ -100,9 +105,9 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
         layer.offload.prepared(layer)
 
     def use_slots(self, layer: RoutedExperts, views: Mapping[str, Tensor]) -> None:
-        """From now on the layer's parameters are slots, [S, ...] each by name."""
+        """Replace the layer's parameters by slots, [S, ...] each by name."""
         _replace(layer, views)
-        self.moe_quant_config = self.get_fused_moe_quant_config(layer)  # it holds on to biases
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)  # it references the biases
         assert self.moe_kernel is not None
         self.moe_kernel.fused_experts.quant_config = self.moe_quant_config
 
@@ -110,8 +115,19 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
         self, layer: RoutedExperts, hidden_TD: Tensor, weights: tuple[Tensor, Tensor], slots_TK: Tensor,
         weights_TK: Tensor, table_E: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """vLLM's kernel over weights (w13, w2) of some slots; with a table it is given experts in place of slots, and
-        the table says where they lie."""
+        """Run vLLM's kernel over the weights of some slots.
+
+        Args:
+            layer: the layer.
+            hidden_TD: [T, D] inputs.
+            weights: w13 and w2, [S, ...] each.
+            slots_TK: slot of each expert; expert ids if `table_E` is set.
+            weights_TK: combine weights.
+            table_E: slot of each expert, or None.
+
+        Returns:
+            [T, D] outputs.
+        """
         w13, w2 = weights
         assert self.moe_kernel is not None
         return self.moe_kernel.apply(
@@ -122,7 +138,7 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
 
 
 def _replace(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a layer's parameters other tensors, with all that vLLM wrote on them."""
+    """Replace a layer's parameters by other tensors, and keep the attributes that vLLM set on them."""
     for name, tensor in tensors.items():
         before = layer._parameters[name]
         parameter = nn.Parameter(tensor, requires_grad=False)
@@ -134,42 +150,44 @@ def _replace(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 class VllmKernel(ABC):
-    """What an engine calls when a layer's experts have come.
+    """Kernel that the engine calls once a layer's experts are in slots.
 
     Args:
-        views: slots as parameters [S, ...] by name.
+        views: the slots as parameters [S, ...] by name.
     """
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
         self._weights = views["w13_weight"], views["w2_weight"]
         self.tokens = 0
-        """Of the whole step, whose groups may be run one by one."""
+        """Tokens of the whole step, which may run in groups."""
         self.ids_dtype = torch.int32
-        """Of the ids that vLLM gives its kernel."""
+        """Dtype of vLLM's expert ids."""
 
     @abstractmethod
     def run(
         self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor,
         slots: Sequence[int] | None = None,
     ) -> Tensor:  # fmt: skip
-        """The experts' weighted output [T, D]; bits are those of vLLM's kernel over all experts.
+        """Return the experts' weighted output [T, D], bit for bit that of vLLM's kernel over all experts.
 
         Args:
-            experts: whose layer it is.
-            hidden_TD, weights_TK: what vLLM gives the kernel.
-            slots_TK: where the experts lie that it names.
-            ids_TK: these experts, as int64.
-            slots: `slots_TK` on the host, as far as it is known there.
+            experts: the layer.
+            hidden_TD: inputs of vLLM's kernel.
+            slots_TK: slot of each expert in `ids_TK`.
+            weights_TK: combine weights of vLLM's kernel.
+            ids_TK: expert ids, int64.
+            slots: `slots_TK` on the host, if known there.
         """
 
     def run_pairs(self, experts: nn.Module, hidden_TD: Tensor, top_k: int, pairs: Tensor, slots: Tensor) -> Tensor:
-        """Never called: a step that does not fit the slots is run in groups of tokens."""
-        raise AssertionError("a token's experts are computed together")
+        """Never called: a step that does not fit the slots runs in groups of tokens."""
+        raise AssertionError("a token's experts run together")
 
 
 class GatheringKernel(VllmKernel):
-    """On the CPU, whose kernels go from one expert to the next by its size: slots, where both matrices of an expert lie
-    side by side, are brought together for them."""
+    """Kernel for the CPU. It copies the used experts together, because vLLM's CPU kernels read contiguous experts while
+    a slot has both matrices of one expert.
+    """
 
     def run(
         self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor,
@@ -181,22 +199,22 @@ class GatheringKernel(VllmKernel):
 
 
 class MappingKernel(VllmKernel):
-    """On CUDA, where Triton's kernel takes experts at any distance from each other, by a table of where they lie."""
+    """Kernel for CUDA. vLLM's Triton kernel reads experts from slots by a table of their locations."""
 
     def run(
         self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor,
         slots: Sequence[int] | None = None,
     ) -> Tensor:  # fmt: skip
-        from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config  # has Triton's kernels
+        from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config  # imports Triton
 
         method = _method(experts)
         count: Any = experts.global_num_experts
         table = torch.full((count + 1,), -1, dtype=torch.int32, device=ids_TK.device)
-        # rows of padding ask for expert -1: the entry behind the last takes what is said of it
+        # Padding rows have expert -1; the extra last entry takes their writes.
         table.scatter_(0, ids_TK.reshape(-1).long().remainder(count + 1), slots_TK.reshape(-1).int())
         given_TK = ids_TK.to(self.ids_dtype)
         w13, w2 = self._weights
-        # the tiles of a resident layer and a whole step: others would sum in another order
+        # Use the tiles of a resident layer and a whole step: others would sum in another order.
         config = try_get_optimal_moe_config(
             (count, *w13.shape[1:]), (count, *w2.shape[1:]), ids_TK.shape[1],
             method.moe_quant_config.config_name(hidden_TD.dtype), self.tokens or len(hidden_TD),

@@ -1,4 +1,4 @@
-"""All offloaded layers of one worker: their store, slots, link and engine, and what happens in a step.
+"""Offloaded layers of one worker: their store, slots, link and engine, and the custom operators that run them.
 
 T tokens, D hidden size, E routed experts per layer, K experts per token, L MoE layers of this worker.
 """
@@ -41,32 +41,35 @@ from expertcast.runtime.links.base import Link
 from expertcast.runtime.offloading import mean_recall
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.recording.statistics import RunStatistics
-from expertcast.runtime.serving.metrics import ExpertMetrics, Source
+from expertcast.runtime.serving.metrics import ExpertMetrics, MetricSource
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.memory import HostMemory, PageLock
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast_vllm.method import GatheringKernel, MappingKernel, OffloadedMethod, VllmKernel
+from expertcast_vllm.observer import ModelObserver, make_speculator
 from expertcast_vllm.settings import KEY, METRICS, OFFLOAD, STATISTICS, Settings
 from expertcast_vllm.step import Step, check_config, check_slots, groups, running_step, without_padding
-from expertcast_vllm.watching import Watching, make_speculator
-from expertcast_vllm.wiring import Kept, keep_gates, tell_routing
+from expertcast_vllm.wiring import GateParameters, observe_routing, record_gates
 
 
 def _running_offload() -> WorkerOffload:
-    """Of the model that runs. Compiled code outlives its process: it holds the numbers of layers only."""
+    """Return the running model's offload.
+
+    Compiled code outlives its process, so it refers to layers by number and finds the offload here.
+    """
     offload: WorkerOffload = get_forward_context().no_compile_layers[OFFLOAD]
     return offload
 
 
 def routed(hidden_states: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: int) -> Tensor:
-    """A layer's router has run; gives its choice [T, K] back, which the layer's experts are to be called with."""
+    """Process a layer's routing; return the ids [T, K] for the layer's experts."""
     ids = _running_offload().routed(layer, hidden_states, router_logits, topk_weights, topk_ids)
     return ids.clone() if ids is topk_ids else ids
 
 
 def run(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: int) -> Tensor:
-    """A layer's experts over [T, D]."""
+    """Run a layer's experts on [T, D] inputs; return [T, D]."""
     return _running_offload().run(layer, hidden_states, topk_ids, topk_weights)
 
 
@@ -77,29 +80,24 @@ direct_register_custom_op(
     op_name="expertcast_run", op_func=run, fake_impl=lambda *given, **_: torch.empty_like(given[0])
 )
 
-ROUTED = torch.ops.vllm.expertcast_routed
-"""The operator of :func:`routed`."""
-RUN = torch.ops.vllm.expertcast_run
-"""The operator of :func:`run`."""
-
 
 # Store
 
 
 class LoadedStore(ExpertStore):
-    """Experts in the very memory that vLLM's loader wrote them to."""
+    """Store that uses the host memory to which vLLM's loader wrote the experts."""
 
     def adopt(self, layer: int, memory: HostMemory) -> None:
-        """This is the layer's memory: blocks of all its experts, one after another."""
+        """Take over a layer's memory, which has the blocks of all its experts one after another."""
         self._memory[layer] = memory
         self._hold(layer, memory.bytes)
 
 
 def keep(offload: WorkerOffload, layer: OffloadedExperts) -> ExpertStore:
-    """Put a layer's experts, which are ready for the kernel, into the worker's store; the first one makes it.
+    """Put a layer's converted experts into the worker's store; the first layer creates the store.
 
     Raises:
-        ExpertcastError: a layer differs from the first one, or the disk has no room.
+        ExpertcastError: a layer differs from the first one, or the disk is full.
     """
     method = layer.quant_method
     memory, layout = method.memory, method.layout
@@ -114,8 +112,8 @@ def keep(offload: WorkerOffload, layer: OffloadedExperts) -> ExpertStore:
             store = make_store(options, form, offload.device)
     if (store.layout, store.experts) != (layout, layer.local_num_experts):
         raise ExpertcastError(
-            f"{layer.layer_name} has experts of another shape, dtype or number than the MoE layer before it: one pool "
-            "of slots needs them alike; not supported"
+            f"{layer.layer_name} differs from the MoE layer before it in shape, dtype or number of experts: not "
+            "supported, because all layers share one pool of slots"
         )
     if isinstance(store, LoadedStore):
         store.adopt(layer.index, memory)
@@ -133,7 +131,7 @@ def keep(offload: WorkerOffload, layer: OffloadedExperts) -> ExpertStore:
 
 
 def _of_rank(options: OffloadConfig, parallel: ParallelConfig) -> OffloadConfig:
-    """Workers hold different parts of the experts, each in a folder of its own."""
+    """Give each worker its own store folder: workers have different parts of the experts."""
     if options.store_folder is None or parallel.world_size == 1:
         return options
     return replace(options, store_folder=Path(options.store_folder) / f"{parallel.rank}-of-{parallel.world_size}")
@@ -142,35 +140,36 @@ def _of_rank(options: OffloadConfig, parallel: ParallelConfig) -> OffloadConfig:
 # The worker
 
 logger = init_logger("vllm.expertcast")
-_TELLS = "tells_expertcast"
 
 
-def follow_worker() -> Kept:
-    """Have the offload of this process's worker told when its model is loaded (`WorkerOffload.loaded`), when it is
-    warmed up and when the worker ends, and add the methods to workers by which it is asked.
+def hook_worker() -> GateParameters:
+    """Patch vLLM's worker to notify its offload when the model is loaded, when the warm-up is over and when the worker
+    ends.
+
+    Also add the worker methods that return counters.
 
     Returns:
-        What may be its model's gates: filled in when the model's weights have come.
+        Parameters of possible gates, filled in when the model's weights are loaded.
     """
-    if not hasattr(Worker.shutdown, _TELLS):
-        # the first is asked for when the model is loaded: nothing is compiled or measured yet
-        Worker.get_kv_cache_spec = _telling(
+    if not hasattr(WorkerBase, STATISTICS):
+        # vLLM calls the first method once the model is loaded, before it compiles or profiles.
+        Worker.get_kv_cache_spec = _notifying(
             Worker.get_kv_cache_spec, before=lambda offload, worker: offload.loaded(worker.model_runner)
         )
-        Worker.compile_or_warm_up_model = _telling(
+        Worker.compile_or_warm_up_model = _notifying(
             Worker.compile_or_warm_up_model, after=lambda offload, _worker: offload.warmed_up()
         )
-        Worker.shutdown = _telling(Worker.shutdown, before=lambda offload, _worker: offload.ending.close())
+        Worker.shutdown = _notifying(Worker.shutdown, before=lambda offload, _worker: offload.ending.close())
         setattr(WorkerBase, STATISTICS, lambda worker: _offload_of(worker).statistics())
         setattr(WorkerBase, METRICS, lambda worker: _offload_of(worker).metrics())
-    return keep_gates()
+    return record_gates()
 
 
-def _telling(method: Any, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None) -> Any:
-    """A worker's method that tells its offload, if there is one, before or after."""
+def _notifying(method: Any, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None) -> Any:
+    """Return a worker's method that also calls `before` and `after` with its offload, if it has one."""
 
     @wraps(method)
-    def told(self: Worker, *args: Any, **kwargs: Any) -> Any:
+    def notifying(self: Worker, *args: Any, **kwargs: Any) -> Any:
         offload = _offload_of(self)
         if offload is not None and before is not None:
             before(offload, self)
@@ -179,8 +178,7 @@ def _telling(method: Any, before: Callable[..., None] | None = None, after: Call
             after(offload, self)
         return result
 
-    setattr(told, _TELLS, True)
-    return told
+    return notifying
 
 
 def _offload_of(worker: WorkerBase) -> Any:
@@ -196,31 +194,35 @@ def _sum_up(stats: RunStatistics) -> None:
     )  # fmt: skip
 
 
-def follow_routing(offload: WorkerOffload) -> None:
-    """Tell the offload of every routing from now on."""
+def hook_routing(offload: WorkerOffload) -> None:
+    """Pass every routing to the offload from now on."""
     modules = offload.config.compilation_config.static_forward_context.values()
     for runner in (module for module in modules if isinstance(module, MoERunner)):
         experts = runner.routed_experts
-        assert experts in offload.layers, "other classes are refused before"
-        tell_routing(runner, partial(ROUTED, layer=experts.index))
+        assert experts in offload.layers, "other classes are refused earlier"
+        observe_routing(runner, partial(torch.ops.vllm.expertcast_routed, layer=experts.index))
 
 
 class WorkerOffload:
-    """The layers that one model has in one worker process, run from one pool of slots.
+    """All MoE layers of one model in one worker process, with one pool of slots.
 
-    Layers are added while vLLM makes the model, and prepared when it has loaded them; the last one gets slots for all.
-    The engine is made by the first step over a request's tokens.
+    vLLM adds layers while it creates the model, and prepares them when it has loaded them; the last prepared layer
+    creates the slots. The first step over a request's tokens creates the engine.
+
+    Args:
+        config: vLLM's config.
+        settings: options of the plug-in.
 
     Raises:
-        ExpertcastError: options of vLLM that do not go with offloading.
+        ExpertcastError: an option of vLLM is not supported.
     """
 
     pool: SlotPool
     link: Link
     kernel: VllmKernel
-    """These three once all layers are loaded."""
+    """Pool, link and kernel are set once all layers are loaded."""
     drift: DriftMonitor | None
-    """Follows the forecasts' recall, with the speculator."""
+    """Monitor of the forecasts' recall; set with the speculator."""
 
     def __init__(self, config: VllmConfig, settings: Settings) -> None:
         check_config(config, settings)
@@ -228,41 +230,41 @@ class WorkerOffload:
         self.layers: list[OffloadedExperts] = []
         self.device = torch.device(config.device_config.device)
         self.lock = PageLock() if self.device.type == "cuda" and settings.offload.store == "memory" else None
-        """Of the memory that experts are loaded to."""
+        """Page lock for the memory that experts are loaded to."""
         self.store: ExpertStore | None = None
-        """Once a layer is loaded."""
-        self.watching: Watching | None = None
-        """Shows what forecasts and traces are made of, where any are asked for."""
+        """Set once a layer is loaded."""
+        self.observer: ModelObserver | None = None
+        """Observer of the model for forecasts and traces; None without either."""
         self.speculator: Speculator | None = None
-        """Once the model is loaded."""
+        """Set once the model is loaded."""
         self.ending = ExitStack()
-        """What is closed when the worker ends, when this is dropped, or at the process's end."""
+        """Cleanup for the end of the worker or the process."""
         self._step: Step | None = None
         self._call: RouterCall | None = None
-        """Of the router that ran last."""
+        """Call of the router that ran last."""
         self._whole = False
-        """Its layer's experts run in one piece."""
+        """Whether that layer's experts run in one piece."""
         predictor = settings.offload.resolved_predictor()
-        # a bad name ends it before the weights are read
+        # An invalid name fails here, before the weights are read.
         self.checkpoint = named_checkpoint(predictor) if isinstance(predictor, str | Path) else None
-        self._kept = follow_worker()
+        self._gates = hook_worker()
 
     @classmethod
     def of(cls, config: VllmConfig, settings: Settings) -> WorkerOffload:
-        """The offload of the model that vLLM makes with this config."""
+        """Return the offload of the model with this config, and create it at the first call."""
         context = config.compilation_config.static_forward_context
         made: WorkerOffload | None = context.get(OFFLOAD)
         if made is None:
             made = context[OFFLOAD] = cls(config, settings)
-            # atexit's functions are not run in processes that multiprocessing forked
+            # multiprocessing's Finalize: functions of atexit do not run in forked processes
             Finalize(made, made.ending.close, exitpriority=100)
-            if isinstance(config.additional_config, dict):  # vLLM's caches of compiled code go by it
+            if isinstance(config.additional_config, dict):  # part of the key of vLLM's compile cache
                 config.additional_config[KEY] = settings.as_dict()
         return made
 
     @property
     def shape(self) -> ModelShape:
-        """Of the model, as far as this worker has it."""
+        """Shape of this worker's part of the model."""
         moe = self.layers[0].moe_config
         return ModelShape(
             layers=len(self.layers), experts=moe.num_experts, top_k=moe.experts_per_token, hidden=moe.hidden_dim
@@ -270,10 +272,10 @@ class WorkerOffload:
 
     @cached_property
     def engine(self) -> Engine:
-        """Made when it is first asked for, after loading.
+        """The engine, created at the first access after loading.
 
         Raises:
-            ExpertcastError: policies that do not go with the slots.
+            ExpertcastError: the policies do not fit the slots.
         """
         config, shape = self.settings.offload, self.shape
         assert self.speculator is not None, "no engine before the model is loaded"
@@ -295,57 +297,57 @@ class WorkerOffload:
         return engine
 
     def add(self, layer: OffloadedExperts) -> int:
-        """A layer has been made; its index.
+        """Add a layer and return its index.
 
         Raises:
-            ExpertcastError: the others run already.
+            ExpertcastError: the model is loaded already.
         """
         if self.store is not None:
             raise ExpertcastError(
-                f"{layer.layer_name} is made after the model was loaded, as drafting models with experts are: start "
-                "vLLM without that"
+                f"{layer.layer_name} is created after the model was loaded: start vLLM without a draft model that has "
+                "experts"
             )
         self.layers.append(layer)
         return len(self.layers) - 1
 
     def prepared(self, layer: OffloadedExperts) -> None:
-        """A layer's experts lie ready in host memory.
+        """Store a layer's converted experts; after the last layer, create the slots.
 
         Raises:
-            ExpertcastError: layers differ, or a file, slots or link cannot be had.
+            ExpertcastError: the layers differ, or a file, slots or a link cannot be created.
         """
         self.store = keep(self, layer)
         if all(each.quant_method.is_prepared for each in self.layers):
             self._give_slots()
             self.ending.callback(self.link.close)
-            follow_routing(self)
+            hook_routing(self)
 
     def loaded(self, model_runner: Any) -> None:
-        """The model is loaded: what forecasts and collecting need of it is looked for.
+        """Set up forecasts and collection for the loaded model.
 
         Raises:
-            ExpertcastError: a predictor or a folder that cannot be, or a model that cannot be watched.
+            ExpertcastError: the predictor or folder is invalid, or the model cannot be observed.
         """
         wanted = self.settings
         if self.speculator is not None:
             return
         if wanted.collect is not None or wanted.offload.resolved_predictor() is not None:
-            self.watching = Watching(model_runner, self._kept)
-        self.speculator, self.drift = make_speculator(self, self.watching)
-        if self.watching is not None:
-            collector = self.watching.collect(wanted)
+            self.observer = ModelObserver(model_runner, self._gates)
+        self.speculator, self.drift = make_speculator(self, self.observer)
+        if self.observer is not None:
+            collector = self.observer.collect(wanted)
             if collector is not None:
                 self.ending.callback(collector.close)
         if self.link.decides_on_device:
-            self.engine  # noqa: B018  # what it holds is no graph's
+            self.engine  # noqa: B018  # created now, so that its memory does not belong to a graph
 
     def warmed_up(self) -> None:
-        """What comes now are requests."""
+        """Reset the counters after vLLM's warm-up."""
         if "engine" in vars(self):
             self.engine.stats.reset()
 
     def routed(self, index: int, hidden_TD: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        """A layer's router has run; the ids [T, K] that its experts are to be called with."""
+        """Process a layer's routing and start its copies; return the ids [T, K] for its experts."""
         if index == 0:
             self._step = running_step()
             if self._step is not None:
@@ -362,15 +364,17 @@ class WorkerOffload:
             router_input_TD=hidden_TD[rows], logits_TE=logits_TE[rows], weights_TK=weights_TK[rows],
             ids_TK=ids_TK[rows].long(),
         )  # fmt: skip
-        if self.watching is not None:
-            self.watching.on_router(call)
+        if self.observer is not None:
+            self.observer.on_router(call)
         self._whole = self._fits(index, call.ids_TK)
         if self._whole:
             self.engine.on_router(call)
         return ids_TK
 
     def run(self, index: int, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """A layer's experts: the bits of vLLM's own kernel. Rows of padding get zeros, of a trial run anything."""
+        """Run a layer's experts, bit for bit as vLLM's own kernel. Padding rows get zeros; warm-up passes use any
+        experts.
+        """
         step, kernel = self._step, self.kernel
         kernel.tokens, kernel.ids_dtype = len(hidden_TD), ids_TK.dtype
         if step is None:
@@ -384,7 +388,7 @@ class WorkerOffload:
         return self._run(index, hidden_TD, weights_TK)
 
     def statistics(self) -> Json:
-        """What the engine has counted, and what there is."""
+        """Return the engine's counters and the sizes of slots and store."""
         assert self.store is not None
         return {
             **self.engine.stats.as_dict(),
@@ -396,7 +400,7 @@ class WorkerOffload:
         }
 
     def metrics(self) -> str:
-        """The same as a page for Prometheus."""
+        """Return the same counters as a Prometheus page."""
         return generate_latest(self._registry).decode()
 
     @cached_property
@@ -406,7 +410,7 @@ class WorkerOffload:
         assert speculator is not None
         policy = self.settings.offload.resolved_policies().as_dict()
         registry = CollectorRegistry(auto_describe=False)
-        source = Source(
+        source = MetricSource(
             stats=self.engine.stats, link=self.link, pool=self.pool, store=store, drift=self.drift,
             info={
                 "model": self.config.model_config.model,
@@ -422,13 +426,13 @@ class WorkerOffload:
         return registry
 
     def _give_slots(self) -> None:
-        """Close the store, and give the layers slots.
+        """Finish the store and create slots, link and kernel.
 
         Raises:
-            ExpertcastError: too few slots, or a link that this device has not.
+            ExpertcastError: there are too few slots, or the link does not support this device.
         """
         config, shape, device, store = self.settings.offload, self.shape, self.device, self.store
-        assert store is not None, "no slots before the experts are loaded"
+        assert store is not None, "slots need loaded experts"
         store.finish()
         slots = slots_for(config, shape, store.layout.block_bytes)
         check_slots(self.config, shape, slots)
@@ -450,9 +454,9 @@ class WorkerOffload:
 
     def _run(self, index: int, hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
         layer, call = self.engine.view[index], self._call
-        assert call is not None, "experts run behind their router"
-        assert call.layer == index, "and in its order"
-        ids_TK = call.ids_TK  # the very tensor that was announced: nobody has to compare
+        assert call is not None, "experts run after their router"
+        assert call.layer == index, "layers run in order"
+        ids_TK = call.ids_TK  # the same tensor as in on_router, so that the engine need not compare values
         if self._whole:
             return self.engine.run(layer, hidden_TD, ids_TK, weights_TK)
         output_TD = torch.empty_like(hidden_TD)
@@ -466,16 +470,17 @@ class WorkerOffload:
 
 
 def refuse_other_experts(ours: type[RoutedExperts]) -> None:
-    """Have layers of routed experts that are not `ours` refused where expertcast is asked for: models with a class of
-    their own pass by vLLM's registry."""
+    """Refuse layers of routed experts of other classes than `ours` if expertcast is on.
+
+    Models with their own class of experts bypass vLLM's registry.
+    """
     make = RoutedExperts.__init__
 
     @wraps(make)
     def made(self: RoutedExperts, layer_name: str, *args: Any, **kwargs: Any) -> None:
         if not isinstance(self, ours) and Settings.of(get_current_vllm_config().additional_config) is not None:
             raise ExpertcastError(
-                f"{layer_name}: {type(self).__name__} keeps experts in a way of its own: not supported, switch "
-                "expertcast off for this model"
+                f"{layer_name}: experts of class {type(self).__name__} are not supported: switch expertcast off"
             )
         make(self, layer_name, *args, **kwargs)
 
@@ -483,11 +488,10 @@ def refuse_other_experts(ours: type[RoutedExperts]) -> None:
 
 
 def check_shape(offload: WorkerOffload) -> None:
-    """Whether a predictor's checkpoint can be of the model whose first layer is made; its weights are compared when
-    they have come.
+    """Raise if a predictor's checkpoint cannot belong to the model. The weights are compared once they are loaded.
 
     Raises:
-        ExpertcastError: experts, how many of them a token takes, or hidden sizes differ.
+        ExpertcastError: number of experts, experts per token or hidden size differ.
     """
     checkpoint, config = offload.checkpoint, offload.config.model_config
     if checkpoint is None:
@@ -498,16 +502,16 @@ def check_shape(offload: WorkerOffload) -> None:
         if trained[size] != found[size]:
             raise ExpertcastError(
                 f"{checkpoint.folder} was trained for {checkpoint.config['model_id']!r} with {trained[size]} {words}, "
-                f"and {str(config.model)!r} has {found[size]}: train a predictor for this model with `expertcast train`"
+                f"but {str(config.model)!r} has {found[size]}: train a predictor for this model with `expertcast train`"
             )
 
 
 class OffloadedExperts(RoutedExperts):
-    """Experts in a store, run from slots; vLLM's own class where nobody asked for that."""
+    """Routed experts in a store, run from slots; vLLM's own class if expertcast is off."""
 
     offload: WorkerOffload
     index: int
-    """Among the MoE layers of this process, first to last."""
+    """Index among the MoE layers of this process."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = get_current_vllm_config()
@@ -516,7 +520,7 @@ class OffloadedExperts(RoutedExperts):
             self.__class__ = RoutedExperts  # type: ignore[assignment]
             RoutedExperts.__init__(self, *args, **kwargs)
             return
-        # vLLM's own asks for the method, which asks for this
+        # vLLM's constructor creates the method, which needs the offload.
         object.__setattr__(self, "offload", WorkerOffload.of(config, settings))
         super().__init__(*args, **kwargs)
         self.index = self.offload.add(self)
@@ -534,14 +538,15 @@ class OffloadedExperts(RoutedExperts):
         self, param: nn.Parameter, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
         return_success: bool = False,
     ) -> bool | None:  # fmt: skip
-        """As vLLM's. With the experts on disk, a layer that is complete goes there: the rest needs its memory.
+        """Load weights as vLLM does. With a store on disk, write a complete layer to it at once, which frees its
+        memory.
 
         Raises:
             ExpertcastError: the layer's weights were loaded before.
         """
         if self.quant_method.is_prepared:
             raise ExpertcastError(
-                f"{self.layer_name}: the experts lie in a store and cannot be loaded again: start vLLM anew"
+                f"{self.layer_name}: its experts are in a store and cannot be loaded again: restart vLLM"
             )
         loaded = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success=True)
         if loaded and self.offload.settings.offload.store == "disk":
@@ -554,8 +559,8 @@ class OffloadedExperts(RoutedExperts):
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: SharedExperts | None = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor | UnfinalizedMoEOutput:  # fmt: skip
-        del shared_experts, shared_experts_input  # run by vLLM's runner, before or beside: no kernel here overlaps them
-        return RUN(x, topk_weights, topk_ids, self.index)
+        del shared_experts, shared_experts_input  # vLLM's runner runs them; no kernel here overlaps them
+        return torch.ops.vllm.expertcast_run(x, topk_weights, topk_ids, self.index)
 
 
 OffloadedExperts.weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What vLLM runs: the options that offloading needs, the forward that is running, and whose tokens it is over.
+"""vLLM's running forward pass and its requests, and checks of vLLM's options.
 
 T tokens, E routed experts per layer, K experts per token.
 """
@@ -19,43 +19,40 @@ from expertcast.predictors.view import ModelShape
 from expertcast_vllm.settings import Settings
 
 if TYPE_CHECKING:
-    from expertcast_vllm.watching import Watching
+    from expertcast_vllm.observer import ModelObserver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One forward over the tokens of some requests."""
+    """One forward pass over tokens of some requests."""
 
     tokens: int
-    """Of requests; rows behind them are padding. Where the forward becomes a CUDA graph, all rows."""
+    """Tokens of requests; later rows are padding. During the capture of a CUDA graph, all rows."""
     requests: int
     decodes: bool
-    """One token of each request."""
+    """Whether each request has one token."""
 
 
 def running_step() -> Step | None:
-    """The forward that is running; None: one that only measures memory or warms up, over no request's tokens.
+    """Return the running forward pass, or None for a memory-profiling or warm-up pass without requests.
 
     Raises:
-        ExpertcastError: vLLM's attention does not say whose tokens they are.
+        ExpertcastError: vLLM's attention backend does not report the number of tokens.
     """
     metadata = get_forward_context().attn_metadata if is_forward_context_available() else None
     if not metadata:
         return None
-    assert isinstance(metadata, dict), "one batch at a time"
+    assert isinstance(metadata, dict), "micro-batching is refused"
     for each in metadata.values():
         step = _step(each)
         if step is not None:
             return step
     kinds = ", ".join(sorted({type(each).__name__ for each in metadata.values()}))
-    raise ExpertcastError(
-        f"vLLM's {kinds} does not say which tokens a step is over: choose another --attention-backend, or switch "
-        "expertcast off"
-    )
+    raise ExpertcastError(f"vLLM's {kinds} does not report a step's tokens: choose another --attention-backend")
 
 
 def _step(metadata: Any) -> Step | None:
-    """What one layer's attention knows: backends name it in one of two ways."""
+    """Read a step from one layer's attention metadata, which has one of two forms."""
     tokens = getattr(metadata, "num_actual_tokens", 0)
     if not tokens:
         return None
@@ -70,61 +67,63 @@ def _step(metadata: Any) -> Step | None:
 
 
 def without_padding(rows_TX: Tensor) -> Tensor:
-    """The first row in place of each of padding, so that no expert is brought or forecast for that. Asks the device for
-    nothing: which rows are padding differs between replays of a CUDA graph."""
+    """Replace padding rows by the first row, so that padding requests no experts.
+
+    The host reads nothing: the number of padding rows differs between replays of a CUDA graph.
+    """
     padding_T = get_forward_context().is_padding
     return rows_TX if padding_T is None else rows_TX.where(~padding_T[: len(rows_TX), None], rows_TX[:1])
 
 
-# Requests' tokens
+# Tokens of requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The tokens of one request in a forward."""
+    """Tokens of one request in a forward pass."""
 
     request: str
-    """vLLM's name of it."""
+    """vLLM's request id."""
     rows: slice
-    """Of the forward's tokens."""
+    """Rows of the forward pass."""
     start: int
-    """Position of the first of them in the request."""
+    """Position of the first row in the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """Of one forward."""
+    """All requests of one forward pass."""
 
     parts: tuple[Part, ...]
     token_T: Tensor | None
-    """The tokens' ids; None where the model is given embeddings."""
+    """Token ids; None if the model gets embeddings."""
 
 
-def tell_requests(model_runner: Any, told: Watching) -> None:
-    """Have `told` called before and after a model runner's forwards over requests' tokens; trial runs are none.
+def observe_requests(model_runner: Any, observer: ModelObserver) -> None:
+    """Notify `observer` before and after the forward passes of a model runner, except warm-up passes.
 
     Raises:
-        ExpertcastError: this kind of model runner does not say when its forwards start.
+        ExpertcastError: this kind of model runner has no hook for its forward passes.
     """
     if not hasattr(model_runner, "_model_forward"):
         raise ExpertcastError(
-            f"forecasts and collecting do not know {type(model_runner).__module__}: set VLLM_USE_V2_MODEL_RUNNER=0"
+            f"forecasts and collecting do not support {type(model_runner).__module__}: set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     forward, execute = model_runner._model_forward, model_runner.execute_model
 
-    def told_forward(input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def observed_forward(input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         running = _running_requests(model_runner, input_ids)
-        told.start(running)
+        observer.start(running)
         output = forward(input_ids, *args, **kwargs)
-        told.finish(running)
+        observer.finish(running)
         return output
 
-    def told_execute(*args: Any, **kwargs: Any) -> Any:
+    def observed_execute(*args: Any, **kwargs: Any) -> Any:
         output = execute(*args, **kwargs)
-        told.ended()
+        observer.ended()
         return output
 
-    model_runner._model_forward, model_runner.execute_model = told_forward, told_execute
+    model_runner._model_forward, model_runner.execute_model = observed_forward, observed_execute
 
 
 def _running_requests(model_runner: Any, input_ids: Tensor | None) -> Requests:
@@ -141,14 +140,14 @@ def _running_requests(model_runner: Any, input_ids: Tensor | None) -> Requests:
 # Options of vLLM
 
 SPLIT_AT = ("vllm::moe_forward", "vllm::moe_forward_shared")
-"""Operators that hold vLLM's MoE layers: what CUDA graphs must leave out."""
+"""Operators with vLLM's MoE layers, which CUDA graphs must leave out."""
 
 
 def check_config(config: VllmConfig, settings: Settings) -> None:
-    """Refuse what offloaded layers cannot do, and take them out of CUDA graphs.
+    """Refuse options that offloaded layers do not support, and exclude these layers from CUDA graphs.
 
     Raises:
-        ExpertcastError: one line about the first such option.
+        ExpertcastError: an option is not supported; one line about the first.
     """
     parallel, model = config.parallel_config, config.model_config
     gathered = {
@@ -157,8 +156,8 @@ def check_config(config: VllmConfig, settings: Settings) -> None:
     }
     refuse(
         gathered,
-        "with {} vLLM's MoE layers run tokens of all processes together, which is not supported: start one server for "
-        "each device in place of it",
+        "{} is not supported, because MoE layers then run the tokens of all processes together: start one server per "
+        "device instead",
     )
     refused = {
         "--enable-expert-parallel": parallel.enable_expert_parallel,
@@ -167,16 +166,20 @@ def check_config(config: VllmConfig, settings: Settings) -> None:
         "--enable-lora": config.lora_config is not None,
         "--enable-sleep-mode": model.enable_sleep_mode,
     }
-    refuse(refused, "expertcast keeps experts in slots, which {} does not go with: leave it out")
+    refuse(refused, "{} is not supported with experts in slots: leave it out")
     if config.device_config.device.type == "cuda":
         _check_graphs(config, settings)
 
 
 def refuse(options: Mapping[str, bool], why: str) -> None:
-    """Refuse the first option that is given, by its name in the place of `{}`.
+    """Refuse the first option that is set.
+
+    Args:
+        options: whether each option is set, by name.
+        why: the message, with `{}` for the option's name.
 
     Raises:
-        ExpertcastError: one is given.
+        ExpertcastError: an option is set.
     """
     for option, given in options.items():
         if given:
@@ -184,14 +187,15 @@ def refuse(options: Mapping[str, bool], why: str) -> None:
 
 
 def captures_whole_steps(config: VllmConfig) -> bool:
-    """Whether vLLM makes CUDA graphs of whole steps: inside, no host decides."""
+    """Return whether vLLM captures whole steps in CUDA graphs, which exclude decisions on the host."""
     mode = config.compilation_config.cudagraph_mode
     return config.device_config.device.type == "cuda" and mode is not None and mode.has_full_cudagraphs()
 
 
 def _check_graphs(config: VllmConfig, settings: Settings) -> None:
-    """A captured graph would run the host's part of a step once and for all: graphs end before the MoE layers, or the
-    device decides what is copied."""
+    """Exclude MoE layers from CUDA graphs unless the device chooses the copies: a graph would not repeat the host's
+    part.
+    """
     compilation = config.compilation_config
     mode = compilation.cudagraph_mode
     if mode is None or mode == CUDAGraphMode.NONE:
@@ -199,13 +203,13 @@ def _check_graphs(config: VllmConfig, settings: Settings) -> None:
     whole = captures_whole_steps(config)
     if whole and settings.offload.link != "kernel":
         raise ExpertcastError(
-            "expertcast decides on the host which experts are copied, outside CUDA graphs: start vLLM with "
-            '--enforce-eager, with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or give expertcast the '
-            'option "link": "kernel", which decides on the device'
+            "expertcast chooses copies on the host, outside CUDA graphs: start vLLM with --enforce-eager or with "
+            '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or set expertcast\'s option "link": "kernel", '
+            "which chooses them on the device"
         )
     if whole and settings.collect is not None:
         raise ExpertcastError(
-            "collect reads every step on the host, which whole CUDA graphs leave out: start vLLM with --enforce-eager"
+            "collect reads every step on the host, but whole CUDA graphs bypass it: start vLLM with --enforce-eager"
         )
     if not mode.has_piecewise_cudagraphs():
         return
@@ -218,15 +222,15 @@ def _check_graphs(config: VllmConfig, settings: Settings) -> None:
 
 
 def check_slots(config: VllmConfig, shape: ModelShape, slots: int) -> None:
-    """Refuse fewer slots than the largest step needs that becomes a whole graph: nobody could run it in groups.
+    """Refuse fewer slots than the largest captured step may need: inside a graph it cannot run in groups.
 
     Args:
-        config: vLLM's.
-        shape: of the model.
-        slots: of the worker.
+        config: vLLM's config.
+        shape: shape of the model.
+        slots: slots of the worker.
 
     Raises:
-        ExpertcastError: one line with what would do.
+        ExpertcastError: there are too few slots.
     """
     if not captures_whole_steps(config):
         return
@@ -236,7 +240,7 @@ def check_slots(config: VllmConfig, shape: ModelShape, slots: int) -> None:
         fit = slots // shape.top_k
         raise ExpertcastError(
             f"slots={slots} is fewer than the {needed} experts that a layer may need in a CUDA graph of {largest} "
-            f"tokens: give {needed} slots, or start vLLM with --max-cudagraph-capture-size {fit}"
+            f"tokens: use {needed} slots, or start vLLM with --max-cudagraph-capture-size {fit}"
         )
 
 
@@ -244,16 +248,19 @@ def check_slots(config: VllmConfig, shape: ModelShape, slots: int) -> None:
 
 
 def groups(ids_TK: Tensor, experts: int, limit: int, held: Iterable[int] = ()) -> Iterator[Tensor]:
-    """Rows of tokens, each token once, those of one group with at most `limit` experts together.
+    """Split tokens into groups of at most `limit` distinct experts each.
 
-    A token is computed as a whole, so that its bits are those of the step in one piece. A group is grown from the token
-    whose experts are wanted most, by the experts that are wanted most.
+    A token is computed as a whole, so that its bits are those of the step in one piece. A group starts from the token
+    whose experts are most requested, and takes in the most requested experts.
 
     Args:
-        ids_TK: what a layer executes, on the CPU.
+        ids_TK: expert ids of a layer, on the CPU.
         experts: E.
-        limit: at least K.
-        held: experts that are there already: the first group prefers them.
+        limit: experts per group, at least K.
+        held: resident experts, preferred by the first group.
+
+    Yields:
+        Row numbers of each group's tokens; each token is in one group.
     """
     ids_TK = ids_TK.long()
     left_T = torch.arange(len(ids_TK))

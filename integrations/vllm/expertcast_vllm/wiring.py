@@ -1,7 +1,7 @@
-"""The MoE layers of a vLLM model, found in one dry run, as predictors, traces and engines see them.
+"""The MoE layers of a vLLM model, found in one dry run, in the form that predictors, traces and engines use.
 
-A layer's gate is the module that gave the logits its router was called with, its norm the module that gave what the
-gate read. vLLM's norms return a pair, what they made and the residual stream that they made it from.
+A layer's gate is the module that produced the router's logits; its norm is the module that produced the gate's input.
+vLLM's norms return a pair: their output and the residual stream that they normalised.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
 """
@@ -26,17 +26,19 @@ from expertcast.predictors.view import MoELayer, MoEView
 
 _TOKENS = 2
 
-Kept = Mapping[nn.Module, Mapping[str, Tensor]]
-"""Modules' own parameters by name, as they were loaded."""
+GateParameters = Mapping[nn.Module, Mapping[str, Tensor]]
+"""Parameters of modules as they were loaded, by name."""
 
 
-def keep_gates() -> Kept:
-    """Keep the parameters of all that may be a gate in the model that is loaded next: they are filled in when its
-    weights have come.
+def record_gates() -> GateParameters:
+    """Record the parameters of all possible gates of the next loaded model.
 
-    On CPUs vLLM packs linear layers' weights for its kernels after loading, and leaves none in the module.
+    On CPUs vLLM packs the weights of linear layers for its kernels after loading, and removes them from the module.
+
+    Returns:
+        A mapping that is filled in when the model's weights are loaded.
     """
-    kept: dict[nn.Module, dict[str, Tensor]] = {}
+    gates: dict[nn.Module, dict[str, Tensor]] = {}
     process = base_loader.process_weights_after_loading
 
     def keep(model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -45,53 +47,55 @@ def keep_gates() -> Kept:
         for module in model.modules():
             weight = module._parameters.get("weight")
             if weight is not None and weight.dim() == 2 and weight.shape[0] in experts:
-                kept[module] = {name: each for name, each in module._parameters.items() if each is not None}
+                gates[module] = {name: each for name, each in module._parameters.items() if each is not None}
         process(model, *args, **kwargs)
 
     base_loader.process_weights_after_loading = keep
-    return kept
+    return gates
 
 
 def runners_of(model: nn.Module) -> list[MoERunner]:
-    """The MoE layers' runners, first to last."""
+    """Return the runners of the MoE layers in order."""
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
-def wire(model_runner: Any, kept: Kept) -> MoEView:
-    """The view of a model; costs a dry run over two tokens.
+def find_layers(model_runner: Any, gates: GateParameters) -> MoEView:
+    """Find a model's MoE layers by a dry run over two tokens.
 
     Args:
-        model_runner: vLLM's, whose model is loaded.
-        kept: its gates' parameters as they were loaded.
+        model_runner: vLLM's model runner with a loaded model.
+        gates: parameters of possible gates, as they were loaded.
 
     Raises:
-        ExpertcastError: a layer does not run, no module gives its logits, or its gate is quantised or routes in a way
-            that cannot be asked for forecasts.
+        ExpertcastError: a layer does not run, no module produces its logits, or its gate is quantised or has a
+            routing rule that cannot run on forecasts.
     """
     model = model_runner.get_model()
     runners = runners_of(model)
-    watch = _Watch()
+    watch = _DryRunHooks()
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(watch.enter).remove)
         stack.callback(register_module_forward_hook(watch.leave).remove)
         stack.enter_context(_uncompiled(model))
         for runner in runners:
-            stack.callback(tell_routing(runner, partial(watch.routed, runner)))
+            stack.callback(observe_routing(runner, partial(watch.routed, runner)))
         model_runner._dummy_run(_TOKENS)
     names = {module: name for name, module in model.named_modules()}
     missing = [names[runner] for runner in runners if runner not in watch.found]
     if missing:
         raise ExpertcastError(
-            f"{type(model).__name__}: {missing[0]} routes by logits that no module of it gives, or does not run: its "
-            "experts cannot be forecast, leave predictor and collect out"
+            f"{type(model).__name__}: {missing[0]} does not run, or no module produces its router logits: its experts "
+            "cannot be forecast, leave predictor and collect out"
         )
-    layers = [_layer(index, names[runner], runner, kept, **watch.found[runner]) for index, runner in enumerate(runners)]
+    layers = [
+        _layer(index, names[runner], runner, gates, **watch.found[runner]) for index, runner in enumerate(runners)
+    ]
     return MoEView(tuple(layers), model_id=str(model_runner.vllm_config.model_config.model))
 
 
 @contextmanager
 def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Inside, what vLLM compiles of a model runs as it is written, under hooks."""
+    """Run vLLM's compiled modules uncompiled, so that hooks work."""
     compiled: list[Any] = [module for module in model.modules() if getattr(module, "do_not_compile", True) is False]
     for module in compiled:
         module.do_not_compile = True
@@ -102,36 +106,39 @@ def _uncompiled(model: nn.Module) -> Iterator[None]:
             module.do_not_compile = False
 
 
-def tell_routing(
-    runner: MoERunner, told: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
+def observe_routing(
+    runner: MoERunner, observer: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
 ) -> Callable[[], None]:
-    """Hand `told` what a layer's router reads and makes of it, from now on: router input [T, D], logits [T, E], combine
-    weights and ids [T, K]. Ids that it returns take the place of the router's.
+    """Call `observer` after each run of a layer's router.
+
+    `observer` gets router input [T, D], logits [T, E], combine weights [T, K] and ids [T, K]. It may return
+    ids that replace the router's.
 
     Returns:
-        What ends that.
+        A function that ends the observation.
     """
     router = runner.router
     select = router.select_experts
 
     def selected(hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         weights_TK, ids_TK = select(hidden_states, router_logits, *args, **kwargs)
-        other_TK = told(hidden_states, router_logits, weights_TK, ids_TK)
+        other_TK = observer(hidden_states, router_logits, weights_TK, ids_TK)
         return weights_TK, ids_TK if other_TK is None else other_TK
 
     router.select_experts = selected
     return partial(setattr, router, "select_experts", select)
 
 
-class _Watch:
-    """What modules are given and give, in one forward."""
+class _DryRunHooks:
+    """Hooks that record the inputs and outputs of modules in one forward pass."""
 
     def __init__(self) -> None:
         self.found: dict[MoERunner, dict[str, Any]] = {}
         self._running: list[nn.Module] = []
         self._ran: list[tuple[nn.Module, Tensor | None, Tensor]] = []
-        """Modules that have run since the last MoE layer, with what they read and gave: held, so that no two lie in one
-        place."""
+        """Modules run since the last MoE layer, with input and output, which stay referenced so that no two share
+        memory.
+        """
 
     def enter(self, module: nn.Module, _args: tuple[object, ...]) -> None:
         self._running.append(module)
@@ -144,15 +151,15 @@ class _Watch:
             self._ran.append((module, given, made))
 
     def routed(self, runner: MoERunner, hidden_TD: Tensor, logits_TE: Tensor, *_: Tensor) -> None:
-        gate, read_TD = self._maker(logits_TE)
+        gate, read_TD = self._producer(logits_TE)
         if gate is not None:
-            norm, _unused = self._maker(hidden_TD if read_TD is None else read_TD)
+            norm, _unused = self._producer(hidden_TD if read_TD is None else read_TD)
             block, decoder = [module for module in self._running if module is not runner][:-3:-1]
             self.found[runner] = {"gate": gate, "norm": norm, "block": block, "decoder": decoder}
         self._ran.clear()
 
-    def _maker(self, tensor: Tensor) -> tuple[nn.Module | None, Tensor | None]:
-        """The last module that gave a tensor, and what it read."""
+    def _producer(self, tensor: Tensor) -> tuple[nn.Module | None, Tensor | None]:
+        """Return the last module that produced a tensor, and that module's input."""
         for module, given, made in reversed(self._ran):
             if made.data_ptr() == tensor.data_ptr() and made.numel() == tensor.numel():
                 return module, given
@@ -163,23 +170,35 @@ class _Watch:
 
 
 class ForecastRouter(nn.Module):
-    """A layer's router as transformers has it: from router inputs to logits, combine weights and ids, by vLLM's own
-    routing rule. Its parameters are the gate's, under the same names."""
+    """A layer's router with transformers' interface and vLLM's routing rule.
+
+    It maps router inputs to logits, combine weights and ids. Its parameters are the gate's, with the same names.
+
+    Args:
+        name: name of the layer, for messages.
+        runner: the layer's runner.
+        gate: parameters of the gate by name.
+
+    Raises:
+        ExpertcastError: the routing rule uses expert replicas.
+    """
 
     def __init__(self, name: str, runner: MoERunner, gate: dict[str, Tensor]) -> None:
         super().__init__()
         rule = runner.router
         if not isinstance(rule, BaseRouter) or rule.eplb_state is not None:
-            raise ExpertcastError(f"{name} routes by {type(rule).__name__} with replicas: it cannot be forecast")
+            raise ExpertcastError(
+                f"{name}: {type(rule).__name__} with expert replicas cannot be forecast: leave predictor out"
+            )
         for each, tensor in gate.items():
             self.register_parameter(each, nn.Parameter(tensor.detach(), requires_grad=False))
         self.top_k = rule.top_k
-        self._rule = [rule]  # in a list: no part of the state dict
+        self._rule = [rule]  # a list hides it from the state dict
         self.factor = runner.routed_scaling_factor
-        """What combine weights are multiplied with after the experts."""
+        """Factor on the combine weights after the experts."""
 
     def forward(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [T, E], combine weights and ids [T, K] (int64)."""
+        """Return logits [T, E], combine weights [T, K] and ids [T, K] (int64)."""
         weight_ED = self.get_parameter("weight")
         bias_E = self._parameters.get("bias")
         logits_TE = functional.linear(hidden_TD.to(weight_ED.dtype), weight_ED, bias_E)
@@ -188,15 +207,25 @@ class ForecastRouter(nn.Module):
 
 
 def _layer(
-    index: int, name: str, runner: MoERunner, kept: Kept, *, gate: nn.Module, norm: nn.Module | None,
+    index: int, name: str, runner: MoERunner, gates: GateParameters, *, gate: nn.Module, norm: nn.Module | None,
     block: nn.Module, decoder: nn.Module,
 ) -> MoELayer:  # fmt: skip
-    """Of the runner's name: the gate gives its logits, the norm what the gate reads (None: no norm does), the block
-    holds the runner, and the decoder the block."""
-    parameters = dict(kept.get(gate, {}))
+    """Build the view of one layer.
+
+    Args:
+        index: number of the MoE layer.
+        name: name of the runner.
+        runner: the runner.
+        gates: parameters of possible gates.
+        gate: produces the logits.
+        norm: produces the gate's input; None if no norm does.
+        block: contains the runner.
+        decoder: contains the block.
+    """
+    parameters = dict(gates.get(gate, {}))
     weight = parameters.get("weight")
     if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ExpertcastError(f"the gate of {name} has no plain weight: its experts cannot be forecast")
+        raise ExpertcastError(f"the gate of {name} has no unquantised weight: leave predictor and collect out")
     router, block_name = ForecastRouter(name, runner, parameters), name.rpartition(".")[0]
     return MoELayer(
         index=index, block_name=block_name, norm_name="" if norm is None else f"{block_name}.norm",

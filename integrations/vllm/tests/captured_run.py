@@ -1,8 +1,8 @@
-"""An engine of vLLM whose decode steps run as if they became CUDA graphs: options on standard input, tokens and
-counters on standard output.
+"""A vLLM engine whose decode steps run as if captured in CUDA graphs: options on standard input, tokens and counters on
+standard output.
 
-What a capture forbids is refused, and rows of padding with other routing stand behind those of requests, as behind a
-batch that is smaller than its graph. Only copies and vLLM's kernel for experts are made as on any CPU.
+Operations that a capture forbids raise. Padding rows with other routing follow the requests' rows, as in a batch
+smaller than its graph. Only copies and vLLM's kernel for experts run as usual on a CPU.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.overrides import TorchFunctionMode
 PADDING = 3
 CAPTURING = [
     "expertcast_vllm.offload.capturing", "expertcast.runtime.experimental.device_engine.capturing",
-    "expertcast_vllm.watching.capturing", "expertcast.runtime.engine.speculation.capturing",
+    "expertcast_vllm.observer.capturing", "expertcast.runtime.engine.speculation.capturing",
     "expertcast.runtime.engine.traced.capturing",
 ]  # fmt: skip
 
 
 class NoHost(TorchFunctionMode):
-    """Refuses whatever brings a value of a tensor to the host, or a shape that depends on one."""
+    """Raises on operations that bring a tensor's value to the host, or whose shape depends on one."""
 
     FORBIDDEN = frozenset(
         {
@@ -55,7 +55,7 @@ class NoHost(TorchFunctionMode):
 
 
 def plainly(function: Any) -> Any:
-    """The function as it is anywhere else."""
+    """Return the function without this check."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -66,7 +66,7 @@ def plainly(function: Any) -> Any:
 
 @contextmanager
 def as_if_captured(counts: dict[str, int]) -> Iterator[None]:
-    """Inside, all decode steps of this process's engine."""
+    """Run this process's decode steps as if captured."""
     from expertcast_vllm import offload as module
     from expertcast_vllm.method import GatheringKernel
     from expertcast_vllm.offload import WorkerOffload
@@ -97,13 +97,13 @@ def as_if_captured(counts: dict[str, int]) -> Iterator[None]:
         more = (
             more_rows(hidden), more_rows(logits), more_rows(weights), torch.cat([ids, other.to(ids.dtype)])
         )  # fmt: skip
-        residual = self.watching and self.watching._residual
+        residual = self.observer and self.observer._residual
         with padded(rows) as watch:
             if residual is not None:
-                self.watching._residual = more_rows(residual)
+                self.observer._residual = more_rows(residual)
             asked = route(self, index, *more)
             if residual is not None:
-                self.watching._residual = residual
+                self.observer._residual = residual
         counts["functions"] += watch.seen
         assert torch.equal(asked[:rows], ids)
         assert torch.equal(asked[rows:], ids[:1].expand(PADDING, -1))
@@ -129,12 +129,12 @@ def as_if_captured(counts: dict[str, int]) -> Iterator[None]:
 
 
 def more_rows(tensor: Tensor) -> Tensor:
-    """With rows of padding behind it, whose values mean nothing."""
+    """Append padding rows of meaningless values."""
     return torch.cat([tensor, torch.full_like(tensor[:1], 0.5).expand(PADDING, -1)])
 
 
 def main() -> None:
-    """Generate once as always, and once as if captured."""
+    """Generate once normally and once as if captured."""
     asked = json.load(sys.stdin)
     os.environ.update({**QUIET, **asked["environment"]})
     from vllm import LLM, SamplingParams

@@ -1,6 +1,6 @@
-"""What is done with traces and checkpoints where transformers is new enough for it: in the project's own environment.
+"""Work on traces and checkpoints in the project's own environment, which has a newer transformers.
 
-As a script it does what standard input asks for, and writes the result on standard output.
+As a script it reads a request from standard input and writes the result to standard output.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("EXPERTCAST_PYTHON", ROOT / ".venv" / "bin" / "python"))
-"""Of the project's environment."""
+"""Python of the project's environment."""
 
 
 def elsewhere(**asked: Any) -> Any:
-    """The result of :func:`do` there."""
+    """Call :func:`do` in that environment."""
     return json.loads(_run([__file__], json.dumps(asked)).splitlines()[-1])
 
 
 def train(traces: Path, predictor: str, out: Path, *settings: str, default_vectors: Path | None = None) -> None:
-    """`expertcast train` there."""
+    """Run `expertcast train` in that environment."""
     options = ["--set", *settings] if settings else []
     options += [] if default_vectors is None else ["--default-vectors", str(default_vectors)]
     command("train", str(traces), "--predictor", predictor, "--out", str(out), *options)
 
 
 def command(*words: str) -> None:
-    """A command of expertcast there."""
+    """Run a command of expertcast in that environment."""
     _run(["-m", "expertcast.cli", *words])
 
 
 def _run(arguments: list[str], given: str = "") -> str:
     if not PYTHON.exists():
-        pytest.skip(f"no {PYTHON}: make the project's environment (make test), or set EXPERTCAST_PYTHON")
+        pytest.skip(f"{PYTHON} is missing: create the project's environment (make test), or set EXPERTCAST_PYTHON")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [str(PYTHON), *arguments], input=given, capture_output=True, text=True, timeout=300, env=environment
@@ -48,7 +48,7 @@ def _run(arguments: list[str], given: str = "") -> str:
 
 
 def do(asked: dict[str, Any]) -> Any:
-    """The fingerprints of models, or of those of traces, or the recall of a predictor's forecasts on traces."""
+    """Return fingerprints of models or of traces, or the recall of a predictor on traces."""
     from expertcast.data.models import load_model
     from expertcast.data.moe_layers import find_moe_layers
     from expertcast.data.traces import TraceDataset
@@ -63,12 +63,12 @@ def do(asked: dict[str, Any]) -> Any:
 
 
 def _recall(traces: Any, name: str, prompts: dict[str, int]) -> dict[int, float]:
-    """By target layer, as a monitor of decode steps has it.
+    """Return the recall by target layer, as the monitor of decode steps computes it.
 
     Args:
-        traces: whose documents, run together from the first token they generated on, are looked at.
-        name: of a predictor that is not trained, or a checkpoint.
-        prompts: by a document's hash, how many of its tokens are the prompt's.
+        traces: traces of documents that ran together from the first generated token on.
+        name: name of an untrained predictor, or a checkpoint.
+        prompts: number of prompt tokens by document hash.
     """
     from expertcast.data.batch import TraceBatch
     from expertcast.runtime.engine.drift import BLOCK, MEMORY
@@ -79,7 +79,7 @@ def _recall(traces: Any, name: str, prompts: dict[str, int]) -> dict[int, float]
     predictor, _ = resolve_predictor(name, view)
     batch = TraceBatch.cat(list(traces.batches("all", 100_000)))
     prompt_of = {document.index: prompts[document.hash] for document in traces.documents}
-    # the first forward is of the prompts: a generated token's is the second, and so on
+    # The prompts run in the first forward pass, and the n-th generated token in pass n + 1.
     forward_T = [
         position - prompt_of[document] + 2
         for document, position in zip(batch.document_T.tolist(), batch.position_T.tolist(), strict=True)

@@ -1,5 +1,6 @@
-"""Engines of vLLM for tests, each in a process of its own: forked from one that has imported vLLM, which takes as long
-as all the rest of a short run.
+"""vLLM engines for tests, each in a separate process forked from one that has imported vLLM.
+
+The import takes as long as the rest of a short run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PROMPTS = [
     "He said to her that", "In the beginning", "The theorem of Pythagoras", "London in winter is",
 ]  # fmt: skip
 LOADING = "Loading safetensors"
-"""What vLLM writes when it reads a checkpoint's weights."""
+"""Line of vLLM's log when it reads weights."""
 _SECONDS = 180
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])
@@ -35,14 +36,14 @@ _FORKS.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worke
 
 @dataclass(frozen=True)
 class Ran:
-    """What an engine gave."""
+    """Results of an engine."""
 
     tokens: list[list[int]]
     layers: list[str]
-    """Names of the classes of the model's modules; empty where they are in another process."""
+    """Class names of the model's modules; empty if they are in another process."""
     workers: list[dict[str, Any]]
     memory: dict[str, int]
-    """Bytes of the process that are no file's: before the model, the most while it was loaded, and at the end."""
+    """Bytes of the process without files: before loading, at the peak while loading, and at the end."""
     log: str
 
 
@@ -54,10 +55,17 @@ def run(
     model: str = REFERENCE,
     tokens: int = 24,
 ) -> Ran:
-    """Greedy tokens of eight prompts at once; `options` of expertcast, None without it.
+    """Generate greedily from eight prompts at once.
+
+    Args:
+        options: options of expertcast; None without expertcast.
+        engine: options of vLLM.
+        environment: additional environment variables.
+        model: the model.
+        tokens: tokens per prompt.
 
     Raises:
-        RuntimeError: it failed; the message is its log.
+        RuntimeError: the engine failed; the message is its log.
     """
     if options is not None:
         environment = {VARIABLE: json.dumps(options), **(environment or {})}
@@ -85,14 +93,14 @@ def run(
 
 
 def both(options: Mapping[str, object], **kwargs: Any) -> tuple[Ran, Ran]:
-    """What :func:`run` gives without expertcast and with it, side by side in time."""
+    """Run without and with expertcast at the same time."""
     with ThreadPoolExecutor(2) as pool:
         resident, offloaded = pool.submit(run, **kwargs), pool.submit(run, options, **kwargs)
         return resident.result(), offloaded.result()
 
 
 def _start_forks() -> None:
-    """Once: what is in the environment then is in that of every process."""
+    """Start the process that is forked; its environment is that of every later process."""
     os.environ.pop(VARIABLE, None)
     os.environ.update(QUIET)
     forkserver.ensure_running()

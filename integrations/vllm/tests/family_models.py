@@ -1,4 +1,4 @@
-"""Small models with random weights, of families that both transformers and vLLM know, as a checkpoint's folder."""
+"""Checkpoints of small random models, of families that both transformers and vLLM support."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LAYERS, HIDDEN = 3, 128
-"""Of each model: layers, the first of which may be dense, and what they read and write."""
+"""Layers (the first may be dense) and hidden size of each model."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _COMMON = {
     "vocab_size": 4096, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
@@ -29,27 +29,27 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
     # 3-D tensors of all experts in the checkpoint
     "granitemoe": {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
     "mixtral": {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
-    # an expert that all tokens share, behind a gate of its own; the first layer is dense
+    # a shared expert with its own gate; the first layer is dense
     "qwen2_moe": {
         "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
         "num_experts": 16, "num_experts_per_tok": 4, "mlp_only_layers": [0],
     },
-    # inner features that vLLM's kernel fills up with zeros, to 32
+    # inner features that vLLM pads to 32 with zeros
     "olmoe": {"intermediate_size": 24, "num_experts": 16, "num_experts_per_tok": 4},
-    # shared experts without a gate, latent attention, weights scaled; the first layer is dense
+    # shared experts without a gate, latent attention, scaled weights; the first layer is dense
     "deepseek_v2": {
         **_LATENT, "n_shared_experts": 2, "q_lora_rank": None, "routed_scaling_factor": 2.0, "topk_method": "greedy",
         "n_group": 1, "topk_group": 1,
     },
-    # sigmoids with a correction, of groups of experts
+    # sigmoid scores with a correction bias, groups of experts
     "deepseek_v3": {**_LATENT, "n_shared_experts": 1, "q_lora_rank": 32, "n_group": 2, "topk_group": 1},
 }  # fmt: skip
 _AS_CHECKPOINTS = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
-"""What their config.json says and transformers does not: vLLM goes by it."""
+"""Values of published config.json files that transformers does not save and vLLM reads."""
 
 
 def make_model(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, **changes: object) -> str:
-    """A model of a family, and the tokenizer of the bundled one, in `folder`; the folder's name."""
+    """Write a model of a family, with the bundled tokenizer, to `folder`; return the folder's name."""
     config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {}), **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -63,7 +63,7 @@ def make_model(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, *
 
 
 def first_layers(folder: Path, count: int) -> str:
-    """The bundled model's first layers as a model, in `folder`; the folder's name."""
+    """Write the bundled model's first layers as a model to `folder`; return the folder's name."""
     model = AutoModelForCausalLM.from_pretrained(REFERENCE, num_hidden_layers=count)
     model.save_pretrained(folder)
     for name in _TOKENIZER:
@@ -72,7 +72,7 @@ def first_layers(folder: Path, count: int) -> str:
 
 
 def _tell_apart(model: nn.Module) -> None:
-    """Give norms and corrections values of their own, and routers clear choices."""
+    """Randomise norms and correction biases, and make the routers' choices distinct."""
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("gate.weight"):
@@ -84,5 +84,5 @@ def _tell_apart(model: nn.Module) -> None:
 
 
 def top_k(family: str) -> int:
-    """Experts that a token of a family's model takes."""
+    """Return the experts per token of a family."""
     return int(str(FAMILIES[family]["num_experts_per_tok"]))

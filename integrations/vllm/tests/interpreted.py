@@ -1,7 +1,8 @@
-"""vLLM's Triton kernel for experts, interpreted on the CPU: over slots, over all experts, and against plain torch.
+"""vLLM's Triton kernel for experts, interpreted on the CPU: over slots, over all experts, and compared with plain
+torch.
 
-A process of its own, begun with TRITON_INTERPRET=1: a case per line of JSON on standard input, a result for each on
-standard output.
+It runs in a separate process with TRITON_INTERPRET=1: one case per line of JSON on standard input, one result per case
+on standard output.
 
 T tokens, D hidden size, I intermediate size, E experts, K experts per token, S slots.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from triton.backends import backends
 
-# vLLM's build for the CPU switches Triton off where no backend is called this; interpreted it needs none
+# vLLM's CPU build disables Triton without a backend of this name; the interpreter needs none
 backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))  # type: ignore[assignment]
 
 from expertcast_vllm.method import MappingKernel, OffloadedMethod  # noqa: E402
@@ -39,13 +40,13 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  #
 
 from expertcast.runtime.storage.slots import SlotPool  # noqa: E402
 
-# What is chosen on CUDA with `--moe-backend triton`: this build knows the CPU's kernels only.
+# vLLM's choice on CUDA with `--moe-backend triton`: the CPU build knows only CPU kernels.
 unquantized_fused_moe_method.select_unquantized_moe_backend = lambda moe_config: (  # type: ignore[assignment]
     UnquantizedMoeBackend.TRITON,
     TritonExperts,
 )
 
-# Two operators that vLLM has in CUDA C++ and its build for the CPU lacks, as its docstrings and calls specify them.
+# Two operators that exist only in vLLM's CUDA build, implemented from their docstrings and calls.
 _MISSING = torch.library.Library("_moe_C", "FRAGMENT")
 _MISSING.define(
     "moe_align_block_size(Tensor topk_ids, int num_experts, int block_size, Tensor! sorted_token_ids, "
@@ -58,10 +59,10 @@ def _align(
     topk_ids: Tensor, num_experts: int, block_size: int, sorted_token_ids: Tensor, experts_ids: Tensor,
     num_tokens_post_pad: Tensor, expert_map: Tensor | None, scatter_idx: Tensor | None,
 ) -> None:  # fmt: skip
-    """Pairs by expert, each expert's filled up to whole blocks by a number that is no pair's; whose each block is.
+    """Sort pairs by expert and pad each expert's pairs to whole blocks; also return each block's expert.
 
-    Pairs of expert -1 are left out. With a map, its entries are the experts of blocks, and -1 there leaves out too.
-    What lies behind the last block is undefined, and is filled here with what a kernel that read it would trip over.
+    Pairs of expert -1 are left out. With a map, a block's expert is the map's entry, and -1 there leaves its pairs out
+    too. Values behind the last block are undefined; here they would crash a kernel that reads them.
     """
     assert scatter_idx is None
     flat = topk_ids.reshape(-1).long()
@@ -83,7 +84,7 @@ def _align(
 
 
 def _sum(input: Tensor, output: Tensor, topk_ids: Tensor | None, expert_map: Tensor | None) -> None:
-    """A token's experts in their order; with a map, those that are in it."""
+    """Sum each token's experts in order; with a map, only the experts in it."""
     if expert_map is not None and topk_ids is not None:
         absent_TK = (topk_ids < 0) | (expert_map[topk_ids.long().clamp(min=0)] < 0)
         input = input.masked_fill(absent_TK[..., None], 0)
@@ -94,11 +95,11 @@ _MISSING.impl("moe_align_block_size", _align, "CPU")
 _MISSING.impl("moe_sum", _sum, "CPU")
 
 _HIDDEN, _INTERMEDIATE = 72, 40
-"""No multiples of a tile."""
+"""Not multiples of a tile."""
 
 
 class _Offloaded(RoutedExperts):
-    """As the plug-in's layer as far as its method goes; the worker's part is :class:`_Slots`."""
+    """The plug-in's layer with :class:`_Slots` instead of a worker's offload."""
 
     def __init__(self, slots: _Slots, *args: Any, **kwargs: Any) -> None:
         object.__setattr__(self, "offload", slots)
@@ -109,7 +110,7 @@ class _Offloaded(RoutedExperts):
 
 
 class _Slots:
-    """Puts experts where a test wants them. All that is no asked-for expert's is NaN."""
+    """Puts experts into random slots; all other slots are NaN."""
 
     def __init__(self, count: int, generator: torch.Generator) -> None:
         self.count, self.generator = count, generator
@@ -121,7 +122,7 @@ class _Slots:
         assert not self.pool.views["w13_weight"].is_contiguous()
 
     def bring(self, ids_TK: Tensor, experts: int) -> Tensor:
-        """The slots [T, K] of these experts, at random places."""
+        """Load these experts into random slots; return the slots [T, K]."""
         for view in self.pool.views.values():
             view.fill_(torch.nan)
         used = ids_TK[ids_TK >= 0].unique()
@@ -134,7 +135,7 @@ class _Slots:
 
 
 def compare(asked: dict[str, Any]) -> dict[str, Any]:
-    """Whether slots give the bits of all experts, and how far these are from plain torch at most."""
+    """Return whether slots give the same bits as all experts, and the largest distance of these from plain torch."""
     generator = torch.Generator().manual_seed(asked["seed"])
     experts, top_k, tokens = asked["experts"], asked["top_k"], asked["tokens"]
     dtype, id_dtype = getattr(torch, asked["dtype"]), getattr(torch, asked["ids"])
@@ -151,7 +152,7 @@ def compare(asked: dict[str, Any]) -> dict[str, Any]:
     ids_TK = torch.rand(tokens, asked["among"], generator=generator).topk(top_k).indices.to(id_dtype)
     weights_TK = torch.rand(tokens, top_k, generator=generator)
     whole = tokens - asked["padding"]
-    ids_TK[whole:], weights_TK[whole:] = -1, 0  # as vLLM's routers mark rows that are no token's
+    ids_TK[whole:], weights_TK[whole:] = -1, 0  # as vLLM's routers mark padding rows
     launched = _watch_launches()
     expected_TD = resident.quant_method.forward_cuda(resident, hidden_TD, weights_TK, ids_TK, None, None)
     tiles = launched.copy()
@@ -175,7 +176,7 @@ def compare(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _watch_launches() -> list[dict[str, Any]]:
-    """The tiles of every launch of the kernel from now on."""
+    """Record the tile sizes of every launch of the kernel from now on."""
     tiles: list[dict[str, Any]] = []
     fused_moe.fused_moe_kernel.pre_run_hooks = [
         lambda *args, **options: tiles.append({name: options[name] for name in options if name.startswith("BLOCK")})
@@ -203,7 +204,7 @@ def _layer(asked: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _plainly(hidden_TD: Tensor, plain: dict[str, Tensor], ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """In float32, one pair after the other."""
+    """Compute the experts in float32, one pair after the other."""
     output_TD = torch.zeros_like(hidden_TD)
     for token, (ids_K, weights_K) in enumerate(zip(ids_TK.tolist(), weights_TK[: len(ids_TK)], strict=True)):
         for expert, weight in zip(ids_K, weights_K, strict=True):

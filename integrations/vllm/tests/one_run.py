@@ -1,4 +1,4 @@
-"""One engine of vLLM in a process of its own: options on standard input, what it generated on standard output."""
+"""One vLLM engine in a separate process: options on standard input, generated tokens on standard output."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ENGINE = {
 
 
 RESULT = "result: "
-"""What the line begins with that a test reads."""
+"""Prefix of the result's line."""
 
 
 def main() -> None:
-    """Generate greedily, and tell counters where there are any."""
+    """Generate greedily and print tokens, memory and counters."""
     asked = json.load(sys.stdin)
     os.environ.update({**QUIET, **asked["environment"]})
     from vllm import LLM, SamplingParams
@@ -49,13 +49,13 @@ def main() -> None:
 
 
 def memory_of_its_own() -> int:
-    """Bytes of this process that are no file's."""
+    """Return the bytes of this process that are not backed by a file."""
     status = Path("/proc/self/status").read_text()
     return 1024 * sum(int(kib) for kib in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", status, re.MULTILINE))
 
 
 class Memory(threading.Thread):
-    """Looks every few milliseconds at what this process holds."""
+    """Samples this process's memory every few milliseconds."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

@@ -1,7 +1,7 @@
-"""vLLM's server as a process of its own, and all that it starts.
+"""vLLM's server in a separate process.
 
-Its module stands for the command `vllm serve`, which vLLM's distribution for the CPU does not start: it asks for the
-version of a distribution called vllm.
+It is started by its module because the command `vllm serve` reads the version of a distribution called vllm, which the
+CPU distribution lacks.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 NAME = "served"
 SECONDS = 150
-"""For a start, and for an end."""
+"""Timeout of a start or an end."""
 _SHARED = re.compile(r"\s(/dev/shm/\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that was started."""
+    """A started server."""
 
     process: subprocess.Popen[bytes]
     url: str
     log_file: Path
     seen: list[psutil.Process] = field(default_factory=list)
-    """All that was found running."""
+    """All processes of the server seen so far."""
     shared: set[str] = field(default_factory=set)
-    """Files in shared memory that it had mapped."""
+    """Its files in shared memory."""
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until it answers."""
         end = time.monotonic() + SECONDS
         while time.monotonic() < end and self.process.poll() is None:
             try:
@@ -57,35 +57,35 @@ class Server:
         raise AssertionError(self.log())
 
     def processes(self) -> list[psutil.Process]:
-        """The server and what it started."""
+        """Return the processes of the server."""
         main = psutil.Process(self.process.pid)
         found = [main, *main.children(recursive=True)]
         self.seen.extend(each for each in found if each not in self.seen)
         return found
 
     def named(self, name: str) -> list[psutil.Process]:
-        """Processes with this in their title."""
+        """Return the processes with this text in their title."""
         return [each for each in self.processes() if name in " ".join(each.cmdline())]
 
     def shared_files(self) -> set[str]:
-        """Files in shared memory that the processes have mapped."""
+        """Return the processes' files in shared memory."""
         maps = (Path(f"/proc/{each.pid}/maps").read_text() for each in self.processes())
         self.shared.update(found for text in maps for found in _SHARED.findall(text))
         return self.shared
 
     def ended(self) -> bool:
-        """Whether nothing of it runs after at most :data:`SECONDS`."""
+        """Return whether all processes have ended after at most :data:`SECONDS`."""
         _, alive = psutil.wait_procs(self.seen, timeout=SECONDS)
         return not alive
 
     def stop(self) -> None:
-        """Ask it to end, and wait."""
+        """Terminate it and wait."""
         self.processes()
         self.process.send_signal(signal.SIGTERM)
         assert self.ended(), self.log()
 
     def log(self) -> str:
-        """What it wrote."""
+        """Return the log."""
         return self.log_file.read_text()
 
 
@@ -94,11 +94,13 @@ def serve(
     folder: Path, options: Mapping[str, object] | None, *arguments: str, model: str = REFERENCE,
     temporary: str | None = None,
 ) -> Iterator[Server]:  # fmt: skip
-    """A server that starts, to listen on the loopback; `options` of expertcast, None without it.
+    """Start a server on the loopback interface.
 
     Args:
-        folder: where its log is written.
-        arguments: more of vLLM's own.
+        folder: folder of its log.
+        options: options of expertcast; None without expertcast.
+        arguments: further options of vLLM.
+        model: the model.
         temporary: folder for its temporary files.
     """
     with closing(socket.socket()) as chosen:
@@ -107,7 +109,7 @@ def serve(
     environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
     environment |= {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": "expertcast"}
     if temporary is not None:
-        compiled = Path(default_cache_dir())  # by torch, which is to find it again
+        compiled = Path(default_cache_dir())  # torch's cache, shared with other runs
         compiled.mkdir(exist_ok=True)
         (Path(temporary) / compiled.name).symlink_to(compiled)
         environment["TMPDIR"] = temporary

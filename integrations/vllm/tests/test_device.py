@@ -1,5 +1,4 @@
-"""What a device decides and computes, on the CPU: nothing that a CUDA graph forbids with link "kernel", and vLLM's
-Triton kernel over slots, interpreted."""
+"""Link "kernel" performs no operation that a CUDA graph forbids, and vLLM's Triton kernel reads slots (interpreted)."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ FP32 = {"dtype": "float32"}
 
 @pytest.fixture(scope="module")
 def runs() -> tuple[Ran, ...]:
-    """Resident, by the host's books, by tables, and by tables too small for a step."""
+    """Runs of the resident model, with host tables, with device tables, and with fewer slots than a step needs."""
     asked: list[Mapping[str, object] | None] = [
         None, {"slots": 200, "link": "instant"}, {"slots": 200, "link": "kernel"}, {"slots": 30, "link": "kernel"}
     ]  # fmt: skip
@@ -29,17 +28,17 @@ def runs() -> tuple[Ran, ...]:
         return tuple(pool.map(lambda options: run(options, engine=FP32), asked))
 
 
-def test_same_tokens_and_counts_as_by_the_hosts_books(runs: tuple[Ran, ...]) -> None:
+def test_same_tokens_and_counts_as_with_host_tables(runs: tuple[Ran, ...]) -> None:
     resident, *offloaded = runs
     assert [each.tokens for each in offloaded] == [resident.tokens] * 3
     counts = [[each.workers[0][name] for name in ("requests", "hits", "misses", "bytes_moved")] for each in offloaded]
     assert counts[0] == counts[1]
-    assert counts[2][0] > counts[1][0], "groups of tokens ask for experts again"
-    assert "GB moved, " not in offloaded[1].log, "nobody waited on the host"
+    assert counts[2][0] > counts[1][0], "groups of tokens request experts again"
+    assert "GB moved, " not in offloaded[1].log, "the host did not wait"
 
 
 def as_if_captured(options: Mapping[str, object], tokens: int = 12) -> dict[str, Any]:
-    """What `captured_run.py` gives.
+    """Return the result of `captured_run.py`.
 
     Raises:
         RuntimeError: it failed; the message is its log.
@@ -57,17 +56,17 @@ def as_if_captured(options: Mapping[str, object], tokens: int = 12) -> dict[str,
     return given
 
 
-def test_decode_steps_with_forecasts_and_padding_ask_the_device_for_no_value() -> None:
+def test_decode_steps_with_forecasts_and_padding_need_no_host_read() -> None:
     given = as_if_captured({"slots": 200, "link": "kernel", "predictor": "next_norm"})
     assert given["captured"]["tokens"] == given["plain"]["tokens"]
-    assert given["captured"]["counters"] == given["plain"]["counters"], "nothing is brought for padding"
+    assert given["captured"]["counters"] == given["plain"]["counters"], "padding requests no experts"
     assert given["plain"]["counters"]["prefetched_used"] > 0
     assert given["layers"] == 11 * 12
     assert given["functions"] > given["layers"]
 
 
-def test_asking_would_be_refused() -> None:
-    """The test above can fail: of a step that may name more experts than there are slots, the host counts them."""
+def test_a_host_read_fails() -> None:
+    """The test above can fail: for a step that may need more experts than slots, the host counts them."""
     with pytest.raises(RuntimeError, match="unique needs the host"):
         as_if_captured({"slots": 40, "link": "kernel"})
 
@@ -80,11 +79,11 @@ DEFAULTS = {
 }  # fmt: skip
 CASES = {
     "one token": {"tokens": 1, "experts": 8, "slots": 3, "top_k": 2, "among": 8},
-    "one token, pairs by themselves where resident": {"tokens": 1, "experts": 37, "slots": 5, "among": 37},
+    "one token, separate pairs in the resident layer": {"tokens": 1, "experts": 37, "slots": 5, "among": 37},
     "several tokens": {},
     "more slots than experts": {"slots": 45},
     "ids of 64 bits": {"ids": "int64", "tokens": 5},
-    "few experts asked for, many absent": {"experts": 29, "among": 4, "tokens": 9, "slots": 4},
+    "few experts requested, many absent": {"experts": 29, "among": 4, "tokens": 9, "slots": 4},
     "more tokens of an expert than a tile": {"tokens": 40, "experts": 5, "among": 5, "top_k": 2},
     "tiles of a larger step": {"tokens": 70, "experts": 6, "among": 6, "top_k": 2, "slots": 6},
     "rows of padding": {"padding": 3, "tokens": 8},
@@ -96,12 +95,13 @@ CASES = {
     "in groups, with tiles of the step": {"tokens": 40, "slots": 4, "dtype": "float16", "biased": True},
 }
 AWAY = {"float32": 1e-5, "float16": 5e-3}
-"""Of the largest output: what rounding makes. No bfloat16: NumPy, which Triton interprets by, cannot multiply it."""
+"""Tolerance relative to the largest output. bfloat16 is left out: Triton interprets by NumPy, which cannot multiply it.
+"""
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
-    """All cases in one process: Triton decides when it is imported whether it interprets."""
+    """Results of all cases, from one process: Triton decides at its import whether to interpret."""
     asked = "\n".join(json.dumps({**DEFAULTS, **case, "seed": seed}) for seed, case in enumerate(CASES.values()))
     environment = {
         **os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",

@@ -1,4 +1,4 @@
-"""Whose tokens they are: the previous token's routing, and rows of traces, while requests come, go and move."""
+"""Rows of previous tokens and traces belong to the right requests while requests come, go and move."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from expertcast_vllm.observer import PreviousTokens, TrafficCollector
 from expertcast_vllm.step import Part, Requests
-from expertcast_vllm.watching import PreviousTokens, TrafficCollector
 
 from expertcast.data.batch import RouterCall, TraceBatch
 from expertcast.data.live import LiveOptions, LiveTraces
@@ -19,11 +19,11 @@ from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 
 SHAPE = ModelShape(layers=2, experts=4, top_k=1, hidden=4)
 Run = tuple[str, int, int]
-"""A request, the position of the first of its tokens in a forward, and how many they are."""
+"""A request, the position of its first token in a forward pass, and the number of its tokens."""
 
 
 def running(*runs: Run) -> Requests:
-    """A forward in which each token's id is 1000 x the request's number + its position."""
+    """Return a forward pass in which each token's id is 1000 x the request's number + its position."""
     parts, ids, rows = [], list[int](), 0
     for request, start, count in runs:
         parts.append(Part(request=request, rows=slice(rows, rows + count), start=start))
@@ -33,7 +33,7 @@ def running(*runs: Run) -> Requests:
 
 
 def call(step: Requests, layer: int) -> RouterCall:
-    """What tells whose it is: token ids are the residual's and the logits' values."""
+    """Return a router call whose residuals and logits equal the token ids."""
     assert step.token_T is not None
     value_T1 = step.token_T[:, None].float()
     count = len(value_T1)
@@ -47,26 +47,28 @@ def call(step: Requests, layer: int) -> RouterCall:
 
 def test_the_previous_token_is_that_of_the_same_request() -> None:
     previous = PreviousTokens(SHAPE)
-    seen: list[list[float]] = []
+    found: list[list[float]] = []
     for runs in (
         [("1", 0, 5), ("2", 0, 3)],
-        [("2", 3, 1), ("1", 5, 1)],  # in another order
-        [("1", 6, 1), ("3", 7, 1)],  # one paused, one new
-        [("1", 7, 1), ("2", 4, 1), ("3", 8, 1)],  # it goes on
-        [("1", 0, 1), ("2", 5, 1), ("3", 7, 1)],  # two run again
+        [("2", 3, 1), ("1", 5, 1)],  # another order
+        [("1", 6, 1), ("3", 7, 1)],  # 2 is paused, 3 is new
+        [("1", 7, 1), ("2", 4, 1), ("3", 8, 1)],  # 2 goes on
+        [("1", 0, 1), ("2", 5, 1), ("3", 7, 1)],  # 1 and 3 run again
     ):
         step = running(*runs)
         previous.start(step)
         for layer in range(SHAPE.layers):
-            previous.see(call(step, layer))
-        seen.append(previous.of(call(step, 0))[:, 1, 0].nan_to_num(-1).tolist())
-    assert seen[1:] == [[2002.5, 1004.5], [1005.5, -1], [1006.5, -1, 3007.5], [-1, 2004.5, -1]]
+            previous.record(call(step, layer))
+        found.append(previous.of(call(step, 0))[:, 1, 0].nan_to_num(-1).tolist())
+    assert found[1:] == [[2002.5, 1004.5], [1005.5, -1], [1006.5, -1, 3007.5], [-1, 2004.5, -1]]
 
 
 def collected(
     folder: Path, steps: Sequence[Sequence[Run]], ended: Sequence[str] = (), **options: Any
 ) -> list[list[int]]:
-    """Token ids of the documents that a collector writes of these forwards; the `ended` end before the last one."""
+    """Return the token ids of the documents that a collector writes; the `ended` requests end before the last forward
+    pass.
+    """
     made = LiveOptions(tokens=10_000, **options)
     none = torch.nn.Module()
     layers = [
@@ -89,7 +91,7 @@ def collected(
         step = running(*runs)
         collector.start(step, known)
         for layer in range(SHAPE.layers):
-            collector.see(call(step, layer))
+            collector.record(call(step, layer))
         collector.finish(step)
     collector.close()
     info = read_info(folder)

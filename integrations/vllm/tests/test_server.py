@@ -1,4 +1,4 @@
-"""vLLM's server with expertcast, asked by OpenAI's own client, ended and killed."""
+"""vLLM's server with expertcast: answers to OpenAI's client, its end, and killed processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from servers import NAME, Server, serve
 
 VLLMS_OWN = "vllm_dist_"
-"""Memory that vLLM's workers reduce in on the CPU: it leaves that behind itself when one of them is killed."""
+"""Shared memory of vLLM's CPU workers, which vLLM leaves behind when one of them is killed."""
 LARGE = 1 << 20
-"""Bytes: what may be experts."""
+"""Larger files may contain experts."""
 ASKED = {"model": NAME, "prompt": PROMPTS[0], "temperature": 0}
 TWO = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
 
@@ -34,7 +34,7 @@ def test_killed_processes(tmp_path: Path) -> None:
     ):
         folder = tmp_path / str(round_)
         folder.mkdir()
-        # sockets' names may not be long
+        # names of sockets must be short
         with TemporaryDirectory() as temporary, serve(folder, options, *TWO, temporary=temporary) as server:
             server.wait()
             client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120)
@@ -52,11 +52,11 @@ def test_killed_processes(tmp_path: Path) -> None:
             kept = [each for each in Path(temporary).rglob("*") if each.is_file()]
             assert not [each for each in kept if "expert" in each.name or each.stat().st_size > LARGE]
     assert answers[0] == answers[1] == answers[2]
-    assert files[0] == files[1] == files[2]  # what was killed left no pieces, and what starts next adds none
+    assert files[0] == files[1] == files[2]  # killed processes leave no partial files, and restarts add none
 
 
 def _holds(worker: psutil.Process, folder: str) -> bool:
-    """Whether it has experts mapped that lie in the folder."""
+    """Return whether the worker maps experts in the folder."""
     return any(each.path.startswith(folder) and each.size > LARGE for each in worker.memory_maps(grouped=False))
 
 
@@ -70,17 +70,17 @@ def _kill_while_it_answers(server: Server, client: openai.OpenAI, victim: str) -
 
 
 TOKENS = 24
-"""Of each answer."""
+"""Tokens per answer."""
 
 SINGLE = ("--dtype", "float32")
-"""Who shares a step with whom is chance: precision that no greedy choice hangs on."""
+"""Requests share steps at random, so this precision keeps greedy choices stable."""
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """Without expertcast, and with it."""
+    """Servers without and with expertcast."""
     folders = tmp_path_factory.mktemp("resident"), tmp_path_factory.mktemp("offloaded")
-    # vLLM kills its engine where it is not told to wait for it
+    # vLLM kills its engine unless it is configured to wait
     with (
         serve(folders[0], None, *SINGLE) as resident,
         serve(folders[1], {"slots": 90}, *SINGLE, "--shutdown-timeout", "10") as offloaded,

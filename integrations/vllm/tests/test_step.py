@@ -1,5 +1,4 @@
-"""What vLLM runs: whose tokens a forward is over, groups of tokens whose experts fit, and options that are refused or
-arranged."""
+"""The running step, groups of tokens whose experts fit, and checks of vLLM's options."""
 
 from __future__ import annotations
 
@@ -116,7 +115,7 @@ def config(device: str = "cpu", mode: CUDAGraphMode = CUDAGraphMode.NONE, **othe
     [
         (lambda each: setattr(each.parallel_config, "enable_expert_parallel", True), "--enable-expert-parallel"),
         (lambda each: setattr(each.parallel_config, "enable_eplb", True), "--enable-eplb"),
-        (lambda each: setattr(each.parallel_config, "data_parallel_size", 2), "--data-parallel-size.*one server for"),
+        (lambda each: setattr(each.parallel_config, "data_parallel_size", 2), "--data-parallel-size"),
         (lambda each: setattr(each, "lora_config", object()), "--enable-lora"),
         (lambda each: setattr(each.model_config, "enable_sleep_mode", True), "--enable-sleep-mode"),
     ],
@@ -139,7 +138,7 @@ def test_whole_graphs_need_decisions_on_the_device(mode: CUDAGraphMode) -> None:
     with pytest.raises(ExpertcastError, match=r"--enforce-eager.*\"link\": \"kernel\""):
         check_config(config("cuda", mode), HOST)
     check_config(config("cuda", mode), DEVICE)
-    with pytest.raises(ExpertcastError, match="collect reads every step on the host"):
+    with pytest.raises(ExpertcastError, match="collect reads"):
         check_config(config("cuda", mode), Settings.from_dict({"link": "kernel", "collect": "traces"}))
 
 
@@ -154,7 +153,7 @@ def test_graphs_of_parts_end_before_moe_layers(settings: Settings) -> None:
     assert eager.compilation_config.splitting_ops == ["vllm::unified_attention"]
     unsplit = config("cuda", CUDAGraphMode.PIECEWISE)
     unsplit.compilation_config.splitting_ops = []
-    with pytest.raises(ExpertcastError, match="would capture the MoE layers of prompts"):
+    with pytest.raises(ExpertcastError, match="splitting_ops"):
         check_config(unsplit, settings)
 
 
@@ -164,7 +163,7 @@ def test_a_whole_graph_has_a_slot_for_whatever_its_step_may_name(largest: int, n
     asked = config("cuda", CUDAGraphMode.FULL_AND_PIECEWISE)
     asked.compilation_config.max_cudagraph_capture_size = largest
     check_slots(asked, shape, needed)
-    with pytest.raises(ExpertcastError, match=f"give {needed} slots, or .*capture-size {(needed - 1) // 8}"):
+    with pytest.raises(ExpertcastError, match=f"use {needed} slots, or .*capture-size {(needed - 1) // 8}"):
         check_slots(asked, shape, needed - 1)
     asked.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
     check_slots(asked, shape, 8)

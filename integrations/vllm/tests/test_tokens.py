@@ -1,4 +1,4 @@
-"""Tokens are vLLM's, in one process and in two, of every family, from few slots; what cannot be is said in one line."""
+"""Tokens equal vLLM's, for one and two processes, every family and few slots; unsupported settings fail in one line."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ _SMOKE = [pytest.param(family, marks=pytest.mark.smoke) if family == "qwen2_moe"
 def test_same_tokens(family: str, tmp_path: Path) -> None:
     slots = top_k(family) + 1
     resident, offloaded = both({"slots": slots}, model=make_model(tmp_path, family))
-    assert len({tuple(tokens) for tokens in resident.tokens}) == len(resident.tokens)  # they depend on their prompts
+    assert len({tuple(tokens) for tokens in resident.tokens}) == len(resident.tokens)  # answers differ by prompt
     assert offloaded.tokens == resident.tokens
     assert "OffloadedExperts" not in resident.layers
     assert "OffloadedExperts" in offloaded.layers
     (counted,) = offloaded.workers
     assert counted["slots"] == slots
     forwards = len(resident.tokens[0])
-    assert counted["steps"] > 2 * forwards * LAYERS  # eight tokens' experts do not fit: groups after groups
+    assert counted["steps"] > 2 * forwards * LAYERS  # eight tokens' experts do not fit, so steps run in groups
 
 
 @pytest.mark.smoke
@@ -111,7 +111,7 @@ def test_two_stages(tmp_path: Path) -> None:
 def test_memory_while_loading_and_after(tmp_path: Path) -> None:
     layers, experts, hidden, inner, few = 8, 64, 256, 512, 60
     block = 3 * hidden * inner * 2
-    spare = 2 * experts * block  # the layer that is being read, and the one before, whose memory may be there still
+    spare = 2 * experts * block  # the layer being read, and the previous one, which may not be freed yet
     model = make_model(
         tmp_path, "olmoe", num_hidden_layers=layers, num_experts=experts, hidden_size=hidden, intermediate_size=inner,
         initializer_range=0.05,
@@ -125,20 +125,20 @@ def test_memory_while_loading_and_after(tmp_path: Path) -> None:
         (counted,) = offloaded.workers
         assert (counted["store_bytes"], counted["slots_bytes"]) == (all_experts, slots)
     for when in ("loading", "after"):
-        # a store in memory has all experts once, beside the slots; steps bring slots together for the kernel, and what
-        # one layer's were brought to may not be given back when the next one's are
+        # A store in memory has all experts once, beside the slots. Steps gather slots for the kernel, and one layer's
+        # copy may not be freed before the next layer's.
         assert memory.memory[when] < resident.memory[when] + 3 * slots + spare
         assert disk.memory[when] < resident.memory[when] - all_experts + 3 * slots + spare
 
 
-OWN = "keeps experts in a way of its own: not supported, switch expertcast off for this model"
+OWN = "are not supported: switch expertcast off"
 LATER = "link 'cuda' needs a model on CUDA, this one is on cpu"
 CASES: list[tuple[Mapping[str, object], Mapping[str, object], str]] = [
     ({"slot": 5}, {}, "unknown option 'slot'"),
     ({"predictor": "no/such/folder"}, {}, "predictor 'no/such/folder' is neither a folder nor one of"),
     ({"link": "cuda"}, {}, LATER),
-    ({}, {"quantization": "fp8"}, "holds quantised experts, which are not offloaded under vLLM: give a bf16"),
-    ({}, {"enable_expert_parallel": True}, "--enable-expert-parallel does not go with: leave it out"),
+    ({}, {"quantization": "fp8"}, "quantised experts"),
+    ({}, {"enable_expert_parallel": True}, "--enable-expert-parallel"),
     ({}, {"model_impl": "transformers"}, f"TransformersRoutedExperts {OWN}"),
 ]
 

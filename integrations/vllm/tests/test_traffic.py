@@ -1,4 +1,4 @@
-"""From live traffic to forecasts for it: collect under vLLM, train elsewhere, forecast under vLLM."""
+"""From live traffic to forecasts: collect under vLLM, train in the project's environment, forecast under vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from expertcast.data.live import Conversations
 
 TOKENS = 96
-"""Of each request: three blocks of forwards that a monitor sums."""
+"""Tokens per request: three blocks of forward passes of the recall monitor."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def resident() -> Ran:
 
 @pytest.fixture(scope="module")
 def collected(folder: Path) -> Ran:
-    """Forecast by what needs no training, and collected."""
+    """A run that forecasts with an untrained predictor and collects traffic."""
     return run(
         {"slots": 96, "predictor": "router_input", "forecasts": "always", "collect": str(folder / "traces")},
         tokens=TOKENS,
@@ -41,28 +41,28 @@ def collected(folder: Path) -> Ran:
 
 @pytest.fixture(scope="module")
 def checkpoint(collected: Ran, folder: Path) -> Path:
-    """Trained from what was collected."""
+    """A checkpoint trained on the collected traffic."""
     train(folder / "traces", "linear", folder / "checkpoint", "reads=router_input")
     return folder / "checkpoint"
 
 
 @pytest.fixture(scope="module")
 def vectors(folder: Path) -> Path:
-    """Traces of a text, for their default vectors."""
+    """Traces of a text, for the model's default vectors."""
     text = ["collect", REFERENCE, "--data", "reference", "--tokens", "4000", "--early-rank", "none"]
     command(*text, "--out", str(folder / "vectors"))
     return folder / "vectors"
 
 
 def prompts() -> dict[str, int]:
-    """Tokens of the prompts by their hashes."""
+    """Return the prompts' lengths in tokens by hash."""
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
     ids = [tokenizer(text)["input_ids"] for text in PROMPTS]
     return {Conversations(tokenizer).hash(each): len(each) for each in ids}
 
 
 def recall(ran: Ran) -> dict[int, float]:
-    """By target layer, of the forecasts that were made."""
+    """Return the recall of a run's forecasts by target layer."""
     (counted,) = ran.workers
     return {int(layer): value for layer, value in counted["forecast_recall"]["per_layer"].items()}
 
@@ -77,14 +77,14 @@ def test_forecasts_load_experts_and_change_no_token(resident: Ran, collected: Ra
 def test_documents_are_the_requests(collected: Ran, folder: Path) -> None:
     info = json.loads((folder / "traces" / "trace.json").read_text())
     lengths = {each["hash"]: each["tokens"] for each in info["documents"]}
-    # what was generated last was never run
+    # the last generated token never runs
     expected = [count + len(tokens) - 1 for count, tokens in zip(prompts().values(), collected.tokens, strict=True)]
     assert lengths == dict(zip(prompts(), expected, strict=True))
 
 
 def test_running_recall_is_what_an_evaluation_of_the_traces_finds(collected: Ran, folder: Path) -> None:
     found = elsewhere(traces=str(folder / "traces"), predictor="router_input", prompts=prompts())
-    # norms are rounded in another order there: a few experts of a thousand change places
+    # vLLM rounds norms in another order: a few experts in a thousand differ
     assert recall(collected) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
 
 
@@ -103,7 +103,7 @@ def test_a_predictor_trained_from_the_traffic_forecasts_it(resident: Ran, checkp
 def test_with_default_vectors_from_elsewhere_what_reads_residuals_does_too(
     predictor: str, resident: Ran, checkpoint: Path, vectors: Path, folder: Path
 ) -> None:
-    """On the same traffic it is better than what reads router inputs alone."""
+    """They beat a predictor that reads only router inputs, on the same traffic."""
     made = folder / predictor
     settings = ["parameters=60000", "steps=100"] if predictor == "estimator" else []
     train(folder / "traces", predictor, made, *settings, default_vectors=vectors)
@@ -150,12 +150,12 @@ def test_a_server_ends_with_a_checkpoint_of_other_layers_before_weights_are_read
         assert server.ended()
     lines = refusals(server.log())
     assert len({line.partition("ExpertcastError: ")[2] for line in lines}) == 1
-    assert f"with 64 experts per layer, and {other!r} has 8: train a predictor for this model" in lines[0]
+    assert f"with 64 experts per layer, but {other!r} has 8" in lines[0]
     assert LOADING not in server.log()
 
 
 def refusals(log: str) -> list[str]:
-    """Lines that say what expertcast refuses."""
+    """Return the lines with expertcast's errors."""
     return [line for line in log.splitlines() if "ExpertcastError: " in line]
 
 

@@ -1,4 +1,4 @@
-"""What the timed device's constants are made of: counts are counted again, sums hold to published measurements."""
+"""Constants of the simulated device: launches are counted again, and sums agree with published measurements."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from expertcast.runtime.engine.traced import TracedForecasts
 
 FAMILIES = {SHAPES[name].model_type: name for name in ("qwen3-30b-a3b", "gpt-oss-20b", "olmoe-1b-7b", "mixtral-8x7b")}
 ALLOCATE = {"empty", "empty_strided", "empty_like", "new_empty", "_unsafe_view", "lift_fresh", "detach"}
-"""Neither views by their schema nor kernels."""
+"""Operators that launch no kernel and are not marked as views."""
 
 
 class Count(TorchDispatchMode):
-    """Counts operators that launch a kernel, by where the model is."""
+    """Counts operators that launch a kernel, by part of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Count(TorchDispatchMode):
 
 
 def per_token(config: PretrainedConfig) -> Counter[str]:
-    """Launches of one decode step of `generate` in bf16, by part; of all layers together."""
+    """Return the launches of one decode step of `generate` in bf16, by part, for all layers together."""
     model = random_model(config, dtype=torch.bfloat16, device="cpu", seed=0)
     model.set_experts_implementation("batched_mm")
     model.generation_config.eos_token_id = None
@@ -153,7 +153,7 @@ def test_a_slow_host_slows_everything_that_the_host_does_and_nothing_else() -> N
 
 
 def test_record_to_query_takes_what_was_measured() -> None:
-    """PaRSEC 576: 5.19 us from the call of a record, through the device, to the query that sees it."""
+    """PaRSEC 576: 5.19 us from the call of a record to the successful query."""
     device = TimedDevice(LINKS["pcie4"])
     event = device.new_event()
     event.record()

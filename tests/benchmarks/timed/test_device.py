@@ -1,4 +1,4 @@
-"""The device in virtual time does what CUDA's rules say, in seconds that can be worked out by hand."""
+"""The simulated device follows CUDA's rules; expected times are computed by hand."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.timed.device import TimedDevice, TimedStream
 FREE = DriverCosts(
     record_s=0, wait_s=0, query_s=0, copy_call_s=0, wake_s=0, launch_s=0, stream_entry_s=0, copy_setup_s=0
 )
-"""Nothing but kernels and bytes takes time."""
+"""Costs of zero for everything but kernels and bytes."""
 
 
 @pytest.fixture
 def device() -> TimedDevice:
-    """100 bytes a second."""
+    """Return a device that copies 100 bytes per second."""
     return TimedDevice(100.0, FREE)
 
 
@@ -51,7 +51,7 @@ def test_streams_run_side_by_side_and_wait_for_events(device: TimedDevice) -> No
     device.launch(1.0, name="c", stream=other)
     other.wait_event(event)
     device.launch(1.0, name="d", stream=other)
-    event.record()  # later than what the other stream waits for
+    event.record()  # the other stream waits for the earlier record
     device.synchronize()
     assert sorted(spans(device)) == [("a", 0.0, 2.0), ("b", 2.0, 4.0), ("c", 0.0, 1.0), ("d", 2.0, 3.0)]
 
@@ -135,7 +135,7 @@ def test_what_overwrites_too_early_is_one_too(device: TimedDevice) -> None:
 
 
 def test_every_cost_counts_where_it_says() -> None:
-    """One call of each kind, by hand."""
+    """One call of each kind."""
     costs = replace(FREE, record_s=1, wait_s=2, query_s=4, copy_call_s=8, wake_s=16, launch_s=32)
     device = TimedDevice(100.0, costs)
     event = device.new_event()

@@ -1,4 +1,4 @@
-"""The disk behind a CUDA device, both in virtual time: reads beside copies beside computing, and nobody too early."""
+"""The simulated disk behind a simulated CUDA device: overlap of reads, copies and computation, without races."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.families.models import tiny_model
 
 BLOCK = 9437184
 COPY_S, READ_S = 171e-6, 3e-3
-"""9.4 MB over PCIe 5, and from a disk of 3.1 GB/s."""
+"""Seconds per expert of 9.4 MB: over PCIe 5, and from a disk of 3.1 GB/s."""
 LAYOUT = BlockLayout(fields=(Field(name="w", shape=(64,), dtype=torch.uint8, offset=0),), block_bytes=64)
 SLOTS = 16
 
 
 class _Store:
-    """Block k is filled with k."""
+    """Store whose block k is filled with k."""
 
     addressable, experts, layout = True, 128, LAYOUT
 
@@ -54,7 +54,7 @@ def spans(device: TimedDevice, name: str) -> list[Span]:
 
 
 def test_misses_take_the_disks_time_and_one_copy(device: TimedDevice) -> None:
-    """Every copy but the last hides behind the next read; the disk is never without a request."""
+    """Every copy but the last hides behind the next read; the disk always has a request."""
     link, pool = attached(device)
     copies = [link.submit(key, key, urgent=True) for key in range(8)]
     start = device.now
@@ -73,7 +73,7 @@ def test_misses_take_the_disks_time_and_one_copy(device: TimedDevice) -> None:
 
 
 def test_a_miss_waits_for_what_the_disk_has_begun_at_most(device: TimedDevice) -> None:
-    """Also when forecasts hold every block; the one that had to go back is read afterwards."""
+    """A miss goes first even if prefetches occupy every buffer; the displaced prefetch is read afterwards."""
     link, pool = attached(device)
     forecasts = [link.submit(key, key, urgent=False) for key in range(8)]
     miss = link.submit(100, 8, urgent=True)
@@ -90,7 +90,7 @@ def test_a_miss_waits_for_what_the_disk_has_begun_at_most(device: TimedDevice) -
 
 @pytest.mark.parametrize("places", [2, 8])
 def test_a_forecast_that_is_waited_for_comes_next(device: TimedDevice, places: int) -> None:
-    """Behind what the disk has begun, whether it has a block or not; then the others in their order."""
+    """A miss runs after the started reads, with or without a buffer; then the others in order."""
     link, _ = attached(device, places=places, depth=1)
     forecasts = [link.submit(key, key, urgent=False) for key in range(6)]
     link.wait(forecasts[5])
@@ -135,7 +135,7 @@ def test_forecasts_can_be_dropped_until_they_are_read(device: TimedDevice) -> No
 
 
 def test_forecasts_arrive_while_the_device_computes(device: TimedDevice) -> None:
-    """The host asks the link again and again, as a model's thread does; nobody waits for an expert."""
+    """The host polls the link, as a model's thread does, without waiting for an expert."""
     link, _ = attached(device)
     forecasts = [link.submit(key, key, urgent=False) for key in range(8)]
     for _ in range(100):
@@ -148,10 +148,7 @@ def test_forecasts_arrive_while_the_device_computes(device: TimedDevice) -> None
 
 
 def _layers(device: TimedDevice, link: TimedDiskLink, pool: SlotPool) -> int:
-    """Layers of four experts and two forecasts each over few slots; how often a copy left other bytes than its own.
-
-    Bytes of this device move when a call asks for them: in a slot they tell of torn blocks, `races` of the rest.
-    """
+    """Run layers of four experts and two prefetches each over few slots; return how often a slot had wrong bytes."""
     wrong = 0
     for layer in range(12):
         keys = [(4 * layer + index) % 60 for index in range(4)]
@@ -172,14 +169,14 @@ def _layers(device: TimedDevice, link: TimedDiskLink, pool: SlotPool) -> int:
 @pytest.mark.parametrize("read_s", [READ_S, COPY_S / 4])
 @pytest.mark.parametrize("places", [1, 2, 5])
 def test_every_block_is_whole(device: TimedDevice, places: int, read_s: float) -> None:
-    """With a disk slower than the device's link and a faster one: then blocks are waited for, too."""
+    """With a disk slower than the device's link, and with a faster one, for which buffers are the bottleneck."""
     link, pool = attached(device, places=places, read_s=read_s, access_s=1e-6)
     assert _layers(device, link, pool) == 0
     assert not device.races
 
 
 def _torn(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits takes what the block holds, read or not."""
+    """A link whose `wait` does not wait for the read."""
     until_read = link._until_read
 
     def early() -> None:
@@ -194,7 +191,7 @@ def _torn(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _reused(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is given back as soon as the copy from it has been called for."""
+    """A link that frees a buffer as soon as its copy is queued."""
     start, give_back = link._run, link._give_back
     reads: dict[Transfer, Any] = {}
 
@@ -209,7 +206,7 @@ def _reused(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _unread(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody says that slots are read."""
+    """A link that ignores the readers of slots."""
     monkeypatch.setattr(link, "mark_read", lambda _slots: None)
 
 
@@ -226,7 +223,7 @@ CASE = TimedCase(layers=6, warm_up=3, steps=3, disk=6e9)
 
 
 def test_forecasts_hide_reads() -> None:
-    """A right forecast keeps disk, link and device busy at once: what is computed of a layer is not waited for."""
+    """Correct forecasts keep disk, link and device busy at once, and the computation of a layer hides copies."""
     on_demand, forecast = decode_timed(CASE), decode_timed(replace(CASE, accuracy=1.0))
     reads_s = forecast.copies * forecast.block_bytes / 6e9
     assert forecast.tpot_s < 1.05 * reads_s
@@ -236,7 +233,7 @@ def test_forecasts_hide_reads() -> None:
 
 
 def test_a_fast_disk_costs_little_more_than_memory() -> None:
-    """What is left is the first read of each layer, which nothing can hide."""
+    """Only the first read of each layer remains, which cannot be hidden."""
     case = replace(CASE, accuracy=1.0)
     memory, disk = decode_timed(replace(case, disk=None)), decode_timed(replace(case, disk=200e9))
     assert memory.tpot_s < disk.tpot_s < 1.15 * memory.tpot_s

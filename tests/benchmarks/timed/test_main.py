@@ -1,4 +1,4 @@
-"""The benchmark in virtual time runs in its small form; what is kept of it is complete."""
+"""The simulated benchmark runs in its small form; its stored results are complete."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_kept_has_every_case() -> None:
 
 
 def test_what_was_promised_for_the_main_shape() -> None:
-    """Qwen3-30B-A3B over 55 GB/s without a cache: of what can be hidden .95, and 1.05 and 1.08 of the bound."""
+    """Targets for Qwen3-30B-A3B over 55 GB/s without a cache: .95 of the hideable time, 1.05 and 1.08 of the bound."""
     found = json.loads((RESULTS / "timed-device.json").read_text())["results"]
     own = {
         row["accuracy"]: row for row in found

@@ -1,4 +1,4 @@
-"""Who waits for whom on a CUDA device: order and overlap of the real link and engine, by virtual time."""
+"""Order and overlap of the real link and engine on a simulated CUDA device."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 
 COPY_S = 171e-6
-"""9.4 MB at 55 GB/s."""
+"""Seconds per copy of 9.4 MB at 55 GB/s."""
 LAYERS, TOP_K = 6, 8
 CASE = TimedCase(layers=LAYERS, warm_up=3, steps=3)
 
 
 def copies(run: TimedRun) -> list[Span]:
-    """Of experts, in their order."""
+    """Return the copies of experts in order."""
     return [span for span in run.spans if span.name == "to_device" and span.seconds > COPY_S / 2]
 
 
 def idle_share(run: TimedRun) -> float:
-    """Of the link, between the first and the last copy of each token."""
+    """Return the link's pauses between the first and the last copy of each token."""
     spans = copies(run)
     pauses = sorted(later.start - earlier.end for earlier, later in pairwise(spans))
-    within = pauses[: -(CASE.steps - 1)]  # the longest are those in which the head works and the next token begins
+    within = pauses[: -(CASE.steps - 1)]  # the longest pauses are between two tokens
     return sum(within) / (sum(within) + sum(span.seconds for span in spans))
 
 
@@ -83,7 +83,7 @@ def test_the_same_case_takes_the_same_time() -> None:
 
 
 def test_forecasts_do_not_wait_for_the_layers_copies() -> None:
-    """Nor does what follows them: the next layer's copies are asked for while those of this one are under way."""
+    """A forecast is computed, and its prefetches are queued, while this layer's copies are in flight."""
     run = decode_timed(replace(CASE, accuracy=1.0))
     begun = [span for span in run.spans if span.name == "forecast"]
     under_way = [any(copy.start < span.start < copy.end for copy in copies(run)) for span in begun]
@@ -91,7 +91,7 @@ def test_forecasts_do_not_wait_for_the_layers_copies() -> None:
 
 
 def test_experts_run_as_soon_as_their_last_copy_is_there() -> None:
-    """Their slots' numbers come right behind: not after copies that other layers have asked for."""
+    """The slots' numbers arrive right after the copies, not after copies of other layers."""
     run = decode_timed(replace(CASE, accuracy=1.0))
     ends = [span.end for span in copies(run)]
     kernels = [span for span in run.spans if span.name == "experts"]
@@ -103,7 +103,7 @@ def test_experts_run_as_soon_as_their_last_copy_is_there() -> None:
 
 @pytest.mark.parametrize("capacity", [0.5, 0.1])
 def test_a_prefill_loads_the_next_layer_while_this_one_computes(capacity: float) -> None:
-    """Where a layer's experts fit the slots, and where they come in chunks: what it computes hides as many copies."""
+    """With slots for a layer's experts, and in chunks: a layer's computation hides as many copies."""
     case = replace(CASE, prompt=200, piece=200, capacity=capacity, warm_up=1, steps=1)
     without = decode_timed(replace(case, policies=Policies(prefetch="none")))
     streamed = decode_timed(case)
@@ -113,7 +113,7 @@ def test_a_prefill_loads_the_next_layer_while_this_one_computes(capacity: float)
 
 
 class TestLink:
-    """The link alone: a host that calls it, and kernels that run for a while."""
+    """The link alone, with a host that calls it and kernels that run for a while."""
 
     @pytest.fixture
     def device(self) -> TimedDevice:
@@ -178,14 +178,14 @@ class TestLink:
         device.launch(COPY_S, reads=[address])
         device.synchronize()
         assert not device.races
-        link.submit(2, 0, urgent=True)  # nobody said that the kernel above reads the slot
-        device.launch(COPY_S, reads=[address])  # and nobody waits for the copy
+        link.submit(2, 0, urgent=True)  # mark_read was not called for the kernel above
+        device.launch(COPY_S, reads=[address])  # without a wait for the copy
         device.synchronize()
         assert device.races
 
 
 class _Store:
-    """Blocks of nothing."""
+    """Store of empty blocks."""
 
     addressable, experts = True, 128
 

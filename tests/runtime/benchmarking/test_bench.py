@@ -1,4 +1,4 @@
-"""The benchmark: what it reports is what the runs did; greedy decoding, a shared store, the peer, several drafts."""
+"""The benchmark reports what the runs did; greedy decoding, the shared store, accelerate, drafts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_benchmark(reference_model: PreTrainedModel, reference_tokenizer: Any) -
     block = 36864
     assert on_demand["bytes_per_token"] == 12 * 4 * block
     assert on_demand["hit_rate"] == 0.0
-    # layer 0 has no forecast: its last token's experts are asked for, which costs bytes where they are others
+    # layer 0 has no forecast: its last token's experts are prefetched, which costs bytes if they are wrong
     assert 12 * 4 * block <= speculated["bytes_per_token"] <= 13 * 4 * block
     assert 11 / 12 <= speculated["hit_rate"] < 1
     assert on_demand["bytes_per_token"] <= exact["bytes_per_token"] < 1.5 * on_demand["bytes_per_token"]
@@ -103,7 +103,7 @@ def test_split_of_a_recorded_step() -> None:
         for layer in range(3):
             for state in ("policy", "forecast", "wait", "compute"):
                 recorder.enter(state, layer)
-        # two threads: what both copy at once is one copying's time, of what began first
+        # two threads: overlapping copies count once, for the copy that began first
         for layer, start, end in ((0, 0.0, 0.25e-6), (1, 0.25e-6, 0.75e-6), (2, 0.5e-6, 1.5e-6), (1, 0.6e-6, 0.7e-6)):
             recorder.copied(layer * 8, layer, begin + start, begin + end, urgent=True)
         recorder.enter("compute", 3)
@@ -117,7 +117,7 @@ def test_split_of_a_recorded_step() -> None:
 
 
 def made_run(steps: list[StepTimes], *tpots_s: float, moved: int = 80, **arguments: Any) -> Run:
-    """A repetition for each time per token."""
+    """Return a run with one repetition per time per token."""
     stats = {"bytes_moved": moved, "hit_rate": 0.25, "waited_s": 0.0}
     run = Run(OffloadConfig(**arguments))
     for tpot_s in tpots_s:
@@ -134,7 +134,7 @@ def test_figures_follow_their_definitions() -> None:
     assert got["hideable_s"] == 2.0  # min(1, 2) + min(2, 1)
     assert got["overlap_efficiency"] == 0.75
     assert got["overlap_efficiency_forecast_layers"] == 1.5  # layer 0 has no forecast
-    assert got["bound_s"] == 6.0  # computing takes longer than copying
+    assert got["bound_s"] == 6.0  # computation is longer than copying
     assert got["tpot_over_bound"] == 1.25
     assert got["link_utilisation"] == 0.5
     assert (got["compute_s"], got["copy_s"], got["idle_s"]) == (6.5, 0.25, 0.5)
@@ -150,14 +150,14 @@ STEPS = [StepTimes([1.0, 2.0, 3.0], [2.0, 1.0, 0.0])] * 4  # 2 can be hidden; no
 @pytest.mark.parametrize(
     ("tpots_s", "overlap", "over_bound"),
     [
-        ([7.4, 7.5, 7.6], 0.75, 1.25),  # the other's are 8.9, 9.0, 9.1: standard errors of .072 each, .051 of hideable
+        ([7.4, 7.5, 7.6], 0.75, 1.25),  # on demand: 8.9, 9.0, 9.1; standard errors of .072 each, .051 of hideable
         ([6.9, 7.0, 7.1], 1.0, 7.0 / 6),
-        ([6.85, 6.9, 6.95], 1.0, 6.9 / 6),  # 1.05, by less than the noise
+        ([6.85, 6.9, 6.95], 1.0, 6.9 / 6),  # 1.05, above 1 by less than the noise
         ([2.5, 2.6, 2.4], "too noisy: 3 repetitions, spread 0.051", "too noisy: 3 repetitions, spread 0.017"),
         ([2.5], "too noisy: 1 repetition, spread 0.036", "too noisy: 1 repetition, spread 0.012"),
         ([4.0, 7.0, 10.0], "too noisy: 3 repetitions, spread 1.1", 7.0 / 6),
         ([1.0, 5.5, 10.0], "too noisy: 3 repetitions, spread 1.6", "too noisy: 3 repetitions, spread 0.54"),
-        ([9.4, 9.5, 9.6], -0.25, 9.5 / 6),  # forecasts that cost more than they hide are a finding
+        ([9.4, 9.5, 9.6], -0.25, 9.5 / 6),  # forecasts may cost more than they hide
     ],
 )
 def test_figures_that_cannot_be(tpots_s: list[float], overlap: float | str, over_bound: float | str) -> None:
@@ -174,7 +174,7 @@ def test_figures_that_cannot_be(tpots_s: list[float], overlap: float | str, over
 
 
 def test_copying_less_is_no_overlap() -> None:
-    """A run that copies half the bytes takes 1.5 less for that; no schedule of it must copy the other half."""
+    """A run that copies half the bytes is 1.5 s faster for that; its bound excludes the other half."""
     steps = [StepTimes([1.0, 1.0], [2.0, 1.0])] * 2
     on_demand, run = made_run(steps, 5.0, 5.0), made_run(steps, 2.5, 2.5, moved=40)
     got = report(run, on_demand=on_demand, truth=run.repetitions[0].decoding, link_rate=20.0)
@@ -199,7 +199,7 @@ def test_other_logits_are_not_identical() -> None:
     assert not report(run, on_demand=None, truth=shorter, link_rate=None)["identical"]
 
 
-# A lent store serves one offload after another, and the model gets its own parameters back in the end
+# A shared store serves one offload after another; `give_back` restores the model's parameters
 
 
 PROMPT_IDS = torch.arange(5).unsqueeze(0)
@@ -244,7 +244,7 @@ def test_everything_but_experts_moves() -> None:
     assert all(buffer.is_meta for buffer in model.buffers())
 
 
-# accelerate's own offload beside ours: the same model, and left as it was
+# accelerate's offload of the same model, which is restored afterwards
 
 
 PEER_PROMPT_IDS = torch.arange(6).unsqueeze(0)

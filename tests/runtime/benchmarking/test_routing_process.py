@@ -1,4 +1,4 @@
-"""Routing by table: what is asked for comes out, every run sees the same, and only the model's own routers see it."""
+"""Prescribed routing has the requested properties, is equal in every run, and replaces only the model's own routers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_model_computes_with_the_tables(family: str) -> None:
     prompt_ids = torch.arange(5).unsqueeze(0)
     before = decode_greedily(model, prompt_ids, NEW)
     with RoutingProcess(model, view, made):
-        for layer in view:  # what the experts get, whatever hooks did before
+        for layer in view:  # the experts' inputs, after all hooks
             layer.experts.register_forward_pre_hook(
                 lambda _module, args, index=layer.index: seen[index].append(args[1].clone())
             )
@@ -109,7 +109,7 @@ def test_offloaded_runs_see_the_same_routing(tiny: PreTrainedModel, mode: str, a
             got = decode_greedily(tiny, prompt_ids, NEW, offloaded=offloaded)
             stats = offloaded.stats.layers[1:]  # layer 0 has no forecast
     assert same_logits(got, expected) == (mode == "exact" or accuracy == 1.0)
-    # a wrong forecast that is executed was loaded in time as well
+    # a wrong forecast that is executed was prefetched in time too
     assert sum(layer.requests for layer in stats) == 3 * 2 * (NEW - 1)
     assert sum(layer.hits for layer in stats) == 3 * 2 * (NEW - 1) * (1.0 if mode == "speculate" else hits)
 
@@ -138,7 +138,7 @@ def test_overfetch_asks_for_the_forecast_first(tiny: PreTrainedModel) -> None:
 def test_a_longer_run_than_the_tables_is_one_line(tiny: PreTrainedModel) -> None:
     view = find_moe_layers(tiny)
     made = tables(view.shape, prompt=5, new_tokens=2)
-    with RoutingProcess(tiny, view, made), pytest.raises(ExpertcastError, match="7 positions"):
+    with RoutingProcess(tiny, view, made), pytest.raises(ExpertcastError, match="more than 7"):
         decode_greedily(tiny, torch.arange(5).unsqueeze(0), 4)
 
 
@@ -157,5 +157,5 @@ def test_replay(reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_
     assert made.measured()["accuracy"] == 1.0
     with pytest.raises(ExpertcastError, match="E and K"):
         replayed(traces.folder, SHAPE, prompt=4, new_tokens=2, options=options)
-    with pytest.raises(ExpertcastError, match="301 are needed"):
+    with pytest.raises(ExpertcastError, match="301 needed tokens"):
         replayed(traces.folder, view.shape, prompt=299, new_tokens=2, options=options)

@@ -1,4 +1,4 @@
-"""Shapes are the published models' sizes, with random weights of the right kind and no second copy."""
+"""Shapes have the published sizes, random weights of the right distribution, and no second copy in memory."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_no_second_copy() -> None:
         "config = SHAPES['olmoe-1b-7b'].config(1)\n"
         "config.vocab_size, config.intermediate_size = 100, 192\n"
         "small = random_model(SHAPES['reference'].config(1), dtype=torch.bfloat16, device='cpu', seed=0)\n"
-        "open('/proc/self/clear_refs', 'w').write('5')\n"  # the peak is what is there now
+        "open('/proc/self/clear_refs', 'w').write('5')\n"  # resets the peak
         "before = peak()\n"
         "model = random_model(config, dtype=torch.bfloat16, device='cpu', seed=0)\n"
         "print((peak() - before) / weight_bytes(model))"

@@ -1,4 +1,4 @@
-"""What the GPU tests share."""
+"""Helpers of the GPU tests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.families.models import tiny_model
 MARKS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 LONG = 200_000_000
-"""Clock cycles of a kernel that only waits: a tenth of a second on any device, ages for a link."""
+"""Clock cycles of a kernel that only waits: at least a tenth of a second on any device."""
 
 
 def cuda_model(family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """A tiny model with the kernel that can be captured everywhere."""
+    """Return a tiny model with the experts kernel that can be captured everywhere."""
     model = tiny_model(family, dtype).to("cuda")
     model.set_experts_implementation("batched_mm")
     return model
 
 
 def attached(link: Link, *, slots: int = 12, pinned: bool = True) -> tuple[ExpertStore, SlotPool]:
-    """A link between a tiny model's experts and slots on the device, which hold zeros."""
+    """Return a link between a tiny model's experts and zeroed slots on the device."""
     view = find_moe_layers(cuda_model())
     store = ExpertStore(view, pinned=pinned)
     store.pack(view)
@@ -38,7 +38,7 @@ def attached(link: Link, *, slots: int = 12, pinned: bool = True) -> tuple[Exper
 
 
 def holds(pool: SlotPool, store: ExpertStore, slot: int, key: int) -> bool:
-    """Whether the slot has the expert's bytes, after everything that was launched."""
+    """Return whether the slot has the expert's bytes, after all launched work."""
     torch.cuda.synchronize()
     return torch.equal(pool.block(slot).cpu(), store.block(key))
 

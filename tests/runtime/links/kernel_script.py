@@ -1,4 +1,4 @@
-"""Run by test_kernel.py with TRITON_INTERPRET=1: the Triton kernel, interpreted, against plain copies."""
+"""Compares the interpreted Triton kernels with plain copies. test_kernel.py runs it with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.runtime.blocks import Blocks
 
 
 def compare(block_bytes: int, seed: int) -> None:
-    """Random moves, the same ones twice."""
+    """Compare the results of random moves."""
     field = Field(name="w", shape=(block_bytes,), dtype=torch.uint8, offset=0)
     layout = BlockLayout(fields=(field,), block_bytes=block_bytes)
     generator = torch.Generator().manual_seed(seed)
@@ -41,7 +41,7 @@ def compare(block_bytes: int, seed: int) -> None:
 
 
 def compare_tables(seed: int, *, slots: int, device: str = "cpu") -> None:
-    """The same requests and forecasts to both; equal tables and counters after each."""
+    """Pass the same requests and prefetches to both tables; compare tables and counters after each."""
     generator = torch.Generator().manual_seed(seed)
     shape: dict[str, Any] = {"layers": 3, "experts": 8, "slots": slots, "device": torch.device(device)}
     torch_ops, kernel = DeviceResidency(**shape), KernelResidency(**shape)
@@ -49,8 +49,8 @@ def compare_tables(seed: int, *, slots: int, device: str = "cpu") -> None:
         layer = step % 3
         ids_TK = torch.rand(2, 8, generator=generator).topk(2).indices.to(device)
         forecast = torch.rand(2, 8, generator=generator).topk(3).indices.to(device)
-        expected = torch_ops.bring(layer, ids_TK), torch_ops.expect((layer + 1) % 3, forecast.t(), 4)
-        got = kernel.bring(layer, ids_TK), kernel.expect((layer + 1) % 3, forecast.t(), 4)
+        expected = torch_ops.request(layer, ids_TK), torch_ops.prefetch((layer + 1) % 3, forecast.t(), 4)
+        got = kernel.request(layer, ids_TK), kernel.prefetch((layer + 1) % 3, forecast.t(), 4)
         for own, other in zip(got, expected, strict=True):
             assert torch.equal(own.moved_N, other.moved_N)
             assert torch.equal(own.keys_N, other.keys_N)
@@ -65,7 +65,7 @@ def compare_tables(seed: int, *, slots: int, device: str = "cpu") -> None:
 if __name__ == "__main__":
     for slots in (4, 6, 9, 24):
         compare_tables(slots, slots=slots)
-    turn = 2048 * 8  # bytes that one of 16 programs moves at a time
+    turn = 2048 * 8  # bytes per iteration of one of 16 programs
     for size in (256, turn - 256, turn, 16 * turn + 512, 3 * 16 * turn - 256):
         compare(size, size)
     print("same")

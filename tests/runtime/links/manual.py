@@ -1,4 +1,4 @@
-"""Links whose copies start and arrive when a test says so."""
+"""Links whose copies start and arrive when a test calls for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ManualLink(Link):
         copy.begin()
 
     def arrive(self, count: int | None = None) -> None:
-        """The first `count` copies of the queue (all) arrive."""
+        """Complete the first `count` copies of the queue, or all."""
         for copy in self.queue[:count]:
             copy.begin()
             self._copy(copy)
@@ -68,16 +68,16 @@ class SteppedLink(Link):
         super().__init__()
         self.pace: deque[int] = deque()
         self.failing = 0
-        """So many copies fail from now on, half of their bytes written."""
+        """Let the next `count` copies fail with half of their bytes written."""
         self.refusing = 0
-        """So many copies are refused from now on."""
-        self._under_way: Transfer | None = None
+        """Refuse the next `count` copies."""
+        self._in_flight: Transfer | None = None
 
     def step(self, count: int = 1) -> None:
-        """Half a copy each."""
+        """Run steps of half a copy each."""
         for _ in range(count):
-            if self._under_way is not None:
-                copy, self._under_way = self._under_way, None
+            if self._in_flight is not None:
+                copy, self._in_flight = self._in_flight, None
                 self._finish(copy)
             elif (following := self._queue.first()) is not None:
                 self._run(following)
@@ -95,8 +95,8 @@ class SteppedLink(Link):
         return False
 
     def start(self, copy: Transfer) -> None:
-        self._under_way = copy
-        self._pool.block(copy.slot).fill_(0xFF)  # nobody may take the slot's last content for the new one
+        self._in_flight = copy
+        self._pool.block(copy.slot).fill_(0xFF)  # the slot's previous content must not pass for the new one
         move(self._source(copy), self._pool.block(copy.slot), 0, self.block_bytes(copy.precision) // 2)
 
     def _finish(self, copy: Transfer) -> None:
@@ -135,7 +135,7 @@ class SteppedLink(Link):
 
     def close(self) -> None:
         super().close()
-        if self._under_way is not None:
+        if self._in_flight is not None:
             self.step()
 
     def _go_on(self) -> None:

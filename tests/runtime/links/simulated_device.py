@@ -75,7 +75,7 @@ class SimulatedEvent:
 
 
 class SimulatedDevice(CudaDevice):
-    """In host memory."""
+    """A simulated CUDA device in host memory."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(torch.device("cpu"))
@@ -84,7 +84,7 @@ class SimulatedDevice(CudaDevice):
         self.time = 0.0
         self.fail_next_copy = False
         self.frozen = False
-        """Whether nothing runs unless the host waits for it."""
+        """Whether operations run only when the host waits for them."""
         self.compute = SimulatedStream(self)
 
     def new_stream(self, priority: int = 0) -> SimulatedStream:
@@ -111,7 +111,7 @@ class SimulatedDevice(CudaDevice):
         self.run_until(lambda: not any(stream.queue for stream in self.streams))
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream) -> None:
-        """Two halves, so that a reader between them finds a torn block."""
+        """Copy in two halves, so that a reader between them finds a torn block."""
         if self.fail_next_copy:
             self.fail_next_copy = False
             raise RuntimeError("copy refused")
@@ -128,7 +128,7 @@ class SimulatedDevice(CudaDevice):
         return self.to_host(values, stream)
 
     def steps(self, count: int) -> None:
-        """Up to `count` queued operations run."""
+        """Run up to `count` queued operations."""
         for _ in range(count):
             ready = [stream for stream in self.streams if stream.queue and stream.queue[0][0]()]
             if not ready:
@@ -214,7 +214,7 @@ def drive(
 
 
 class DiskOnDevice(CudaDiskLink):
-    """The disk's link of a CUDA device on one that stands in; files and readers are the real ones."""
+    """A disk link on a simulated CUDA device; files and readers are real."""
 
     def __init__(self, device: CudaDevice, places: int | None = None) -> None:
         super().__init__(places=places)

@@ -116,7 +116,7 @@ def test_a_file_that_is_cut_off(name: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_replaced_while_in_use(tmp_path: Path) -> None:
-    """A reader that is opened again, after a forward was interrupted, reads the store's own file."""
+    """After an interrupted forward pass, the reopened reader reads the store's own file."""
     one, two = _model(), _model(seed=1)
     expected = greedy(one, INPUTS)
     with offload(one, store="disk", codec="raw", store_folder=tmp_path, slots=5) as offloaded:
@@ -130,7 +130,7 @@ def test_a_file_that_is_replaced_while_in_use(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_over_while_in_use(tmp_path: Path) -> None:
-    """A reader that is opened again refuses it too."""
+    """A reopened reader refuses the file too."""
     one, two = _model(), _model(seed=1)
     with offload(two, store="disk", codec="raw", store_folder=tmp_path / "two", slots=5):
         pass
@@ -141,7 +141,7 @@ def test_a_file_that_is_written_over_while_in_use(tmp_path: Path) -> None:
                 greedy(offloaded, INPUTS)
 
 
-# Every order of reads, copies and kernels behind CUDA
+# Random orders of reads, copies and kernels behind CUDA
 
 
 @pytest.fixture(scope="module", params=["raw", "bitsplit"])
@@ -159,7 +159,7 @@ def blocks(store: DiskStore) -> list[Tensor]:
 
 
 def _wrong(seed: int, store: DiskStore, blocks: list[Tensor], places: int | None) -> int:
-    """How many kernels of random layers saw another block."""
+    """Return how many kernels of random layers read a wrong block."""
     link, pool = DiskOnDevice(SimulatedDevice(seed), places), SlotPool(store.layout, SLOTS, torch.device("cpu"))
     link.attach(store, pool)
     wrong = drive(seed, link, pool, blocks, layers=30, waited=1.0).wrong
@@ -229,7 +229,7 @@ def test_refusals(reference_model: PreTrainedModel, store: DiskStore) -> None:
     for kind in (DiskLink, CudaDiskLink):
         with pytest.raises(ExpertcastError, match="threads=0"):
             kind(0)
-        with pytest.raises(ExpertcastError, match="give bytes per second, 1 or more"):
+        with pytest.raises(ExpertcastError, match="bandwidth=0"):
             kind(bandwidth=0)
     with pytest.raises(ExpertcastError, match="places=0: give 1 or more"):
         CudaDiskLink(places=0)

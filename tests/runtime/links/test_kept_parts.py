@@ -1,4 +1,4 @@
-"""Experts kept compressed beside the slots: the same bits, fewer bytes from the disk, and memory as was said."""
+"""Experts kept compressed beside the slots: the same bits, fewer bytes from the disk, and bounded memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _model() -> PreTrainedModel:
     ],
 )
 def test_same_bits(fields: dict[str, object], tmp_path: Path) -> None:
-    """Whatever is kept, also over a second text; what is found in memory is not read."""
+    """For every pool, and over a second text, parts in memory are not read again."""
     model = _model()
     before = greedy(model, INPUTS, 8)
     options = {"store": "disk", "codec": "bitsplit", "slots": 9, "store_folder": tmp_path, **fields}
@@ -60,7 +60,7 @@ def test_same_bits(fields: dict[str, object], tmp_path: Path) -> None:
 
 
 def _check(offloaded: OffloadedModel) -> None:
-    """What is held is what the pools say or less, slots included, and no more than there is room for."""
+    """Memory stays within the pools' sizes, slots included."""
     link, store = offloaded.link, offloaded.store
     assert isinstance(link, DiskLink)
     assert link.pools is not None
@@ -79,7 +79,7 @@ def _check(offloaded: OffloadedModel) -> None:
 
 
 def _plain_parts(offloaded: OffloadedModel, keys: Iterable[int]) -> int:
-    """Of so many of these experts signs and mantissas are kept; they are the model's."""
+    """Count the experts whose signs and mantissas are kept, and compare these with the model's."""
     reader, found = offloaded.link._kept.reader, 0
     for key in keys:
         if PLAIN in reader.held(key):
@@ -90,7 +90,7 @@ def _plain_parts(offloaded: OffloadedModel, keys: Iterable[int]) -> int:
 
 
 def test_full_experts_are_taken_apart(tmp_path: Path) -> None:
-    """An expert that leaves a slot for the S pool is not read again: half of it stays, as its slot had it."""
+    """An expert evicted into pool S keeps its signs and mantissas from the slot, without a read."""
     model, taken = _model(), list[int]()
     before = greedy(model, INPUTS, 12)
     with offload(model, store="disk", codec="bitsplit", slots=12, pools="S=20KB", store_folder=tmp_path) as offloaded:
@@ -111,7 +111,7 @@ def test_full_experts_are_taken_apart(tmp_path: Path) -> None:
     [("cascade", "S=200KB"), ("drop_cascade", "C=50KB,S=100KB,E=50KB"), ("fetch_lowest", "S=200KB")],
 )
 def test_what_a_draft_holds_in_less_is_not_taken_apart(draft: str, pools: str, tmp_path: Path) -> None:
-    """Signs and mantissas are kept of full experts alone, and forwards behind the draft are exact."""
+    """Only full experts leave signs and mantissas, so forward passes after a draft stay exact."""
     model = tiny("qwen3_moe", torch.bfloat16)
     ids_BS = prompt(2)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_what_a_draft_holds_in_less_is_not_taken_apart(draft: str, pools: str, t
 
 
 def test_few_forecasts_begin_however_much_memory_is_free(reference_model: PreTrainedModel) -> None:
-    """An expert takes a third of a second here: of twenty forecasts two have begun, and the others are dropped."""
+    """Each expert takes a third of a second: two of twenty prefetches have begun, and the others are dropped."""
     options = {"codec": "bitsplit", "slots": 100, "pools": "C=4MB", "bandwidth": 1e5}
     with offload(reference_model, store="disk", **options) as offloaded:  # type: ignore[arg-type]
         residency = offloaded.residency
@@ -138,7 +138,7 @@ def test_few_forecasts_begin_however_much_memory_is_free(reference_model: PreTra
 
 @pytest.mark.parametrize("codec", ["bitsplit", "bitsplit:shards=3"])
 def test_memory_is_for_slots_and_for_decoding(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four threads decode a shard each, of half an expert."""
+    """Four threads decode one shard each, in buffers of half an expert."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: range(4))
     model = _model()
     block = BlockLayout.of(find_moe_layers(model)).block_bytes
@@ -151,7 +151,7 @@ def test_memory_is_for_slots_and_for_decoding(codec: str, tmp_path: Path, monkey
 
 
 def test_a_forward_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    """After an error nothing is held, and the model is right again."""
+    """After an error the pools are empty, and the model is right again."""
     model = _model()
     before = greedy(model, INPUTS)
     options = {"store": "disk", "codec": "bitsplit", "slots": 9, "pools": "C=200KB", "store_folder": tmp_path}

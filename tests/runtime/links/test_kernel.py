@@ -1,4 +1,4 @@
-"""The device-side link: its tables, the kernels that copy, the order that it sets up, and what it leaves to matmuls."""
+"""The device-side link: tables, copy kernels, their order, and the multiprocessors that it reserves."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from expertcast.runtime.experimental import kernel_link
 from expertcast.runtime.experimental.kernel_link import (
     COUNTS,
     BlockCopier,
-    CarveOut,
     DeviceResidency,
     HostCopier,
     KernelCopier,
     KernelLink,
     Moves,
+    ReservedMultiprocessors,
     has_triton,
 )
 from expertcast.runtime.recording.recorder import Recorder
@@ -41,13 +41,13 @@ from tests.runtime.links.simulated_device import SimulatedDevice, SimulatedStrea
 ROOT = Path(__file__).resolve().parents[3]
 LAYOUT = bytes_layout(256)
 
-# The tables, against a model of them in plain Python
+# Tables, compared with a model in plain Python
 
 LAYERS, EXPERTS = 3, 8
 
 
 class _Model:
-    """Least recently used, written with lists: `order` holds the keys, oldest use first."""
+    """LRU with lists: `order` has the keys, least recently used first."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -55,7 +55,7 @@ class _Model:
         self.counts = [[0] * len(COUNTS) for _ in range(LAYERS)]
         self.unused: set[int] = set()
 
-    def bring(self, layer: int, ids: list[int]) -> set[int]:
+    def request(self, layer: int, ids: list[int]) -> set[int]:
         keys = [layer * EXPERTS + expert for expert in dict.fromkeys(ids)]
         missing = [key for key in keys if key not in self.order]
         row = self.counts[layer]
@@ -67,7 +67,7 @@ class _Model:
         self._place(keys)
         return set(missing)
 
-    def expect(self, layer: int, ids: list[int], running: int) -> set[int]:
+    def prefetch(self, layer: int, ids: list[int], running: int) -> set[int]:
         keys = [layer * EXPERTS + expert for expert in dict.fromkeys(ids)]
         hits = [key for key in keys if key in self.order]
         missing = [key for key in keys if key not in self.order][: max(0, self.slots - running - len(hits))]
@@ -92,7 +92,7 @@ class _Model:
 
 
 def _moved(moves: Moves, held: dict[int, int]) -> set[int]:
-    """Do the copies in a dict slot -> key; returns the keys that moved."""
+    """Apply the copies to a dict slot -> key; return the moved keys."""
     moved = [(slot, key) for key, slot, move in zip(*(t.tolist() for t in moves), strict=True) if move]
     assert len({slot for slot, _ in moved}) == len(moved)
     held.update(moved)
@@ -107,20 +107,20 @@ def test_same_hits_misses_and_victims_as_the_model(slots: int, tokens: int) -> N
     model, held = _Model(slots), dict[int, int]()
     for step in range(60):
         layer, keep = step % LAYERS, order.random() < 0.8
-        pool = order.sample(range(EXPERTS), min(slots, 4))  # so that 40 tokens name no more than fit
+        pool = order.sample(range(EXPERTS), min(slots, 4))  # so that 40 tokens need at most 4 experts
         ids = [order.choice(pool) for _ in range(2 * tokens)]
         ids_TK = torch.tensor(ids).view(tokens, 2)
         many = len(ids) > 64
         expected = sorted(set(ids)) if many else ids
-        assert _moved(tables.bring(layer, ids_TK), held) == model.bring(layer, expected)
+        assert _moved(tables.request(layer, ids_TK), held) == model.request(layer, expected)
         if tables.width(ids_TK) <= slots:
             slots_of = tables.slots_for(layer, ids_TK).view(-1).tolist()
             assert [held[slot] for slot in slots_of] == [layer * EXPERTS + expert for expert in ids]
         if tokens == 1:
             forecast = order.sample(range(EXPERTS), 3)
             later = (layer + 1) % LAYERS
-            moves = tables.expect(later, torch.tensor(forecast), running=2)
-            assert _moved(moves, held) == model.expect(later, forecast, running=2)
+            moves = tables.prefetch(later, torch.tensor(forecast), running=2)
+            assert _moved(moves, held) == model.prefetch(later, forecast, running=2)
             assert [held[slot] for slot in slots_of] == [layer * EXPERTS + expert for expert in ids]
         tables.finish(layer, keep=keep)
         model.finish(layer, keep)
@@ -135,7 +135,7 @@ def test_a_chunk_counts_its_own_experts_only() -> None:
     tables = DeviceResidency(layers=1, experts=EXPERTS, slots=4, device=torch.device("cpu"))
     ids_TK = torch.arange(EXPERTS).view(4, 2)
     within_E = torch.arange(EXPERTS) < 3
-    moves = tables.bring(0, ids_TK, within_E)
+    moves = tables.request(0, ids_TK, within_E)
     assert _moved(moves, {}) == {0, 1, 2}
     assert (tables.slots_for(0, ids_TK.view(-1)) >= 0).tolist() == within_E.tolist()
 
@@ -143,10 +143,10 @@ def test_a_chunk_counts_its_own_experts_only() -> None:
 def test_clear_forgets_everything_but_the_counters() -> None:
     tables = DeviceResidency(layers=1, experts=EXPERTS, slots=4, device=torch.device("cpu"))
     ids_TK = torch.tensor([[1, 2]])
-    tables.bring(0, ids_TK)
-    assert not tables.bring(0, ids_TK).moved_N.any()
+    tables.request(0, ids_TK)
+    assert not tables.request(0, ids_TK).moved_N.any()
     tables.clear()
-    assert tables.bring(0, ids_TK).moved_N.all()
+    assert tables.request(0, ids_TK).moved_N.all()
     assert tables.counts[0, :3].tolist() == [6, 2, 4]
 
 
@@ -166,7 +166,7 @@ def test_host_copier_moves_what_is_marked() -> None:
 
 @pytest.mark.skipif(not has_triton(), reason="triton comes with CUDA builds of torch only")
 def test_interpreted_kernels_do_what_the_torch_forms_do() -> None:
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
+    """It runs in a separate process: Triton decides at its import whether to interpret."""
     command = [sys.executable, "-m", "tests.runtime.links.kernel_script"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -175,7 +175,7 @@ def test_interpreted_kernels_do_what_the_torch_forms_do() -> None:
 
 
 class _Launches:
-    """Stands for the Triton kernel: notes how it is launched."""
+    """Replaces the Triton kernel and records its launches."""
 
     def __init__(self) -> None:
         self.grid: tuple[int, ...] = ()
@@ -192,7 +192,7 @@ class _Launches:
 def test_few_programs_and_wide_ones(
     multiprocessors: int, megabytes: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No more than a quarter of the device; each block whole, and enough on its way for 55 GB/s at 2 us."""
+    """At most a quarter of the device; whole blocks, and enough bytes in flight for 55 GB/s at 2 us."""
     launches, size = _Launches(), megabytes * 2**20 + 256
     made = SimpleNamespace(copy_blocks=launches)
     monkeypatch.setitem(sys.modules, "expertcast.runtime.experimental.triton_kernels", made)
@@ -231,7 +231,7 @@ def test_memory_that_is_not_page_locked_is_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ExpertcastError, match="needs the package triton"):
         kernel_link.block_copier(store, pool)
     monkeypatch.setattr(kernel_link, "has_triton", lambda: True)
-    with pytest.raises(ExpertcastError, match="expert 0 of the store lies elsewhere"):
+    with pytest.raises(ExpertcastError, match="expert 0 of the store"):
         kernel_link.block_copier(store, pool)
 
 
@@ -241,7 +241,7 @@ KEYS, SLOTS = 12, 5
 
 
 class _LateCopier(BlockCopier):
-    """Copies when the link's stream comes to it."""
+    """Copies when the simulated stream reaches the call."""
 
     def __init__(self, link: KernelLink, pool: SlotPool) -> None:
         self._link, self._pool = link, pool
@@ -265,7 +265,7 @@ def _attached(seed: int = 0) -> tuple[KernelLink, SimulatedDevice, SlotPool]:
 
 
 def _drive(seed: int, link: KernelLink, device: SimulatedDevice, pool: SlotPool) -> tuple[int, int]:
-    """Layers that bring, forecast and read random experts; returns (reads, wrong ones)."""
+    """Run layers that request, prefetch and read random experts; return (reads, wrong reads)."""
     order, wrong = random.Random(seed), list[bool]()
 
     def compute(slots: list[int], keys: list[int]) -> None:
@@ -275,13 +275,13 @@ def _drive(seed: int, link: KernelLink, device: SimulatedDevice, pool: SlotPool)
     for _ in range(40):
         ids = order.sample(range(KEYS), 2)
         ids_TK = torch.tensor([ids])
-        link.move(link.residency.bring(0, ids_TK))
-        ticket = link.ticket()
+        link.move(link.residency.request(0, ids_TK))
+        calls = link.calls_in_flight()
         if order.random() < 0.7:
             forecast = torch.tensor(order.sample(range(KEYS), 3))
-            link.move(link.residency.expect(0, forecast, running=2), urgent=False)
+            link.move(link.residency.prefetch(0, forecast, running=2), urgent=False)
         slots = link.residency.slots_for(0, ids_TK)[0].tolist()
-        link.join(ticket)
+        link.join(calls)
         for _ in range(2):
             device.compute.push(partial(compute, slots, ids))
         device.steps(order.randrange(30))
@@ -299,7 +299,7 @@ def test_either_event_left_out_is_seen(missing: str, monkeypatch: pytest.MonkeyP
     def wrong(seed: int) -> int:
         link, device, pool = _attached(seed)
         if missing == "join":
-            monkeypatch.setattr(link, "join", lambda _ticket: None)
+            monkeypatch.setattr(link, "join", lambda _calls: None)
         else:
             monkeypatch.setattr(link._stream, "wait_stream", lambda _stream: None)
         return _drive(seed, link, device, pool)[1]
@@ -309,7 +309,7 @@ def test_either_event_left_out_is_seen(missing: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("followed", [True, False])
 def test_forwards_on_two_streams(followed: bool) -> None:
-    """What one stream may still read is not overwritten for the other."""
+    """Slots that one stream may still read are not overwritten for another."""
     wrong = []
 
     def read(pool: SlotPool, slot: int, key: int) -> None:
@@ -321,9 +321,9 @@ def test_forwards_on_two_streams(followed: bool) -> None:
             device.compute = SimulatedStream(device)
             if followed:
                 link.follow()
-            link.move(link.residency.bring(0, torch.tensor([ids])))
+            link.move(link.residency.request(0, torch.tensor([ids])))
             slots = link.residency.slots_for(0, torch.tensor(ids)).tolist()
-            link.join(link.ticket())
+            link.join(link.calls_in_flight())
             for slot, key in zip(slots, ids, strict=True):
                 device.compute.push(partial(read, pool, slot, key))
         link.synchronize()
@@ -332,7 +332,7 @@ def test_forwards_on_two_streams(followed: bool) -> None:
 
 
 def test_closing_lets_go_of_the_slots() -> None:
-    """The memory that they took has to be free when the experts are put back."""
+    """Close frees the slots' memory before the experts are restored."""
     link, _, pool = _attached()
     words = pool.block(0).view(torch.int64)
     link._copier.words = words  # type: ignore[attr-defined]  # as the kernel's copier has them
@@ -344,7 +344,7 @@ def test_closing_lets_go_of_the_slots() -> None:
 
 
 def test_calls_are_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but a graph's, whose events have no times; no transfer of its own is ever made."""
+    """Calls outside a graph are timed; a graph's events have no times. Single transfers are refused."""
     link, device, pool = _attached()
     link.observer = Recorder()
     link.observer.device_time = lambda event: cast(Any, event).record_made.time  # type: ignore[method-assign]
@@ -361,11 +361,11 @@ def test_calls_are_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(link.observer.copies()) == len(spans)
     link.reset()
     assert link.copies == link.busy_s == 0
-    with pytest.raises(ExpertcastError, match="no transfer of its own"):
+    with pytest.raises(ExpertcastError, match="single transfers"):
         link.wait(link.submit(0, 0, urgent=True))
 
 
-# Multiprocessors left to copies
+# Multiprocessors reserved for copies
 
 
 def _now() -> int | None:
@@ -373,7 +373,7 @@ def _now() -> int | None:
 
 
 def test_it_holds_while_entered_and_the_larger_one_wins() -> None:
-    small, large = CarveOut(8), CarveOut(16)
+    small, large = ReservedMultiprocessors(8), ReservedMultiprocessors(16)
     assert _now() is None
     with large:
         with small, large:
@@ -390,7 +390,7 @@ def test_it_holds_while_entered_and_the_larger_one_wins() -> None:
 def test_an_error_inside_leaves_what_was_set_before() -> None:
     torch._C._set_sm_carveout_experimental(4)
     try:
-        with pytest.raises(RuntimeError, match="inside"), CarveOut(16):
+        with pytest.raises(RuntimeError, match="inside"), ReservedMultiprocessors(16):
             raise RuntimeError("inside")
         assert _now() == 4
     finally:
@@ -403,7 +403,7 @@ def test_nothing_is_set_where_it_would_do_harm(reason: str, monkeypatch: pytest.
         monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
     if reason == "cuBLASLt preferred":
         monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: torch._C._BlasBackend.Cublaslt)
-    with CarveOut(0 if reason == "nothing copies" else 16):
+    with ReservedMultiprocessors(0 if reason == "nothing copies" else 16):
         assert _now() is None
 
 
@@ -422,23 +422,23 @@ def test_a_link_leaves_as_many_as_its_copies_take(monkeypatch: pytest.MonkeyPatc
     store, pool = Blocks(LAYOUT, 4, torch.Generator()), SlotPool(LAYOUT, 2, torch.device("cpu"))
     link = KernelLink()
     link.attach(store, pool)
-    assert link.carve_out.multiprocessors == 0
+    assert link.reserved.multiprocessors == 0
     monkeypatch.setattr(HostCopier, "programs", 7)
     link.attach(store, pool)
-    assert link.carve_out.multiprocessors == 7
+    assert link.reserved.multiprocessors == 7
 
 
 class _Link(KernelLink):
-    """Streams are simulated; copies, which are made at once, are said to take 16 multiprocessors."""
+    """Streams are simulated; copies run at once and claim 16 multiprocessors."""
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         self.driver = SimulatedDevice()
         super().attach(store, pool)
-        self.carve_out = CarveOut(16)
+        self.reserved = ReservedMultiprocessors(16)
 
 
 class _Spy:
-    """Runs the kernel, and notes what is set meanwhile."""
+    """Runs the kernel and records the current setting."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -460,7 +460,9 @@ class _Spy:
 def test_experts_beside_copies_leave_them_room(
     ids: list[int], predictor: str | None, expected: list[int | None] | None
 ) -> None:
-    """A forecast's copies run beside, of which the last layer has none, or the next chunk's; misses are waited for."""
+    """Prefetches run beside all layers but the last, and a chunk's copies beside the chunk before; misses are waited
+    for.
+    """
     model = tiny_model("qwen3_moe")
     outside: set[int | None] = set()
     with offload(model, link=_Link(), slots=5, predictor=predictor) as offloaded:

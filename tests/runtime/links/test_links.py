@@ -1,4 +1,4 @@
-"""What every link does: order, cancellation, failure, closing and counting, by the same situations for all of them."""
+"""Behaviour of every link: order, cancellation, failure, closing and counting, in the same situations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Stores = dict[str, ExpertStore]
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
-    """The same experts in memory, in a raw file and in a coded one, with their copies in lower precision."""
+    """Stores with the same experts in memory, in a raw file and in a coded one, with copies in lower precision."""
     made: Stores = {}
     for name in ("memory", "raw", "bitsplit"):
         view = find_moe_layers(tiny_model("qwen3_moe").to(torch.bfloat16))
@@ -55,7 +55,7 @@ def _on_device(link: Link) -> Link:
 
 @dataclass(frozen=True)
 class Case:
-    """A link, the store that it reads, and how many forecasts it begins before the first has arrived."""
+    """A link, its store, and how many prefetches it begins before the first has arrived."""
 
     make: Callable[[], Link]
     store: str = "memory"
@@ -78,7 +78,7 @@ QUEUED = [name for name in CASES if not name.startswith("instant")]
 
 
 class Attached:
-    """A link between a store and slots; `released` lets go on what :meth:`hold` keeps under way."""
+    """A link between a store and slots; `release` continues the transfers that :meth:`hold` blocks."""
 
     def __init__(self, case: Case, stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.link = stores[case.store], case.make()
@@ -88,11 +88,11 @@ class Attached:
         self._go, self._reached = threading.Event(), threading.Event()
 
     def submit(self, *keys: int, urgent: bool = False) -> list[Transfer]:
-        """Each into the slot of its number."""
+        """Submit each key into the slot of the same number."""
         return [self.link.submit(key, key, urgent=urgent) for key in keys]
 
     def settle(self) -> None:
-        """Nothing is under way on the device."""
+        """Wait until the device is idle."""
         if isinstance(self.link, CudaLink):
             self.link.synchronize()
 
@@ -100,7 +100,7 @@ class Attached:
         return torch.equal(self.pool.block(copy.slot), self.store.block(copy.key))
 
     def patch(self, before: Callable[[], None]) -> None:
-        """Call this before bytes of an expert are moved or read."""
+        """Call a function before bytes of an expert are moved or read."""
         link = self.link
         if isinstance(link, DiskLink | CudaDiskLink):
             preadv = os.preadv
@@ -110,7 +110,7 @@ class Attached:
             self._patch.setattr(link, "_source", lambda copy: (before(), source(copy))[1])
 
     def hold(self) -> None:
-        """What begins from now on does not arrive before :meth:`release`."""
+        """Block transfers that begin from now on until :meth:`release`."""
 
         def wait() -> None:
             self._reached.set()
@@ -126,7 +126,7 @@ class Attached:
             self._reached.set()
 
     def begin(self, *keys: int) -> list[Transfer]:
-        """Held forecasts, the first of which has begun."""
+        """Submit blocked prefetches; the first ones have begun."""
         self.hold()
         copies = self.submit(*keys)
         assert self._reached.wait(20)
@@ -190,9 +190,9 @@ def test_urgent_ones_first_then_promoted_ones_and_never_dropped_ones(name: str, 
     for copy in (copies[6], copies[5], *copies[:4]):
         link.wait(copy)
     at.settle()
-    # a disk begins them in this order, and decodes several at a time; other links end them so
+    # a disk begins them in this order and decodes several at a time; other links complete them in this order
     *_, promoted, urgent = times = [copy.start if type(link) is DiskLink else copy.end for copy in copies]
-    after, overtaking = times[begun:4], name == "disk on cuda, coded"  # of two that are decoded at once, either may end
+    after, overtaking = times[begun:4], name == "disk on cuda, coded"  # two decode at once and may end in any order
     assert max(promoted, urgent) < sorted(after)[int(overtaking)]
     assert overtaking or after == sorted(after)
     assert all(at.holds(copy) for copy in copies if copy is not copies[4])
@@ -204,7 +204,7 @@ def test_urgent_ones_first_then_promoted_ones_and_never_dropped_ones(name: str, 
 @pytest.mark.parametrize("urgent", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_a_failure_reaches_whoever_waits_and_nobody_else(name: str, urgent: bool, make: Make) -> None:
-    """The link and its blocks are as good as before."""
+    """The link and its blocks still work."""
     at = make(name)
     fails = RaiseAt(0, OSError(5, "bus error"))
     at.patch(fails)
@@ -232,7 +232,7 @@ class _Failing(Observer):
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
 @pytest.mark.parametrize("name", CASES)
 def test_an_observer_that_fails(name: str, error: BaseException, make: Make) -> None:
-    """Its error is raised once in the model's thread, and no copy is lost."""
+    """The observer's error is raised once in the model's thread, and no copy is lost."""
     at = make(name)
     at.link.observer = _Failing(error)
     copies = at.submit(0, 1, 2, urgent=True)
@@ -249,7 +249,7 @@ def test_an_observer_that_fails(name: str, error: BaseException, make: Make) -> 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("name", QUEUED)
 def test_closed_while_copies_are_under_way(name: str, again: bool, make: Make) -> None:
-    """What has begun is over afterwards, the rest is dropped; after a restart new ones come."""
+    """Started transfers end, the others are dropped; after a restart new ones are accepted."""
     at = make(name)
     copies = at.begin(*range(6))
     closing = threading.Thread(target=at.link.restart if again else at.link.close)
@@ -267,7 +267,7 @@ def test_closed_while_copies_are_under_way(name: str, again: bool, make: Make) -
 
 
 def _expanded(store: ExpertStore, key: int, precision: str) -> dict[str, Tensor]:
-    """Parameters of the block that the packed copy stands for."""
+    """Return the parameters that the packed copy expands to."""
     block = torch.zeros(store.layout.block_bytes, dtype=torch.uint8)
     packed = store.copies(precision)
     packed.layout.expand(packed.block(key), block)
@@ -299,7 +299,7 @@ def test_packed_bytes_move_and_become_blocks(name: str, make: Make) -> None:
     assert [link.block_bytes(precision) for precision in (*PRECISIONS, FULL)] == [*sizes, store.layout.block_bytes]
 
 
-# What only the simplest links do
+# Instant and emulated links
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def memory(stores: Stores) -> ExpertStore:
 
 
 def test_only_a_packed_copys_bytes_are_written(memory: ExpertStore) -> None:
-    """Before it is expanded, a slot holds the packed block and behind it what was there; then it counts as read."""
+    """Before the expansion a slot has the packed block and then its old bytes; afterwards the copy counts as read."""
     link, pool = InstantLink(), SlotPool(memory.layout, SLOTS, torch.device("cpu"))
     link.attach(memory, pool)
     pool.block(4).fill_(7)
@@ -323,7 +323,9 @@ def test_only_a_packed_copys_bytes_are_written(memory: ExpertStore) -> None:
 
 
 def test_an_emulated_copy_takes_as_long_as_its_bytes(memory: ExpertStore) -> None:
-    """At one full block a millisecond and 0.1 ms latency, packed ones by their share; the caller is free meanwhile."""
+    """With one full block per millisecond and 0.1 ms latency, packed blocks take their share; the caller is free
+    meanwhile.
+    """
     full = memory.layout.block_bytes
     link = EmulatedLink(full / 1e-3, 1e-4)
     link.attach(memory, SlotPool(memory.layout, SLOTS, torch.device("cpu")))
@@ -341,7 +343,7 @@ def test_an_emulated_copy_takes_as_long_as_its_bytes(memory: ExpertStore) -> Non
 
 
 def test_a_measured_copys_time_is_that_of_a_full_one(memory: ExpertStore) -> None:
-    """Copies of 1/2 and 1/4 of a block's bytes in 3 s: a whole block takes 4."""
+    """Copies of 1/2 and 1/4 of a block take 3 s together, so a whole block takes 4."""
     link = InstantLink()
     link.attach(memory, SlotPool(memory.layout, 1, torch.device("cpu")))
     assert link.copy_s == 0.0
@@ -351,5 +353,5 @@ def test_a_measured_copys_time_is_that_of_a_full_one(memory: ExpertStore) -> Non
 
 @pytest.mark.parametrize(("device", "kind"), [("cpu", InstantLink), ("cuda", CudaLink)])
 def test_the_link_that_auto_takes(device: str, kind: type[Link]) -> None:
-    """On CUDA the one that a reader can check, not one that never ran there."""
+    """On CUDA `auto` chooses link `cuda`, not the experimental one."""
     assert type(make_link(OffloadConfig(), device)) is kind

@@ -16,11 +16,11 @@ from expertcast.runtime import CudaLink, offload
 from expertcast.runtime.engine.kernels import has_persistent_grouped_mm
 from expertcast.runtime.experimental.graph_decoder import GraphDecoder
 from expertcast.runtime.experimental.kernel_link import (
-    CarveOut,
     DeviceResidency,
     KernelLink,
     KernelResidency,
     Moves,
+    ReservedMultiprocessors,
     has_triton,
 )
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
@@ -76,7 +76,7 @@ def test_every_block_arrives(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "marked"), [("pinned", True), ("pinned", False), ("raw", True), ("bitsplit", True)])
 def test_a_slot_is_not_overwritten_while_it_is_read(kind: str, marked: bool, tmp_path: Path) -> None:
-    """Without the mark it is: the test can fail."""
+    """Without `mark_read` the slot is overwritten: the test can fail."""
     link, store, pool = _attached(kind, tmp_path)
     link.wait(link.submit(0, 0, urgent=True))
     torch.cuda.synchronize()
@@ -179,7 +179,7 @@ class TestReadback:
         torch.cuda._sleep(LONG)
         ids_TK.copy_(torch.arange(8, device="cuda").view(2, 4))
         pending = readback.start(ids_TK)
-        torch.cuda._sleep(10 * LONG)  # later kernels are not waited for
+        torch.cuda._sleep(10 * LONG)  # the copy does not wait for later kernels
         running = torch.cuda.Event()
         running.record()
         assert pending.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -194,12 +194,12 @@ class TestReadback:
             assert entry.tolist() == [[step] * 8] * (1 + step % 5)
 
 
-# Packed copies on a CUDA device: moved by the real link, expanded by real kernels
+# Packed copies on a CUDA device
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
 def test_the_devices_weights_are_the_hosts(precision: str, bits: int) -> None:
-    """Products of 4 or 2 bits and a half-precision scale are exact; one of 8 bits is rounded once, or twice."""
+    """Products of 4 or 2 bits and a half-precision scale are exact; those of 8 bits are rounded once or twice."""
     store, _ = attached(CudaLink())
     store.add_copies((precision,))
     packed = store.copies(precision)
@@ -209,7 +209,7 @@ def test_the_devices_weights_are_the_hosts(precision: str, bits: int) -> None:
 
 
 def test_packed_copies_become_blocks_while_compute_is_behind() -> None:
-    """Expansions are launched at once and run when their copies have arrived; the next copy into a slot waits."""
+    """Expansions are launched at once and run after their copies; the next copy into a slot waits for them."""
     link = CudaLink()
     store, pool = attached(link)
     store.add_copies(PRECISIONS)
@@ -256,7 +256,7 @@ class TestKernelLink:
         tables = DeviceResidency(**shape), KernelResidency(**shape)  # type: ignore[arg-type]
         for step in range(3 * 48):
             ids_TK = torch.rand(1, 128, generator=generator, device="cuda").topk(8).indices
-            expected, got = (table.bring(step % 48, ids_TK) for table in tables)
+            expected, got = (table.request(step % 48, ids_TK) for table in tables)
             assert torch.equal(got.moved_N, expected.moved_N)
             assert torch.equal(got.slots_N[got.moved_N], expected.slots_N[got.moved_N])
         assert torch.equal(tables[0].counts, tables[1].counts)
@@ -266,7 +266,7 @@ class TestKernelLink:
         link = KernelLink()
         store, pool = attached(link)
         link.move(_moves(*((key, key) for key in range(12))))
-        link.join(link.ticket())
+        link.join(link.calls_in_flight())
         assert all(holds(pool, store, slot, slot) for slot in range(12))
         link.close()
         assert link.busy_s > 0
@@ -279,13 +279,13 @@ class TestKernelLink:
         link = KernelLink()
         store, pool = attached(link)
         link.move(_moves((0, 0)))
-        link.join(link.ticket())
+        link.join(link.calls_in_flight())
         torch.cuda.synchronize()
         torch.cuda._sleep(LONG)
         read = pool.block(0).clone()
         link.move(_moves((9, 0)))
         assert torch.equal(read.cpu(), store.block(0))
-        link.join(link.ticket())
+        link.join(link.calls_in_flight())
         assert holds(pool, store, 0, 9)
         link.close()
 
@@ -294,27 +294,27 @@ class TestKernelLink:
         link = KernelLink()
         store, pool = attached(link)
         assert link._stream is not None
-        link.move(_moves((6, 1)))  # compiles the kernel, which takes longer than the other stream sleeps
+        link.move(_moves((6, 1)))  # compiles the kernel now; compilation takes longer than the other stream sleeps
         link.synchronize()
         with torch.cuda.stream(link._stream):
             torch.cuda._sleep(LONG)
         link.move(_moves((5, 0)))
         if joined:
-            link.join(link.ticket())
+            link.join(link.calls_in_flight())
         read = pool.block(0).clone()
         assert torch.equal(read.cpu(), store.block(5) if joined else torch.zeros_like(store.block(5)))
         link.close()
 
     @pytest.mark.parametrize("rows", [8, 2000])
     def test_what_is_left_to_copies_changes_no_bit(self, rows: int) -> None:
-        """Rows of 8 experts: a decode step's, and a prefill's with the large tile."""
+        """Multiply `rows` rows with 8 experts: a decode step, or a prefill with the large tile."""
         weight = torch.randn(8, 512, 1024, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         if not has_persistent_grouped_mm(weight):
             pytest.skip("grouped_mm is not one persistent kernel here")
         hidden = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
         ends = (torch.arange(1, 9, dtype=torch.int32, device="cuda") * rows) // 8
         plain = torch._grouped_mm(hidden, weight, offs=ends)
-        with CarveOut(16):
+        with ReservedMultiprocessors(16):
             assert torch.equal(torch._grouped_mm(hidden, weight, offs=ends), plain)
 
     @pytest.mark.parametrize("slots", [12, 40])

@@ -1,4 +1,4 @@
-"""Servers for tests: the project's own and transformers', each over the bundled model, on the loopback."""
+"""Servers for tests: expertcast's and transformers', over the bundled model, on the loopback interface."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from expertcast.runtime.serving.server import ModelServer, listen
 
 NAME = "reference"
 WAIT_S = 60.0
-"""For what must come; no test waits for as long unless it fails."""
+"""Timeout; only failing tests reach it."""
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For clients of plain addresses: made once, because reading the system's certificates takes 30 ms per client."""
+"""TLS context for plain HTTP clients, shared because reading the system's certificates takes 30 ms per client."""
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
 TOKENS = 8
 Answer = tuple[str, Any, Any]
 Ask = Callable[..., Answer]
-"""Asks a client for an answer to a prompt: its text, why it ended and all tokens that it took, or None."""
+"""Requests an answer to a prompt: its text, its finish reason and its number of tokens, or None."""
 
 
 def completed(client: OpenAI, prompt: Any, **asked: Any) -> Answer:
@@ -72,14 +72,14 @@ ASKS: tuple[Ask, ...] = (*COMPLETED, *ANSWERED, responded, responded_in_parts)
 
 
 def chatting(tokenizer: Any) -> Any:
-    """A copy of a tokenizer that has a chat template."""
+    """Return a copy of a tokenizer with a chat template."""
     copied = copy.deepcopy(tokenizer)
     copied.chat_template = TEMPLATE
     return copied
 
 
 class Running:
-    """A server that takes requests, and its address."""
+    """A running server and its address."""
 
     def __init__(self, address: str, server: ModelServer | None = None, *, batching: bool = False) -> None:
         self.address, self._server, self.batching = address, server, batching
@@ -90,21 +90,21 @@ class Running:
         return self._server
 
     def counted(self, name: str, **labels: str) -> float:
-        """A sample of the server's request metrics."""
+        """Return a sample of the request metrics."""
         return self.server.requests.counts.registry.get_sample_value(f"expertcast_{name}", labels) or 0.0
 
     def ended(self) -> dict[tuple[str, str], float]:
-        """Requests that ended, by route and status."""
+        """Return finished requests by route and status."""
         (family,) = self.server.requests.counts.ended.collect()
         return {(sample.labels["route"], sample.labels["status"]): sample.value for sample in family.samples}
 
     def client(self) -> OpenAI:
-        """OpenAI's own client."""
+        """Return a client of OpenAI's library."""
         plain = httpx2.Client(verify=PLAIN)
         return OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=WAIT_S, http_client=plain)
 
     def post(self, route: str, body: Any, timeout: float = WAIT_S) -> httpx2.Response:
-        """A plain request."""
+        """Send a plain HTTP request."""
         return httpx2.post(f"{self.address}{route}", json=body, timeout=timeout, verify=PLAIN)
 
     def get(self, route: str, **asked: Any) -> httpx2.Response:
@@ -115,7 +115,7 @@ class Running:
 def served(
     offloaded: OffloadedModel, tokenizer: Any, *, batching: bool = False, kv_tokens: int = 4096
 ) -> Iterator[Running]:  # fmt: skip
-    """The project's server; it has ended, and the model can be closed, behind the block."""
+    """Run expertcast's server inside this context."""
     server = ModelServer(offloaded, tokenizer, NAME, continuous_batching=batching, kv_tokens=kv_tokens)
     ready, addresses = threading.Event(), list[str]()
 
@@ -138,7 +138,7 @@ def served(
 
 @contextmanager
 def transformers_served(model: PreTrainedModel, tokenizer: Any) -> Iterator[Running]:
-    """transformers' own server over a resident model."""
+    """Run transformers' server over a resident model inside this context."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     serve = Serve(host="127.0.0.1", port=port, non_blocking=True, log_level="error", device="cpu")
@@ -152,7 +152,7 @@ def transformers_served(model: PreTrainedModel, tokenizer: Any) -> Iterator[Runn
 
 
 def until(true: Callable[[], object]) -> None:
-    """Wait for something that must come."""
+    """Wait until a condition holds."""
     end = time.monotonic() + WAIT_S
     while not true():
         assert time.monotonic() < end

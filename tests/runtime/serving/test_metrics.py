@@ -1,4 +1,4 @@
-"""The page for Prometheus: every number is that of the run's own statistics, and counters only grow."""
+"""The Prometheus page: every number equals the run's statistics, and counters only grow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.recording.statistics import LayerStatistics
 from expertcast.runtime.serving import metrics as named
-from expertcast.runtime.serving.metrics import ExpertMetrics, Source
+from expertcast.runtime.serving.metrics import ExpertMetrics, MetricSource
 from tests.families.models import tiny_model
 from tests.runtime.faults import INPUTS
 
@@ -27,12 +27,12 @@ Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 class Scraped:
-    """A run with its page."""
+    """A run and its page."""
 
     def __init__(self, offloaded: OffloadedModel) -> None:
         self.offloaded = offloaded
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(ExpertMetrics(Source.of(offloaded, "tiny")))
+        self.registry.register(ExpertMetrics(MetricSource.of(offloaded, "tiny")))
 
     @property
     def text(self) -> str:
@@ -53,9 +53,9 @@ class Scraped:
 def test_a_page_that_nobody_has_any_more_is_forgotten(model: PreTrainedModel) -> None:
     with offload(model, slots=12) as offloaded:
         for _ in range(3):
-            ExpertMetrics(Source.of(offloaded))
+            ExpertMetrics(MetricSource.of(offloaded))
             gc.collect()
-        last = ExpertMetrics(Source.of(offloaded))
+        last = ExpertMetrics(MetricSource.of(offloaded))
         assert len(offloaded.stats.keepers) == 1
         assert list(last.collect())
 
@@ -73,17 +73,17 @@ def scraped(model: PreTrainedModel) -> Iterator[Scraped]:
         yield Scraped(offloaded)
 
 
-def _of(page: Page, described: named.Described, **labels: str) -> float:
-    return page[described.shown, tuple(sorted(labels.items()))]
+def _of(page: Page, spec: named.MetricSpec, **labels: str) -> float:
+    return page[spec.query_name, tuple(sorted(labels.items()))]
 
 
 def assert_is_the_runs(page: Page, offloaded: OffloadedModel) -> None:
-    """Every layer's counters, and whatever is known of link, slots and store."""
+    """Compare the page with every layer's counters, link, slots and store."""
     assert {field.name for field in fields(LayerStatistics)} == set(named.LAYER)
     counted = offloaded.stats.as_dict()
     for layer, counts in enumerate(counted["per_layer"]):
-        for name, described in named.LAYER.items():
-            place = described.shown, (("layer", str(layer)),)
+        for name, spec in named.LAYER.items():
+            place = spec.query_name, (("layer", str(layer)),)
             if name in offloaded.stats.uncounted:
                 assert place not in page
             else:
@@ -106,9 +106,9 @@ def test_all_numbers_after_a_generation(scraped: Scraped) -> None:
     recall = offloaded.stats.as_dict()["forecast_recall"]["per_layer"]
     assert recall
     assert recall == {
-        int(dict(labels)["layer"]): value for (name, labels), value in page.items() if name == named.RECALL.shown
+        int(dict(labels)["layer"]): value for (name, labels), value in page.items() if name == named.RECALL.query_name
     }
-    ((_, info),) = [place for place in page if place[0] == named.INFO.shown]
+    ((_, info),) = [place for place in page if place[0] == named.INFO.query_name]
     said = dict(info)
     assert said["model"] == "tiny"
     assert (said["predictor"], said["mode"], said["link"]) == ("next_norm", "exact", "emulated")
@@ -119,7 +119,7 @@ def test_all_numbers_after_a_generation(scraped: Scraped) -> None:
 def test_recall_against_the_checkpoints(scraped: Scraped) -> None:
     monitor = scraped.offloaded.drift
     assert monitor is not None
-    assert named.EXPECTED.shown not in scraped.text
+    assert named.EXPECTED.query_name not in scraped.text
     monitor.expected = {1: 0.75, 2: 0.5}
     scraped.generate(80)
     page = scraped.page()
@@ -135,7 +135,7 @@ def test_counters_only_grow_when_statistics_are_set_to_zero(scraped: Scraped) ->
     assert scraped.offloaded.link.copies == 0
     again = scraped.page()
     scraped.generate(4)
-    scraped.offloaded.stats.reset()  # no page in between, and the link's counters go on
+    scraped.offloaded.stats.reset()  # without a scrape in between; the link's counters go on
     scraped.generate(3)
     last = scraped.page()
     counters = [place for place in first if place[0].endswith("_total")]
@@ -146,14 +146,14 @@ def test_counters_only_grow_when_statistics_are_set_to_zero(scraped: Scraped) ->
     assert _of(last, named.COPIES) == _of(first, named.COPIES) + scraped.offloaded.link.copies
 
     def requests(page: Page) -> float:
-        return sum(value for (name, _), value in page.items() if name == named.LAYER["requests"].shown)
+        return sum(value for (name, _), value in page.items() if name == named.LAYER["requests"].query_name)
 
     assert requests(first) == total.requests
     assert requests(last) > total.requests + now.requests
 
 
 def test_counters_only_grow_while_it_runs(scraped: Scraped) -> None:
-    """Copies that are taken back, and statistics that are set to zero, included."""
+    """Cancelled copies and reset statistics included."""
     seen: list[Page] = [scraped.page()]
     over = threading.Event()
 
@@ -181,7 +181,7 @@ def test_counters_only_grow_while_it_runs(scraped: Scraped) -> None:
 def test_what_drafts_had_accepted(model: PreTrainedModel) -> None:
     with offload(model, slots=10) as offloaded:
         scraped = Scraped(offloaded)
-        assert named.CYCLES.shown not in scraped.text
+        assert named.CYCLES.query_name not in scraped.text
         scraped.generate(24, draft="int4", draft_length=3)
         page = scraped.page()
         assert offloaded.drafting is not None
@@ -205,10 +205,10 @@ def test_where_the_device_keeps_the_books(model: PreTrainedModel) -> None:
         assert_is_the_runs(page, offloaded)
         assert offloaded.stats.uncounted >= {"waited_s", "evicted"}
         assert _of(page, named.HELD) == 10
-        assert named.RECALL.shown not in scraped.text
+        assert named.RECALL.query_name not in scraped.text
         before = offloaded.stats.total.requests
         offloaded.reset_stats()
-        assert sum(v for (n, _), v in scraped.page().items() if n == named.LAYER["requests"].shown) == before > 0
+        assert sum(v for (n, _), v in scraped.page().items() if n == named.LAYER["requests"].query_name) == before > 0
 
 
 def test_reads_of_a_disk(tmp_path: Path) -> None:
@@ -224,11 +224,11 @@ def test_reads_of_a_disk(tmp_path: Path) -> None:
 def test_the_page_says_name_type_and_help_of_each_once(scraped: Scraped) -> None:
     scraped.generate(80)
     lines = scraped.text.splitlines()
-    described = {what.shown: what for what in named.FAMILIES}
+    spec = {what.query_name: what for what in named.FAMILIES}
     types = {"counter": "counter", "gauge": "gauge", "info": "gauge"}
     found = [line.split(" ", 3)[2:] for line in lines if line.startswith("# TYPE ")]
     helps = {line.split(" ", 3)[2]: line.split(" ", 3)[3] for line in lines if line.startswith("# HELP ")}
     assert len(found) == len({name for name, _ in found}) > 20
     for name, kind in found:
-        assert types[described[name].kind] == kind
-        assert helps[name] == described[name].help
+        assert types[spec[name].kind] == kind
+        assert helps[name] == spec[name].help

@@ -1,4 +1,4 @@
-"""What OpenAI's parameters do, by OpenAI's client: as documented, or one line that says what is not done."""
+"""OpenAI's parameters, through OpenAI's client: the documented effect, or a one-line refusal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPLATE = (
     f"{{% for message in messages %}}{START}{{{{ message.role }}}}\n{{{{ message.content }}}}{END}\n{{% endfor %}}"
     f"{{{{ '{START}assistant\n' }}}}"
 )
-"""Where the answer begins, as transformers' server looks for it with models of this kind."""
+"""Start of the answer, by which transformers' server detects this kind of model."""
 CHAT = f"{START}user\n{PROMPT}{END}\n{START}assistant\n"
 PROMPTED = {ask: PROMPT if ask in COMPLETED else CHAT for ask in ASKS}
 
@@ -39,12 +39,12 @@ def _said(ask: Ask, client: OpenAI, **asked: Any) -> str:
 
 
 def paired(asks: Iterable[Ask], values: Sequence[Any]) -> list[tuple[Ask, Any]]:
-    """Every way to ask and every value once or more; not every pair."""
+    """Pair every kind of request with every value at least once, but not all combinations."""
     return [(ask, values[place % len(values)]) for place, ask in enumerate(asks)]
 
 
 class Resident:
-    """The model in memory."""
+    """The resident model."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
         self.model, self._tokenizer = model, tokenizer
@@ -62,7 +62,7 @@ class Resident:
 
 
 def _assert_says(ask: Ask, got: str, expected: str) -> None:
-    """What response templates read is without the white space around it."""
+    """Response templates strip white space."""
     assert (got == expected) if ask in COMPLETED else (got.strip() == expected.strip())
     assert got
 
@@ -87,14 +87,14 @@ def offloaded() -> Iterator[OffloadedModel]:
 
 @pytest.fixture(scope="module")
 def running(offloaded: OffloadedModel, tokenizer: Any) -> Iterator[Running]:
-    """One by one."""
+    """A server without batching."""
     with served(offloaded, tokenizer) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def batches(tokenizer: Any) -> Iterator[Running]:
-    """In batches."""
+    """A server with continuous batching."""
     with (
         load_offloaded(REFERENCE, dtype="fp32", slots=96, predictor="next_norm", forecasts="always") as offloaded,
         served(offloaded, tokenizer, batching=True) as server,
@@ -115,7 +115,7 @@ def test_biases_of_tokens(ask: Ask, running: Running, resident: Resident) -> Non
 
 @pytest.mark.parametrize(("ask", "penalties"), paired([*COMPLETED, *ANSWERED], [(1.5, 0.0), (0.0, 2.0), (-2.0, -1.0)]))
 def test_penalties(ask: Ask, penalties: tuple[float, float], running: Running, resident: Resident) -> None:
-    """Off the logits of tokens that were generated, and of no others: by plain forwards."""
+    """Penalties apply to generated tokens only; expected from plain forward passes."""
     presence, frequency = penalties
     ids = resident.inputs(PROMPTED[ask])["input_ids"]
     new = list[int]()
@@ -166,7 +166,7 @@ def test_greedy_where_nothing_or_nought_is_asked(
 
 @pytest.mark.parametrize("way", ["running", "batches"])
 def test_samples_are_of_the_models_distribution(way: str, resident: Resident, request: pytest.FixtureRequest) -> None:
-    """The first token of many requests; a bound of five standard deviations."""
+    """The first tokens of many requests follow the softmax, within five standard deviations."""
     client, count, temperature = request.getfixturevalue(way).client(), 120, 0.7
     with torch.inference_mode():
         logits_V = resident.model(**resident.inputs(PROMPT)).logits[0, -1]
@@ -190,7 +190,7 @@ def test_samples_are_of_the_models_distribution(way: str, resident: Resident, re
 
 @pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
 def test_every_request_of_a_batch_is_written_as_it_asked(ask: Ask, batches: Running, resident: Resident) -> None:
-    """The likeliest tokens, biased ones and samples, all at once; the same seed draws the same again."""
+    """Greedy, biased and sampled requests in one batch; the same seed gives the same sample."""
     plain = resident.tokens(PROMPTED[ask])
     unwanted = int(plain[0])
     biased = resident.tokens(PROMPTED[ask], sequence_bias={(unwanted,): -100.0})
@@ -207,9 +207,9 @@ def test_every_request_of_a_batch_is_written_as_it_asked(ask: Ask, batches: Runn
 
 
 UNKNOWN: list[tuple[dict[str, Any], str]] = [
-    ({"presence_penalty": 1, "frequency_penalty": 1}, "knows no presence_penalty, frequency_penalty: leave it out"),
-    ({"stop": "a"}, "knows no stop"),
-    ({"extra_body": {"generation_config": '{"repetition_penalty": 2.0}'}}, "knows no repetition_penalty"),
+    ({"presence_penalty": 1, "frequency_penalty": 1}, "presence_penalty, frequency_penalty"),
+    ({"stop": "a"}, "stop"),
+    ({"extra_body": {"generation_config": '{"repetition_penalty": 2.0}'}}, "repetition_penalty"),
 ]
 
 

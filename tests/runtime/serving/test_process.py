@@ -1,4 +1,4 @@
-"""`expertcast serve` as a process: the README's command, signals in the middle of generations, many clients."""
+"""`expertcast serve` as a process: the README's command, signals during generations, many clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = {"prompt": "It is a truth", "max_tokens": 900, "temperature": 0}
 
 @contextmanager
 def process(*options: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """The command, its address, and the lines that it writes."""
+    """Start the command; yield the process, its address and its output lines."""
     words = [sys.executable, "-m", "expertcast.cli", "serve", "reference", "--port", "0", *options]
     lines, ready = list[str](), threading.Event()
     with subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
@@ -95,13 +95,13 @@ def test_an_address_that_is_taken(tmp_path: Path) -> None:
         second = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert second.returncode == 2
     assert re.fullmatch(
-        r"expertcast: cannot listen on 127.0.0.1:\d+: .*; give another --host or --port", second.stderr.strip()
+        r"expertcast: cannot listen on 127.0.0.1:\d+: .*; use another --host or --port", second.stderr.strip()
     )
 
 
 @pytest.mark.slow
 def test_the_page_serves(tmp_path: Path) -> None:
-    """As it is written, but for the model, the predictor and the port."""
+    """The page's command, with another model, predictor and port."""
     (line,) = (line for line in commands_of("docs/serving.md") if line.startswith("serve MODEL"))
     words = line.removeprefix("serve ").replace("checkpoint", "next_norm").replace("1024", "256").split()
     with process(*words[1:], folder=tmp_path) as (_, address, _lines):

@@ -1,4 +1,4 @@
-"""The server answers OpenAI's own client as transformers' server answers it with the resident model."""
+"""The server gives OpenAI's client the answers of transformers' server with the resident model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ACCEPTED = {
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1": "application/openmetrics-text; version=1.0.0",
     "text/plain;version=0.0.4": "text/plain; version=0.0.4",
 }  # fmt: skip
-"""By what Prometheus 3, Prometheus 2 and older ones ask for."""
+"""Accept headers of Prometheus 3, Prometheus 2 and older ones."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def tokenizer(reference_tokenizer: Any) -> Any:
 
 
 PAIRS = [(ASKS[place % len(ASKS)], PROMPTS[place % len(PROMPTS)]) for place in range(6)]
-"""Every way to ask, and every prompt."""
+"""Every kind of request with every prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_the_page_counts_what_was_answered(running: Running) -> None:
 
 @pytest.mark.parametrize(("accept", "kind"), ACCEPTED.items())
 def test_the_page_as_prometheus_asks_for_it(running: Running, accept: str, kind: str) -> None:
-    """Read by the parsers of Prometheus' own client; OpenMetrics' is strict."""
+    """Parsed by Prometheus' own client; its OpenMetrics parser is strict."""
     completed(running.client(), PROMPTS[0], temperature=0)
     until(lambda: running.counted("http_requests_in_flight") == 0)
     answer = running.get("/metrics", headers={"accept": accept})
@@ -112,9 +112,7 @@ def test_the_page_as_prometheus_asks_for_it(running: Running, accept: str, kind:
     assert answer.headers["content-encoding"] == "gzip"
     read = openmetrics if kind.startswith("application/") else plain
     values = {sample.name: sample.value for family in read(answer.text) for sample in family.samples}
-    assert {described.shown for described in FAMILIES if "tokens" in described.name and not described.labels} <= {
-        *values
-    }
+    assert {spec.query_name for spec in FAMILIES if "tokens" in spec.name and not spec.labels} <= {*values}
     assert values["expertcast_generated_tokens_total"] == running.counted("generated_tokens_total") > 0
 
 
@@ -172,16 +170,16 @@ def test_a_body_that_is_no_json(running: Running) -> None:
 
 
 def test_names_and_texts_keep_prometheus_rules() -> None:
-    shown = [described.shown for described in named.FAMILIES]
+    shown = [spec.query_name for spec in named.FAMILIES]
     assert len(shown) == len(set(shown))
-    for described in named.FAMILIES:
-        assert re.fullmatch(r"expertcast(_[a-z]+)+", described.shown)
-        assert described.help.endswith(".")
-        assert (described.kind == "counter") == described.shown.endswith("_total")
-        assert not re.search(r"_(ms|kb|mb|milliseconds|count|sum|bucket|counter|gauge)(_|$)", described.shown)
+    for spec in named.FAMILIES:
+        assert re.fullmatch(r"expertcast(_[a-z]+)+", spec.query_name)
+        assert spec.help.endswith(".")
+        assert (spec.kind == "counter") == spec.query_name.endswith("_total")
+        assert not re.search(r"_(ms|kb|mb|milliseconds|count|sum|bucket|counter|gauge)(_|$)", spec.query_name)
         for unit in ("seconds", "bytes"):
-            assert unit not in described.shown or re.search(rf"_{unit}(_total)?$", described.shown)
-        for label in described.labels:
+            assert unit not in spec.query_name or re.search(rf"_{unit}(_total)?$", spec.query_name)
+        for label in spec.labels:
             assert re.fullmatch(r"[a-z]+", label)
             assert label not in {"le", "quantile", "job", "instance"}
 
@@ -205,7 +203,7 @@ def test_requests_that_fill_the_cache_alone_and_together(reference_tokenizer: An
         for words in (128, 300):
             refused = ask(words, 1)
             assert refused.status_code == 400
-            assert f"by its --kv-tokens this server takes {ROOM - 1} at most" in refused.json()["error"]["message"]
+            assert f"at most {ROOM - 1}" in refused.json()["error"]["message"]
         alone = [ask(words).json()["choices"] for words in (100, 110)]
         with ThreadPoolExecutor(4) as clients:
             together = [answer.json()["choices"] for answer in clients.map(ask, [100, 110] * 2)]

@@ -1,4 +1,4 @@
-"""Prompts that are run before the first request: the same tokens with fewer misses; files that are refused."""
+"""Warm-up before the first request: the same tokens with fewer misses; refused files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.runtime.links.cuda_helpers import cuda_model
 
 
 class ByteTokenizer:
-    """Bytes are ids, 0 to 63."""
+    """Use bytes as token ids, 0 to 63."""
 
     def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.tensor([[byte % 64 for byte in text.encode()]])}
@@ -67,7 +67,7 @@ def test_a_prompt_beyond_the_models_positions_is_cut() -> None:
 
 
 def test_prompts_run_with_early_attention(reference_tokenizer: Any, reference_traces: TraceDataset) -> None:
-    """Which reads the cache where there is one."""
+    """Early attention reads the KV cache; the warm-up has none."""
     predictor = fit("early_attention", reference_traces, config=EarlyConfig()).predictor
     with load_offloaded("reference", slots=192, predictor=predictor, forecasts="always") as offloaded:
         assert warm(offloaded, reference_tokenizer, ["In the beginning"]) > 0
@@ -77,11 +77,11 @@ def test_prompts_run_with_early_attention(reference_tokenizer: Any, reference_tr
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
-        ("none.txt", None, "cannot read"), ("empty.txt", b"\n \n", "holds no prompt"),
+        ("none.txt", None, "cannot read"), ("empty.txt", b"\n \n", "has no prompts"),
         ("bytes.txt", b"\xff\xfe", "UTF-8"),
-        ("bad.jsonl", b'{"prompt": "a"}\n{"prompt', "line 2 is no JSON"),
-        ("other.jsonl", b'{"text": "a"}', "line 1 is no object"),
-        ("number.jsonl", b'{"prompt": 3}', "line 1 is no object"),
+        ("bad.jsonl", b'{"prompt": "a"}\n{"prompt', "line 2"),
+        ("other.jsonl", b'{"text": "a"}', "line 1"),
+        ("number.jsonl", b'{"prompt": 3}', "line 1"),
     ],
 )  # fmt: skip
 def test_bad_files_of_prompts(name: str, content: bytes | None, line: str, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def expected(model: PreTrainedModel) -> Result:
 
 
 def _first_request(model: PreTrainedModel, path: Path | None, options: dict[str, Any]) -> tuple[Result, int, int]:
-    """What it gives, its misses, and how many experts were loaded before it."""
+    """Return the run's tokens, its misses, and the number of experts loaded before it."""
     with offload(model, slots=12, **options) as offloaded:
         loaded = 0 if path is None else HotExperts(path, offloaded).load()
         before = offloaded.stats.total
@@ -216,7 +216,7 @@ def test_experts_that_are_coded_on_disk(pools: str, tmp_path: Path) -> None:
 
 
 def _left_by_a_run(model: PreTrainedModel, folder: Path) -> Path:
-    """The file of a run's hot experts."""
+    """Write the hot-experts file of a run."""
     with offload(model, slots=12) as offloaded:
         hot = HotExperts(folder / "hot.json", offloaded)
         greedy(offloaded, INPUTS)
@@ -246,7 +246,7 @@ def _unsealed(values: dict[str, Any]) -> dict[str, Any]:
     ("how", "line"),
     [
         ("cut", "is no JSON"), ("empty", "is no JSON"), ("changed", "was changed after it was written"),
-        ("other model", "is of another model"), ("no such expert", "names experts that its model has not"),
+        ("other model", "another model"), ("no such expert", "out of range"),
     ],
 )  # fmt: skip
 def test_a_file_of_no_use_makes_a_cold_start(
@@ -257,7 +257,7 @@ def test_a_file_of_no_use_makes_a_cold_start(
     with offload(model, slots=12) as offloaded:
         hot = HotExperts(path, offloaded)
         (said,) = prepare(offloaded, ByteTokenizer(), [], hot)
-        assert said.startswith("hot experts are left out: ")
+        assert said.startswith("hot experts are ignored: ")
         assert line in said
         assert "\n" not in said
         assert not offloaded.pool.resident()

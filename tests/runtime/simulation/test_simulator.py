@@ -234,7 +234,7 @@ def test_refuses_fewer_slots_than_a_token_needs(slots: int) -> None:
 def test_refuses_other_numbers() -> None:
     trace = made.random_trace(0)
     still = Machine(times=constant_times(3, 1.0), block_bytes={"full": 1}, bandwidth=0.0)
-    with pytest.raises(ExpertcastError, match="bandwidth=0: give bytes per second above 0"):
+    with pytest.raises(ExpertcastError, match="bandwidth=0"):
         simulate(trace, Policies(), 4, still)
     for times in ([1.0, 2.0], [0.0], [1.0, 1.0, -1.0]):
         with pytest.raises(ExpertcastError, match="one for each of 3 layers"):

@@ -1,4 +1,4 @@
-"""A vLLM model that is watched while it runs: its traffic as traces, and forecasts from what its layers show.
+"""Observation of a running vLLM model: collecting its traffic as traces, and forecasts from its layers.
 
 R requests of a step, T tokens, D hidden size, L MoE layers, E routed experts per layer.
 """
@@ -31,39 +31,44 @@ from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.offloading import make_monitor, resolve_predictor
 from expertcast_vllm.settings import Settings
-from expertcast_vllm.step import Part, Requests, captures_whole_steps, refuse, tell_requests, without_padding
-from expertcast_vllm.wiring import ForecastRouter, Kept, wire
+from expertcast_vllm.step import Part, Requests, captures_whole_steps, observe_requests, refuse, without_padding
+from expertcast_vllm.wiring import ForecastRouter, GateParameters, find_layers
 
 if TYPE_CHECKING:
     from expertcast_vllm.offload import WorkerOffload
 
 
 class PreviousTokens:
-    """Router logits of the last token of each request in the last step, all layers: a request that pauses, or goes
-    on elsewhere, is unknown."""
+    """Router logits of each request's last token in the previous step, for all layers.
+
+    A request that pauses or restarts has no such logits.
+
+    Args:
+        shape: the model's shape.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
         self._row: dict[tuple[str, int], int] = {}
-        """Of the requests in the present step, each with the position behind its tokens."""
+        """Row of each request in the current step, by request and the position after its tokens."""
         self._last: list[int] = []
-        """Row of each request's last token among the step's."""
+        """Row of each request's last token in the step."""
         self._known_R: list[int] = []
-        """For each request its row in the step before, or -1."""
+        """Each request's row in the previous step, or -1."""
         self._before_RLE: Tensor | None = None
         self._now_RLE: Tensor | None = None
         self._previous_RLE: Tensor | None = None
 
     def start(self, running: Requests) -> None:
-        """A step over these requests' tokens begins."""
+        """Begin a step over these requests' tokens."""
         self._known_R = [self._row.get((part.request, part.start), -1) for part in running.parts]
         ends = [(part.request, part.start + part.rows.stop - part.rows.start) for part in running.parts]
         self._row = {end: index for index, end in enumerate(ends)}
         self._last = [part.rows.stop - 1 for part in running.parts]
         self._before_RLE, self._now_RLE, self._previous_RLE = self._now_RLE, None, None
 
-    def see(self, call: RouterCall) -> None:
-        """A router has run."""
+    def record(self, call: RouterCall) -> None:
+        """Record a router's output."""
         last_RE = call.logits_TE[self._last]
         if self._now_RLE is None:
             layers, experts = self._shape.layers, self._shape.experts
@@ -71,7 +76,7 @@ class PreviousTokens:
         self._now_RLE[:, call.layer] = last_RE
 
     def of(self, call: RouterCall) -> Tensor:
-        """[R, L, E] for a step of one token each; NaN where a request was not in the step before."""
+        """Return logits [R, L, E] for a step of one token per request; NaN for requests outside the previous step."""
         if self._previous_RLE is None:
             unknown_1LE = call.logits_TE.new_full((1, self._shape.layers, self._shape.experts), float("nan"))
             held = unknown_1LE if self._before_RLE is None else torch.cat([self._before_RLE, unknown_1LE])
@@ -84,22 +89,22 @@ class PreviousTokens:
 logger = init_logger(__name__)
 
 MOST_BYTES = 256 << 20
-"""Of rows of running requests, and of such that wait to be written."""
+"""Largest memory for the rows of running requests and of documents to write."""
 
 _LULL_S = 1.0
 
 
 @dataclass(slots=True)
-class _Open:
-    """A running request."""
+class _OpenRequest:
+    """A running request and its collected rows."""
 
     hash: str
     start: int
-    """Position of the first token that is kept."""
+    """Position of the first collected token."""
     end: int
-    """Position after the last token that is kept."""
+    """Position after the last collected token."""
     rows: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """Token ids [T], residuals [T, L, D] and logits [T, L, E] of each forward."""
+    """Token ids [T], residuals [T, L, D] and logits [T, L, E] of each forward pass."""
 
     @property
     def tokens(self) -> int:
@@ -107,21 +112,21 @@ class _Open:
 
 
 class TrafficCollector:
-    """Keeps the first tokens of requests, as many as fit its memory, and gives them to a thread that writes.
+    """Collects the first tokens of requests in bounded memory; a thread writes them.
 
-    Requests are left out that begin while too much waits, and rows of a token that was run before.
+    It skips requests that begin while the memory is full, and tokens that run a second time.
 
     Args:
-        live: where to.
-        shape: of the model.
-        hash_of: what a request's document is known by, from its prompt's ids.
+        live: destination of the traces.
+        shape: the model's shape.
+        hash_of: returns a document's hash from the prompt's token ids.
     """
 
     def __init__(self, live: LiveTraces, shape: ModelShape, hash_of: Callable[[Sequence[int]], str]) -> None:
         self._live, self._shape, self._hash_of = live, shape, hash_of
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self._ended: set[str] = set()
-        """Running requests of which no more is kept."""
+        """Running requests that are no longer collected."""
         self._rows: list[tuple[str, slice]] = []
         self._keep_R: Tensor | None = None
         self._residuals: list[Tensor] = []
@@ -135,7 +140,7 @@ class TrafficCollector:
         self._thread.start()
 
     def start(self, running: Requests, known: Mapping[str, Any]) -> None:
-        """A forward is about to run, with these requests of all that are `known`."""
+        """Begin a forward pass over these requests; `known` has all of vLLM's requests."""
         self._rows, self._residuals, self._logits = [], [], []
         wanted = []
         if running.token_T is not None and self._left > 0 and not self._failed:
@@ -147,22 +152,22 @@ class TrafficCollector:
         self._keep_R = torch.cat(wanted) if wanted else None
 
     def _wanted(self, part: Part, known: Mapping[str, Any]) -> slice | None:
-        """Which of a request's rows are kept."""
+        """Return the rows of a request to collect, or None."""
         if part.request in self._ended:
             return None
         own = self._open.get(part.request)
         if own is None:
-            prompt = known[part.request].prompt_token_ids  # None where it is given as embeddings
+            prompt = known[part.request].prompt_token_ids  # None for prompts of embeddings
             if prompt is None or self._held >= MOST_BYTES:
                 self._ended.add(part.request)
                 return None
-            own = self._open[part.request] = _Open(hash=self._hash_of(prompt), start=part.start, end=part.start)
-        begin = part.rows.start + max(0, own.end - part.start)  # it may run again from its beginning
+            own = self._open[part.request] = _OpenRequest(hash=self._hash_of(prompt), start=part.start, end=part.start)
+        begin = part.rows.start + max(0, own.end - part.start)  # a preempted request runs again from its start
         end = min(part.rows.stop, begin + self._live.options.window - own.tokens)
         return slice(begin, end) if begin < end and part.start <= own.end else None
 
-    def see(self, call: RouterCall) -> None:
-        """A router has run."""
+    def record(self, call: RouterCall) -> None:
+        """Record the collected rows of a router's output."""
         if self._keep_R is None:
             return
         keep_R = self._keep_R.to(call.logits_TE.device)
@@ -170,7 +175,7 @@ class TrafficCollector:
         self._logits.append(call.logits_TE[keep_R])
 
     def finish(self, running: Requests) -> None:
-        """The forward has run."""
+        """End a forward pass and keep its rows."""
         if self._keep_R is None or len(self._residuals) != self._shape.layers or running.token_T is None:
             return
         residual_RLD = torch.stack(self._residuals, dim=1).cpu()
@@ -180,21 +185,21 @@ class TrafficCollector:
         for request, rows in self._rows:
             own, count = self._open[request], rows.stop - rows.start
             last = first + count
-            seen = token_T[rows], residual_RLD[first:last], logits_RLE[first:last]
-            own.rows.append(tuple(each.clone() for each in seen))
+            rows_seen = token_T[rows], residual_RLD[first:last], logits_RLE[first:last]
+            own.rows.append(tuple(each.clone() for each in rows_seen))
             own.end, first = own.end + count, last
             self._hold(residual_RLD[:1].nbytes * count + logits_RLE[:1].nbytes * count)
             if own.tokens >= self._live.options.window or self._held >= MOST_BYTES:
                 self._end(request)
 
     def ended(self, known: Mapping[str, Any]) -> None:
-        """Requests that are not `known` any more have ended."""
+        """End the requests that are not `known` any more."""
         for request in [request for request in self._open if request not in known]:
             self._end(request)
         self._ended.intersection_update(known)
 
     def close(self) -> None:
-        """Write what is held."""
+        """Write all collected rows and end the thread."""
         if not self._thread.is_alive():
             return
         for request in list(self._open):
@@ -203,7 +208,7 @@ class TrafficCollector:
         self._thread.join()
 
     def _end(self, request: str) -> None:
-        """No more is kept of a request."""
+        """End the collection of a request and queue its document."""
         own = self._open.pop(request)
         self._ended.add(request)
         if own.tokens:
@@ -217,7 +222,7 @@ class TrafficCollector:
             self._held += nbytes
 
     def _write(self) -> None:
-        """Of the thread: what cannot be written ends the collection, never the server."""
+        """Write queued documents. A write error ends the collection, not the server."""
         try:
             while True:
                 try:
@@ -230,61 +235,59 @@ class TrafficCollector:
                 self._live.add(document)
                 self._hold(-document.residual_TLD.nbytes - document.logits_TLE.nbytes)
             self._live.commit()
-        except Exception as error:  # the disk may be full, or the model give NaN
+        except Exception as error:  # for example a full disk, or NaN from the model
             self._failed = True
             logger.error("expertcast stops collecting in %s: %s", self._live.folder, first_line(error))
 
 
-class Watching:
-    """A model's wiring, and what a forward shows beyond what routers are called with.
+class ModelObserver:
+    """Observes a loaded model: its layers, its requests and its residual stream.
 
     Args:
-        model_runner: vLLM's, whose model is loaded.
-        kept: its gates' parameters as they were loaded.
+        model_runner: vLLM's model runner with a loaded model.
+        gates: parameters of possible gates, as they were loaded.
 
     Raises:
-        ExpertcastError: a model, or a way of running it, that cannot be watched.
+        ExpertcastError: the model, or vLLM's way of running it, cannot be observed.
     """
 
-    def __init__(self, model_runner: Any, kept: Kept) -> None:
+    def __init__(self, model_runner: Any, gates: GateParameters) -> None:
         config = model_runner.vllm_config
         _check_model(config)
         self._runner = model_runner
         self.sees_residuals = config.compilation_config.mode == CompilationMode.NONE
-        """Compiled forwards run without hooks."""
-        self.view = wire(model_runner, kept)
+        """Whether the residual stream is visible; compiled forward passes run without hooks."""
+        self.view = find_layers(model_runner, gates)
         self._factors = [layer.router.factor for layer in self.view if isinstance(layer.router, ForecastRouter)]
         self._residual: Tensor | None = None
-        self._seen: tuple[RouterCall, RouterCall] | None = None
+        self._last_call: tuple[RouterCall, RouterCall] | None = None
         self.running: Requests | None = None
-        """Whose tokens the present forward is over."""
+        """Requests of the current forward pass."""
         self.collector: TrafficCollector | None = None
         if self.sees_residuals:
             for layer in self.view:
                 layer.norm.register_forward_hook(self._normed)
-        tell_requests(model_runner, self)
+        observe_requests(model_runner, self)
         self._folder = ExitStack()
 
     def collect(self, settings: Settings) -> TrafficCollector | None:
-        """Keep the traffic from now on as traces, if that is asked for; of workers that share every layer the first one
-        does.
+        """Start to collect traffic if `settings.collect` is set. Only the first tensor-parallel worker collects.
 
         Returns:
-            What is to be closed when no more comes.
+            The collector to close at the end, or None.
 
         Raises:
-            ExpertcastError: no folder for it, another process writes there, or residuals are not seen.
+            ExpertcastError: the folder cannot be used, another process writes to it, or residuals are not visible.
         """
         if settings.collect is None:
             return None
         if not self.sees_residuals:
-            raise ExpertcastError("collect looks at layers while they run, which compiled ones do not show: start vLLM "
-                                  "with --enforce-eager")  # fmt: skip
+            raise ExpertcastError("collect needs hooks, which compiled layers skip: start vLLM with --enforce-eager")
         if get_tensor_model_parallel_rank():
             return None
         tokenizer = cached_tokenizer_from_config(self._runner.vllm_config.model_config)
         if tokenizer is None:
-            raise ExpertcastError("collect knows requests by their text: start vLLM without --skip-tokenizer-init")
+            raise ExpertcastError("collect needs the text of requests: start vLLM without --skip-tokenizer-init")
         config, folder = self._runner.vllm_config.model_config, Path(settings.collect)
         self._folder.enter_context(exclusive(folder))
         live = LiveTraces(
@@ -295,10 +298,9 @@ class Watching:
         self.collector = TrafficCollector(live, self.view.shape, Conversations(tokenizer).hash)
         return self.collector
 
-    def seen(self, call: RouterCall) -> RouterCall:
-        """The call as transformers' router would have given it: with the residual stream, where it is seen, and ids and
-        weights of its kind."""
-        if self._seen is None or self._seen[0] is not call:
+    def as_transformers(self, call: RouterCall) -> RouterCall:
+        """Return the call in transformers' form: with scaled weights, int64 ids, and the residual stream if visible."""
+        if self._last_call is None or self._last_call[0] is not call:
             residual = self._residual if self.sees_residuals else None
             if residual is not None and capturing():
                 residual = without_padding(residual)
@@ -309,28 +311,28 @@ class Watching:
                 weights_TK=call.weights_TK * self._factors[call.layer],
                 ids_TK=call.ids_TK.long(),
             )
-            self._seen = call, own
-        return self._seen[1]
+            self._last_call = call, own
+        return self._last_call[1]
 
     def on_router(self, call: RouterCall) -> None:
-        """A router has run; first to last in every forward."""
+        """Process a router's output. Layers come in order in every forward pass."""
         if self.collector is not None:
-            self.collector.see(self.seen(call))
+            self.collector.record(self.as_transformers(call))
 
     def start(self, running: Requests) -> None:
-        """A forward over these requests' tokens is about to run."""
-        self.running, self._seen = running, None
+        """Begin a forward pass over these requests' tokens."""
+        self.running, self._last_call = running, None
         if self.collector is not None:
             self.collector.start(running, self._runner.requests)
 
     def finish(self, running: Requests) -> None:
-        """It has run to its end."""
-        self._residual, self._seen = None, None
+        """End a forward pass."""
+        self._residual, self._last_call = None, None
         if self.collector is not None:
             self.collector.finish(running)
 
     def ended(self) -> None:
-        """Requests may have ended."""
+        """Check for finished requests."""
         if self.collector is not None:
             self.collector.ended(self._runner.requests)
 
@@ -339,90 +341,98 @@ class Watching:
 
 
 def _check_model(config: Any) -> None:
-    """
+    """Refuse parallelism and drafts that hide layers or tokens.
+
     Raises:
-        ExpertcastError: the model runs in a way that shows nothing of its layers.
+        ExpertcastError: such an option is set.
     """
     parallel = config.parallel_config
     refused = {
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,
     }
-    refuse(refused, "forecasts and collecting need all layers of every token in one place: leave {} out")
+    refuse(refused, "forecasts and collecting need all layers of every token in one worker: leave {} out")
 
 
 # Forecasts
 
 
-def make_speculator(offload: WorkerOffload, watching: Watching | None) -> tuple[Speculator, DriftMonitor | None]:
-    """What forecasts for a model that is loaded, and what follows its recall; None where the device alone knows that.
-    `watching` is None where nothing is to be forecast.
+def make_speculator(offload: WorkerOffload, observer: ModelObserver | None) -> tuple[Speculator, DriftMonitor | None]:
+    """Create the speculator and the recall monitor of a loaded model.
+
+    Args:
+        offload: the worker's offload.
+        observer: the model's observer; None without forecasts and collection.
+
+    Returns:
+        The speculator; the monitor, or None if there is no predictor or only the device knows the recall.
 
     Raises:
-        ExpertcastError: a predictor that does not exist, of another model, or one that reads what vLLM does not show.
+        ExpertcastError: the predictor is unknown, belongs to another model, or needs inputs that vLLM hides.
     """
     config = offload.settings.offload
-    if watching is None:
+    if observer is None:
         return Speculator(_layers_view(offload), None), None
-    view = watching.view
+    view = observer.view
     predictor, checkpoint = resolve_predictor(config.resolved_predictor(), view)
     if predictor is None:
         return Speculator(view, None), None
-    _check_predictor(predictor, watching, config=offload.config)
+    _check_predictor(predictor, observer, config=offload.config)
     predictor.to(next(view[0].router.parameters()).device)
-    speculator = WatchedSpeculator(watching, predictor, ahead=config.ahead, reach=config.reach)
+    speculator = ObservingSpeculator(observer, predictor, ahead=config.ahead, reach=config.reach)
     return speculator, None if offload.link.decides_on_device else make_monitor(config, view, predictor, checkpoint)
 
 
-class WatchedSpeculator(Speculator):
-    """Forecasts from what the watched model shows of its layers; the exact routing is what runs."""
+class ObservingSpeculator(Speculator):
+    """Forecasts from the observed layers. The exact routing always runs."""
 
-    def __init__(self, watching: Watching, predictor: Predictor, *, ahead: int, reach: int | None) -> None:
+    def __init__(self, observer: ModelObserver, predictor: Predictor, *, ahead: int, reach: int | None) -> None:
         with torch.inference_mode(False):
-            super().__init__(watching.view, predictor, ahead=ahead, reach=reach)
-        self._watching = watching
-        self._memory = None  # rows of one step are other requests in the next
-        shape = watching.view.shape
+            super().__init__(observer.view, predictor, ahead=ahead, reach=reach)
+        self._observer = observer
+        self._memory = None  # a row belongs to another request in the next step
+        shape = observer.view.shape
         self._previous_tokens = PreviousTokens(shape) if predictor.uses_previous_token else None
 
     def start(self, fresh: bool, rung: int | None = -1) -> None:
         super().start(fresh, rung)
-        if self._previous_tokens is not None and self._watching.running is not None:
-            self._previous_tokens.start(self._watching.running)
+        if self._previous_tokens is not None and self._observer.running is not None:
+            self._previous_tokens.start(self._observer.running)
 
     def due(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> int | None:
-        seen = self._watching.seen(call)
+        seen = self._observer.as_transformers(call)
         if self._previous_tokens is not None:
-            self._previous_tokens.see(seen)
+            self._previous_tokens.record(seen)
         return super().due(seen, executed)
 
     def _previous(self, call: RouterCall) -> Tensor | None:
         return None if self._previous_tokens is None or call.tokens > 1 else self._previous_tokens.of(call)
 
 
-def _check_predictor(predictor: Predictor, watching: Watching, config: VllmConfig) -> None:
-    """
+def _check_predictor(predictor: Predictor, observer: ModelObserver, config: VllmConfig) -> None:
+    """Raise if vLLM does not provide the predictor's inputs.
+
     Raises:
-        ExpertcastError: the predictor reads what is not there.
+        ExpertcastError: an input is missing.
     """
     if predictor.looks == "tokens":
         raise ExpertcastError(
-            f"{predictor.name} looks tokens ahead, which nothing under vLLM uses: give another predictor"
+            f"{predictor.name} forecasts whole tokens, which is not supported under vLLM: use another predictor"
         )
     if predictor.uses_early:
         raise ExpertcastError(
-            f"{predictor.name} reads early attention, which vLLM cannot run: train it with --set "
-            "inputs=quasi_hidden/router_input/routing/previous, or give linear"
+            f"{predictor.name} reads early attention, which is not available under vLLM: train it with --set "
+            "inputs=quasi_hidden/router_input/routing/previous, or use linear"
         )
     if predictor.uses_previous_token and captures_whole_steps(config):
         raise ExpertcastError(
-            f"{predictor.name} keeps the last token's routing on the host, which whole CUDA graphs leave out: give "
-            'another predictor, or start vLLM with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
+            f"{predictor.name} keeps the last token's routing on the host, which whole CUDA graphs bypass: use another "
+            'predictor, or start vLLM with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
         )
-    if predictor.reads_residual and not watching.sees_residuals:
+    if predictor.reads_residual and not observer.sees_residuals:
         raise ExpertcastError(
-            f"{predictor.name} reads the residual stream, which compiled layers do not show: start vLLM with "
-            "--enforce-eager, or give router_input, or linear trained with --set reads=router_input"
+            f"{predictor.name} reads the residual stream, which compiled layers hide: start vLLM with --enforce-eager, "
+            "or use router_input, or linear trained with --set reads=router_input"
         )
 
 
