@@ -19,16 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
+from transformers import (
+    Cache,
     CacheLayerMixin,
+    DynamicCache,
     DynamicIndexedLayer,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
+    PreTrainedModel,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
+from expertcast.compat import DynamicSlidingWindowLayer
 from expertcast.data.batch import capturing
 from expertcast.data.means import adds_block
 from expertcast.data.quick_block import QuickBlock

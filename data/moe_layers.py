@@ -19,11 +19,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental import _config as fx_config
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from expertcast.compat import ALL_EXPERTS_FUNCTIONS, TorchDispatchMode
+from expertcast.compat import _config as fx_config
 from expertcast.data.source import check_release
 from expertcast.predictors.messages import ExpertcastError, first_line
 from expertcast.predictors.view import Adds, MoELayer, MoEView, OwnTensor
@@ -335,7 +334,7 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
         raise ExpertcastError(
             f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
         )
-    return MoEView(layers, model_id=str(model.config._name_or_path or type(model).__name__))
+    return MoEView(layers, model_id=str(model.config.name_or_path or type(model).__name__))
 
 
 def _is_experts_module(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicLayer
 
 from expertcast.predictors.folded import norm_scale
 from expertcast.predictors.view import MoELayer

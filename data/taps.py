@@ -14,20 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from expertcast.compat import _active_collector
 from expertcast.data.batch import RouterCall, RouterOutput, capturing
 from expertcast.predictors.view import MoELayer, MoEView
 
-# transformers gathers hidden states, attentions and router logits by hooks on modules: forecasts run modules unrecorded
-
-try:
-    from transformers.utils.output_capturing import _active_collector as _collector
-except ImportError:  # another release, which may gather otherwise
-    _collector = None  # type: ignore[assignment]
+# Outputs that transformers gathers by hooks: forecasts run modules unrecorded
 
 
 def recording() -> bool:
     """Whether the forward that runs now gathers anything: without it, :func:`unrecorded` changes nothing."""
-    return _collector is not None and _collector.get() is not None
+    return _active_collector.get() is not None
 
 
 @contextmanager
@@ -36,11 +32,11 @@ def unrecorded() -> Iterator[None]:
     if not recording():
         yield
         return
-    token = _collector.set(None)  # type: ignore[no-untyped-call]
+    token = _active_collector.set(None)
     try:
         yield
     finally:
-        _collector.reset(token)  # type: ignore[no-untyped-call]
+        _active_collector.reset(token)
 
 
 class RouterTaps:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.jit._trace import TracerWarning
+from torch.jit import TracerWarning
 from torch.overrides import TorchFunctionMode
 
 Tensors = tuple[Tensor, ...]
