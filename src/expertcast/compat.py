@@ -21,6 +21,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "torch.fx.experimental": {
         "_config": "Lets a model on the meta device run code that searches its mask for values (data.moe_layers).",
     },
+    "torch.jit._trace": {"TracerWarning": "Shows that a trace depends on a tensor's values (data.tracing)."},
     "torch.utils._python_dispatch": {
         "TorchDispatchMode": "Follows every tensor operation of a probing forward (data.moe_layers).",
     },
@@ -175,6 +176,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
 
 if TYPE_CHECKING:
     from torch.fx.experimental import _config as _config
+    from torch.jit._trace import TracerWarning as TracerWarning
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from transformers.cache_utils import (
         DynamicSlidingWindowLayer as DynamicSlidingWindowLayer,
