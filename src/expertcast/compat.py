@@ -1,21 +1,20 @@
 """Private and undocumented parts of other libraries that expertcast uses: the whole list, with the use of each.
 
-A new release of transformers or torch may change any of them without notice. `tests/package/test_compat.py` has one
-case for each part; against a new release run it alone with ``--noconftest``, so that it reports all missing parts
-instead of stopping at the first failed import.
+All parts were checked with torch 2.13.0 and transformers 5.23.0. A new release of either may change any of them without
+notice. `tests/package/test_compat.py` has one case for each part; against a new release run it alone with
+``--noconftest``, so that it reports all missing parts instead of stopping at the first failed import.
 
 Modules import the names in :data:`PARTS` from here. Each is loaded when it is first imported, so this module itself
 loads neither torch nor transformers. Modules read the members in :data:`MEMBERS` in place.
 """
+
+# ruff: noqa: F401 (type checkers read the names below)
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-CHECKED = {"torch": "2.13.0", "transformers": "5.23.0"}
-"""Releases that all parts were checked with."""
 
 PARTS: Mapping[str, Mapping[str, str]] = {
     "torch.fx.experimental": {
@@ -175,113 +174,51 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
 """By module, or by module and class, the private members that other modules read in place, with their use."""
 
 if TYPE_CHECKING:
-    from torch.fx.experimental import _config as _config
-    from torch.jit._trace import TracerWarning as TracerWarning
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from transformers.cache_utils import (
-        DynamicSlidingWindowLayer as DynamicSlidingWindowLayer,
-    )
-    from transformers.cache_utils import (
-        LinearAttentionCacheLayerMixin as LinearAttentionCacheLayerMixin,
-    )
-    from transformers.cache_utils import (
-        MtpCache as MtpCache,
-    )
-    from transformers.cli.serving.chat_completion import ChatCompletionHandler as ChatCompletionHandler
-    from transformers.cli.serving.completion import CompletionHandler as CompletionHandler
-    from transformers.cli.serving.model_manager import ModelManager as ModelManager
-    from transformers.cli.serving.response import ResponseHandler as ResponseHandler
-    from transformers.cli.serving.server import build_server as build_server
-    from transformers.cli.serving.systemone import SystemOneHandler as SystemOneHandler
-    from transformers.cli.serving.transcription import TranscriptionHandler as TranscriptionHandler
+    from torch.fx.experimental import _config
+    from torch.jit._trace import TracerWarning
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin, MtpCache
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.response import ResponseHandler
+    from transformers.cli.serving.server import build_server
+    from transformers.cli.serving.systemone import SystemOneHandler
+    from transformers.cli.serving.transcription import TranscriptionHandler
     from transformers.cli.serving.utils import (
-        X_REQUEST_ID as X_REQUEST_ID,
+        X_REQUEST_ID,
+        BaseGenerateManager,
+        BaseHandler,
+        CBGenerateManager,
+        CBStreamer,
+        CBWorkerDeadError,
+        DirectStreamer,
+        GenerateManager,
+        GenerationState,
+        Modality,
+        ReasoningText,
+        _GenerationCancelled,
+        _StreamError,
     )
-    from transformers.cli.serving.utils import (
-        BaseGenerateManager as BaseGenerateManager,
-    )
-    from transformers.cli.serving.utils import (
-        BaseHandler as BaseHandler,
-    )
-    from transformers.cli.serving.utils import (
-        CBGenerateManager as CBGenerateManager,
-    )
-    from transformers.cli.serving.utils import (
-        CBStreamer as CBStreamer,
-    )
-    from transformers.cli.serving.utils import (
-        CBWorkerDeadError as CBWorkerDeadError,
-    )
-    from transformers.cli.serving.utils import (
-        DirectStreamer as DirectStreamer,
-    )
-    from transformers.cli.serving.utils import (
-        GenerateManager as GenerateManager,
-    )
-    from transformers.cli.serving.utils import (
-        GenerationState as GenerationState,
-    )
-    from transformers.cli.serving.utils import (
-        Modality as Modality,
-    )
-    from transformers.cli.serving.utils import (
-        ReasoningText as ReasoningText,
-    )
-    from transformers.cli.serving.utils import (
-        _GenerationCancelled as _GenerationCancelled,
-    )
-    from transformers.cli.serving.utils import (
-        _StreamError as _StreamError,
-    )
-    from transformers.conversion_mapping import get_model_conversion_mapping as get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightRenaming as WeightRenaming,
-    )
-    from transformers.core_model_loading import (
-        dot_natural_key as dot_natural_key,
-    )
-    from transformers.core_model_loading import (
-        rename_source_key as rename_source_key,
-    )
-    from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME as TRANSFORMERS_DYNAMIC_MODULE_NAME
-    from transformers.generation.continuous_batching.cb_logits_processors import (
-        ContinuousBatchingLogitsProcessor as ContinuousBatchingLogitsProcessor,
-    )
-    from transformers.generation.continuous_batching.requests import FutureRequestState as FutureRequestState
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize as Fp8Dequantize
-    from transformers.integrations.gguf import (
-        get_gguf_conversion_mapping as get_gguf_conversion_mapping,
-    )
-    from transformers.integrations.gguf import (
-        is_gguf_arch_supported as is_gguf_arch_supported,
-    )
-    from transformers.integrations.gguf import (
-        read_gguf_metadata as read_gguf_metadata,
-    )
-    from transformers.integrations.gguf.dequant import GGML_BLOCK as GGML_BLOCK
-    from transformers.integrations.gguf.kernels import dequantize_blocks as dequantize_blocks
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+    from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+    from transformers.generation.continuous_batching.requests import FutureRequestState
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported, read_gguf_metadata
+    from transformers.integrations.gguf.dequant import GGML_BLOCK
+    from transformers.integrations.gguf.kernels import dequantize_blocks
     from transformers.integrations.moe import (
-        ALL_EXPERTS_FUNCTIONS as ALL_EXPERTS_FUNCTIONS,
+        ALL_EXPERTS_FUNCTIONS,
+        batched_mm_experts_forward,
+        grouped_mm_experts_forward,
     )
-    from transformers.integrations.moe import (
-        batched_mm_experts_forward as batched_mm_experts_forward,
-    )
-    from transformers.integrations.moe import (
-        grouped_mm_experts_forward as grouped_mm_experts_forward,
-    )
-    from transformers.integrations.mxfp4 import Mxfp4Dequantize as Mxfp4Dequantize
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS as TENSOR_PROCESSORS,
-    )
-    from transformers.modeling_gguf_pytorch_utils import (
-        TensorProcessor as TensorProcessor,
-    )
-    from transformers.modeling_gguf_pytorch_utils import (
-        get_gguf_hf_weights_map as get_gguf_hf_weights_map,
-    )
-    from transformers.modeling_layers import MtpModel as MtpModel
-    from transformers.utils.hub import get_checkpoint_shard_files as get_checkpoint_shard_files
-    from transformers.utils.output_capturing import _active_collector as _active_collector
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+    from transformers.modeling_layers import MtpModel
+    from transformers.utils.hub import get_checkpoint_shard_files
+    from transformers.utils.output_capturing import _active_collector
 else:
     _MODULE = {name: module for module, names in PARTS.items() for name in names}
 
