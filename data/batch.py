@@ -1,4 +1,4 @@
-"""The batch that traces and the online stream both yield, and the router states made from it.
+"""Batches of activations, from traces or from a running model, and the router states that predictors read.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
 """
@@ -15,54 +15,54 @@ from torch import Tensor
 from expertcast.predictors.base import RouterState
 from expertcast.predictors.view import MoEView
 
-# What a router has done, as it is told to collection and the runtime; B sequences of S tokens
+# One router call; B sequences of S tokens
 
 RouterOutput: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""What a router returns: logits [T, E], weights [T, K] and ids [T, K]."""
+"""Return value of a router: logits [T, E], weights [T, K] and ids [T, K]."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RouterCall:
-    """One router has just run."""
+    """Input and output of one router."""
 
     layer: int
     """MoE layer index."""
     sequences: int
     """B"""
     tokens: int
-    """S, tokens per sequence: 1 in a decode step."""
+    """S, tokens per sequence; 1 in a decode step."""
     residual_TD: Tensor
-    """What entered the layer's norm."""
+    """Input of the norm before the router."""
     router_input_TD: Tensor
-    """What the norm made of it."""
+    """Output of that norm."""
     logits_TE: Tensor
     weights_TK: Tensor
     ids_TK: Tensor
 
 
 def capturing() -> bool:
-    """Whether this forward becomes a CUDA graph: always a decode step, and no value can be looked at."""
+    """Return whether a CUDA graph captures this forward, so that no value can be read; it is then a decode step."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(slots=True, kw_only=True)
 class TraceBatch:
-    """Rows (tokens) in any number; neighbours in a document need not be neighbours here unless in order."""
+    """Any number of tokens as rows, not necessarily in the order of their documents."""
 
     residual_TLD: Tensor
-    """r_l of every layer, bf16 or the model's dtype."""
+    """Residual stream r_l before every MoE layer's norm, bf16 or the model's dtype."""
     logits_TLE: Tensor
-    """Router logits of every layer, in the dtype the router gave or one that holds them exactly."""
+    """Router logits of every layer, in the router's dtype or one that holds them exactly."""
     document_T: Tensor
-    """Index of the document the token belongs to (int64)."""
+    """Index of the token's document (int64)."""
     position_T: Tensor
-    """Position of the token inside its document (int64)."""
+    """Position of the token in its document (int64)."""
     token_T: Tensor | None = None
-    """The token's own id (int64); None where it is not known."""
+    """Id of the token (int64); None if unknown."""
     previous_TLE: Tensor | None = None
-    """Router logits of the previous token of the text, NaN at a document's first; only where asked for."""
+    """Router logits of the previous token in the document, NaN at its first token; None unless filled in."""
     early_TLD: Tensor | None = None
-    """[T, L - 1, D] by source layer: `RouterState.early_TD`, in the residuals' dtype; where it was collected."""
+    """`RouterState.early_TD` by source layer, in the residuals' dtype; None without early attention."""
 
     def __len__(self) -> int:
         return int(self.document_T.shape[0])
@@ -71,7 +71,7 @@ class TraceBatch:
         return self._map(lambda column: column[rows])
 
     def to(self, device: torch.device | str) -> TraceBatch:
-        """The same rows on a device."""
+        """Return the same rows on a device."""
         return self._map(lambda column: column.to(device))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> TraceBatch:
@@ -79,7 +79,7 @@ class TraceBatch:
 
     @staticmethod
     def cat(batches: list[TraceBatch]) -> TraceBatch:
-        """All rows of some batches, which either all have `previous_TLE` or all have not."""
+        """Concatenate batches; either all of them have `previous_TLE` or none."""
         return TraceBatch._joined(batches, torch.cat)
 
     @staticmethod
@@ -88,8 +88,10 @@ class TraceBatch:
         return TraceBatch(**{name: join(parts) for name, parts in columns.items() if parts[0] is not None})
 
     def with_previous(self, before: TraceBatch | None = None) -> TraceBatch:
-        """The same rows, in order of document and position, with `previous_TLE` filled in from the row before each: for
-        the first one that is the last of `before`."""
+        """Return the same rows with `previous_TLE` from the row before each.
+
+        Rows must be in order of document and position. The row before the first is the last row of `before`.
+        """
         shifted = self.routing()._map(lambda column: column.roll(1, dims=0))
         if before is not None and len(before):
             shifted.logits_TLE[0] = before.logits_TLE[-1]
@@ -97,18 +99,20 @@ class TraceBatch:
         return self.with_previous_rows(shifted)
 
     def with_previous_rows(self, other: TraceBatch) -> TraceBatch:
-        """The same rows with `previous_TLE` from the rows of `other` (changed here): NaN where one is not the token
-        before its partner."""
+        """Return the same rows with `previous_TLE` from the rows of `other`, NaN where these are not the tokens before.
+
+        The logits of `other` are changed in place.
+        """
         follows_T = (other.document_T == self.document_T) & (other.position_T + 1 == self.position_T)
         other.logits_TLE[~follows_T] = float("nan")
         return replace(self, previous_TLE=other.logits_TLE)
 
     def routing(self) -> TraceBatch:
-        """The same rows without residuals."""
+        """Return the same rows without residuals."""
         return replace(self, residual_TLD=self.residual_TLD[:, :0], previous_TLE=None, early_TLD=None)
 
     def state(self, view: MoEView, layer: int) -> RouterState:
-        """The router state at `layer`, recomputed: s_l from r_l, ids and weights from the logits."""
+        """Return the router state at `layer`; recomputes s_l from r_l, and ids and weights from the logits."""
         residual_TD, logits_TE = self.residual_TLD[:, layer], self.logits_TLE[:, layer]
         ids_TK, weights_TK = view[layer].route(logits_TE)
         with torch.no_grad():

@@ -1,8 +1,8 @@
-"""A running model as batches of traces: residuals, logits, early attention, and sums of what experts put out.
+"""Capture activations of a running model: residuals, logits, early attention, and sums of experts' outputs.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
-Hooks are attached for one forward at a time and only look (they return None): between batches, and after an error, the
-model is as it was.
+Hooks are attached for one forward at a time and change nothing: between batches, and after an error, the model has no
+hooks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import RouterCall, TraceBatch
-from expertcast.data.early import EarlyAttention, told
+from expertcast.data.early import EarlyAttention, refusal_lines
 from expertcast.data.experts import WINDOWS, Experts, ShownExperts, experts_of, run_windows, shown
 from expertcast.data.means import MeanOutputs, adds_block, adds_experts
 from expertcast.data.packed_experts import down_projection
@@ -34,40 +34,41 @@ from expertcast.predictors.view import MoELayer, MoEView, RuleCheck
 
 @dataclass(frozen=True, slots=True)
 class EarlyRun:
-    """Early attention over a text."""
+    """Early attention over whole sequences."""
 
     attention: EarlyAttention
     stand_in: StandIn
-    """What it runs on."""
+    """Stand-in for the layers' outputs."""
     refused: Mapping[int, str] | None = None
-    """Layers that it refused when it was tried, and may refuse alone from then on; None while it is tried."""
+    """Layers that early attention refused in its trial, the only ones it may refuse later; None during the trial."""
 
     def check(self) -> None:
-        """
+        """Check that early attention has refused no further layer.
+
         Raises:
-            ExpertcastError: it has stopped at another layer since.
+            ExpertcastError: early attention stopped at another layer after its trial.
         """
         if self.refused is None:
             return
         found = {layer: why for layer, why in self.attention.refused.items() if layer not in self.refused}
         if found:
             raise ExpertcastError(
-                f"early attention stopped half-way at {'; '.join(told(found))}: run the text anew without it "
+                f"early attention stopped half-way at {'; '.join(refusal_lines(found))}: collect again without it "
                 "(--early-rank none)"
             )
 
 
 class ActivationStream:
-    """Iterates TraceBatch over windows, in order, from a running model; nothing is stored.
+    """Runs a model over windows and iterates over their TraceBatch in order; stores nothing.
 
     Args:
-        model: is run, in eval mode; its own mode comes back afterwards. It may be offloaded.
-        view: the model's MoE layers.
-        windows: what iteration runs over, in order.
+        model: model, which may be offloaded; runs in eval mode and gets its own mode back afterwards.
+        view: its MoE layers.
+        windows: windows to run, in order.
         batch_size: windows per forward.
-        means: where to add expert outputs, for default vectors; None leaves them out.
-        early: runs early attention; None leaves it out.
-        residual_dtype: what residuals are rounded to; traces hold bf16.
+        means: sums of experts' outputs to add to, for default vectors; None for no sums.
+        early: early attention; None for no early attention.
+        residual_dtype: dtype of the residuals; traces hold bf16.
 
     Raises:
         ExpertcastError: `batch_size` under 1, or a window longer than the model's context.
@@ -101,15 +102,14 @@ class ActivationStream:
 
     @torch.no_grad()
     def run(self, batch: WindowBatch, outputs: Outputs | None = None) -> TraceBatch:
-        """One forward. Rows are the batch's real tokens in order, on the CPU.
+        """Run one forward and return the batch's real tokens in order, on the CPU.
 
         Args:
-            batch: is run.
-            outputs: answers for routed experts; None: they run.
+            batch: windows to run.
+            outputs: known outputs of the routed experts; None runs the experts.
 
         Raises:
-            ExpertcastError: a router goes by more than the logits that are kept of it, or early attention stopped at a
-                layer.
+            ExpertcastError: a router's choice does not follow from its logits, or early attention stopped at a layer.
         """
         capture = Capture(self, batch.mask_BS, outputs)
         with capture.attached():
@@ -130,19 +130,18 @@ class ActivationStream:
 
 
 class Capture:
-    """Captures one forward over windows: fills `residual_TLD`, `logits_TLE` and with early attention `early_TLD`, and
-    adds to the stream's means.
+    """Captures one forward over windows: fills `residual_TLD`, `logits_TLE` and `early_TLD`, and adds to the means.
 
     Args:
-        stream: what is run, and how.
-        mask_BS: where the windows' real tokens are, T of them.
-        outputs: answers for routed experts; None: they run.
+        stream: model and settings.
+        mask_BS: marks the T real tokens of the windows.
+        outputs: known outputs of the routed experts; None runs the experts.
     """
 
     def __init__(self, stream: ActivationStream, mask_BS: Tensor, outputs: Outputs | None) -> None:
         tokens = int(mask_BS.sum())
         self.keep_T = mask_BS.reshape(-1).nonzero().squeeze(1) if tokens < mask_BS.numel() else None
-        """Indices of the real tokens in the flattened batch, None when there is no padding."""
+        """Indices of the real tokens in the flattened batch; None without padding."""
         self._stream, self.means, self.outputs = stream, stream.means, outputs
         view = stream.view
         device = down_projection(view[0].experts).device
@@ -151,11 +150,11 @@ class Capture:
         self.logits_TLE = torch.empty(0)
         self.early_TLD = None if stream.early is None else self.residual_TLD.new_empty(tokens, layers - 1, hidden)
         self._standing_TD = torch.empty(0)
-        """What stands for the output of the layer before, rows of padding included."""
+        """Residual of the layer before plus the stand-in for its output, including rows of padding."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Capture the forward run inside."""
+        """Capture the forward that runs inside."""
         model, view, early = self._stream.model, self._stream.view, self._stream.early
         experts = experts_of(model, view)
         with ExitStack() as stack:
@@ -168,14 +167,14 @@ class Capture:
             yield
 
     def _rows(self, flat_TX: Tensor) -> Tensor:
-        """The real tokens."""
+        """Return the rows of real tokens."""
         return flat_TX if self.keep_T is None else flat_TX[self.keep_T.to(flat_TX.device)]
 
     def _see(self, call: RouterCall) -> None:
-        """Take what one layer's router was given and gave.
+        """Keep input and output of one layer's router.
 
         Raises:
-            ExpertcastError: the router goes by more than the logits that are kept.
+            ExpertcastError: the router's choice does not follow from its logits.
         """
         if call.layer in self._stream.check.unseen:
             self._stream.check.require(call.layer, call.router_input_TD)
@@ -192,8 +191,7 @@ class Capture:
             self._standing_TD = call.residual_TD.float() + output_TD
 
     def finish(self) -> None:
-        """The model has run: the steps from residual to residual, for layers that add more than their block's output or
-        another thing."""
+        """Add the steps from residual to residual to the means, for layers that add more than their block's output."""
         if self.means is None:
             return
         for layer in list(self._stream.view)[:-1]:
@@ -203,7 +201,7 @@ class Capture:
 
 
 class LayerCapture(ShownExperts):
-    """What one layer's experts add to a capture's means."""
+    """Runs one layer's experts and adds their outputs to a capture's means."""
 
     def __init__(self, layer: MoELayer, capture: Capture, experts: Experts) -> None:
         super().__init__(layer, capture.means is not None and layer.has_shared and adds_block(layer))
@@ -223,7 +221,7 @@ class LayerCapture(ShownExperts):
                 every_E = torch.arange(layer.num_experts, device=kept.count_E.device)
                 means.add_sums(index, kept.inner_EI, every_E, kept.count_E)
         if means is not None and layer.adds is not None and not adds_block(layer) and index + 1 < len(means.inner_EI):
-            # of the step that `Capture.finish` adds
+            # `Capture.finish` adds the whole step
             means.add_shared(index, -layer.adds.factor * output_TD.float())
         return output_TD
 
@@ -236,23 +234,23 @@ class LayerCapture(ShownExperts):
 
 
 def try_early(model: PreTrainedModel, view: MoEView, plan: Plan) -> tuple[EarlyAttention | None, TraceBatch]:
-    """What runs early attention over the plan's text, and the first window's tokens as a stream gives them.
+    """Try early attention on the first window of a plan; print the layers that cannot run early to standard error.
 
-    None where the plan leaves it out, or no layer of the `model`, whose layers `view` holds, can be run early. Which
-    layers cannot, and why, is said on standard error.
+    Returns:
+        Early attention, or None if the plan leaves it out or no layer can run early; and the first window's batch.
     """
     early = None
     if plan.options.early_rank is not None:
         early = EarlyRun(EarlyAttention(model, view, whole=True), StandIn(view.shape, 0).to(model.device))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "forecasts do without early attention")  # said here
-        # what is tried is attention and routers: experts would be read from a disk for it
+        warnings.filterwarnings("ignore", "forecasts do without early attention")  # printed below
+        # the trial needs attention and routers only: experts might be read from a disk
         first = pad_windows(plan.windows_of(plan.documents)[:1])
         seen = ActivationStream(model, view, [], early=early).run(first, NoExperts())
     if early is None:
         return None, seen
     if training_share().rank == 0:
-        lines = told(early.attention.refused) if len(view) > 1 else ["a model of one MoE layer"]
+        lines = refusal_lines(early.attention.refused) if len(view) > 1 else ["a model of one MoE layer"]
         for line in lines:
             print(f"no early attention at {line}", file=sys.stderr)
     return early.attention if early.attention.works else None, seen

@@ -1,8 +1,11 @@
-"""Early attention: the next block's attention on a stand-in for its input, while this layer's experts wait or run.
+"""Early attention: run the next block's attention on a stand-in for its input while this layer's experts wait or run.
 
-The cache holds the true keys and values of the past; only the newest position is approximate. The block itself runs,
-up to the norm before its router, so that norms, residuals and multipliers are the model's own in every family: its
-cache is a copy that shares the past, so nothing is written.
+The key-value cache holds the true keys and values of the past, so only the newest position is approximate. The model's
+own block runs, up to the norm before its router; norms, residuals and multipliers are therefore right in every family.
+The block reads a copy of the cache that shares the past, so nothing is written to the model's cache.
+
+A block runs in one of three ways: as the model has it, as a traced program with the same bits, or, for prefetches of
+small models, as a few folded operations that differ by rounding.
 
 T tokens, B sequences, S tokens per sequence, D hidden size, L MoE layers.
 """
@@ -15,43 +18,48 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
+from torch.nn import functional
+from transformers import (
+    Cache,
     CacheLayerMixin,
+    DynamicCache,
     DynamicIndexedLayer,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
+    PreTrainedModel,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
+from expertcast.compat import DynamicSlidingWindowLayer
 from expertcast.data.batch import capturing
 from expertcast.data.means import adds_block
-from expertcast.data.quick_block import QuickBlock
 from expertcast.data.taps import unrecorded
 from expertcast.data.tracing import Program, traced
+from expertcast.predictors.folded import norm_scale
 from expertcast.predictors.view import MoELayer, MoEView
 
-# Key-value caches: reading without writing. Decided by class: of an unknown class nobody knows what a write changes.
+# Key-value caches: reading without writing. The class decides, because the writes of an unknown class are not known.
 
 _COPIED = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
-"""Layers that put new tensors in the place of old ones: a shallow copy leaves them as they were."""
+"""Cache layers that replace their tensors on a write: a shallow copy is safe to write to."""
 _CLONED = (StaticLayer, StaticSlidingWindowLayer)
-"""Those that write into their tensors."""
+"""Cache layers that write into their tensors: a copy needs clones."""
 
 
 def reading_copy(past: Cache, index: int) -> Cache | None:
-    """The cache with a copy of its layer `index`, which takes what is written there; None where it cannot be read so:
-    a cache that quantises, moves its layers to the host, or is of a class of its own."""
+    """Copy a cache so that a block can write to layer `index` of the copy and leave the original unchanged.
+
+    Returns None for a cache that quantises, moves its layers to the host, or has a class of its own.
+    """
     if not _readable(past):
         return None
     reader = copy.copy(past)
     reader.layers = list(past.layers)
-    if index >= len(past.layers):  # it grows by what is written first
+    if index >= len(past.layers):  # the first write adds the layer
         return reader if past.layer_class_to_replicate in _COPIED else None
     kind = type(past.layers[index])
     if kind not in (*_COPIED, *_CLONED):
@@ -65,7 +73,7 @@ def reading_copy(past: Cache, index: int) -> Cache | None:
 
 
 def growing_layer(past: Cache, index: int) -> CacheLayerMixin | None:
-    """The cache's layer `index`, where it holds something and a write puts new tensors in the place of its own."""
+    """Return the cache's layer `index` if it holds tokens and replaces its tensors on a write, else None."""
     if not _readable(past) or index >= len(past.layers):
         return None
     layer = past.layers[index]
@@ -76,13 +84,17 @@ def _readable(past: Cache) -> bool:
     return getattr(type(past), "update", None) is Cache.update and not past.offloading
 
 
-# Masks for whole texts: each token reads the true past and its own stand-in
+# Masks for whole sequences: each token reads the true past and its own stand-in
 
 
-def beside(mask: Tensor | None, hidden_BSD: Tensor) -> Tensor:
-    """The mask [B or 1, 1, S, 2S] of queries that read the true keys before their own position, and their own stand-in.
+def stand_in_mask(mask: Tensor | None, hidden_BSD: Tensor) -> Tensor:
+    """Return the mask [B or 1, 1, S, 2S] for keys that are the S true ones followed by the S stand-ins.
 
-    `mask` is what the block was called with: None stands for causal attention.
+    A query sees the true keys before its own position and its own stand-in.
+
+    Args:
+        mask: mask that the model calls the block with, [B or 1, 1, S, S]; None means causal attention.
+        hidden_BSD: stand-in for the block's input.
     """
     length = hidden_BSD.shape[1]
     own_SS = torch.eye(length, dtype=torch.bool, device=hidden_BSD.device)
@@ -94,30 +106,30 @@ def beside(mask: Tensor | None, hidden_BSD: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def own_rows(mask: Tensor | None, hidden_BSD: Tensor) -> Tensor | None:
-    """[B, S]: tokens that see themselves, as those of padding need not; None for all."""
+def tokens_that_see_themselves(mask: Tensor | None, hidden_BSD: Tensor) -> Tensor | None:
+    """Return [B, S] bools; tokens of padding need not see themselves. None means all tokens."""
     if mask is None:
         return None
     seen = mask if mask.dtype == torch.bool else mask == 0
     return seen.diagonal(dim1=-2, dim2=-1)[:, 0].expand(hidden_BSD.shape[:2])
 
 
-# Layers that cannot be run early, by the structure of the model
+# Layers that cannot run early, by the structure of the model
 
-FIRST = "no MoE layer stands before it"
+FIRST = "it is the first MoE layer"
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers, as configurations name them, whose cache holds keys and values."""
+"""Kinds of layers in configurations whose cache holds keys and values."""
 _MASKED = ("sdpa", "eager")
-"""Attention implementations that take any mask, which whole texts need."""
+"""Attention implementations that take any mask, which whole sequences need."""
 
 
 def static_refusals(model: PreTrainedModel, view: MoEView, *, whole: bool = False) -> dict[int, str]:
-    """By MoE layer, why its block cannot be run early: layers that can be are left out.
+    """Return the MoE layers that cannot run early, with the reason for each.
 
     Args:
-        model: may be on the meta device.
+        model: model; it may be on the meta device.
         view: its MoE layers.
-        whole: over whole texts, as collection does.
+        whole: whether blocks will run over whole sequences, as in a collection.
     """
     paths = {module: name for name, module in model.named_modules()}
     refused = {0: FIRST}
@@ -125,18 +137,18 @@ def static_refusals(model: PreTrainedModel, view: MoEView, *, whole: bool = Fals
         before, own = paths[view[layer.index - 1].decoder], paths[layer.decoder]
         reason = _refusal(before, own, kind_of(model, layer.decoder), cache_index(layer.decoder))
         if not reason and not adds_block(view[layer.index - 1]):
-            reason = "the layer before it adds more to the residual stream than its block's output, or another thing"
+            reason = "the layer before it does not add exactly its block's output to the residual stream"
         if not reason and not layer.norm_name:
-            reason = "no norm stands before its router, where its block could be left"
+            reason = "its router has no norm before it, where its block could stop"
         if not reason and whole and not takes_masks(model):
-            reason = f"attention by {_implementation(model)} takes no mask of ours (sdpa does)"
+            reason = f"attention by {_implementation(model)} does not take arbitrary masks (sdpa does)"
         if reason:
             refused[layer.index] = reason
     return refused
 
 
 def takes_masks(model: PreTrainedModel) -> bool:
-    """Whether attention follows any mask that it is given."""
+    """Return whether the model's attention follows an arbitrary mask."""
     return _implementation(model) in _MASKED
 
 
@@ -146,25 +158,27 @@ def _implementation(model: PreTrainedModel) -> str:
 
 def _refusal(before: str, own: str, kind: str | None, index: int | None) -> str:
     if index is None:
-        return "its block has no layer_idx, by which a cache is read"
+        return "its block has no layer_idx, so its cache cannot be read"
     stem, _, number = own.rpartition(".")
     if not number.isdigit() or before != f"{stem}.{int(number) - 1}":
-        return "another layer stands between it and the MoE layer before it"
+        return "another layer is between it and the MoE layer before it"
     if kind is not None and kind not in _ATTENTION:
         return f"{kind.replace('_', ' ')} keeps a state that a read would change"
     return ""
 
 
 def kind_of(model: PreTrainedModel, decoder: nn.Module) -> str | None:
-    """What a model's configuration calls a block's attention; blocks of one kind are called with the same mask and
-    positions. None where it makes no difference between blocks."""
+    """Return the configuration's name for a block's attention, None if it has one name for all blocks.
+
+    A model calls all blocks of one kind with the same mask and positions.
+    """
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     index = cache_index(decoder)
     return str(kinds[index]) if kinds and index is not None and index < len(kinds) else None
 
 
 def cache_index(decoder: nn.Module) -> int | None:
-    """The number by which a block knows its own layer of a cache."""
+    """Return the number of a block's layer in a cache, None if the block has no such number."""
     for module in decoder.modules():
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int):
@@ -172,9 +186,8 @@ def cache_index(decoder: nn.Module) -> int | None:
     return None
 
 
-def told(refused: Mapping[int, str]) -> list[str]:
-    """A line for each reason, with the layers that it holds for; that the first MoE layer has none before it is not
-    worth a line."""
+def refusal_lines(refused: Mapping[int, str]) -> list[str]:
+    """Return one line per reason with its layers, without the first MoE layer, which never runs early."""
     by_reason: dict[str, list[int]] = {}
     for layer, reason in sorted(refused.items()):
         if reason != FIRST:
@@ -183,7 +196,7 @@ def told(refused: Mapping[int, str]) -> list[str]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers in words: `1-3, 5`."""
+    """Write ascending numbers as ranges: `1-3, 5`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -196,11 +209,11 @@ def ranges(numbers: Sequence[int]) -> str:
 # One block, run from its input to the norm before its router
 
 _CLOSE = 2e-2
-"""How far a residual may be from the block's own, in parts of its size, when the block is given its own input."""
+"""Largest error of a residual relative to its norm, both for the check of a block and for its folded operations."""
 
 
 class ReachedError(Exception):
-    """The norm before the router has its input: as far as a block is run."""
+    """Ends an early run at the norm before the router; holds the norm's input."""
 
     def __init__(self, residual: Tensor) -> None:
         super().__init__()
@@ -209,38 +222,38 @@ class ReachedError(Exception):
 
 @dataclass(slots=True)
 class Call:
-    """How a block was called: everything but its input."""
+    """Arguments of a block without its input."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     dtype: torch.dtype
-    """Of its input."""
+    """Dtype of the input."""
 
 
 @dataclass(slots=True)
 class Block:
-    """One layer's block, and what is known of it in the forward that runs."""
+    """One layer's block and its state in the current forward."""
 
     layer: MoELayer
     kind: str | None
-    """Blocks of one kind are called with the same masks and positions."""
+    """Kind of attention; a model calls blocks of one kind with the same masks and positions."""
     cache_index: int | None
     checked: bool = False
-    """Whether it has given its own residual for its own input."""
+    """Whether an early run on the block's own input has been compared with the model's run."""
     running: bool = False
-    """Now, beside the model."""
+    """Whether the block runs early at this moment."""
     expected: Tensor | None = None
-    """In a check: what early attention made of the block's own input."""
+    """During the check: residual of the early run on the block's own input."""
     rows: Tensor | None = None
-    """In a check: which rows count; None for all."""
+    """During the check: rows to compare; None for all."""
     written: Cache | None = field(default=None, repr=False)
-    """Of a forward over whole texts: what holds the true keys and values."""
+    """True keys and values of a forward over whole sequences."""
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False)
-    """Arguments of its last call."""
+    """Arguments of the last call in this forward."""
 
     @property
     def call(self) -> Call | None:
-        """Its last call in this forward; None before there is one."""
+        """Arguments of the last call in this forward without the input; None before the first call."""
         if self.given is None:
             return None
         args, kwargs = self.given
@@ -249,16 +262,18 @@ class Block:
         return Call(args[1:], rest, hidden.dtype)
 
     def clear(self) -> None:
-        """Forget the forward."""
+        """Forget the current forward."""
         self.written = self.expected = self.rows = self.given = None
 
     def reach(self, hidden: Tensor, call: Call, past: Cache | None) -> Tensor:
-        """The residual that the block reaches its router's norm with, whose hook ends the run by a `ReachedError`.
+        """Run the block and return the residual before its router's norm.
+
+        The hook on that norm ends the run by a `ReachedError`.
 
         Args:
-            hidden: its input [B, S, D].
-            call: what it is called with besides.
-            past: the cache that it is called with in place of the call's own; is written to.
+            hidden: input [B, S, D].
+            call: the other arguments.
+            past: cache that replaces the call's own; the block writes to it.
         """
         with unrecorded(), torch.no_grad():
             self.running = True
@@ -271,7 +286,7 @@ class Block:
         raise AssertionError("the block ran without its router's norm")
 
     def check(self, residual: Tensor) -> bool:
-        """Whether what the block made of its own input early is what it makes of it in the model, `residual`."""
+        """Return whether the early run on the block's own input gave the model's `residual`."""
         expected, rows = self.expected, self.rows
         self.expected, self.rows, self.checked = None, None, True
         assert expected is not None
@@ -282,21 +297,21 @@ class Block:
         return bool(off <= _CLOSE * size)
 
 
-# The same in decode steps as a traced program, with the keys and values of the past as inputs. It is used once it has
-# given the bits of the block itself in several steps.
+# A decode step as a traced program whose inputs include the keys and values of the past. A program replaces the block
+# after it has given the block's bits in several steps.
 
 _CHECKED = 3
-"""Steps, the traced one included, in which a program is compared with the block."""
+"""Steps in which a program or the folded operations are compared with the block, the first step included."""
 _AGAIN = 256
-"""And again after so many, for what changes only with the length of a text."""
+"""Steps between later comparisons, for behaviour that depends on the length of a sequence."""
 _TRIALS = 4
-"""Steps in which a trace is tried: where a length is by chance some other size of the model, it fails."""
+"""Attempts to trace a block: an attempt fails if the length of the past equals another size of the model."""
 _MOST = 8
-"""Shapes and flags that a block has programs for."""
+"""Largest number of programs of one block, by shapes and flags."""
 
 
 class _Made:
-    """A program for calls of one form, if there is one, and how often it was called and tried."""
+    """A program for calls of one form, if tracing works, with counts of its calls and remaining attempts."""
 
     __slots__ = ("calls", "run", "trials")
 
@@ -307,19 +322,19 @@ class _Made:
 
 
 class EarlyProgram:
-    """The programs of one block."""
+    """Traced programs of one block."""
 
     def __init__(self, block: Block) -> None:
         self._block = block
         self._made: dict[tuple[Any, ...], _Made] = {}
 
     def run(self, hidden_B1D: Tensor, call: Call, own: Callable[[], Tensor | None]) -> Tensor | None:
-        """The residual [B, 1, D] that the block reaches its router's norm with.
+        """Return the residual [B, 1, D] before the router's norm.
 
         Args:
-            hidden_B1D: its input.
-            call: what it is called with besides.
-            own: runs the block itself, which is done where there is no program.
+            hidden_B1D: input of the block.
+            call: its other arguments.
+            own: runs the block itself; called if there is no program for this call.
         """
         past, index = call.kwargs.get("past_key_values"), self._block.cache_index
         layer = None if past is None or index is None else growing_layer(past, index)
@@ -329,7 +344,7 @@ class EarlyProgram:
         tensors = [hidden_B1D, *held.values()]
         try:
             form = (hidden_B1D.shape, hidden_B1D.dtype, call.dtype, type(layer), *held, _form(call, tensors))
-        except TypeError:  # it is called with what is neither a tensor nor a flag
+        except TypeError:  # an argument is neither a tensor nor a flag
             return own()
         made = self._made.get(form)
         if made is None:
@@ -344,14 +359,14 @@ class EarlyProgram:
     def _checked(
         self, made: _Made, call: Call, held: dict[str, Tensor], tensors: list[Tensor], own: Callable[[], Tensor | None]
     ) -> Tensor | None:
-        """What `own` gives, compared with what the program gives, which is made if there is none.
+        """Return the result of `own` after comparing it with the program's; trace the block if there is no program.
 
         Args:
             made: the program.
-            call: what the block is called with.
-            held: the past's tensors.
+            call: arguments of the block.
+            held: tensors of the past by name.
             tensors: all inputs of the program.
-            own: as for :meth:`run`.
+            own: as in :meth:`run`.
         """
         expected = own()
         if made.run is None and made.trials:
@@ -373,25 +388,25 @@ class EarlyProgram:
             layer = reader.layers[index] = copy.copy(past.layers[index])
             for name, tensor in zip(held, given, strict=False):
                 setattr(layer, name, tensor)
-            args, kwargs = _filled((call.args, _besides(call)), iter(given[len(held) :]))
+            args, kwargs = _filled((call.args, _without_cache(call)), iter(given[len(held) :]))
             return (self._block.reach(hidden_B1D, Call(args, kwargs, call.dtype), reader),)
 
         lengths = {tensor.shape[-2] + more for tensor in held.values() if tensor.dim() > 2 for more in (0, 1)}
         return traced(reached, tuple(tensors), [self._block.layer.decoder], lengths=lengths)
 
 
-def _besides(call: Call) -> dict[str, Any]:
+def _without_cache(call: Call) -> dict[str, Any]:
     return {name: value for name, value in call.kwargs.items() if name != "past_key_values"}
 
 
 def _form(call: Call, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """What a block is called with, as something to compare; its tensors are added to `tensors`.
+    """Return a hashable description of a call and append its tensors to `tensors`.
 
     Raises:
-        TypeError: it is called with anything but tensors, flags and collections of these.
+        TypeError: an argument is neither a tensor, nor a flag, nor a collection of these.
     """
     found: list[Any] = [_formed(value, tensors) for value in call.args]
-    for name, value in _besides(call).items():
+    for name, value in _without_cache(call).items():
         found += name, _formed(value, tensors)
     return tuple(found)
 
@@ -410,7 +425,7 @@ def _formed(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same with other tensors, in the order in which :func:`_formed` finds them."""
+    """Replace the tensors in a value, in the order in which :func:`_formed` finds them."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, tuple | list):
@@ -420,41 +435,146 @@ def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
+# A decode step of one sequence as a few operations with folded fp32 weights, for prefetches, which allow rounding. The
+# block must have the usual modules: input norm; q, k, v and o projections; optional norms of q and k; rotary positions.
+#
+# H heads of q, G of keys, C channels of a head, P tokens of the past, N = (H + 2 G) C.
+
+_MOST_BYTES = 2**21
+"""Largest size of a block's folded weights: reading larger ones takes longer than the saved operations."""
+
+
+class FoldedBlock:
+    """Folded operations of one block; the block itself runs where they do not fit."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        self._function = _folded(layer)
+        self._calls = 0
+
+    def run(
+        self, hidden_1D: Tensor, past: object, other: object, kwargs: dict[str, Any], own: Callable[..., Tensor | None]
+    ) -> Tensor | None:
+        """Return the residual [1, D] before the router's norm, fp32 unless the block itself ran.
+
+        Args:
+            hidden_1D: stand-in for the block's input, fp32.
+            past: the block's cache layer.
+            other: cache layer of the latest block; it must hold at most one token more than `past`.
+            kwargs: keyword arguments of the block.
+            own: runs the block itself; takes `by_program` of :meth:`EarlyAttention.attend`.
+        """
+        positions = kwargs.get("position_embeddings")
+        if self._function is None or kwargs.get("attention_mask") is not None or not isinstance(positions, tuple):
+            return own()
+        if not _plain(past) or not _plain(other) or past.keys.shape[2] + 1 < other.keys.shape[2]:
+            return own()
+        given = hidden_1D, past.keys, past.values, *positions
+        self._calls += 1
+        if self._calls > _CHECKED and self._calls % _AGAIN:
+            return self._function(*given)
+        expected = own(by_program=False)
+        if expected is not None and not _near(self._function, given, expected):
+            self._function = None
+        return expected
+
+
+def _plain(past: Any) -> TypeGuard[DynamicLayer]:
+    """Return whether a cache layer holds all tokens of one sequence."""
+    return type(past) is DynamicLayer and past.is_initialized and len(past.keys) == 1
+
+
+def _near(function: Callable[..., Tensor], given: tuple[Tensor, ...], expected: Tensor) -> bool:
+    try:
+        found = function(*given)
+    except (RuntimeError, TypeError):  # positions of another form
+        return False
+    return bool((found - expected.view_as(found)).norm() <= _CLOSE * found.norm())
+
+
+@torch.no_grad()
+def _folded(layer: MoELayer) -> Callable[..., Tensor] | None:
+    """Fold a block's weights; None if the block has other modules or too many weights.
+
+    The function takes the input [1, D], keys and values [1, G, P, C], and cos and sin of the position.
+    """
+    attention, norm = getattr(layer.decoder, "self_attn", None), getattr(layer.decoder, "input_layernorm", None)
+    linear = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
+    channels, scaling = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
+    if norm is None or not all(type(each) is nn.Linear and each.bias is None for each in linear):
+        return None
+    weights = [each.weight for each in linear if each is not None]
+    scale = norm_scale(norm, layer.hidden_size, weights[0])
+    if channels is None or scaling is None or scale is None or 4 * sum(map(Tensor.numel, weights)) > _MOST_BYTES:
+        return None
+    norms = [getattr(attention, f"{name}_norm", None) for name in "qk"]
+    scales = [None if each is None else norm_scale(each, channels, weights[0]) for each in norms]
+    heads = [len(weight) // channels for weight in weights[:3]]
+    map_DN = (torch.cat(weights[:3]).float() * scale[0]).t().contiguous()
+    out_XD, floor = weights[3].float().t().contiguous(), scale[1]
+    sign_C = torch.ones(channels, device=map_DN.device)
+    sign_C[: channels // 2] = -1.0
+    own_HC = _scales(scales, heads)
+    if own_HC is None and norms != [None, None]:
+        return None
+
+    def run(hidden_1D: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        size_11 = torch.hypot(torch.linalg.vector_norm(hidden_1D, dim=1, keepdim=True), floor)
+        made = (torch.mm(hidden_1D, map_DN) / size_11).view(1, sum(heads), 1, channels)
+        both, value = made.split_with_sizes([heads[0] + heads[1], heads[2]], dim=1)
+        if own_HC is not None:
+            both = both / torch.linalg.vector_norm(both, dim=3, keepdim=True) * own_HC
+        both = torch.addcmul(both * cos, torch.roll(both, channels // 2, 3), sin * sign_C)
+        query, key = both.split_with_sizes(heads[:2], dim=1)
+        output = functional.scaled_dot_product_attention(
+            query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2), scale=scaling,
+            enable_gqa=heads[0] != heads[1],
+        )  # fmt: skip
+        return torch.addmm(hidden_1D, output.view(1, -1), out_XD)
+
+    return run
+
+
+def _scales(scales: list[tuple[Tensor, Tensor] | None], heads: list[int]) -> Tensor | None:
+    """Return the factors [H + G, 1, C] of normalised q and k."""
+    rows = [scale[0].expand(count, 1, -1) for scale, count in zip(scales, heads, strict=False) if scale is not None]
+    return torch.cat(rows) if len(rows) == 2 else None
+
+
 class EarlyAttention:
     """Runs blocks of a model early. Its hooks follow the model's forwards from :meth:`attach` to :meth:`close`.
 
-    A layer that cannot be run early is named in :attr:`refused` with the reason, by MoE layer index: known from the
-    model's structure, or found when its block was called first, for each is given its own input once and must then give
-    its own residual (a warning says so after that forward). A cache that cannot be read is no such reason, for the next
-    text may come with another: there is no early attention with it, and one warning for each class of caches.
+    :attr:`refused` names the layers that cannot run early, with the reason. Some reasons follow from the model's
+    structure. Others appear when a block is first called: it runs once early on its own input and must then give its
+    own residual. A warning reports these after the forward. A cache that cannot be read refuses no layer, because the
+    next sequence may have another cache; early attention pauses, with one warning for each class of caches.
 
     Args:
-        model: whose forwards it follows.
-        view: the model's MoE layers.
-        whole: it will run over whole texts.
+        model: model whose forwards are followed.
+        view: its MoE layers.
+        whole: whether blocks will run over whole sequences.
     """
 
     def __init__(self, model: PreTrainedModel, view: MoEView, *, whole: bool = False) -> None:
         self._model = model
         self.refused = static_refusals(model, view, whole=whole)
-        self._told = len(self.refused)
-        """How many refusals somebody knows of."""
+        self._reported = len(self.refused)
+        """Refusals that a warning has reported or that follow from the structure."""
         self._masked = takes_masks(model)
         self._blocks = [Block(each, kind_of(model, each.decoder), cache_index(each.decoder)) for each in view]
         self._programs = [EarlyProgram(block) for block in self._blocks]
-        self._quick: dict[int, QuickBlock] = {}
-        """By layer, those that have run quickly."""
+        self._folded: dict[int, FoldedBlock] = {}
+        """Folded operations by layer, made on first use."""
         self._latest: dict[str | None, Block] = {}
-        """By kind, the block that has run last."""
+        """Latest block that the model has called, by kind."""
         self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
-        """Of a forward over whole texts: masks by the identity of those that blocks are called with, and these."""
+        """Masks of a forward over whole sequences, by the identity of the model's mask, which is kept alive here."""
         self._unreadable: set[type] = set()
         self._stack = ExitStack()
         self._following = False
 
     @property
     def works(self) -> bool:
-        """Whether any layer can be run early, as far as is known."""
+        """Whether any layer can run early, as far as is known."""
         return len(self.refused) < len(self._blocks)
 
     def close(self) -> None:
@@ -463,20 +583,20 @@ class EarlyAttention:
         self.start()
 
     def follow(self, wanted: bool) -> None:
-        """A forward starts: follow it, or leave it alone, which takes no time."""
+        """Start a forward; attach the hooks if `wanted`, else remove them so that the forward costs nothing."""
         self.start()
         if wanted != self._following:
             (self.attach if wanted else self._stack.close)()
 
     def start(self) -> None:
-        """A forward starts."""
+        """Forget the last forward."""
         self._latest.clear()
         self._masks.clear()
         for block in self._blocks:
             block.clear()
 
     def attach(self) -> None:
-        """Follow the model's forwards."""
+        """Attach the hooks."""
         self._following = True
         self._stack.callback(setattr, self, "_following", False)
         for block in self._blocks:
@@ -499,18 +619,22 @@ class EarlyAttention:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _finished(self, *_: object) -> None:
-        """A forward ends; what it left here would keep a finished text's cache."""
+        """End a forward: free its cache and report new refusals."""
         self.start()
-        if len(self.refused) > self._told:
-            found = dict(list(self.refused.items())[self._told :])
-            warnings.warn(f"forecasts do without early attention at {'; '.join(told(found))}", stacklevel=2)
-        self._told = len(self.refused)
+        if len(self.refused) > self._reported:
+            found = dict(list(self.refused.items())[self._reported :])
+            warnings.warn(f"forecasts do without early attention at {'; '.join(refusal_lines(found))}", stacklevel=2)
+        self._reported = len(self.refused)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _called(
         self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if block.checked and kwargs.get("past_key_values") is not None:  # a decode step: most of them need no more
+        """Note the model's call of a block, check the block on its first call, and return changed arguments or None.
+
+        Over whole sequences the block gets a cache, which keeps its true keys and values.
+        """
+        if block.checked and kwargs.get("past_key_values") is not None:  # most decode steps need no more
             block.given, self._latest[block.kind] = (args, kwargs), block
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -523,12 +647,12 @@ class EarlyAttention:
             self._try(block, hidden, call)
         if not runs or not whole or block.layer.index in self.refused:
             return None
-        self._blocks[block.layer.index - 1].written = None  # nobody asks for that layer any more
+        self._blocks[block.layer.index - 1].written = None  # that layer's early run is over
         block.written = DynamicCache()
         return args, {**kwargs, "past_key_values": block.written}
 
     def attend_roughly(self, layer: int, hidden_1D: Tensor) -> Tensor | None:
-        """As :meth:`attend` for one token of one text, up to rounding and by fewer operations."""
+        """Do the same as :meth:`attend` for one token of one sequence, up to rounding and with fewer operations."""
         block = self._blocks[layer]
         latest, index = self._latest.get(block.kind), block.cache_index
         if latest is None or latest.given is None or latest.cache_index is None or layer in self.refused:
@@ -537,20 +661,22 @@ class EarlyAttention:
         pasts = getattr(kwargs.get("past_key_values"), "layers", [])
         if not block.checked or index is None or index >= len(pasts):
             return self.attend(layer, hidden_1D)
-        if layer not in self._quick:
-            self._quick[layer] = QuickBlock(block.layer)
+        if layer not in self._folded:
+            self._folded[layer] = FoldedBlock(block.layer)
         past, other = pasts[index], pasts[latest.cache_index]
-        return self._quick[layer].run(hidden_1D, past, other, kwargs, partial(self.attend, layer, hidden_1D))
+        return self._folded[layer].run(hidden_1D, past, other, kwargs, partial(self.attend, layer, hidden_1D))
 
     def attend(self, layer: int, hidden_TD: Tensor, *, by_program: bool = True) -> Tensor | None:
-        """The residual [T, D] before the norm of `layer`'s router, had its block been given `hidden_TD`: in a decode
-        step, when the layer before has been reached. None where it cannot be had in this step: the layer is refused,
-        its cache cannot be read or lacks tokens, for forwards have left its block out, or no block of its kind has run
-        yet, whose mask it needs (gpt_oss's second layer).
+        """Return the residual [T, D] before `layer`'s router norm for the block input `hidden_TD`.
+
+        Call it in a decode step, after the router of the layer before. Returns None if the layer is refused, if its
+        cache cannot be read or lacks tokens (earlier forwards skipped its block), or if the model has not yet called a
+        block of its kind in this step, whose mask it needs (the second layer of gpt_oss).
 
         Args:
-            layer, hidden_TD: MoE layer, and what stands for the input of its block.
-            by_program: make a program of the block where there is none yet, which takes as long as ten of its runs.
+            layer: MoE layer.
+            hidden_TD: stand-in for the input of its block.
+            by_program: whether to trace the block if it has no program yet, which takes as long as ten of its runs.
         """
         block = self._blocks[layer]
         latest = self._latest.get(block.kind)
@@ -569,8 +695,11 @@ class EarlyAttention:
         return None if found is None else found.reshape(hidden_TD.shape)
 
     def attend_whole(self, layer: int, hidden_TD: Tensor) -> Tensor | None:
-        """The same for every token of whole texts at once, each reading the true past of its own text: once `layer`'s
-        own attention has run. None where it cannot be had."""
+        """Return the residual [T, D] before `layer`'s router norm for every token of whole sequences at once.
+
+        Call it after the layer's own attention has run: each token reads the true past of its own sequence. Returns
+        None if the layer cannot run early.
+        """
         block = self._blocks[layer]
         call = block.call
         if layer in self.refused or block.written is None or call is None or block.cache_index is None:
@@ -590,24 +719,24 @@ class EarlyAttention:
         return block.reach(hidden_B1D, call, reader)
 
     def _run_whole(self, block: Block, hidden_BSD: Tensor, call: Call, written: Cache) -> Tensor:
-        """One pass over whole texts.
+        """Run a block early over whole sequences.
 
         Args:
-            block: runs.
-            hidden_BSD: stands for its input.
-            call: what it is called with besides.
-            written: holds the keys and values of its true input.
+            block: the block.
+            hidden_BSD: stand-in for its input.
+            call: its other arguments.
+            written: keys and values of its true input.
         """
         assert block.cache_index is not None
         given = call.kwargs.get("attention_mask")
         if id(given) not in self._masks:
-            self._masks[id(given)] = beside(given, hidden_BSD), given
+            self._masks[id(given)] = stand_in_mask(given, hidden_BSD), given
         kwargs = {**call.kwargs, "attention_mask": self._masks[id(given)][0]}
         reader = reading_copy(written, block.cache_index)
         return block.reach(hidden_BSD, Call(call.args, kwargs, call.dtype), reader)
 
     def _try(self, block: Block, own: Tensor, call: Call) -> None:
-        """Give a block its `own` input; what it makes of that is compared with what it makes of it in the model."""
+        """Run a block early on its `own` input, and keep the result for :meth:`Block.check`."""
         try:
             if call.kwargs.get("past_key_values") is not None:
                 block.expected = self._run(block, own, call)
@@ -615,8 +744,8 @@ class EarlyAttention:
             written = DynamicCache()
             block.reach(own, call, written)
             block.expected = self._run_whole(block, own, call, written)
-            block.rows = own_rows(call.kwargs.get("attention_mask"), own)
-        except Exception as error:  # it is the model's: any, for it takes no cache, or another mask, or reads too far
+            block.rows = tokens_that_see_themselves(call.kwargs.get("attention_mask"), own)
+        except Exception as error:  # the model's code may raise anything: it takes no cache, or another mask
             self._refuse(block, error)
 
     def _refuse(self, block: Block, error: Exception) -> None:
@@ -624,18 +753,21 @@ class EarlyAttention:
         self.refused[block.layer.index] = f"its block cannot be run beside the model ({what})"
 
     def _warn_unreadable(self, past: object) -> None:
-        """Say, once for each class, that a cache cannot be read."""
+        """Warn once per class of caches."""
         if type(past) not in self._unreadable:
             self._unreadable.add(type(past))
             warnings.warn(
                 f"{type(past).__name__} cannot be read without being changed: forecasts do without early attention; "
-                "a DynamicCache or StaticCache lets it run",
+                "use a DynamicCache or StaticCache",
                 stacklevel=2,
             )
 
 
 def _lacks_tokens(block: Block, latest: Block, call: Call) -> bool:
-    """Whether the cache holds fewer tokens of a block than of one of its kind before this step, whose call it was."""
+    """Return whether the cache held fewer tokens for a block than for `latest` before this step.
+
+    `call` is the call of `latest`.
+    """
     past = call.kwargs.get("past_key_values")
     if past is None or block.cache_index is None or latest.cache_index is None:
         return False

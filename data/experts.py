@@ -1,6 +1,6 @@
-"""The experts of a model that is looked at: in the model itself, or in the slots of an offload.
+"""Access to a model's experts, in the model itself or in the slots of its offload.
 
-A model that is offloaded knows its offload, and what is here asks that: the rest of collection knows no difference.
+An offloaded model holds a reference to its offload. Collection uses the interface here and works on both.
 
 T tokens, D hidden size, E routed experts per layer, K experts per token, S = T x K, I inner width of an expert,
 G groups of rows.
@@ -16,8 +16,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from expertcast.compat import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.packed_experts import iterate_plain
 from expertcast.data.plan import WindowBatch
@@ -25,16 +25,16 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 
 OFFLOAD = "_expertcast"
-"""Where in its `__dict__` a model that is offloaded has its offload."""
+"""Key of the offload in an offloaded model's `__dict__`."""
 WINDOWS = 8
-"""Windows per forward of a model that holds its experts."""
+"""Default windows per forward for a model that holds its experts."""
 _ANSWERED = "expertcast_answered"
 Answer: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""In place of a layer's experts: hidden [T, D], ids and weights [T, K] to the output [T, D]."""
+"""Replacement of a layer's experts: from hidden [T, D], ids and weights [T, K] to the output [T, D]."""
 Inner: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
-"""Gets what enters the down projection [rows, I], and whose rows they are: expert and number of rows by group [G]."""
+"""Observer of the down projection's input: called with rows [S, I], and expert and number of rows per group [G]."""
 _ANSWERS: dict[nn.Module, Answer] = {}
-"""By experts module that is answered for."""
+"""Active replacements by experts module."""
 
 
 class Experts(Protocol):
@@ -44,40 +44,47 @@ class Experts(Protocol):
     """The model's MoE layers."""
 
     def windows(self, window: int) -> int:
-        """Windows of so many tokens that a forward takes, where nobody says how many."""
+        """Return the default number of windows per forward, for windows of `window` tokens."""
 
     def answered(self, answers: Mapping[nn.Module, Answer]) -> AbstractContextManager[object]:
-        """Forwards of whole texts inside ask these, by experts module of every layer, in the experts' place."""
+        """Replace the experts of all layers in forwards over whole sequences; `answers` is by experts module."""
 
     def reading(self) -> AbstractContextManager[object]:
-        """Forwards inside are of whole texts, and run the experts as the model has them."""
+        """Run forwards over whole sequences with the experts as the model has them."""
 
     def run(
         self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, inner: Inner | None = None
     ) -> Tensor:
-        """A layer's experts by transformers' grouped kernel, [T, D]; the same bits wherever they lie.
+        """Run a layer's experts with transformers' grouped kernel; the bits do not depend on where the weights are.
 
         Args:
-            layer, hidden_TD, ids_TK, weights_TK: what the experts' function is given.
-            inner: gets the inner activations, in one call or several; each expert is a group in one of them.
+            layer: MoE layer.
+            hidden_TD: input of the experts.
+            ids_TK: experts of each token.
+            weights_TK: combine weights of these experts.
+            inner: called with the inner activations, once or for some experts at a time.
+
+        Returns:
+            The output [T, D].
         """
 
     def weights(self, layer: MoELayer) -> Iterator[Mapping[str, Tensor]]:
-        """Each expert's own parameters by name, one expert after another."""
+        """Yield each expert's parameters by name, in order of experts."""
 
 
 class Offload(Protocol):
-    """A model's offload."""
+    """The part of an offload that collection needs."""
 
     model: PreTrainedModel
     experts: Experts
 
 
 class ResidentExperts:
-    """Those that a model holds itself.
+    """Experts that the model holds itself.
 
     Args:
-        view: its MoE layers; None: they are looked for.
+        model: the model.
+        view: its MoE layers; None finds them.
     """
 
     def __init__(self, model: PreTrainedModel, view: MoEView | None = None) -> None:
@@ -119,11 +126,11 @@ class ResidentExperts:
 
 
 class ShownExperts(ABC):
-    """One layer's experts in forwards over padded windows: real tokens alone run, rows of padding come out as zero.
+    """One layer's experts in forwards over padded windows: runs real tokens only and returns zero for padding.
 
     Args:
-        layer: whose experts.
-        shares: whether :meth:`see_shared` is told of the block's shared experts.
+        layer: MoE layer.
+        shares: whether to call :meth:`see_shared` with the output of the block's shared experts.
     """
 
     def __init__(self, layer: MoELayer, shares: bool) -> None:
@@ -134,14 +141,14 @@ class ShownExperts(ABC):
 
     @abstractmethod
     def run(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The experts' output [T, D] for real tokens."""
+        """Return the experts' output [T, D] for real tokens."""
 
     @abstractmethod
     def see_shared(self, hidden_TD: Tensor, shared_TD: Tensor) -> None:
-        """What the block has added to its routed experts' output, for real tokens, in fp32."""
+        """Observe what the block added to its routed experts' output, for real tokens, in fp32."""
 
     def answer(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """In place of the experts' forward."""
+        """Replace the experts' forward."""
         if self.keep_T is None:
             routed_TD = self.run(hidden_TD, ids_TK, weights_TK)
         else:
@@ -153,7 +160,7 @@ class ShownExperts(ABC):
         return routed_TD
 
     def after_block(self, _module: nn.Module, _args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        """A hook on the block."""
+        """Observe the block's output (forward hook)."""
         if self._routed is None:
             return
         (hidden_TD, routed_TD), self._routed = self._routed, None
@@ -167,7 +174,7 @@ class ShownExperts(ABC):
 
 @contextmanager
 def shown(model: PreTrainedModel, experts: Experts, layers: Sequence[ShownExperts]) -> Iterator[None]:
-    """Forwards inside, in eval mode, run the experts of all layers by these."""
+    """Run forwards in eval mode with `layers` in place of the experts of all layers."""
     with ExitStack() as stack:
         if model.training:
             stack.callback(model.train)
@@ -180,7 +187,7 @@ def shown(model: PreTrainedModel, experts: Experts, layers: Sequence[ShownExpert
 
 
 def run_windows(model: PreTrainedModel, batch: WindowBatch) -> None:
-    """One forward, without the head: nothing that looks at it reads next-token logits."""
+    """Run one forward without the head, because collection reads no next-token logits."""
     model.base_model(
         input_ids=batch.input_ids_BS.to(model.device),
         attention_mask=batch.mask_BS.to(model.device),
@@ -189,17 +196,17 @@ def run_windows(model: PreTrainedModel, batch: WindowBatch) -> None:
 
 
 def model_of(given: PreTrainedModel | Offload) -> PreTrainedModel:
-    """The model of an offload; a model is its own."""
-    # by its real type: `isinstance` takes an offload for its model
+    """Return the model of an offload; a model is returned as it is."""
+    # the real type, because `isinstance` accepts an offload as its model
     return given if issubclass(type(given), PreTrainedModel) else given.model  # type: ignore[return-value]
 
 
 def experts_of(model: PreTrainedModel, view: MoEView | None = None) -> Experts:
-    """A model's experts, in it or in its offload's slots.
+    """Return access to a model's experts, in the model or in its offload's slots.
 
     Args:
-        model: may be offloaded.
-        view: its MoE layers, where they are known; an offload knows them itself.
+        model: model, which may be offloaded.
+        view: its MoE layers; None finds them. An offload ignores this argument.
 
     Raises:
         ExpertcastError: the model is not supported.
@@ -210,7 +217,7 @@ def experts_of(model: PreTrainedModel, view: MoEView | None = None) -> Experts:
 
 @contextmanager
 def inner_activations(experts: nn.Module, observe: Callable[[Tensor], None]) -> Iterator[None]:
-    """Show what enters the down projection, [S, I]: the gate's result, rows as the kernel sorts them."""
+    """Call `observe` with the down projection's input [S, I], rows in the kernel's order."""
     with ExitStack() as stack:
         if experts.has_gate:
             gate: Callable[[Tensor], Tensor] = experts._apply_gate  # type: ignore[assignment]
@@ -220,13 +227,13 @@ def inner_activations(experts: nn.Module, observe: Callable[[Tensor], None]) -> 
                 observe(inner_SI)
                 return inner_SI
 
-            experts.__dict__["_apply_gate"] = observed  # shadows the class's own for this call
+            experts.__dict__["_apply_gate"] = observed  # shadows the method of the class
             stack.callback(experts.__dict__.pop, "_apply_gate")
         elif isinstance(experts.act_fn, nn.Module):
             hook = experts.act_fn.register_forward_hook(lambda _m, _args, output: observe(output))
             stack.callback(hook.remove)
         else:
-            raise ExpertcastError(f"{type(experts).__name__} is not supported: its activation is no module")
+            raise ExpertcastError(f"{type(experts).__name__} is not supported: its activation is not a module")
         yield
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from expertcast.data.early import static_refusals, told
+from expertcast.data.early import refusal_lines, static_refusals
 from expertcast.data.means import adds_experts
 from expertcast.data.models import form_of, meta_model
 from expertcast.data.moe_layers import find_moe_layers
@@ -126,7 +126,7 @@ def describe(model: PreTrainedModel, model_id: str, source: ModelSource | None =
         all_experts_bytes=all_experts,
         other_bytes=total - all_experts,
         early_attention=len(view) - len(refused),
-        not_early=tuple(told(refused)),
+        not_early=tuple(refusal_lines(refused)),
     )
 
 

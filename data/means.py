@@ -1,15 +1,16 @@
-"""Streaming means of what experts put out: the sums from which default vectors are made.
+"""Streaming means of experts' outputs, from which default vectors are made.
 
-Where a layer's experts' output is a term of the residual stream, an expert's default vector is its mean output, with
-the factor that it has there. The shared one is the mean of what else comes to the stream: of the block's shared
-experts, or, where the layer adds more beside its block or multiplies, of the whole step to the next MoE layer's
-residual less the routed part. Where the output is no term (it is normalised, gated or projected first), the mean step
-is all there is.
+If a layer adds its experts' output to the residual stream, an expert's default vector is its mean output times the
+factor of that sum. The shared vector is the mean of everything else that is added: the output of the shared experts,
+or, if the layer adds more than its block or multiplies the block's output, the step to the next MoE layer's residual
+minus the routed part. If the output is normalised, gated or projected first, the shared vector is the mean of the
+whole step and the experts' vectors are zero.
 
 L MoE layers, E routed experts per layer, D hidden size, I inner width of an expert, S rows (token-expert pairs),
 G groups of rows.
-The down projection is linear, so the mean output of expert e is W_down,e applied to the mean of its inner activations
-(plus its bias): only I numbers per expert are summed, and no expert runs twice.
+
+The down projection is linear: the mean output of expert e is W_down,e applied to the mean of its inner activations,
+plus its bias. So only I numbers per expert are summed, and each expert runs once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class MeanOutputs:
-    """Sums over tokens, per layer; a batch is summed in fp32, batches in fp64."""
+    """Sums over tokens per layer, in fp32 within a batch and in fp64 over batches."""
 
     def __init__(self, view: MoEView) -> None:
         self.inner_EI: list[Tensor] = []
@@ -43,34 +44,34 @@ class MeanOutputs:
         self.token_count = 0
 
     def add_experts(self, layer: int, inner_SI: Tensor, expert_G: Tensor, count_G: Tensor) -> None:
-        """Add inner activations of one batch, or of some experts in it.
+        """Add inner activations of one batch, for all experts or some.
 
         Args:
-            layer: whose experts.
-            inner_SI: rows of one expert lie together.
-            expert_G: whose rows they are, group by group; each expert once.
-            count_G: how many rows each of them has.
+            layer: MoE layer.
+            inner_SI: inner activations, grouped by expert.
+            expert_G: expert of each group; each expert at most once.
+            count_G: number of rows of each group.
         """
         self.add_sums(layer, sums_of(inner_SI, count_G), expert_G, count_G)
 
     def add_sums(self, layer: int, sums_GI: Tensor, expert_G: Tensor, count_G: Tensor) -> None:
-        """The same where the rows have been summed, as :func:`sums_of` does."""
+        """Add sums over groups of rows from :func:`sums_of`; other arguments as in :meth:`add_experts`."""
         self.inner_EI[layer].index_add_(0, expert_G, sums_GI.double())
         self.count_E[layer].index_add_(0, expert_G, count_G)
 
     def add_shared(self, layer: int, shared_TD: Tensor) -> None:
-        """Add what one batch's tokens get beside their experts' output."""
+        """Add what the layer adds to one batch's residuals beside the routed experts' output."""
         self.shared_D[layer] += shared_TD.sum(0, dtype=torch.float32)
 
     def merge(self, other: MeanOutputs) -> None:
-        """Add the sums of another part of the text."""
+        """Add the sums of other tokens."""
         for own, added in zip(self.tensors(), other.tensors(), strict=True):
             own += added
         self.token_count += other.token_count
 
     @torch.no_grad()
     def default_vectors(self, experts: Experts) -> DefaultVectors:
-        """The means so far, on the CPU; zero for experts that no token was routed to."""
+        """Return the means so far on the CPU, zero for experts without tokens."""
         means = [_mean_outputs(experts, *sums) for sums in zip(experts.view, self.inner_EI, self.count_E, strict=True)]
         return DefaultVectors(
             expert_LED=torch.stack(means),
@@ -80,15 +81,15 @@ class MeanOutputs:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Every sum, to be added up over ranks in place; `token_count` is beside them."""
+        """Return every sum without `token_count`, for adding up over ranks in place."""
         return [tensor for _, tensor in self._named()]
 
     def as_tensors(self) -> dict[str, Tensor]:
-        """Everything, on the CPU, to be saved; :meth:`load_tensors` is its inverse, bit for bit."""
+        """Return the whole state on the CPU, for saving."""
         return {name: tensor.cpu() for name, tensor in self._named()} | {"token_count": torch.tensor(self.token_count)}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what :meth:`as_tensors` gave, with the same names and shapes."""
+        """Restore the state from :meth:`as_tensors`, bit for bit."""
         self.token_count = int(tensors["token_count"])
         for name, tensor in self._named():
             tensor.copy_(tensors[name])
@@ -100,28 +101,28 @@ class MeanOutputs:
 
 
 def sums_of(inner_SI: Tensor, count_G: Tensor) -> Tensor:
-    """[G, I] fp32: sums over groups of neighbouring rows, `count_G` of them in each."""
+    """Return [G, I] in fp32: sums over groups of `count_G` neighbouring rows."""
     return torch.segment_reduce(inner_SI.float(), "sum", lengths=count_G, axis=0, unsafe=True)
 
 
 def inner_width(layer: MoELayer) -> int:
-    """I"""
+    """Return I, the inner width of the layer's experts."""
     shape = down_projection(layer.experts).shape  # [E, D, I], or [E, I, D] when transposed
     return shape[1 if layer.experts.is_transposed else 2]
 
 
 def adds_experts(layer: MoELayer) -> bool:
-    """Whether an expert's mean output follows from its mean inner activations, and is a term of the residual stream."""
+    """Return whether the experts' output is linear in inner activations and added to the residual stream."""
     return layer.adds is not None and not getattr(layer.experts, "has_post_expert_norm", False)
 
 
 def adds_block(layer: MoELayer) -> bool:
-    """Whether the layer adds its block's output to the residual stream, as it is and nothing else."""
+    """Return whether the layer adds exactly its block's output to the residual stream."""
     return adds_experts(layer) and layer.adds == Adds()
 
 
 def _mean_outputs(experts: Experts, layer: MoELayer, inner_EI: Tensor, count_E: Tensor) -> Tensor:
-    """[E, D] fp32 on the CPU: the down projection of each expert's mean inner activation."""
+    """Return [E, D] in fp32 on the CPU: the down projection of each expert's mean inner activation."""
     if not adds_experts(layer) or layer.adds is None:
         return torch.zeros(layer.num_experts, layer.hidden_size)
     mean_EI = (inner_EI / count_E.clamp(min=1)[:, None]).float()
@@ -134,11 +135,13 @@ def _mean_outputs(experts: Experts, layer: MoELayer, inner_EI: Tensor, count_E: 
 
 
 def down_projections(experts: Experts, layer: MoELayer) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Each expert's down projection [I, D] and its bias [D], if it has one: fp32 on the layer's device, in memory that
-    the next one takes."""
+    """Yield each expert's down projection [I, D] and its bias [D] or None, in fp32 on the layer's device.
+
+    The next projection overwrites the memory of the one before.
+    """
     device = down_projection(layer.experts).device
     held: Tensor | None = None
-    # one expert at a time, in the same memory: an fp32 copy of all weights may not fit, nor may the weights themselves
+    # one expert at a time: neither an fp32 copy of all weights nor the weights themselves need to fit the memory
     for weights in experts.weights(layer):
         if held is None:
             held = torch.empty_like(weights["down_proj"], dtype=torch.float32, device=device)

@@ -110,7 +110,7 @@ def model_of(
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ExpertcastError(f"cannot load model {source.name!r}: {first_line(error)}") from error
-    made.name_or_path = made.config._name_or_path = source.name
+    made.name_or_path = made.config.name_or_path = source.name
     return made.eval()
 
 
@@ -151,7 +151,7 @@ def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu"
         model = _by_transformers(source, config, form, wanted, target)
     else:
         model = _tensor_by_tensor(source, config, form, wanted, target)
-    model.config._name_or_path = source.name
+    model.config.name_or_path = source.name
     return model.eval()
 
 
@@ -278,7 +278,7 @@ def meta_model(
     except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
         raise ExpertcastError(f"cannot load model {name!r}: {first_line(error)}") from error
     if source is not None:
-        made.config._name_or_path = source.name
+        made.config.name_or_path = source.name
     return made.eval()
 
 

@@ -1,10 +1,10 @@
-"""Finding the MoE layers of a `transformers` model by structure, never by model name.
+"""Find the MoE layers of a `transformers` model by structure, never by model name.
 
-Router: the class that the model records as `router_logits`. Experts: the module decorated with
-`use_experts_implementation`. Everything else is seen in one forward of two tokens, in which experts give back their own
-input: the norm, whose output is the router's input (where there is none, that input stands for the residual too), what
-the block gives its router beside that, and how the experts' output enters the residual stream. No weight is needed; a
-model on the meta device will do.
+The router is the class that the model records as `router_logits`. The experts are the module decorated with
+`use_experts_implementation`. One forward of two tokens, in which experts return their own input, shows the rest: the
+norm whose output is the router's input (without one, that input counts as the residual), the router's other arguments,
+and how the experts' output enters the residual stream. The forward needs no weights, so a model on the meta device
+works too.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental import _config as fx_config
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from expertcast.compat import ALL_EXPERTS_FUNCTIONS, TorchDispatchMode
+from expertcast.compat import _config as fx_config
 from expertcast.data.source import check_release
 from expertcast.predictors.messages import ExpertcastError, first_line
 from expertcast.predictors.view import Adds, MoELayer, MoEView, OwnTensor
 
 Sum = dict[int, float]
-"""Factor by atom."""
+"""Sum of atoms: factor by atom."""
 
 _aten = torch.ops.aten
 _SAME = {
@@ -42,33 +41,33 @@ _TIMES = {_aten.mul, _aten.mul_, _aten.div, _aten.div_}
 
 
 class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every operation that runs inside: every tensor is a sum of atoms with factors.
+    """Follows every operation that runs inside, and describes every tensor as a sum of atoms with factors.
 
-    The result of an addition, of a product with a number, or of a change of shape or dtype is told in the atoms of what
-    it came from; the result of anything else is a new atom. No value is looked at.
+    An addition, a product with a number and a change of shape or dtype keep the atoms of their arguments; any other
+    operation makes a new atom. No value is read.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sums: dict[int, Sum] = {}
         self._behind: list[frozenset[int]] = []
-        """By atom, the marked atoms that it was computed from."""
+        """Marked atoms that an atom was computed from, by atom."""
         self._alive: list[Tensor] = []  # ids stay unique only while the tensors live
 
     def of(self, tensor: Tensor) -> Sum:
-        """The tensor as a sum."""
+        """Return the tensor as a sum of atoms."""
         if id(tensor) not in self._sums:
             self._put(tensor, {self._atom(frozenset()): 1.0})
         return self._sums[id(tensor)]
 
     def mark(self, tensor: Tensor) -> int:
-        """Make the tensor one atom, on which what is computed from it depends; the atom."""
+        """Make the tensor one atom, follow what is computed from it, and return the atom."""
         atom = self._atom(frozenset([len(self._behind)]))
         self._put(tensor, {atom: 1.0})
         return atom
 
     def depends(self, atoms: Iterable[int], marked: int) -> bool:
-        """Whether any of the atoms is, or was computed from, the marked one."""
+        """Return whether any of the atoms is, or was computed from, the marked one."""
         return any(marked in self._behind[atom] for atom in atoms)
 
     def __torch_dispatch__(
@@ -95,7 +94,7 @@ class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._put(output._base, self._new((*args, output._base), kwargs))
 
     def _sum(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sum | None:
-        """The operation's result in the atoms of its arguments; None: it is none of those that are followed."""
+        """Return the result in the atoms of its arguments; None for an operation that makes a new atom."""
         first = args[0] if args else None
         if not isinstance(first, Tensor):
             return None
@@ -127,7 +126,7 @@ class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def minus(first: Sum, second: Sum, factor: float = 1.0) -> Sum:
-    """`first - factor * second`, without atoms that cancel."""
+    """Return `first - factor * second` without atoms that cancel."""
     total = dict(first)
     for atom, value in second.items():
         total[atom] = total.get(atom, 0.0) - factor * value
@@ -147,15 +146,15 @@ def _each_tensor(values: object, see: Callable[[Tensor], None]) -> None:
 
 PROBE_EXPERTS = "expertcast_probe"
 Producers = dict[int, tuple[str, nn.Module, Tensor, Tensor]]
-"""By id of a tensor: path and module that put it out, the module's first input, and the tensor."""
+"""Path and module that returned a tensor, the module's first input, and the tensor, by the tensor's id."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Probed:
-    """One MoE block, its router and its experts, and what was seen around them; sums are those of :class:`Sums`."""
+    """One MoE block with its router and experts, and what the probe found; sums are those of :class:`Sums`."""
 
     family: str
-    """Class of the model."""
+    """Name of the model's class."""
     names: tuple[str, str, str]
     """Paths of block, router and experts."""
     modules: tuple[nn.Module, nn.Module, nn.Module]
@@ -163,34 +162,34 @@ class Probed:
     decoder: nn.Module
     """The module around the block."""
     norm: tuple[str, nn.Module] | None = None
-    """Path and module whose output is the block's input; None where that is none's."""
+    """Path and module whose output is the block's input; None if there is no such module."""
     residual: Sum | None = None
-    """What entered the norm."""
+    """Input of the norm."""
     normed: Sum | None = None
     router_input: Sum | None = None
     dims: int = 2
-    """Of the router's input: [T, D] or [B, S, D]."""
+    """Dimensions of the router's input: 2 for [T, D], 3 for [B, S, D]."""
     arguments: dict[str, object] = field(default_factory=dict)
-    """What else the router was given, by its parameters' names."""
+    """The router's other arguments by name."""
     output: object = None
-    """What the router returned."""
+    """Return value of the router."""
     experts: int = -1
-    """The atom that the experts' output is."""
+    """Atom of the experts' output."""
     block: Sum | None = None
     layer: Sum | None = None
-    """What the module around the block put out."""
+    """Output of the module around the block."""
     depends: bool = False
-    """Whether the layer's output has the experts' output in it other than as a term of the sum."""
+    """Whether the layer's output depends on the experts' output other than by a term of the sum."""
 
     def adds(self) -> Adds | None:
-        """Factor and terms with which the experts' output is added to the residual stream; None if it is not a term."""
+        """Return how the layer adds the experts' output to the residual stream; None if the output is not a term."""
         if self.layer is None or self.residual is None or self.block is None:
             return None
         added = minus(self.layer, self.residual)
         factor = added.get(self.experts)
         if factor is None or self.depends or any(atom in self.residual for atom in added):
             return None
-        behind = factor / self.block.get(self.experts, factor)  # what the layer multiplies its block's output with
+        behind = factor / self.block.get(self.experts, factor)  # factor of the block's output in the layer
         alike = added.keys() == self.block.keys() and all(
             math.isclose(value, behind * self.block[atom]) for atom, value in added.items()
         )
@@ -198,18 +197,18 @@ class Probed:
 
 
 def probe(model: PreTrainedModel, blocks: Sequence[Probed]) -> list[Probed]:
-    """What a forward of two tokens showed around these blocks; the model is left as it was.
+    """Run a forward of two tokens and return the blocks with what it showed; the model stays unchanged.
 
     Raises:
-        ExpertcastError: the forward ends in an error.
+        ExpertcastError: the forward fails.
     """
     device = next(model.parameters()).device
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)  # its embedding may be zero
     tokens = [token for token in (1, 2, 3) if token != padding][:2]
     ready = torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=device)
     given: dict[str, object] = {"input_ids": torch.tensor([tokens], device=device), "use_cache": False}
-    # with a ready 4-d mask transformers builds none of its own, which a meta model cannot do everywhere; layers other
-    # than attention may not take one, and positions may be worked out from values
+    # a ready 4-d mask keeps transformers from building its own, which fails for some models on the meta device; layers
+    # other than attention may reject it, and some models compute positions from values
     positions = torch.arange(2, device=device)[None]
     masked: dict[str, object] = {"attention_mask": ready}
     attempts: list[dict[str, object]] = [masked, {}, {**masked, "position_ids": positions}]
@@ -217,7 +216,7 @@ def probe(model: PreTrainedModel, blocks: Sequence[Probed]) -> list[Probed]:
     for attempt in attempts:
         try:
             return _forward(model, blocks, {**given, **attempt})
-        except Exception as error:  # whatever a model's own code does on inputs that it does not take
+        except Exception as error:  # the model's code may raise anything on inputs that it rejects
             errors.append(error)
     raise ExpertcastError(
         f"{type(model).__name__} is not supported: it does not run on two tokens of text "
@@ -227,7 +226,7 @@ def probe(model: PreTrainedModel, blocks: Sequence[Probed]) -> list[Probed]:
 
 @contextmanager
 def experts_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Run the model's experts with another registered function, and put the old one back at the end."""
+    """Run the model's experts with another registered function inside; restores the old one."""
     before = model.get_experts_implementation()
     model.set_experts_implementation(name)
     try:
@@ -261,7 +260,7 @@ def _forward(model: PreTrainedModel, blocks: Sequence[Probed], given: Mapping[st
         stack.callback(model.train, training)
         model.eval()
         stack.enter_context(torch.no_grad())
-        # on the meta device no value says where a mask is set: everywhere will do
+        # a mask on the meta device has no values: assume that it is set everywhere
         stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
         stack.enter_context(sums)
         model.base_model(**given)
@@ -269,14 +268,14 @@ def _forward(model: PreTrainedModel, blocks: Sequence[Probed], given: Mapping[st
 
 
 def _first_tensor(output: object) -> Tensor | None:
-    """The output of a module, or the first of several; None where it is no tensor."""
+    """Return a module's output, or the first of several; None if that is not a tensor."""
     first = output[0] if isinstance(output, tuple) and output else output
     return first if isinstance(first, Tensor) else None
 
 
 @contextmanager
 def _watched(probed: Probed, sums: Sums, producers: Producers) -> Iterator[None]:
-    """Hooks on one block, its router, its experts and the layer around it, which fill `probed` in."""
+    """Fill in `probed` by hooks on one block, its router, its experts and the layer around it."""
     block, router, experts = probed.modules
 
     def before_block(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -319,13 +318,12 @@ def _watched(probed: Probed, sums: Sums, producers: Producers) -> Iterator[None]
 
 
 def find_moe_layers(model: PreTrainedModel) -> MoEView:
-    """The MoE layers of a model, first to last; costs one forward of two tokens.
+    """Return the MoE layers of a model in order, after one forward of two tokens.
 
-    Works on meta-device models too. The model is left as it was.
+    The model may be on the meta device, and stays unchanged.
 
     Raises:
-        ExpertcastError: the model has no MoE layers of the supported shape, or transformers is too old; the line says
-            why.
+        ExpertcastError: the model has no MoE layers of the supported form, or transformers is too old.
     """
     check_release("reading the MoE layers of")
     seen = probe(model, _moe_blocks(model))
@@ -335,21 +333,21 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
         raise ExpertcastError(
             f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
         )
-    return MoEView(layers, model_id=str(model.config._name_or_path or type(model).__name__))
+    return MoEView(layers, model_id=str(model.config.name_or_path or type(model).__name__))
 
 
 def _is_experts_module(module: nn.Module) -> bool:
-    """Whether the module's class is decorated with `use_experts_implementation`."""
+    """Return whether the module's class is decorated with `use_experts_implementation`."""
     return all(hasattr(module, mark) for mark in ("has_gate", "is_transposed", "_is_expert_parallel"))
 
 
 def _moe_blocks(model: PreTrainedModel) -> list[Probed]:
-    """Per MoE layer, in model order."""
+    """Return one record per MoE layer, in order."""
     family, modules = type(model).__name__, dict(model.named_modules())
     router_classes = _router_classes(modules.values())
     if not router_classes:
         raise ExpertcastError(
-            f"{family} records no router_logits: it is no Mixture-of-Experts model, or one that routes in a way "
+            f"{family} records no router_logits: it is not a Mixture-of-Experts model, or it routes in a way that "
             "expertcast does not support"
         )
     _refuse_adapters(modules, router_classes)
@@ -376,7 +374,7 @@ def _moe_blocks(model: PreTrainedModel) -> list[Probed]:
 
 
 def _refuse_adapters(modules: Mapping[str, nn.Module], router_classes: tuple[type[nn.Module], ...]) -> None:
-    """PEFT puts itself in the place of what it adapts. Adapters of attention are no problem."""
+    """Refuse PEFT adapters on routers or experts, whose modules PEFT replaces; adapters on attention are fine."""
     for name, module in modules.items():
         if _is_experts_module(module) or isinstance(module, router_classes):
             above = name.rpartition(".")[0]
@@ -396,7 +394,7 @@ def _refuse_experts(family: str, modules: Iterable[nn.Module], router_classes: t
                 "decorated with use_experts_implementation; load it dequantised in bf16, or use a family that "
                 "transformers decorates"
             )
-    raise ExpertcastError(f"{family} has no MoE layer in which router and experts stand side by side: not supported")
+    raise ExpertcastError(f"{family} is not supported: it has no MoE layer with router and experts side by side")
 
 
 def _router_classes(modules: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]:
@@ -413,9 +411,10 @@ def _router_classes(modules: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]
 
 
 def _layer(index: int, seen: Probed) -> MoELayer:
-    """
+    """Make the layer of one probed block.
+
     Raises:
-        ExpertcastError: the block did not run, or its router returns or is given what is not supported.
+        ExpertcastError: the block did not run, or its router has unsupported arguments or return values.
     """
     (block, router, experts), (block_name, router_name, experts_name) = seen.modules, seen.names
     if seen.router_input is None:
@@ -467,10 +466,10 @@ def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool
 
 
 def _argument(seen: Probed, name: str, value: object) -> OwnTensor | float | None:
-    """What a router is given beside its input.
+    """Describe one more argument of a router.
 
     Raises:
-        ExpertcastError: it is nothing that stays as it is from token to token.
+        ExpertcastError: the argument may change from token to token.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -479,16 +478,16 @@ def _argument(seen: Probed, name: str, value: object) -> OwnTensor | float | Non
         if tensor is value:
             return OwnTensor(f"{seen.names[0]}.{own}", block.get_submodule(own.rpartition(".")[0]))
     raise ExpertcastError(
-        f"{seen.family} is not supported: its router {type(router).__name__} is given {name!r}, which is no weight of "
-        f"{seen.names[0]}: it goes by more than its logits"
+        f"{seen.family} is not supported: its router {type(router).__name__} takes {name!r}, which is not a weight of "
+        f"{seen.names[0]}, so its choice does not follow from its logits"
     )
 
 
 def _top_k(seen: Probed, experts: int) -> int:
-    """K, by what a router returned for two tokens.
+    """Return K, from a router's return value for two tokens.
 
     Raises:
-        ExpertcastError: that is not logits over all experts, and weights and ids of K of them.
+        ExpertcastError: the value is not logits over all experts, and weights and ids of K of them.
     """
     output, subject = seen.output, f"{seen.family} is not supported: "
     router_kind = type(seen.modules[1]).__name__

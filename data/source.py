@@ -13,7 +13,7 @@ import transformers
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PretrainedConfig
-from transformers.utils.hub import cached_file
+from transformers.utils import cached_file
 
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.predictors.messages import ExpertcastError, first_line

@@ -1,6 +1,7 @@
-"""Fitting stand-ins for the MoE layers' outputs from a running model: one pass over a part of the text.
+"""Fit stand-ins for the MoE layers' outputs on a running model, in one pass over part of the text.
 
-The model runs as it does in a collection, and what its experts put out may be kept for that.
+The model runs as in a collection. The outputs of its experts may be kept on disk, so that the collection need not run
+them again.
 
 T tokens, D hidden size, K experts per token, R rank.
 """
@@ -30,9 +31,9 @@ from expertcast.predictors.view import MoELayer, MoEView
 # Principal directions of a layer's input
 
 _EXACT = 512
-"""Up to so many dimensions all of a covariance's directions are computed: 2048 would take seconds."""
+"""Largest dimension for which all directions of a covariance are computed; 2048 would take seconds."""
 _MORE, _ITERATIONS = 8, 6
-"""Of the iteration beyond: columns beside those that are asked for, and rounds."""
+"""Extra columns and rounds of the iteration for larger dimensions."""
 
 
 class Moments:
@@ -44,14 +45,14 @@ class Moments:
         self.product_DD: Tensor | float = 0.0
 
     def add(self, hidden_TD: Tensor) -> None:
-        """The layer's inputs of one batch."""
+        """Add the layer's inputs of one batch."""
         hidden_TD = hidden_TD.float()
         self.count += len(hidden_TD)
         self.sum_D = self.sum_D + hidden_TD.sum(dim=0)
         self.product_DD = self.product_DD + hidden_TD.T @ hidden_TD
 
     def principal(self, rank: int) -> tuple[Tensor, Tensor]:
-        """The mean [D], and the `rank` directions [D, R] of the largest variance, orthonormal."""
+        """Return the mean [D] and the `rank` orthonormal directions [D, R] of the largest variance."""
         assert isinstance(self.sum_D, Tensor)
         assert isinstance(self.product_DD, Tensor)
         mean_D = self.sum_D.double() / self.count
@@ -60,7 +61,7 @@ class Moments:
 
 
 def largest(covariance_DD: Tensor, rank: int) -> Tensor:
-    """The `rank` directions [D, R] of the largest variance, largest first."""
+    """Return the `rank` directions [D, R] of the largest variance, in descending order."""
     dimensions = len(covariance_DD)
     if dimensions <= _EXACT or rank + _MORE > dimensions // 4:
         _, vectors_DD = torch.linalg.eigh(covariance_DD)  # rising
@@ -73,28 +74,29 @@ def largest(covariance_DD: Tensor, rank: int) -> Tensor:
 
 # Sums of the regressions of one layer
 #
-# The down projection is linear, so inner activations are summed in place of outputs, and the layer runs as it does
-# otherwise. Sums are over more directions than are asked for: the final ones are chosen in the end, from all tokens.
+# The down projection is linear, so the sums are over inner activations instead of outputs; the layer runs unchanged.
+# The sums cover more than R directions; the final R are chosen at the end, from all tokens.
 #
-# I inner width of an expert, B = R or more directions that are summed over, Y = B + 1 and Z = R + 1 with a constant.
+# I inner width of an expert, B >= R summed directions, Y = B + 1 and Z = R + 1 with a constant.
 
 PRIOR_TOKENS = 16.0
-"""Tokens' worth of holding maps back: an expert that few tokens reach keeps to its mean."""
+"""Strength of the ridge penalty in tokens: an expert with few tokens keeps close to its mean."""
 _BESIDE = 40
-"""Directions summed over beside those that are asked for."""
+"""Summed directions beyond R."""
 
 
 class ExpertSums:
-    """Of the regressions of one layer's experts and of its shared experts' sum, which comes last.
+    """Sums for the regressions of one layer's experts; the last row is for the sum of its shared experts.
 
     Args:
-        rank: R
+        layer: MoE layer.
+        rank: R.
     """
 
     def __init__(self, layer: MoELayer, rank: int) -> None:
         self.layer, self._rank = layer, rank
         self._basis: tuple[Tensor, Tensor] | None = None
-        """Where they start from [B], and the directions [D, B]."""
+        """Origin [B] and directions [D, B]."""
         self._linear = not getattr(layer.experts, "has_post_expert_norm", False)
         device = down_projection(layer.experts).device
         wide = 1 + (min(layer.hidden_size, rank + _BESIDE) if rank else 0)
@@ -105,46 +107,46 @@ class ExpertSums:
 
     @property
     def lacks_directions(self) -> bool:
-        """Whether nothing can be added yet."""
+        """Whether directions must be chosen before :meth:`add`."""
         return self._basis is None and self._rank > 0
 
     def choose_among(self, moments: Moments) -> None:
-        """Take the directions of the largest variance of some of the layer's inputs."""
+        """Choose the summed directions: those of the largest variance in `moments`."""
         mean_D, directions_DB = moments.principal(len(self._token_YY) - 1)
         self._basis = mean_D @ directions_DB, directions_DB
 
     def add(self, hidden_TD: Tensor, ids_TK: Tensor) -> _Rows:
-        """The layer's inputs and routing of one batch; what is returned takes the experts' part."""
+        """Add the layer's inputs and routing of one batch; returns an observer of the inner activations."""
         y_TY = self._y(hidden_TD)
         self._token_YY += y_TY.T @ y_TY
         return _Rows(self, y_TY, ids_TK)
 
     def add_expert(self, expert: int, y_SY: Tensor, inner_SI: Tensor) -> None:
-        """The rows of one expert."""
+        """Add the rows of one expert: inputs in the summed directions, and inner activations."""
         self._yy_EYY[expert] += y_SY.T @ y_SY
         if self._linear:
-            # a copy: how a slice is aligned is another matter where the experts come in parts, and products round by it
+            # a copy, because rounding depends on the alignment of a slice, which differs if experts run in parts
             self._inner_EYI[expert] += y_SY.T @ inner_SI.to(torch.float32, copy=True)
 
     def add_shared(self, hidden_TD: Tensor, shared_TD: Tensor) -> None:
-        """The layer's inputs, and what the shared experts put out for them."""
+        """Add the layer's inputs and the shared experts' outputs for them."""
         y_TY = self._y(hidden_TD)
         self._yy_EYY[-1] += y_TY.T @ y_TY
         self._shared_YD += y_TY.T @ shared_TD.float()
 
     def solve_into(self, stand_in: StandIn, experts: Experts) -> None:
-        """Directions, means and maps into a stand-in's rows of this layer.
+        """Solve the regressions and write directions, means and maps to a stand-in.
 
         Args:
-            stand_in: of the rank.
-            experts: of the model; their weights are read once.
+            stand_in: stand-in of the same rank.
+            experts: experts of the model; their weights are read once.
         """
         layer, map_YZ = self.layer.index, self._chosen(stand_in)
         zz_EZZ = map_YZ.T @ self._yy_EYY.double() @ map_YZ
         zi_EZI = map_YZ.T @ self._inner_EYI.double()
         total_ZZ = zz_EZZ[:-1].sum(dim=0)
         spread_Z = total_ZZ.diagonal() / total_ZZ[0, 0].clamp(min=1)
-        spread_Z[0] = 1e-6  # the mean itself is not held back
+        spread_Z[0] = 1e-6  # no penalty on the mean itself
         penalty_ZZ = (PRIOR_TOKENS * spread_Z).clamp(min=1e-12).diag()
         solved_EZZ = torch.linalg.inv(zz_EZZ + penalty_ZZ)
         if self._linear:
@@ -165,7 +167,7 @@ class ExpertSums:
         return nn.functional.pad(hidden_TD.float() @ directions_DB - centre_B, (1, 0), value=1.0)
 
     def _chosen(self, stand_in: StandIn) -> Tensor:
-        """From what was summed over to the constant and the stand-in's directions [Y, Z], which are written to it."""
+        """Choose the stand-in's directions, write them to it, and return the map to them and the constant, [Y, Z]."""
         total_YY = self._token_YY.double()
         map_YZ = total_YY.new_zeros(len(total_YY), self._rank + 1)
         map_YZ[0, 0] = 1
@@ -181,11 +183,11 @@ class ExpertSums:
 
 
 class _Rows:
-    """Adds what enters the experts' down projections, which comes expert by expert in the kernel's order."""
+    """Observer that adds inner activations to the sums, expert by expert in the kernel's order."""
 
     def __init__(self, sums: ExpertSums, y_TY: Tensor, ids_TK: Tensor) -> None:
         self._sums, self._y_TY = sums, y_TY
-        ids_P, order_P = torch.sort(ids_TK.reshape(-1))  # as the kernel sorts them, ties as well
+        ids_P, order_P = torch.sort(ids_TK.reshape(-1))  # the kernel's own order, including ties
         self._token_P = order_P // ids_TK.shape[1]
         ends = torch.bincount(ids_P, minlength=sums.layer.num_experts).cumsum(0).tolist()
         self._starts = [0, *ends]
@@ -201,21 +203,21 @@ class _Rows:
             start = end
 
 
-# Outputs of routed experts, kept on disk: experts run once, though the text is passed over twice
+# Outputs of routed experts on disk: two passes over the text run the experts once
 
 
 @dataclass(slots=True)
 class LayerOutput:
-    """Of one layer and one batch."""
+    """Output and inner sums of one layer's experts for one batch."""
 
     output_TD: Tensor
     inner_EI: Tensor
-    """fp32"""
+    """Sums of inner activations, fp32."""
     count_E: Tensor
 
     @classmethod
     def zero(cls, layer: MoELayer, like_TD: Tensor) -> LayerOutput:
-        """For as many tokens as `like_TD` has, of its dtype and on its device."""
+        """Return zeros for the tokens of `like_TD`, with its dtype and device."""
         inner_EI = torch.zeros(layer.num_experts, inner_width(layer), device=like_TD.device)
         return cls(torch.zeros_like(like_TD), inner_EI, inner_EI.new_zeros(layer.num_experts, dtype=torch.int64))
 
@@ -225,45 +227,45 @@ class LayerOutput:
         self.count_E[expert_G] = count_G
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name."""
+        """Return the tensors by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class Outputs(Protocol):
-    """Answers for the routed experts in one forward."""
+    """Known outputs of the routed experts in one forward."""
 
     def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
-        """The output of `layer` for these tokens."""
+        """Return the output of `layer` for these tokens."""
 
 
 class NoExperts:
-    """Answers zero: for what is looked at besides the experts."""
+    """Outputs of zero, for forwards in which only attention and routers matter."""
 
     def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
         return LayerOutput.zero(layer, hidden_TD)
 
 
 class KeptOutputs:
-    """A file for each batch of a text, by its number: of this process, and not used once it was changed.
+    """One file of experts' outputs per batch, written and read by this process; a changed file is ignored.
 
     Args:
-        folder: where they lie; made when the first one is written.
+        folder: folder of the files; the first write creates it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._written: dict[int, tuple[str, str]] = {}
-        """By number, what tells the batch from others, and the file's digest."""
+        """Digests of the batch and of its file, by number of the batch."""
 
     @staticmethod
     def nbytes(view: MoEView, windows: Sequence[Window], batch_size: int, itemsize: int) -> int:
-        """Bytes of all files, without their headers.
+        """Return the bytes of all files without headers.
 
         Args:
             view: the model's MoE layers.
-            windows: of which :func:`fit_stand_in` runs the first ones.
+            windows: windows for :func:`fit_stand_in`, which runs the first ones.
             batch_size: windows per forward.
-            itemsize: bytes of one of the model's numbers.
+            itemsize: bytes per number in the model's dtype.
         """
         windows = first_windows(windows, TOKENS)
         tokens, batches = sum(len(window.token_ids) for window in windows), -(-len(windows) // batch_size)
@@ -271,7 +273,7 @@ class KeptOutputs:
         return tokens * view.shape.layers * view.shape.hidden * itemsize + batches * sums
 
     def write(self, number: int, batch: WindowBatch, outputs: Mapping[int, LayerOutput]) -> None:
-        """Keep the `outputs` of a batch, by layer."""
+        """Write the `outputs` of a batch, by layer."""
         path = self._path(number)
         path.parent.mkdir(exist_ok=True)
         named = {f"{layer}.{name}": each for layer, own in outputs.items() for name, each in own.tensors().items()}
@@ -279,7 +281,7 @@ class KeptOutputs:
         self._written[number] = _identity(batch), file_digest(path)
 
     def of(self, number: int, batch: WindowBatch) -> Outputs | None:
-        """What was kept of a batch; None where nothing was."""
+        """Return the outputs of a batch, None if there are none."""
         path = self._path(number)
         found = path.is_file() and self._written.get(number) == (_identity(batch), file_digest(path))
         return BatchReader(path) if found else None
@@ -305,32 +307,31 @@ def _identity(batch: WindowBatch) -> str:
 
 
 TOKENS = 32_768
-"""Tokens that maps are fitted on."""
+"""Tokens for the fit of maps."""
 DIRECTION_TOKENS = 1024
-"""Tokens that directions are first chosen by: those of the first forward, where it has as many; else of a pass of its
-own before."""
+"""Tokens for the first choice of directions: those of the first forward if it has as many, else of a separate pass."""
 
 
 def fit_stand_in(
     model: PreTrainedModel, view: MoEView, windows: Sequence[Window], *, rank: int, batch_size: int = WINDOWS,
     keep: KeptOutputs | None = None,
 ) -> StandIn:  # fmt: skip
-    """The stand-in of a model's MoE layers, on the CPU.
+    """Fit the stand-in of a model's MoE layers, and return it on the CPU.
 
     Args:
-        model: is run over the windows.
+        model: model to run.
         view: its MoE layers.
-        windows: of the train split; the first :data:`TOKENS` tokens or so are run.
-        rank: R; 0 leaves the experts' means.
+        windows: windows of the train split; the first ones with about :data:`TOKENS` tokens run.
+        rank: R, at most the hidden size; 0 fits means only.
         batch_size: windows per forward.
-        keep: gets what the experts put out; None keeps nothing.
+        keep: writes the experts' outputs to disk; None keeps none.
 
     Raises:
-        ExpertcastError: a rank that no model has.
+        ExpertcastError: `rank` is out of range.
     """
     hidden = view.shape.hidden
     if not 0 <= rank <= min(hidden, MOST_RANK):
-        raise ExpertcastError(f"rank={rank}: give 0 to {min(hidden, MOST_RANK)} directions")
+        raise ExpertcastError(f"rank={rank} is out of range: choose 0 to {min(hidden, MOST_RANK)} directions")
     windows, device = first_windows(windows, TOKENS), next(view[0].router.parameters()).device
     stand_in = StandIn(view.shape, rank, device)
     sums = [ExpertSums(layer, rank) for layer in view]
@@ -352,7 +353,7 @@ def fit_stand_in(
 
 
 def first_windows(windows: Sequence[Window], tokens: int) -> list[Window]:
-    """The first windows that hold so many tokens together, or all."""
+    """Return the first windows that hold `tokens` tokens together, or all windows."""
     taken: list[Window] = []
     for window in windows:
         if sum(len(one.token_ids) for one in taken) >= tokens:
@@ -366,15 +367,16 @@ def _run(
     model: PreTrainedModel, experts: Experts, looks: Sequence[_Look], windows: Sequence[Window], batch_size: int,
     what: str, keep: KeptOutputs | None = None,
 ) -> None:  # fmt: skip
-    """One pass.
+    """Run one pass.
 
     Args:
-        model, experts: are run.
-        looks: one for each layer.
-        windows: are run over.
+        model: model to run.
+        experts: its experts.
+        looks: observers, one per layer.
+        windows: windows to run.
         batch_size: windows per forward.
-        what: the pass is for.
-        keep: gets what the experts put out.
+        what: name of the pass for the progress bar.
+        keep: writes the experts' outputs to disk.
     """
     total = sum(len(window.token_ids) for window in windows)
     batches = window_batches(windows, batch_size)
@@ -390,13 +392,13 @@ def _run(
 
 
 class _Look(ShownExperts):
-    """Runs one layer's experts as a collection does, and shows them to its sums."""
+    """Runs one layer's experts as in a collection, and adds inputs and inner activations to its sums."""
 
     def __init__(self, layer: MoELayer, sums: Moments | ExpertSums, experts: Experts) -> None:
         super().__init__(layer, layer.has_shared and isinstance(sums, ExpertSums))
         self._sums, self._experts = sums, experts
         self.outputs: dict[int, LayerOutput] | None = None
-        """Takes what the experts put out."""
+        """Receives the experts' outputs by layer; None keeps none."""
 
     def run(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         sums, layer = self._sums, self.layer

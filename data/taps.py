@@ -1,6 +1,6 @@
-"""Hooks that show a model's MoE layers while it runs, and may replace what a router returns.
+"""Hooks on a model's routers, which observe each routing decision and may replace it.
 
-Collection looks at a model through them, and the offloaded runtime decides in them.
+Collection reads activations through them, and the offloaded runtime chooses experts in them.
 
 T tokens, B sequences, S tokens per sequence, D hidden size, E routed experts per layer, K experts per token.
 """
@@ -14,47 +14,43 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from expertcast.compat import _active_collector
 from expertcast.data.batch import RouterCall, RouterOutput, capturing
 from expertcast.predictors.view import MoELayer, MoEView
 
-# transformers gathers hidden states, attentions and router logits by hooks on modules: forecasts run modules unrecorded
-
-try:
-    from transformers.utils.output_capturing import _active_collector as _collector
-except ImportError:  # another release, which may gather otherwise
-    _collector = None  # type: ignore[assignment]
+# Outputs that transformers gathers by hooks: forecasts run modules unrecorded
 
 
 def recording() -> bool:
-    """Whether the forward that runs now gathers anything: without it, :func:`unrecorded` changes nothing."""
-    return _collector is not None and _collector.get() is not None
+    """Return whether transformers gathers outputs of the current forward."""
+    return _active_collector.get() is not None
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What runs inside is not gathered for the model's output."""
+    """Keep modules that run inside out of the outputs that transformers gathers."""
     if not recording():
         yield
         return
-    token = _collector.set(None)  # type: ignore[no-untyped-call]
+    token = _active_collector.set(None)
     try:
         yield
     finally:
-        _collector.reset(token)  # type: ignore[no-untyped-call]
+        _active_collector.reset(token)
 
 
 class RouterTaps:
     """Hooks on the norms and routers of a model, and on the start of each forward.
 
-    Predictors call the model's own norms and routers; while `on_router` runs, the hooks keep still. In a compiled
-    model they run between its graphs.
+    The hooks ignore modules that `on_router` runs, because predictors call the model's own norms and routers. In a
+    compiled model the hooks run between its graphs.
 
     Args:
-        model: gets the hooks.
-        view: the model's MoE layers.
-        on_router: gets the call; returns None to leave the routing, or (ids, weights) to execute instead.
-        on_start: gets True when the forward starts new texts (nothing in the key-value cache), and the ids [B, S] of
-            its tokens, None where the forward is given embeddings in their place; None for no such call.
+        model: model to hook.
+        view: its MoE layers.
+        on_router: called with each router call; returns None to keep the routing, or (ids, weights) to replace it.
+        on_start: called at the start of each forward with a bool and token ids [B, S]. The bool is True if the
+            sequences are new (the key-value cache is empty); the ids are None if the forward takes embeddings.
     """
 
     def __init__(
@@ -67,7 +63,7 @@ class RouterTaps:
         self._on_router = on_router
         self._muted = False
         self._packed = False
-        """The forward that runs is a step of several requests, a token of each, one behind the other."""
+        """Whether the forward is a decode step of several requests in one row (continuous batching)."""
         self._residuals: list[Tensor | None] = [None] * len(view)
         with ExitStack() as self._stack:
             if on_start is not None:
@@ -91,7 +87,7 @@ class RouterTaps:
             return None if self._muted else self._routed(layer, args[0], output)
 
         def before_block(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            if not self._muted:  # how many sequences there are is not to be seen in a router's flat input
+            if not self._muted:  # a router's flat input does not show the number of sequences
                 self._residuals[layer.index] = args[0] if args else kwargs["hidden_states"]
 
         if layer.norm_name:
@@ -106,7 +102,7 @@ class RouterTaps:
         ids_BS = kwargs.get("input_ids", args[0] if args else None)
         if not isinstance(ids_BS, Tensor) or ids_BS.is_floating_point():
             ids_BS = None
-        ends = kwargs.get("cu_seq_lens_q")  # of continuous batching, which keeps keys and values elsewhere
+        ends = kwargs.get("cu_seq_lens_q")  # set by continuous batching, which has its own cache
         self._packed = isinstance(ends, Tensor) and ids_BS is not None and ids_BS.numel() == len(ends) - 1
         fresh = ends is None if past is None else not capturing() and not past.get_seq_length()
         self._on_start(fresh, ids_BS.view(-1, 1) if self._packed and ids_BS is not None else ids_BS)

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, with_config
 from safetensors.torch import save
@@ -21,7 +21,6 @@ from typing_extensions import TypedDict
 
 from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
-from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import PlannedDocument, counted
 from expertcast.data.skeleton import save_skeleton
 from expertcast.data.trace_format import (
@@ -38,6 +37,9 @@ from expertcast.predictors.artefacts import CLOSED, check_file, file_digest, par
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape, MoEView
+
+if TYPE_CHECKING:
+    from expertcast.data.means import MeanOutputs
 
 SHARD_BYTES = 128 * 2**20
 REMEDY = "delete the folder and collect again"

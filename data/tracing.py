@@ -1,4 +1,4 @@
-"""Functions of tensors as traced programs: the same operations without Python between them."""
+"""Traced programs: the tensor operations of a function without the Python between them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.jit._trace import TracerWarning
 from torch.overrides import TorchFunctionMode
+
+from expertcast.compat import TracerWarning
 
 Tensors = tuple[Tensor, ...]
 Program = Callable[..., Tensors]
-"""Tensors in, tensors out, always by the same operations."""
+"""Function from tensors to tensors that always runs the same operations."""
 
 _VIEWS = {"aten::select": torch.ops.aten.select, "aten::unsqueeze": torch.ops.aten.unsqueeze}
 
@@ -22,30 +23,33 @@ _VIEWS = {"aten::select": torch.ops.aten.select, "aten::unsqueeze": torch.ops.at
 def traced(
     function: Program, inputs: Tensors, modules: Sequence[nn.Module], *, lengths: Collection[int] | None = None
 ) -> Program | None:
-    """The function as a program of its own; None where it cannot be one: it must be compared with the function on
-    further inputs, for a branch on values and what is neither input nor parameter are as they were in the trace.
+    """Trace a function into a program; return None if it cannot be traced.
+
+    Compare the program with the function on further inputs before use: it repeats the branches of the traced run and
+    keeps every value that is neither an input nor a parameter.
 
     Args:
-        function: runs here once, on the inputs.
-        inputs: of the shapes and dtypes that the program will be called with.
-        modules: whose parameters it reads: changes that are made in place are seen.
-        lengths: sizes that may be others in another call, wherever they come up: nothing in Python may depend on them.
-            All other sizes become constants. None: nothing is said about sizes.
+        function: function to trace; runs once on the inputs.
+        inputs: tensors with the shapes and dtypes of later calls.
+        modules: modules whose parameters the function reads; the program follows in-place changes of these.
+        lengths: sizes that may change between calls, wherever they occur; the function's Python code must not depend
+            on them. All other sizes become constants. None: every size follows the tensor, as in `torch.jit.trace`.
     """
-    with warnings.catch_warnings(record=True) as said, _frozen(modules), torch.no_grad():
+    with warnings.catch_warnings(record=True) as caught, _frozen(modules), torch.no_grad():
         warnings.simplefilter("always")
         try:
             made = _program(function if lengths is None else _knowing_sizes(function, lengths), inputs)
-        except Exception:  # not this function, or not this torch
+        except Exception:  # tracing fails in many ways that depend on function and torch
             return None
-    read = any(issubclass(each.category, TracerWarning) for each in said)
+    read = any(issubclass(each.category, TracerWarning) for each in caught)
     return None if read and lengths is not None else made
 
 
 def _program(function: Program, inputs: Tensors) -> Program:
-    """As `torch.jit.trace`, which keeps what it traced, weights included, in a global unit for ever: this is freed.
+    """Trace as `torch.jit.trace` does, but so that the program can be freed.
 
-    See github.com/pytorch/pytorch/issues/35600 and 43119.
+    `torch.jit.trace` keeps every program with its weights in a global unit: see github.com/pytorch/pytorch/issues/35600
+    and 43119.
     """
     graph, _ = torch._C._create_graph_by_tracing(function, inputs, lambda _: "", True, False)
     _take_views(graph)
@@ -67,7 +71,7 @@ def _program(function: Program, inputs: Tensors) -> Program:
 
 
 def _take_views(graph: torch._C.Graph) -> None:
-    """Views of constants become constants, which share the memory: a layer's part of a buffer is looked up once."""
+    """Replace views of constants by constants that share their memory, so that a layer's part is looked up once."""
     for node in list(graph.nodes()):
         given = list(node.inputs())
         if node.kind() in _VIEWS and all(value.node().kind() == "prim::Constant" for value in given):
@@ -86,7 +90,7 @@ def _knowing_sizes(function: Program, lengths: Collection[int]) -> Program:
 
 
 class _Sizes(TorchFunctionMode):
-    """Gives numbers for sizes, which a trace would follow as if any of them could change."""
+    """Returns sizes as numbers, except the given lengths, which the trace follows."""
 
     def __init__(self, lengths: Collection[int]) -> None:
         super().__init__()
@@ -115,12 +119,12 @@ class _Sizes(TorchFunctionMode):
 
 @contextmanager
 def _frozen(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """A trace takes no parameter that asks for gradients."""
-    asking = [each for module in modules for each in module.parameters() if each.requires_grad]
-    for parameter in asking:
+    """Turn gradients off for all parameters: a trace accepts none that require them."""
+    trained = [each for module in modules for each in module.parameters() if each.requires_grad]
+    for parameter in trained:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in asking:
+        for parameter in trained:
             parameter.requires_grad_(True)

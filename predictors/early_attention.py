@@ -1,8 +1,8 @@
-"""Early attention: the target's router on what the next block's attention makes of a stand-in for its input.
+"""Early attention: forecast with the target's router, after the next block's attention on a stand-in for its input.
 
-While the experts of layer l wait or run, block l+1 runs its attention on r_l + (a stand-in for the layer's output): its
-cache holds the true keys and values of the past, only the newest position is approximate. Then the target's norm and
-router. Nothing is trained but the stand-in: default vectors, or maps of low rank by least squares.
+While the experts of layer l wait or run, block l+1 runs its attention on r_l plus a stand-in for the layer's output.
+Its cache holds the true keys and values of the past, so only the newest position is approximate. The target's norm and
+router follow. Only the stand-in is fitted: default vectors, or maps of low rank by least squares.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token, R rank.
 """
@@ -24,22 +24,22 @@ from expertcast.predictors.view import ModelShape
 
 # The stand-in for the output of a MoE layer
 #
-# A layer's output is sum_k w_k y_e(s) over its routed experts plus that of shared ones. Default vectors put the mean of
-# y_e in its place (rank 0; Speculating Experts, section 3.1); here y_e(s) = b_e + z A_e with z = s P - c, the R
-# directions in which the layer's input varies most. Least squares, so nothing is trained but sums over tokens.
+# A layer's output is sum_k w_k y_e(s) over its routed experts, plus the output of its shared experts. Default vectors
+# replace y_e by its mean (rank 0; Speculating Experts, section 3.1). Here y_e(s) = b_e + z A_e, where z = s P - c are
+# the R directions in which the layer's input varies most. Least squares needs only sums over tokens.
 
 MOST_RANK = 4096
 _FEW = 16
-"""Up to so many tokens each reads the maps of its own experts; beyond, all experts' maps are multiplied at once."""
+"""Largest number of tokens for which each reads its own experts' maps; more tokens multiply all experts' maps."""
 
 
 class StandIn(nn.Module):
-    """The tensors for a model of some shape, all zero at first; part of a predictor's state dict.
+    """Stand-in for the output of each MoE layer: a module of buffers, initially zero, in a predictor's state dict.
 
     Args:
-        shape: of the model.
-        rank: R
-        device: of the tensors.
+        shape: shape of the model.
+        rank: R; 0 keeps the means only.
+        device: device of the tensors.
     """
 
     projection_LDR: Tensor
@@ -47,13 +47,13 @@ class StandIn(nn.Module):
     centre_LR: Tensor
     """c, fp32."""
     base_LED: Tensor
-    """b_e, fp32; zero where no token was routed to the expert."""
+    """b_e, fp32; zero for experts without tokens."""
     map_LERD: Tensor
     """A_e, bf16."""
     shared_LD: Tensor
     """Mean output of the shared experts, fp32; zero for models without."""
     shared_map_LRD: Tensor
-    """Their map, bf16."""
+    """Map of the shared experts, bf16."""
 
     def __init__(self, shape: ModelShape, rank: int, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -70,16 +70,17 @@ class StandIn(nn.Module):
         zeros("shared_map_LRD", layers, rank, hidden, dtype=torch.bfloat16)
 
     def directions(self, layer: int, router_input_TD: Tensor) -> Tensor:
-        """z = s P - c [T, R] of a layer's inputs, fp32."""
+        """Return z = s P - c [T, R] in fp32 for inputs of a layer."""
         return router_input_TD.float() @ self.projection_LDR[layer] - self.centre_LR[layer]
 
     def output(self, layer: int, router_input_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """What the layer puts out [T, D], in fp32.
+        """Return the stand-in for a layer's output [T, D] in fp32.
 
         Args:
-            layer: whose output.
+            layer: MoE layer.
             router_input_TD: s_l.
-            ids_TK, weights_TK: the experts that tokens are routed to, and the model's own combine weights.
+            ids_TK: experts of each token.
+            weights_TK: the model's combine weights of these experts.
         """
         weights_TK = weights_TK.float()
         mixed_TD = weighted_rows(weights_TK, self.base_LED[layer], ids_TK) + self.shared_LD[layer]
@@ -99,10 +100,10 @@ class StandIn(nn.Module):
 
 @dataclass(kw_only=True)
 class EarlyConfig(PredictorConfig):
-    """What early attention runs on."""
+    """Options of predictors that read early attention."""
 
     stand_in_rank: int | None = None
-    """Rank of the stand-in for each expert; traces say it (none: not known yet)."""
+    """Rank of the stand-in for each expert; taken from the traces if none."""
 
     def __post_init__(self) -> None:
         PredictorConfig.__post_init__(self)
@@ -111,38 +112,38 @@ class EarlyConfig(PredictorConfig):
 
 
 class LooksEarly(Predictor):
-    """Part of predictors that may read early attention: holds the stand-in that it runs on."""
+    """Base of predictors that may read early attention; holds the stand-in."""
 
     held: StandIn | None
-    """None: it reads no early attention."""
+    """The stand-in; None if the predictor does not read early attention."""
 
     def set_stand_in(self, stand_in: StandIn) -> None:
-        """Take the stand-in of the traces, whose rank the config has."""
+        """Copy the stand-in of the traces; its rank must be that of the config."""
         assert self.held is not None
         self.held.load_state_dict(stand_in.state_dict())
 
     def stand_in(self, state: RouterState) -> Tensor:
-        """r_l + the stand-in's output [T, D], fp32."""
+        """Return r_l plus the stand-in for the layer's output, [T, D] in fp32."""
         assert self.held is not None
         output_TD = self.held.output(state.layer, state.router_input_TD, state.topk_ids_TK, state.topk_weights_TK)
         return state.residual_TD.float() + output_TD
 
     def early_input(self, state: RouterState, ahead: int) -> Tensor:
-        """LN_{l+ahead} of the early residual [T, D].
+        """Return LN_{l+ahead} of the early residual, [T, D].
 
         Raises:
-            ExpertcastError: nobody ran early attention.
+            ExpertcastError: the state has no early attention.
         """
         if state.early_TD is None:
             raise ExpertcastError(
-                f"{self.name} reads early attention, which these traces do not hold: collect them again, without "
+                f"{self.name} reads early attention, which these traces lack: collect them again without "
                 "--early-rank none, or choose other inputs"
             )
         return self.view[state.layer + ahead].router_input(state.early_TD)
 
 
 class EarlyAttention(LooksEarly, ThroughRouter):
-    """LN_{l+n} of the early residual of layer l+1 through router l+n."""
+    """Forecasts layer l+n by applying its norm and router to the early residual of layer l+1."""
 
     name: ClassVar[str] = "early_attention"
     config_class: ClassVar[type[PredictorConfig]] = EarlyConfig
@@ -155,7 +156,7 @@ class EarlyAttention(LooksEarly, ThroughRouter):
         self.held = StandIn(shape, config.stand_in_rank or 0)
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
-        """LN_{l+ahead} of the early residual [T, D]."""
+        """Return LN_{l+ahead} of the early residual, [T, D]."""
         return self.early_input(state, ahead)
 
     def maps(self, layer: int, ahead: int) -> Maps | None:

@@ -1,10 +1,10 @@
-"""Hints: the experts that a forecast would name, without the forecast. A prefetch needs ids in order of likelihood.
+"""Hints: the ids of the likeliest experts, for prefetches, with fewer operations than a forecast.
 
-What is linear in a forecast is folded into one map per layer: the target's norm into its router, means and spreads into
-biases, ridge and projection side by side. Norm and router are found by probing; one that does something else to random
-inputs is not folded. Hints differ from forecasts by rounding.
+The linear parts of a forecast are folded into one map per layer: the target's norm into its router, means and spreads
+into biases, ridge and projection side by side. Probes with random inputs show what norm and router compute; a norm or
+router of another form is not folded. Hints differ from forecasts by rounding.
 
-D hidden size, E routed experts, K experts per token, R rank, V length of what is mapped, X outputs; one token.
+D hidden size, E routed experts, K experts per token, R rank, V length of a map's input, X outputs; one token.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from expertcast.predictors.early_attention import StandIn
     from expertcast.predictors.view import MoELayer
 
-# What the model's own norm and router do
+# Norm and router of the model as maps
 
 _PROBES = 16
 _CLOSE = 2e-2
-"""Largest error of a folded module over random inputs, relative to its largest output; bf16 alone makes .004."""
+"""Largest error of a folded module on random inputs, relative to its largest output; bf16 alone causes 0.004."""
 
 
 @torch.no_grad()
 def norm_scale(norm: nn.Module, size: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """g [D] and c [], fp32, of a norm that is x * g / sqrt(|x|^2 + c^2), as RMS norms are; None: it is another.
+    """Return g [D] and c [] in fp32 for an RMS norm x * g / sqrt(|x|^2 + c^2); None for another norm.
 
     Args:
-        norm: of vectors of `size` numbers.
+        norm: module to probe.
         size: D.
-        like: of the dtype and on the device of its inputs.
+        like: tensor with the dtype and device of the norm's inputs.
     """
     if any(each.shape != (size,) for each in norm.parameters()):
         return None
@@ -49,7 +49,7 @@ def norm_scale(norm: nn.Module, size: int, like: Tensor) -> tuple[Tensor, Tensor
 
 @torch.no_grad()
 def router_map(layer: MoELayer) -> tuple[Tensor, Tensor] | None:
-    """W [D, E] and b [E], fp32, of a layer's router whose logits are x W + b; None: they are something else."""
+    """Return W [D, E] and b [E] in fp32 if the logits of a layer's router are x W + b, else None."""
     like = next(layer.router.parameters()).new_empty(0, dtype=layer.dtype)
     unit_DD = torch.eye(layer.hidden_size).to(like)
     bias_1E = layer.routed(torch.zeros_like(unit_DD[:1]), hooks=False)[0].float()
@@ -60,7 +60,7 @@ def router_map(layer: MoELayer) -> tuple[Tensor, Tensor] | None:
 
 
 def _random(rows: int, size: int, like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)  # its own: sampled generation must not change
+    generator = torch.Generator().manual_seed(0)  # a separate generator: sampled generation must not change
     return torch.randn(rows, size, generator=generator).to(like)
 
 
@@ -71,27 +71,26 @@ def _close(folded: Tensor, own: Tensor) -> bool:
 # A forecast as maps
 
 NORMED = ("quasi_hidden", "early")
-"""Inputs that go through the target's norm; all inputs are named as in `EstimatorConfig.inputs`."""
+"""Inputs that pass through the target's norm; names as in `EstimatorConfig.inputs`."""
 _IN_ORDER = (*NORMED, "router_input", "previous")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maps:
-    """One pair of layers' forecast: logits = then(sum over inputs of input @ map + bias)."""
+    """Forecast for one pair of layers as maps: logits = then(sum over inputs of input @ map + bias)."""
 
     of: Mapping[str, Tensor]
-    """By input, [D or E, X]; `previous` is the previous token's logits less `usual_E`, zero where there are none."""
+    """Map [D or E, X] by input. `previous` is the previous token's logits minus `usual_E`, zero if unknown."""
     bias_X: Tensor
     then: Callable[[Tensor], Tensor] | None = None
-    """[1, X] to [1, E]; None: they are the logits."""
+    """Function from [1, X] to logits [1, E]; None for the identity."""
     defaults: tuple[Tensor, Tensor] | None = None
-    """Default vectors of the source layer's experts [E, D] and shared experts [D], where `quasi_hidden` is an input."""
+    """Default vectors of the source layer's experts [E, D] and shared experts [D], for the input `quasi_hidden`."""
     usual_E: Tensor | None = None
 
 
 def hints(predictor: Predictor, layer: int, ahead: int, count: int) -> Hints | None:
-    """Hints in place of the forecasts that a predictor makes at `layer` for layer + `ahead`: `count` ids; None where
-    something in these is no map."""
+    """Return hints of `count` ids for forecasts at `layer` for layer + `ahead`; None if a part cannot be folded."""
     target = predictor.view[layer + ahead]
     like = next(target.router.parameters()).new_empty(0, dtype=target.dtype)
     maps, norm = predictor.maps(layer, ahead), norm_scale(target.norm, target.hidden_size, like)
@@ -99,33 +98,33 @@ def hints(predictor: Predictor, layer: int, ahead: int, count: int) -> Hints | N
 
 
 class Hints:
-    """Ids of the experts whose forecast logits are highest, of one token.
+    """Computes the ids of the experts with the highest forecast logits, for one token.
 
     Args:
-        maps: of the predictor, for the pair of layers.
-        norm: of the target layer, as :func:`norm_scale` gives it.
-        target: the layer's index.
-        count: ids that are wanted.
+        maps: maps of the predictor for the pair of layers.
+        norm: scale and floor of the target layer's norm, from :func:`norm_scale`.
+        target: index of the target layer.
+        count: number of ids.
     """
 
     def __init__(self, maps: Maps, norm: tuple[Tensor, Tensor], target: int, count: int) -> None:
         self._maps, self._target, self._count = maps, target, count
         self.short = maps.then is None
-        """It is so few operations that a trace of them is no faster."""
+        """Whether there are so few operations that a traced program is no faster."""
         scale_D, self._floor = norm
         folded = {name: scale_D[:, None] * each if name in NORMED else each for name, each in maps.of.items()}
         self._map_VX = torch.cat([folded[name] for name in _IN_ORDER if name in folded])
         self._bare = len(folded) == 1 and not maps.of.keys().isdisjoint(NORMED)
         self._bare = self._bare and maps.then is None and not maps.bias_X.any()
-        """The norm is a positive factor: it changes no order."""
+        """Whether the norm can be left out: a positive factor does not change the order of logits."""
         self._rows = maps.defaults
-        """Rows by expert, and where their sum starts: default vectors, with what `routing` adds beside them."""
+        """Rows by expert and the start of their sum: default vectors, joined with the map of `routing`."""
         if maps.defaults is not None and "routing" in maps.of:
             expert_ED, shared_D = maps.defaults
             self._rows = torch.cat([expert_ED, maps.of["routing"]], dim=1), torch.cat([shared_D, maps.bias_X])
 
     def __call__(self, state: RouterState) -> Tensor:
-        """[1, count], the likeliest first."""
+        """Return ids [1, count], the likeliest first."""
         maps, start, parts = self._maps, self._maps.bias_X, []
         if self._rows is not None:
             rows_KV = self._rows[0].index_select(0, state.topk_ids_TK[0])
@@ -153,7 +152,7 @@ class Hints:
         return x_HD / torch.hypot(size_H1, self._floor)
 
     def _previous(self, state: RouterState) -> Tensor:
-        """Zero where the previous token is not known."""
+        """Return the input `previous`, zero if the previous token is unknown."""
         usual_E = self._maps.usual_E
         assert usual_E is not None
         if state.previous_logits_TLE is None:
@@ -169,7 +168,10 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def folded_stand_in(held: StandIn, layer: int) -> Callable[[RouterState], Tensor]:
-    """r_l + the stand-in's output [1, D], fp32, of one token: base vectors are the maps' last rows."""
+    """Return a function that gives r_l plus the stand-in's output, [1, D] in fp32, for one token.
+
+    The base vectors are the last rows of the maps.
+    """
     experts, _, hidden = held.map_LERD.shape[1:]
     rows_EV = torch.cat([held.map_LERD[layer], held.base_LED[layer, :, None].bfloat16()], dim=1).view(experts, -1)
     shared_V = torch.cat([held.shared_map_LRD[layer].float(), held.shared_LD[layer, None]]).view(-1)

@@ -18,8 +18,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Mxfp4Config, PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
 from expertcast.data.machine import available_memory, torch_device, torch_dtype
 from expertcast.data.models import form_of, meta_model, model_of, open_weights

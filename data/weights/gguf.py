@@ -16,14 +16,21 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, __version__
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported, read_gguf_metadata
-from transformers.integrations.gguf.dequant import GGML_BLOCK
-from transformers.integrations.gguf.kernels import dequantize_blocks
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers import PretrainedConfig, PreTrainedModel, WeightConverter, __version__
 from transformers.utils import is_gguf_available
 
+from expertcast.compat import (
+    GGML_BLOCK,
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    WeightRenaming,
+    dequantize_blocks,
+    get_gguf_conversion_mapping,
+    get_gguf_hf_weights_map,
+    is_gguf_arch_supported,
+    read_gguf_metadata,
+    rename_source_key,
+)
 from expertcast.data.packed_experts import Coded, Coding, rounded
 from expertcast.data.source import GGUF, Quantised
 from expertcast.data.weights.blocks import CODINGS, coded_blocks

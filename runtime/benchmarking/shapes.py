@@ -135,7 +135,7 @@ def build_shape(
     """
     checked = check_shape(name, layers=layers, dtype=dtype, device=device)
     model = random_model(SHAPES[name].config(layers), dtype=checked, device=device, seed=seed)
-    model.config._name_or_path = name if layers is None else f"{name}, {layers} layers"
+    model.config.name_or_path = name if layers is None else f"{name}, {layers} layers"
     return model
 
 

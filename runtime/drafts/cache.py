@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers import Cache, DynamicCache
 
+from expertcast.compat import LinearAttentionCacheLayerMixin
 from expertcast.predictors.messages import ExpertcastError
 
 _UNREAD = 1e-5

@@ -25,14 +25,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import MtpCache
-from transformers.generation.candidate_generator import (
-    AssistedCandidateGenerator,
-    CandidateGenerator,
-    PromptLookupCandidateGenerator,
-)
-from transformers.modeling_layers import MtpModel
+from transformers.generation import AssistedCandidateGenerator, CandidateGenerator, PromptLookupCandidateGenerator
 
+from expertcast.compat import MtpCache, MtpModel
 from expertcast.predictors.messages import ExpertcastError
 
 

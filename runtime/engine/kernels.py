@@ -18,8 +18,8 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
+from expertcast.compat import batched_mm_experts_forward, grouped_mm_experts_forward
 from expertcast.data.packed_experts import PackedMatrix
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.engine.engine import row_order

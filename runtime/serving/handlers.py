@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import (
     BatchEncoding,
     ContinuousBatchingConfig,
+    ContinuousBatchingManager,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -29,25 +30,24 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import (
+
+from expertcast.compat import (
     X_REQUEST_ID,
     BaseGenerateManager,
     BaseHandler,
     CBGenerateManager,
     CBStreamer,
     CBWorkerDeadError,
+    ChatCompletionHandler,
+    CompletionHandler,
     DirectStreamer,
     GenerateManager,
     GenerationState,
     Modality,
+    ResponseHandler,
     _GenerationCancelled,
     _StreamError,
 )
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-
 from expertcast.predictors.messages import Json, first_line
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.serving.parameters import (

@@ -19,10 +19,9 @@ from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, Val
 from pydantic import Json as JsonText
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
-from transformers.cli.serving.utils import ReasoningText
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
-from transformers.generation.continuous_batching.requests import FutureRequestState
 from typing_extensions import TypedDict
+
+from expertcast.compat import ContinuousBatchingLogitsProcessor, FutureRequestState, ReasoningText
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures mean greedy decoding: logits divided by less leave the range of float32."""

@@ -15,11 +15,8 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.systemone import SystemOneHandler
-from transformers.cli.serving.transcription import TranscriptionHandler
 
+from expertcast.compat import ModelManager, SystemOneHandler, TranscriptionHandler, build_server
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.serving.handlers import (

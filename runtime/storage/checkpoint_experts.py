@@ -18,18 +18,10 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
-from transformers.integrations.mxfp4 import Mxfp4Dequantize
-from transformers.quantizers.base import HfQuantizer
+from transformers import Concatenate, MergeModulelist, PreTrainedModel, WeightConverter
+from transformers.quantizers import HfQuantizer
 
+from expertcast.compat import Mxfp4Dequantize, WeightRenaming, get_model_conversion_mapping, rename_source_key
 from expertcast.data.machine import usable_processors
 from expertcast.data.packed_experts import (
     Coded,

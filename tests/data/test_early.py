@@ -21,13 +21,13 @@ from expertcast.data.early import (
     _CHECKED,
     FIRST,
     EarlyAttention,
-    beside,
     growing_layer,
-    own_rows,
     ranges,
     reading_copy,
+    refusal_lines,
+    stand_in_mask,
     static_refusals,
-    told,
+    tokens_that_see_themselves,
 )
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.taps import RouterTaps
@@ -222,7 +222,7 @@ def test_masks_of_whole_texts(kind: torch.dtype | None) -> None:
     if kind is not None:
         may[1, :, :, :2] = False  # padding
     mask = None if kind is None else may if kind == torch.bool else torch.where(may, 0.0, float("-inf")).to(kind)
-    found, rows_BS = beside(mask, hidden_BSD), own_rows(mask, hidden_BSD)
+    found, rows_BS = stand_in_mask(mask, hidden_BSD), tokens_that_see_themselves(mask, hidden_BSD)
     assert found.isfinite().all() or kind is not None
     seen = (found if found.dtype == torch.bool else found == 0).expand(2, 1, length, 2 * length)
     assert found.dtype == (kind or torch.bool)
@@ -240,9 +240,13 @@ def test_what_the_structure_refuses() -> None:
     model.config._attn_implementation = "flash_attention_2"
     assert static_refusals(model, view) == {0: FIRST}
     refused = static_refusals(model, view, whole=True)
-    assert told(refused) == ["layers 1-3: attention by flash_attention_2 takes no mask of ours (sdpa does)"]
+    assert refusal_lines(refused) == [
+        "layers 1-3: attention by flash_attention_2 does not take arbitrary masks (sdpa does)"
+    ]
     view[2].decoder.self_attn.layer_idx = None
-    assert told(static_refusals(model, view)) == ["layer 2: its block has no layer_idx, by which a cache is read"]
+    assert refusal_lines(static_refusals(model, view)) == [
+        "layer 2: its block has no layer_idx, so its cache cannot be read"
+    ]
     assert EarlyAttention(model, view).works
     assert not EarlyAttention(model, view, whole=True).works
 
@@ -268,19 +272,19 @@ def sparse() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [(qwen3_next, ["layers 2-3: linear attention keeps a state that a read would change"]),
-     (sparse, ["layer 1: another layer stands between it and the MoE layer before it"])],
+     (sparse, ["layer 1: another layer is between it and the MoE layer before it"])],
 )  # fmt: skip
 def test_layers_that_cannot_be_run_early_are_refused_and_runs_stay_exact(make: Any, expected: list[str]) -> None:
     model = make()
     view = find_moe_layers(model)
-    assert told(EarlyAttention(model, view).refused) == expected
+    assert refusal_lines(EarlyAttention(model, view).refused) == expected
     plain = decode(model)
     with offload(model, predictor=predictor(view), slots=8, forecasts="always") as offloaded:
         assert_same_logits(decode(model), plain)
         assert offloaded.stats.total.prefetched > 0
     whole = Follower(model, view, random_stand_in(view), whole=True)
     found = whole.run(input_ids=ids(), use_cache=False)
-    assert told(whole.early.refused) == expected
+    assert refusal_lines(whole.early.refused) == expected
     assert [each is not None for each in found] == [layer not in whole.early.refused for layer in range(1, len(view))]
 
 
@@ -333,7 +337,7 @@ def test_outputs_hold_the_models_own_entries(family: str) -> None:
 
 def test_ranges() -> None:
     assert ranges([1, 2, 3, 5, 8, 9]) == "1-3, 5, 8-9"
-    assert told({0: FIRST, 2: "odd", 1: "odd", 4: "even"}) == [
+    assert refusal_lines({0: FIRST, 2: "odd", 1: "odd", 4: "even"}) == [
         "layers 1-2: odd",
         "layer 4: even",
     ]

@@ -104,7 +104,7 @@ def test_traces_without_the_column_are_as_before(without: TraceDataset, traces: 
             fit(name, without, config=config)
         assert "\n" not in str(raised.value)
     predictor = EarlyAttention(fit("early_attention", traces).predictor.config, traces.view.shape).bind(traces.view)
-    with pytest.raises(ExpertcastError, match="collect them again, without --early-rank none"):
+    with pytest.raises(ExpertcastError, match="collect them again without --early-rank none"):
         predictor.forecast(batch.state(without.view, 0))
 
 
@@ -214,9 +214,7 @@ def test_a_layer_that_it_stops_at_ends_a_run(model: PreTrainedModel, parts: tupl
     batches = iter(ActivationStream(model, view, plan.windows_of(plan.documents), early=early_run))
     next(batches)
     early_attention.refused[2] = "its cache cannot be read"
-    with pytest.raises(
-        ExpertcastError, match="stopped half-way at layer 2: its cache cannot be read: run the text anew"
-    ):
+    with pytest.raises(ExpertcastError, match="stopped half-way at layer 2: its cache cannot be read: collect again"):
         next(batches)
 
 
@@ -227,7 +225,7 @@ def test_a_model_that_cannot_gets_no_column(
     config.decoder_sparse_step = 2
     made = AutoModelForCausalLM.from_config(config).eval()
     traces = collect(made, *parts, tmp_path / "traces", **SETTINGS)
-    reason = "no early attention at layer 1: another layer stands between it and the MoE layer before it"
+    reason = "no early attention at layer 1: another layer is between it and the MoE layer before it"
     assert capsys.readouterr().err.count(reason) == 1
     assert rows(traces).early_TLD is None
     assert traces.stand_in is None
@@ -246,7 +244,7 @@ def test_inspect_says_so(traces: TraceDataset, without: TraceDataset, tmp_path: 
         shown = capsys.readouterr().out
         assert expected in shown
         report = json.loads((tmp_path / "report.json").read_text())
-        assert ("no early attention at layer 1: another layer stands between" in shown) == bool(report["not_early"])
+        assert ("no early attention at layer 1: another layer is between" in shown) == bool(report["not_early"])
         assert bool(report["not_early"]) == (step == 2)
     save_predictor(fit("early_attention", traces).predictor, tmp_path / "made", view=traces.view)
     assert main(["inspect", str(tmp_path / "made")]) == 0

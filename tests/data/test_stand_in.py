@@ -143,7 +143,7 @@ def test_the_model_is_left_as_it_was_and_odd_ranks_are_refused() -> None:
     assert model.training
     assert model.get_experts_implementation() == before
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
-    with pytest.raises(ExpertcastError, match="rank=33: give 0 to 32 directions"):
+    with pytest.raises(ExpertcastError, match="rank=33 "):
         fit_stand_in(model, view, windows(), rank=33)
 
 

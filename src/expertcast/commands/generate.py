@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import BatchEncoding, PreTrainedTokenizerBase
-from transformers.generation.streamers import TextStreamer
+from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import COUNT, Count, DeploymentOptions, Model, Option

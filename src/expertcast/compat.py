@@ -1,0 +1,229 @@
+"""Private and undocumented parts of other libraries that expertcast uses: the whole list, with the use of each.
+
+All parts were checked with torch 2.13.0 and transformers 5.23.0. A new release of either may change any of them without
+notice. `tests/package/test_compat.py` has one case for each part; against a new release run it alone with
+``--noconftest``, so that it reports all missing parts instead of stopping at the first failed import.
+
+Modules import the names in :data:`PARTS` from here. Each is loaded when it is first imported, so this module itself
+loads neither torch nor transformers. Modules read the members in :data:`MEMBERS` in place.
+"""
+
+# ruff: noqa: F401 (type checkers read the names below)
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+PARTS: Mapping[str, Mapping[str, str]] = {
+    "torch.fx.experimental": {
+        "_config": "Lets a model on the meta device run code that searches its mask for values (data.moe_layers).",
+    },
+    "torch.jit._trace": {"TracerWarning": "Shows that a trace depends on a tensor's values (data.tracing)."},
+    "torch.utils._python_dispatch": {
+        "TorchDispatchMode": "Follows every tensor operation of a probing forward (data.moe_layers).",
+    },
+    "transformers.cache_utils": {
+        "DynamicSlidingWindowLayer": "Cache layer that early attention may copy without cloning (data.early).",
+        "LinearAttentionCacheLayerMixin": "Cache layers with recurrent states, which drafts roll back (drafts.cache).",
+        "MtpCache": "Cache of a model's multi-token prediction heads (drafts.proposals).",
+    },
+    "transformers.cli.serving.chat_completion": {"ChatCompletionHandler": "Base of /v1/chat/completions (serving)."},
+    "transformers.cli.serving.completion": {"CompletionHandler": "Base of /v1/completions (serving)."},
+    "transformers.cli.serving.model_manager": {"ModelManager": "Base of the server's single model (serving)."},
+    "transformers.cli.serving.response": {"ResponseHandler": "Base of /v1/responses (serving)."},
+    "transformers.cli.serving.server": {"build_server": "Makes the FastAPI application (serving)."},
+    "transformers.cli.serving.systemone": {"SystemOneHandler": "Argument of build_server (serving)."},
+    "transformers.cli.serving.transcription": {"TranscriptionHandler": "Argument of build_server (serving)."},
+    "transformers.cli.serving.utils": {
+        "X_REQUEST_ID": "Header that carries a request's id (serving).",
+        "BaseGenerateManager": "Type of the managers below (serving).",
+        "BaseHandler": "Base of all handlers of requests (serving).",
+        "CBGenerateManager": "Base of the manager with continuous batching (serving).",
+        "CBStreamer": "Stream of one request in a batch (serving).",
+        "CBWorkerDeadError": "Raised when the batching thread has died (serving).",
+        "DirectStreamer": "Stream of a request that runs alone (serving).",
+        "GenerateManager": "Base of the manager that runs one request at a time (serving).",
+        "GenerationState": "Chooses between the two managers (serving).",
+        "Modality": "Names text models for GenerationState (serving).",
+        "ReasoningText": "A piece of a stream that is reasoning (serving).",
+        "_GenerationCancelled": "Ends a stream whose client has left (serving).",
+        "_StreamError": "Carries an error through a stream (serving).",
+    },
+    "transformers.conversion_mapping": {
+        "get_model_conversion_mapping": "Conversions from a checkpoint's tensors to parameters (checkpoint_experts).",
+    },
+    "transformers.core_model_loading": {
+        "WeightRenaming": "Conversion that changes names only (checkpoint_experts, weights.gguf).",
+        "dot_natural_key": "Order of tensor names, numbers by value (weights.files).",
+        "rename_source_key": "Parameter name of a checkpoint's tensor (checkpoint_experts, weights.gguf).",
+    },
+    "transformers.dynamic_module_utils": {
+        "TRANSFORMERS_DYNAMIC_MODULE_NAME": "Package of model classes that come with a checkpoint (data.skeleton).",
+    },
+    "transformers.generation.continuous_batching.cb_logits_processors": {
+        "ContinuousBatchingLogitsProcessor": "Base of the sampler for batches (serving).",
+    },
+    "transformers.generation.continuous_batching.requests": {
+        "FutureRequestState": "A request as the sampler for batches receives it (serving).",
+    },
+    "transformers.integrations.finegrained_fp8": {"Fp8Dequantize": "Formula for FP8 experts (weights.packed)."},
+    "transformers.integrations.gguf": {
+        "get_gguf_conversion_mapping": "Conversions from GGUF tensors to parameters (weights.gguf).",
+        "is_gguf_arch_supported": "Whether transformers reads a GGUF architecture (weights.gguf).",
+        "read_gguf_metadata": "Reads the header of a GGUF file (weights.gguf).",
+    },
+    "transformers.integrations.gguf.dequant": {"GGML_BLOCK": "Block sizes of GGUF types (weights.gguf)."},
+    "transformers.integrations.gguf.kernels": {"dequantize_blocks": "Decodes GGUF blocks (weights.gguf)."},
+    "transformers.integrations.moe": {
+        "ALL_EXPERTS_FUNCTIONS": "Registry of experts' forwards, to which expertcast adds its own (data, engine).",
+        "batched_mm_experts_forward": "transformers' kernel for few tokens (engine.kernels).",
+        "grouped_mm_experts_forward": "transformers' kernel for many tokens (data.experts, engine).",
+    },
+    "transformers.integrations.mxfp4": {"Mxfp4Dequantize": "Decodes MXFP4 experts (checkpoint_experts)."},
+    "transformers.modeling_gguf_pytorch_utils": {
+        "TENSOR_PROCESSORS": "Changes of values by GGUF architecture (weights.gguf).",
+        "TensorProcessor": "Base of these changes (weights.gguf).",
+        "get_gguf_hf_weights_map": "Names of GGUF tensors in transformers (weights.gguf).",
+    },
+    "transformers.modeling_layers": {"MtpModel": "A model's multi-token prediction heads (drafts.proposals)."},
+    "transformers.utils.hub": {"get_checkpoint_shard_files": "Local paths of a checkpoint's files (weights.files)."},
+    "transformers.utils.output_capturing": {
+        "_active_collector": "Context variable that turns the gathering of outputs off (data.taps).",
+    },
+}
+"""By module, the names that other modules import from here, with their use."""
+
+MEMBERS: Mapping[str, Mapping[str, str]] = {
+    "argparse:ArgumentParser": {
+        "_actions": "Options of a command, for suggestions (cli).",
+        "_option_string_actions": "Options by their strings (cli).",
+        "_subparsers": "Whether the parser has commands (cli).",
+    },
+    "torch": {
+        "_convert_weight_to_int4pack": "Packs 4-bit weights for CUDA (data.packed_experts).",
+        "_convert_weight_to_int4pack_for_cpu": "Packs 4-bit weights for the CPU (data.packed_experts).",
+        "_grouped_mm": "The product inside transformers' kernel, replaced by one that skips empty groups (kernels).",
+        "_weight_int4pack_mm": "Product with 4-bit weights on CUDA (data.packed_experts).",
+        "_weight_int4pack_mm_for_cpu": "Product with 4-bit weights on the CPU (data.packed_experts).",
+        "_weight_int8pack_mm": "Product with 8-bit weights on the CPU (drafts.quantised).",
+    },
+    "torch:Tensor": {"_base": "Tensor that a view was made of (data.moe_layers)."},
+    "torch._C": {
+        "_BlasBackend": "Names the library that carve-outs do not suit (kernel_link).",
+        "_create_function_from_graph": "Makes a program of a traced graph (data.tracing).",
+        "_create_graph_by_tracing": "Traces a function (data.tracing).",
+        "_get_graph_executor_optimize": "Reads the setting below (data.tracing).",
+        "_get_sm_carveout_experimental": "Reads how many multiprocessors matmuls leave alone (kernel_link).",
+        "_get_tracing_state": "Suspends a trace, with the setter below (data.tracing, predictors.routing_rule).",
+        "_jit_pass_dce": "Removes unused operations of a graph (data.tracing).",
+        "_set_graph_executor_optimize": "Runs a program without recompiling it for each shape (data.tracing).",
+        "_set_sm_carveout_experimental": "Sets how many multiprocessors matmuls leave alone (kernel_link).",
+        "_set_tracing_state": "Suspends and resumes a trace (data.tracing, predictors.routing_rule).",
+    },
+    "torch.nn:Module": {
+        "_buffers": "Replaces a buffer without checks (data.skeleton).",
+        "_call_impl": "Finds running forwards on a thread's stack (engine.front).",
+        "_parameters": "Replaces experts' parameters by slot views without checks (data, engine, storage).",
+    },
+    "torch.ops:aten": {
+        "_to_copy": "Operation behind a change of dtype or device (data.moe_layers).",
+        "_unsafe_view": "Operation behind a reshape (data.moe_layers).",
+    },
+    "tqdm:tqdm": {"_instances": "Progress bars that an error left open (predictors.messages)."},
+    "transformers:AutoModelForCausalLM": {"_model_mapping": "Whether a class loads a configuration (data.models)."},
+    "transformers:GenerationConfig": {
+        "_eos_token_tensor": "Ids that end a sequence, on the model's device (drafts).",
+        "_pad_token_tensor": "Id of padding, on the model's device (drafts.decoding).",
+    },
+    "transformers:PreTrainedConfig": {
+        "_attn_implementation": "Name of the attention function (data.early).",
+        "_experts_implementation": "Name of the experts' forward (data.packed_experts, drafts, engine.front).",
+    },
+    "transformers:GenerationMixin": {
+        "_get_candidate_generator": "Makes an assistant model's draft (drafts.proposals).",
+        "_get_logits_processor": "Makes the logits processors of a request (serving.parameters).",
+        "_optimize_model_for_decode": "Context in which `generate` runs its decode steps (drafts, engine.kernels).",
+        "_prefill": "Runs the prompt as `generate` does (drafts.decoding).",
+    },
+    "transformers:PreTrainedModel": {
+        "_can_record_outputs": "Says which class is the router (data.moe_layers).",
+        "_init_weights": "Initialises random benchmark models (benchmarking.shapes).",
+        "_is_stateful": "Whether a model has recurrent states (drafts.proposals).",
+        "_no_split_modules": "Argument of accelerate's device map (benchmarking.runs).",
+    },
+    "transformers.cli.serving.completion:CompletionHandler": {
+        "_build_generation_config": "Generation settings of a request (serving.handlers).",
+        "_non_streaming": "Answers a request at once (serving.handlers).",
+        "_resolve_model": "Model and tokenizer of a request (serving.handlers).",
+        "_streaming": "Answers a request token by token (serving.handlers).",
+        "_valid_params_class": "Fields that a request may have (serving.handlers).",
+    },
+    "transformers.cli.serving.utils:GenerationState": {"_cb_config": "Settings of continuous batching (serving)."},
+    "transformers.integrations.finegrained_fp8:Fp8Dequantize": {
+        "_dequantize_one": "Decodes one FP8 matrix (weights.packed).",
+    },
+    "transformers.integrations.moe": {
+        "_apply_gate": "Activation of gated experts (data.experts, drafts.quantised).",
+        "_grouped_linear": "Projection inside transformers' kernel, replaced while it runs on slots (engine.kernels).",
+        "_grouped_mm": "Product inside this projection, replaced as well (engine.kernels).",
+        "_is_expert_parallel": "Marks modules of experts (data.moe_layers, engine.kernels).",
+    },
+}
+"""By module, or by module and class, the private members that other modules read in place, with their use."""
+
+if TYPE_CHECKING:
+    from torch.fx.experimental import _config
+    from torch.jit._trace import TracerWarning
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin, MtpCache
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving.response import ResponseHandler
+    from transformers.cli.serving.server import build_server
+    from transformers.cli.serving.systemone import SystemOneHandler
+    from transformers.cli.serving.transcription import TranscriptionHandler
+    from transformers.cli.serving.utils import (
+        X_REQUEST_ID,
+        BaseGenerateManager,
+        BaseHandler,
+        CBGenerateManager,
+        CBStreamer,
+        CBWorkerDeadError,
+        DirectStreamer,
+        GenerateManager,
+        GenerationState,
+        Modality,
+        ReasoningText,
+        _GenerationCancelled,
+        _StreamError,
+    )
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+    from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+    from transformers.generation.continuous_batching.requests import FutureRequestState
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported, read_gguf_metadata
+    from transformers.integrations.gguf.dequant import GGML_BLOCK
+    from transformers.integrations.gguf.kernels import dequantize_blocks
+    from transformers.integrations.moe import (
+        ALL_EXPERTS_FUNCTIONS,
+        batched_mm_experts_forward,
+        grouped_mm_experts_forward,
+    )
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+    from transformers.modeling_layers import MtpModel
+    from transformers.utils.hub import get_checkpoint_shard_files
+    from transformers.utils.output_capturing import _active_collector
+else:
+    _MODULE = {name: module for module, names in PARTS.items() for name in names}
+
+    def __getattr__(name: str) -> Any:
+        """Load a part."""
+        if name not in _MODULE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_MODULE[name]), name)
