@@ -18,7 +18,7 @@ from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.predictors.linear import LinearConfig
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit, forecast_flops, select_hybrid
-from expertcast.training.scoring import FitOptions, Fitted, forget_some, validation_recall
+from expertcast.training.scoring import FitOptions, Fitted, mask_previous, validation_recall
 from tests.training.synthetic import Rows, random_batch, tiny_view
 
 
@@ -111,7 +111,7 @@ def test_estimator_works_without_a_previous_token(
     assert torch.isfinite(logits_TE).all()
     torch.testing.assert_close(logits_TE, estimator.forecast(gaps).logits_TE)
     assert not torch.allclose(logits_TE, estimator.forecast(known).logits_TE)
-    previous_TLE = forget_some(batch).previous_TLE
+    previous_TLE = mask_previous(batch).previous_TLE
     assert previous_TLE is not None
     assert previous_TLE[::10].isnan().all()
     assert torch.equal(previous_TLE[1], known.previous_logits_TLE[1])
