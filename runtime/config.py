@@ -21,13 +21,14 @@ from pydantic import JsonValue
 
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name, recover
 from expertcast.checkpoints.hub import HubName
+from expertcast.data.packed_experts import pack_module, packed_matrices
 from expertcast.data.trace_writer import write_where_told
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors import names as predictor_names
 from expertcast.predictors.artefacts import read_json
-from expertcast.predictors.messages import Json, size_text
+from expertcast.predictors.messages import Json, Progress, size_text
 from expertcast.predictors.options import field_docs
-from expertcast.predictors.view import MoEView, overfetched
+from expertcast.predictors.view import overfetched
 from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
 from expertcast.runtime.policies import LRU, PRESETS, Fetch, Policies, Standard, TopK
@@ -41,7 +42,7 @@ from expertcast.runtime.storage.store import ExpertStore
 if TYPE_CHECKING:
     import torch
 
-    from expertcast.predictors.view import ModelShape
+    from expertcast.predictors.view import MoEView
     from expertcast.runtime.storage.layout import ExpertsForm
 
 # Values of options: types, plain forms for JSON, sizes
@@ -324,7 +325,7 @@ class OffloadConfig:
             raise ExpertcastError(f"router_free leaves routers out, which {with_what} needs: choose one of them")
         if pool_bytes(self.pools):
             self._check_pools()
-        check_draft(self.draft)
+        check_draft(self.draft, packed=self.experts in EXPERTS_BITS)
         if self.draft != NONE and (self.mode != "exact" or self.resolved_policies().lossy):
             raise ExpertcastError(
                 f"draft={self.draft!r} is verified by the exact model: leave mode and lossy policies out"
@@ -350,10 +351,6 @@ class OffloadConfig:
         if self.codec not in (None, "raw"):
             raise ExpertcastError(
                 f"experts={self.experts!r} lie in few bits, which codec {self.codec!r} does not store: leave it out"
-            )
-        if self.draft in QUANTISED and self.experts in EXPERTS_BITS:
-            raise ExpertcastError(
-                f"draft {self.draft!r} is no cheaper than experts={self.experts!r}: give another draft"
             )
 
     @classmethod
@@ -524,39 +521,86 @@ def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iter
 # What options stand for on one device
 
 
-def slots_for(config: OffloadConfig, shape: ModelShape, block_bytes: int, drafts: int = 0, decoding: int = 0) -> int:
-    """Slots to make, at most one per expert: what `slots`, `memory`, or else `cache` and `overfetch` stand for.
+def pack_experts(view: MoEView, form: str, device: str = "cpu") -> bool:
+    """Round a model's experts in place, for good; return whether they are packed now.
+
+    Args:
+        view: its MoE layers; on the meta device they get their shapes.
+        form: `experts` of :class:`OffloadConfig`; `expanded` and `auto` change nothing.
+        device: type of the device where the model computes.
+
+    Raises:
+        ExpertcastError: the experts are packed already, `form` is `packed` and they are not, or another device
+            than the CPU.
+    """
+    packed, bits = bool(packed_matrices(view[0].experts)), EXPERTS_BITS.get(form)
+    if (packed or bits) and device != "cpu":
+        raise ExpertcastError(f"experts in 4 or 8 bits are for models on the CPU, this one is on {device}")
+    if form == PACKED and not packed:
+        raise ExpertcastError(
+            "the experts here are expanded: give experts='int4' or 'int8'; only load_offloaded takes codes from a "
+            "checkpoint"
+        )
+    if bits is None:
+        return packed
+    if packed:
+        raise ExpertcastError(f"the model's experts are packed already: leave experts={form!r} out")
+    for layer in Progress(f"rounding experts to {form}", unit="layer", steps=view):
+        pack_module(layer.experts, layer.num_experts, bits)
+    return True
+
+
+def draft_bytes(config: OffloadConfig, view: MoEView) -> int:
+    """Return the bytes of `memory` that the configured draft needs; 0 without `memory`."""
+    if config.memory is None or config.draft not in QUANTISED:
+        return 0
+    from expertcast.runtime.drafts.quantised import expected_bytes
+
+    return expected_bytes(view, config.draft)
+
+
+def slots_for(config: OffloadConfig, store: ExpertStore, drafts: int = 0) -> int:
+    """Return the number of slots by `slots`, `memory`, or else `cache` and `overfetch`; at most one per expert.
 
     Args:
         config: the options.
-        shape: of the model.
-        block_bytes: bytes of one expert; read where `memory` is given.
-        drafts, decoding: bytes that drafts, and threads that decode, take of `memory`.
+        store: holds the experts; threads that decode for it on the CPU work in a part of `memory`.
+        drafts: bytes of `memory` that drafts need.
 
     Raises:
-        ExpertcastError: too few for one token.
+        ExpertcastError: too few slots for one token.
     """
-    slots, everything = config.slots, shape.layers * shape.experts
+    slots, top_k, everything = config.slots, store.top_k, store.layers * store.experts
     if config.memory is not None:
+        block_bytes, decoding = store.layout.block_bytes, _decoding_bytes(store)
         pools = sum(pool_bytes(config.pools).values())
         slots = (size_bytes(config.memory) - drafts - decoding - pools) // block_bytes
-        if slots < shape.top_k:
+        if slots < top_k:
             beside = f" beside pools={config.pools!r}" if config.pools else ""
             beside += f" beside {drafts} bytes for draft={config.draft!r}" if drafts else ""
-            beside += f" beside {decoding} bytes to decode in" if decoding else ""
+            beside += f" beside {decoding} bytes for decoding" if decoding else ""
             raise ExpertcastError(
                 f"memory={config.memory!r} holds {max(0, slots)} experts of {block_bytes} bytes{beside}, one token "
-                f"needs {shape.top_k}: give {shape.top_k * block_bytes} bytes or more{beside}"
+                f"needs {top_k}: give {top_k * block_bytes} bytes or more{beside}"
             )
     elif slots is None:
         # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
-        least = shape.top_k + 2 * overfetched(config.overfetch, shape.top_k, shape.experts)
+        least = top_k + 2 * overfetched(config.overfetch, top_k, store.experts)
         slots = max(least, everything // 4) if config.cache else least
-    if slots < shape.top_k:
+    if slots < top_k:
         raise ExpertcastError(
-            f"slots={slots} is fewer than the {shape.top_k} experts one token needs: give slots={shape.top_k} or more"
+            f"slots={slots} is fewer than the {top_k} experts one token needs: give slots={top_k} or more"
         )
     return min(slots, everything)
+
+
+def _decoding_bytes(store: ExpertStore) -> int:
+    codec = getattr(store, "codec", None)
+    if codec is None or store.device.type != "cpu":
+        return 0
+    from expertcast.runtime.storage.coded_reader import decoding_bytes
+
+    return decoding_bytes(codec)
 
 
 def make_link(config: OffloadConfig, device: str) -> Link:
@@ -643,13 +687,13 @@ def _only_on_host(config: OffloadConfig) -> str | None:
 
 
 def make_store(
-    config: OffloadConfig, view: MoEView | ExpertsForm, device: torch.device, fingerprint: str | None = None
+    config: OffloadConfig, form: ExpertsForm, device: torch.device, fingerprint: str | None = None
 ) -> ExpertStore:
-    """The store that `store` and `store_folder` stand for.
+    """Return the store that `store` and `store_folder` name, not filled yet.
 
     Args:
         config: the options.
-        view: the model's MoE layers, or the form of its experts.
+        form: number and layout of the experts.
         device: where the model computes.
         fingerprint: of the checkpoint that the experts come from; see `DiskStore`.
 
@@ -659,11 +703,11 @@ def make_store(
     if isinstance(config.store, ExpertStore):
         return config.store
     if config.store != "disk":
-        return ExpertStore(view, device=device, pinned=device.type == "cuda")
+        return ExpertStore(form, device=device, pinned=device.type == "cuda")
     from expertcast.runtime.storage.disk_store import DiskStore
 
     folder, codec = config.store_folder, config.resolved_codec()
-    store = DiskStore(view, folder, codec=codec, device=device, fingerprint=fingerprint)
+    store = DiskStore(form, folder, codec=codec, device=device, fingerprint=fingerprint)
     expanded = config.codec is None and codec == "raw" and config.experts == EXPANDED
     if expanded and folder is not None and not store.holds(0):
         size = size_text(store.nbytes)

@@ -29,11 +29,12 @@ from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_rel
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress, first_line
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, make_store
-from expertcast.runtime.offloading import OffloadedModel, offload, slot_count
+from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, draft_bytes, make_store, slots_for
+from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.recording.recorder import Observer, check_observers
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources, Shipped, ShippedExperts
 from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore
 
 
@@ -101,14 +102,14 @@ def load_offloaded(
         if forms:  # codes lie as this processor's kernel reads them
             lie = ", ".join(f"{name} {each}" for name, each in forms.items())
             fingerprint += f" {config.experts} {lie} {torch.backends.cpu.get_cpu_capability()}"
-        made = make_store(config, view, target, fingerprint)
+        made = make_store(config, ExpertsForm.of(view), target, fingerprint)
         reader = _Reader(sources, len(view), source.name, shipped)
         try:
             made.source = reader
             if shipped is not None and isinstance(made, DiskStore):
                 made.shipped = reader.shipped
             config = replace(config, store=made, store_folder=None, codec="raw", experts=EXPANDED)
-            _check_memory(made, slot_count(config, view) if target.type == "cpu" else 0)
+            _check_memory(made, slots_for(config, made, draft_bytes(config, view)) if target.type == "cpu" else 0)
             return offload(model, config, observers=observers)
         except BaseException:
             made.close()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -24,16 +24,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertcast.data.batch import RouterCall
-from expertcast.data.moe_layers import PROBE_EXPERTS
+from expertcast.data.moe_layers import PROBE_EXPERTS, experts_implementation
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.engine.engine import Engine
-from expertcast.runtime.engine.speculation import Speculator
-
-if TYPE_CHECKING:
-    from expertcast.data.early import EarlyAttention
+from expertcast.runtime.engine.kernels import SlotKernel, decode_kernel_followed
+from expertcast.runtime.engine.speculation import Speculator, early_attention_for
 
 # The experts function in transformers' registry
 
@@ -282,16 +280,37 @@ def _apply_in_place(part: nn.Module, function: Callable[[Tensor], Tensor], recur
     return part
 
 
-# Early attention, and executed forecasts without an engine
+def run_from_slots(
+    undo: ExitStack, model: PreTrainedModel, engine: Engine, speculator: Speculator, kernel: SlotKernel
+) -> ForwardGuard:
+    """Make a model's experts slots of an engine, and its hooks call the engine; guard its weights and its forwards.
+
+    Args:
+        undo: gets the callbacks that take everything back.
+        model: the model that is offloaded.
+        engine, speculator, kernel: of the offload.
+
+    Returns:
+        The guard that stops forwards when the offload closes.
+    """
+    view = engine.view
+    for layer in view:
+        undo.callback(detach, layer)
+        attach(engine, layer)
+    if speculator.refit is not None:
+        undo.callback(speculator.refit.restore)
+    undo.enter_context(weights_guarded(model, view))
+    guard = ForwardGuard(model.base_model, view)
+    undo.callback(guard.close)
+    speculator.prepare()
+    undo.enter_context(speculator.following())
+    undo.callback(RouterTaps(model, view, engine.on_router, engine.on_start).close)
+    undo.enter_context(decode_kernel_followed(model, kernel))
+    undo.enter_context(experts_implementation(model, EXPERTS_NAME))
+    return guard
 
 
-def early_attention_for(predictor: Predictor | None, model: PreTrainedModel, view: MoEView) -> EarlyAttention | None:
-    """Early attention over a model, where a predictor reads it."""
-    if predictor is None or not predictor.uses_early:
-        return None
-    from expertcast.data.early import EarlyAttention
-
-    return EarlyAttention(model, view)
+# Executed forecasts without an engine
 
 
 @contextmanager

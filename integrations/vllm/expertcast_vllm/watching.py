@@ -29,7 +29,7 @@ from expertcast.predictors.messages import ExpertcastError, first_line
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.offloading import make_monitor, resolve_predictor
+from expertcast.runtime.forecasters import make_monitor, resolve_predictor
 from expertcast_vllm.settings import Settings
 from expertcast_vllm.step import Part, Requests, captures_whole_steps, refuse, tell_requests, without_padding
 from expertcast_vllm.wiring import ForecastRouter, Kept, wire
@@ -371,7 +371,9 @@ def make_speculator(offload: WorkerOffload, watching: Watching | None) -> tuple[
     _check_predictor(predictor, watching, config=offload.config)
     predictor.to(next(view[0].router.parameters()).device)
     speculator = WatchedSpeculator(watching, predictor, ahead=config.ahead, reach=config.reach)
-    return speculator, None if offload.link.decides_on_device else make_monitor(config, view, predictor, checkpoint)
+    return speculator, None if offload.link.decides_on_device else make_monitor(
+        config, view.shape, predictor, checkpoint
+    )
 
 
 class WatchedSpeculator(Speculator):

@@ -152,8 +152,7 @@ class Target:
         """
         from expertcast.runtime.benchmarking.runs import LentStore, without_experts_to
         from expertcast.runtime.benchmarking.shapes import build_shape
-        from expertcast.runtime.config import OffloadConfig
-        from expertcast.runtime.offloading import pack_experts
+        from expertcast.runtime.config import OffloadConfig, pack_experts
 
         if options.random:
             say(f"building {options.target} with random weights")

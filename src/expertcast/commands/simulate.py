@@ -332,8 +332,7 @@ class Options(QualityOptions):
 
 def run(options: Options) -> Outcome:
     """Every case that can run, as a row of results; those that cannot are left out and named."""
-    from expertcast.runtime.config import size_bytes
-    from expertcast.runtime.offloading import pack_experts
+    from expertcast.runtime.config import pack_experts, size_bytes
     from expertcast.runtime.simulation.figures import write_figures
     from expertcast.runtime.simulation.sweep import CAPACITIES, refusal, sweep, with_bounds
     from expertcast.runtime.simulation.trace import load_trace

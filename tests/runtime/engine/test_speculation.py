@@ -27,7 +27,7 @@ from expertcast.predictors import (
 from expertcast.predictors.baselines import QuasiHidden, RouterInput
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.hybrid import Choice, Hybrid, HybridConfig
-from expertcast.predictors.routing_rule import weights_over
+from expertcast.predictors.view import weights_over
 from expertcast.runtime import offload, speculate
 from expertcast.runtime.policies import Policies
 from tests.families.models import CONFIGS, tiny_model
