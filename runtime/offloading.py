@@ -1,4 +1,4 @@
-"""expertcast.offload: a `transformers` MoE model whose experts live in host memory, and a few of them on the device.
+"""expertcast.offload: a `transformers` MoE model with its experts in host memory and a few of them on the device.
 
 L MoE layers, E routed experts per layer, K experts per token.
 """
@@ -55,18 +55,17 @@ if TYPE_CHECKING:
 class OffloadedModel:
     """A model with its experts in host memory and a few of them in slots on the device.
 
-    Made by :func:`expertcast.offload`. The model itself stays what it was: `model.generate`, a pipeline or a plain
-    forward run as ever, and find their experts in the slots. `close()`, or leaving the `with` block, puts everything
-    back bit for bit. A model from :func:`expertcast.load_offloaded` has nowhere to put its experts: closing frees them,
-    and the model refuses to run from then on.
+    :func:`expertcast.offload` returns one. The model works as before: `model.generate`, a pipeline or a plain forward
+    run, with their experts in the slots. `close()`, or the end of the `with` block, restores every weight bit for bit.
+    For a model from :func:`expertcast.load_offloaded`, closing frees the experts, and the model refuses later forwards.
 
-    Pipelines, harnesses, trainers and servers read a model's device, dtype, configuration and class, move it to where
-    it is, and call it: they take an offload in place of its model. `isinstance` takes it for one of the model's class,
-    and what it lacks the model answers. What belongs to both, such as `generate`, is the offload's.
+    Pipelines, harnesses, trainers and servers accept an offload in place of its model: `isinstance` accepts it for the
+    model's class, and missing attributes come from the model. Attributes of both, such as `generate`, are the
+    offload's.
     """
 
     model: PreTrainedModel
-    """The model that is offloaded."""
+    """The offloaded model."""
 
     def __init__(
         self, model: PreTrainedModel, config: OffloadConfig, *, forecasters: Forecasters, store: ExpertStore,
@@ -129,7 +128,9 @@ class OffloadedModel:
         if link.pools is not None:
             policies.eviction = Eviction.over_all(Pooled(link.pools), store.layers)
         undo.callback(link.close)
-        dropped = weakref.finalize(self.model, _close_dropped, link)  # its thread would keep a dropped model's store
+        dropped = weakref.finalize(
+            self.model, _close_dropped, link
+        )  # else its thread would keep the store of a dropped model
         dropped.atexit = False
         undo.callback(dropped.detach)
         return policies
@@ -148,26 +149,26 @@ class OffloadedModel:
 
     @cached_property
     def experts(self) -> SlotExperts:
-        """Runs whole texts layer by layer, for collection and measurements."""
+        """Runs whole sequences layer by layer, for collection and measurements."""
         from expertcast.runtime.engine.whole_texts import SlotExperts
 
         return SlotExperts(self._engine, self._parts, self.store)
 
     @property
     def flow(self) -> LayerFlow:
-        """What happens at one layer after another, by which policies.
+        """Flow of the layers under the policies.
 
         Raises:
-            ExpertcastError: the link decides on the device: there is no flow on the host.
+            ExpertcastError: the link decides on the device, and the host has no flow.
         """
         return self._engine.flow
 
     @property
     def residency(self) -> ExpertCache:
-        """Which experts have a slot, and by which rules they lose it.
+        """Cache of the experts: their slots, and the rules of eviction.
 
         Raises:
-            ExpertcastError: the link decides on the device: its tables say so.
+            ExpertcastError: the link decides on the device, and the host has no cache.
         """
         return self._engine.flow.residency
 
@@ -175,22 +176,23 @@ class OffloadedModel:
         self, *args: Any, draft: str | Policies | PreTrainedModel | None = None, draft_length: int | None = None,
         assistant_tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """transformers' own `generate`, with a draft if there is one: the same tokens sooner, or, with sampling, others
-        of the same distribution. Passes over several tokens round differently: in bf16 and fp16 a greedy text may go on
-        differently where the two largest logits are equal, or a step or two of the dtype apart.
+        """Run transformers' `generate`, with a draft if there is one.
+
+        A draft gives the same tokens sooner, or with sampling, tokens of the same distribution. Passes over several
+        tokens round differently: in bf16 and fp16, greedy tokens may differ where the two largest logits are equal or
+        within a step or two of the dtype.
 
         Args:
-            args: those of transformers.
-            draft: what writes tokens ahead, of which those stay that the exact model would have chosen: a name of
+            args: arguments of transformers' `generate`.
+            draft: drafts tokens, of which those stay that the exact model would choose: a name of
                 :func:`expertcast.runtime.drafts.names.draft_names`, lossy policies, or an assistant model; `auto`
-                chooses by what this run's own cycles took, `none` is plain decoding. By default what the offload was
-                made with.
-            draft_length: tokens drafted in every cycle; by default as many as pay, none included.
-            assistant_tokenizer: of an assistant with other tokens than the model, beside `tokenizer`.
-            kwargs: those of transformers.
+                chooses by the timing of this run, `none` is plain decoding. None: the draft of the configuration.
+            draft_length: tokens to draft in every cycle; None: the number that is fastest, 0 included.
+            assistant_tokenizer: tokenizer of an assistant with other tokens than the model, beside `tokenizer`.
+            kwargs: keyword arguments of transformers' `generate`.
 
         Raises:
-            ExpertcastError: no such draft, or something that a draft does not go with.
+            ExpertcastError: no such draft, or options that exclude a draft.
         """
         self._check_open()
         chosen = self._draft if draft is None else draft
@@ -201,11 +203,11 @@ class OffloadedModel:
                 raise ExpertcastError(f"draft_length={draft_length} needs a draft: give draft, or leave it out")
             return self.model.generate(*args, **kwargs)
         if self.drafting is None:
-            raise ExpertcastError("drafts need their experts' copies decided on the host: offload with link='cuda'")
+            raise ExpertcastError("drafts need a link that the host controls: offload with link='cuda'")
         if self.executed_layers or self.lossy:
             raise ExpertcastError(
-                "a draft is verified by the exact model, and this one is offloaded with executed forecasts or lossy "
-                "policies: offload it in mode 'exact', and give these as the draft"
+                "a draft needs an exact model for verification, and this one executes forecasts or has lossy policies: "
+                "offload it in mode 'exact', and give these as the draft"
             )
         return self.drafting.generate(
             chosen, args, kwargs, length=draft_length, assistant_tokenizer=assistant_tokenizer
@@ -231,7 +233,7 @@ class OffloadedModel:
         self.close()
 
     def reset_stats(self) -> None:
-        """Set the counters of the run and of the link to zero."""
+        """Reset the counters of the run and of the link."""
         with self.stats.resetting():
             self.stats.reset()
             self.link.reset()
@@ -239,10 +241,10 @@ class OffloadedModel:
             self.drift.reset()
 
     def close(self) -> None:
-        """Put weights, experts implementation and hooks back; a second call does nothing.
+        """Restore weights, experts implementation and hooks; a second call does nothing.
 
         Raises:
-            ExpertcastError: a forward is running; or the device has no memory for the experts: free some, call again.
+            ExpertcastError: a forward is running, or the device has too little memory for the experts.
         """
         if self._closed:
             return
@@ -254,7 +256,7 @@ class OffloadedModel:
         self._stack.close()
 
     def _put_back(self) -> None:
-        """Weights first: until they are all there, the model refuses to run."""
+        """Restore the weights, before anything else: until then the model refuses to run."""
         try:
             with torch.inference_mode(False):
                 self.store.unpack()
@@ -274,14 +276,14 @@ class OffloadedModel:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # type: ignore[override]
-        """The model's class: tools look it up in their tables. `type` says what this really is."""
+        """The model's class, for tools that look it up; `type` returns the real one."""
         return type(self.__dict__.get("model", self))
 
     def __getattr__(self, name: str) -> Any:
-        """What only the model has.
+        """Return an attribute of the model.
 
         Raises:
-            AttributeError: it has no such attribute either.
+            AttributeError: the model does not have it either.
         """
         model = self.__dict__.get("model")
         if model is None or (name.startswith("__") and name.endswith("__")):
@@ -289,7 +291,7 @@ class OffloadedModel:
         return getattr(model, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """What only the model has is set there."""
+        """Set an attribute of the offload, or of the model if only the model has it."""
         model = self.__dict__.get("model")
         own = model is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(model, name)
         if own:
@@ -298,25 +300,25 @@ class OffloadedModel:
             setattr(model, name, value)
 
     def __dir__(self) -> list[str]:
-        """Both's names."""
+        """Return the names of both."""
         return sorted({*object.__dir__(self), *dir(self.model)})
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """The model stays where it is, and as it is.
+        """Accept the device and dtype that the model has.
 
         Raises:
-            ExpertcastError: that is not what was asked for.
+            ExpertcastError: another device or dtype.
         """
         self.model.to(*args, **kwargs)
         return self
 
     def eval(self) -> Self:
-        """The model's own, for its norms and dropout."""
+        """Set the model to evaluation mode."""
         self.model.eval()
         return self
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        """Neither `pickle`, `torch.save` nor `copy` can take slots and threads along.
+        """Refuse `pickle`, `torch.save` and `copy`, which cannot copy slots and threads.
 
         Raises:
             ExpertcastError: always.
@@ -327,12 +329,12 @@ class OffloadedModel:
         )
 
 
-_EXPERTS_FREED = "this model was loaded offloaded and closed, its experts are freed: call load_offloaded again"
+_EXPERTS_FREED = "this model from load_offloaded is closed and its experts are freed: call load_offloaded again"
 
 
 def _close_dropped(link: Link) -> None:
-    """Close the link of a model that nobody holds. Its own threads, in which garbage may be collected, cannot wait for
-    their end: another one does."""
+    """Close the link of a dropped model, in a new thread if needed: garbage collection may run in a thread of the link,
+    which cannot wait for its own end."""
     if threading.current_thread() is threading.main_thread():
         link.close()
     else:
@@ -340,7 +342,7 @@ def _close_dropped(link: Link) -> None:
 
 
 def _refuse_use(view: MoEView) -> None:
-    """The experts are gone for good: neither a forward nor a saved file may come out of this model."""
+    """Refuse forwards and state dicts of a model whose experts are freed."""
 
     def refuse(*_args: object) -> None:
         raise ExpertcastError(_EXPERTS_FREED)
@@ -383,8 +385,8 @@ def offload(
     packed = pack_experts(view, config.experts, device.type)  # after all refusals of options: rounding cannot be undone
     if config.experts in EXPERTS_BITS:
         warnings.warn(
-            f"the model's experts are rounded to {config.experts}, and stay so when it is closed, with experts "
-            "implementation 'grouped_mm'",
+            f"the model's experts are rounded to {config.experts} for good, and its experts implementation becomes "
+            "'grouped_mm'",
             stacklevel=2,
         )
     for line in remarks(config):

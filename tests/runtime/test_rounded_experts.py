@@ -93,7 +93,7 @@ def test_a_loaded_model_is_rounded_and_stays_so(experts: str, resident: dict[str
     """Offloaded, resident when that is closed, and offloaded again without `experts`."""
     model = load_model(str(folder))
     with (
-        pytest.warns(UserWarning, match=f"rounded to {experts}, and stay so"),
+        pytest.warns(UserWarning, match=f"rounded to {experts}"),
         expertcast.offload(model, slots=5, experts=experts, link="instant") as offloaded,
     ):
         assert_same(greedy(offloaded, BATCH, NEW), resident["batch"])
@@ -109,7 +109,7 @@ def test_the_models_own_kernel(kernel: str, experts: str, resident: dict[str, An
     """Rounding sets the one that multiplies by packed experts; another one is refused."""
     model = load_model(str(folder))
     model.set_experts_implementation(kernel)
-    with pytest.warns(UserWarning, match="implementation 'grouped_mm'"):
+    with pytest.warns(UserWarning, match="'grouped_mm'"):
         expertcast.offload(model, slots=5, experts=experts).close()
     assert_same(greedy(model, BATCH, NEW), resident["batch"])
     model.set_experts_implementation(kernel)
