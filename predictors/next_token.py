@@ -21,8 +21,7 @@ from torch.nn import functional
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import check_between, check_finite, written
-from expertcast.predictors.routing_rule import goes_by_logits, route_all
-from expertcast.predictors.view import ModelShape, MoEView
+from expertcast.predictors.view import ModelShape, MoEView, goes_by_logits, route_all
 
 # The network
 #

@@ -1,4 +1,4 @@
-"""How a model is offloaded: every option once, checked before anything is loaded, and kept in a file."""
+"""Options of offloading: their types, checks and file, and the link, store and slots that they name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from pydantic import JsonValue
 
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name, recover
 from expertcast.checkpoints.hub import HubName
+from expertcast.data.packed_experts import pack_module, packed_matrices
 from expertcast.data.trace_writer import write_where_told
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors import names as predictor_names
 from expertcast.predictors.artefacts import read_json
-from expertcast.predictors.messages import Json, size_text
+from expertcast.predictors.messages import Json, Progress, size_text
 from expertcast.predictors.options import field_docs
-from expertcast.predictors.view import MoEView, overfetched
+from expertcast.predictors.view import overfetched
 from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
 from expertcast.runtime.policies import LRU, PRESETS, Fetch, Policies, Standard, TopK
@@ -41,7 +42,7 @@ from expertcast.runtime.storage.store import ExpertStore
 if TYPE_CHECKING:
     import torch
 
-    from expertcast.predictors.view import ModelShape
+    from expertcast.predictors.view import MoEView
     from expertcast.runtime.storage.layout import ExpertsForm
 
 # Values of options: types, plain forms for JSON, sizes
@@ -55,16 +56,16 @@ _JSON_TYPES: dict[object, str] = {
     types.NoneType: "leave it out",
     Policies: "Policies(...), in a file an object with a text for each kind of policy",
 }
-"""What JSON may hold for a field of such a type; for others (links, stores, predictors) it holds nothing."""
+"""JSON values for a field of a type, in words; other types (links, stores, predictors) have none."""
 _ALIKE = {int: numbers.Integral, float: numbers.Real}
-"""Types of numbers that are taken as well, such as numpy's."""
+"""Accepted types of numbers, such as those of numpy."""
 
 
 def check_types(config: object) -> None:
-    """Refuse a configuration in which a field holds a value of another type.
+    """Refuse a configuration with a value of the wrong type.
 
     Raises:
-        ExpertcastError: the line names the first such field, its value, and what may be given.
+        ExpertcastError: names the first such field, its value and the allowed values.
     """
     cls: type = type(config)
     for name, hint in typing.get_type_hints(cls).items():
@@ -83,10 +84,10 @@ def _is_of(kind: object, value: object) -> bool:
 
 
 def to_plain(name: str, value: object, hint: object) -> object:
-    """A field's value as JSON has it; the field's name and type are for the error.
+    """Return a field's value for JSON; the field's name and type serve the message.
 
     Raises:
-        ExpertcastError: JSON cannot hold it: an object that was made already, or a number without end.
+        ExpertcastError: an object, such as a link or a store, or a number that is not finite.
     """
     if isinstance(value, Policies):
         return value.as_dict()
@@ -97,14 +98,14 @@ def to_plain(name: str, value: object, hint: object) -> object:
     if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     what = value if isinstance(value, float) else f"a {type(value).__name__}"
-    raise ExpertcastError(f"{name} is {what}, which no file can hold: give {_allowed(hint)}")
+    raise ExpertcastError(f"{name} is {what}, which a file cannot hold: give {_allowed(hint)}")
 
 
 def from_plain(name: str, value: object, hint: object) -> object:
-    """A value from JSON as a field of this type has it, if it is one; :func:`check_types` refuses others.
+    """Return a field's value from JSON; :func:`check_types` refuses values of the wrong type.
 
     Raises:
-        ExpertcastError: a text with NUL, or policies that are none.
+        ExpertcastError: text with NUL, or unknown policies.
     """
     if isinstance(value, str) and "\0" in value:
         raise ExpertcastError(f"{name}={value!r}: give a text without NUL, which no path can have")
@@ -114,10 +115,10 @@ def from_plain(name: str, value: object, hint: object) -> object:
 
 
 def size_bytes(memory: str | int) -> int:
-    """Bytes of a size: a number of them, or a text such as `2GB` or `512MiB`.
+    """Return the bytes of a size: a number, or text such as `2GB` or `512MiB`.
 
     Raises:
-        ExpertcastError: another text.
+        ExpertcastError: other text.
     """
     if not isinstance(memory, str):
         return int(memory)
@@ -127,14 +128,14 @@ def size_bytes(memory: str | int) -> int:
             raise ValueError
         return int(float(match[1]) * _UNITS[match[2]])
     except (ValueError, KeyError, OverflowError):
-        raise ExpertcastError(f"memory={memory!r} is no size: write bytes, or text such as '2GB' or '512MiB'") from None
+        raise ExpertcastError(f"memory={memory!r} is no size: give bytes, or text such as '2GB' or '512MiB'") from None
 
 
 def pool_bytes(text: str) -> dict[State, int]:
-    """Bytes of each pool of a text such as `C=2GB,S=500MB`; none for an empty one.
+    """Return the bytes of each pool of text such as `C=2GB,S=500MB`; empty for empty text.
 
     Raises:
-        ExpertcastError: another text, or a state twice.
+        ExpertcastError: other text, or a state twice.
     """
     found: dict[State, int] = {}
     for entry in filter(None, text.split(",")):
@@ -142,13 +143,15 @@ def pool_bytes(text: str) -> dict[State, int]:
         state = next((state for state in (State.C, State.S, State.E) if state.name == name.strip()), None)
         if state is None or state in found:
             raise ExpertcastError(
-                f"pools={text!r}: give sizes by state, each once, of C (compressed), S (signs and mantissas) and E "
-                "(exponents), such as 'C=2GB,E=300MB'; full experts have the slots"
+                f"pools={text!r}: give one size for each state, of C (compressed), S (signs and mantissas) and E "
+                "(exponents), such as 'C=2GB,E=300MB'"
             )
         try:
             found[state] = size_bytes(size)
         except ExpertcastError:
-            raise ExpertcastError(f"pools={text!r}: {size!r} is no size: write it as '2GB' or '512MiB'") from None
+            raise ExpertcastError(
+                f"pools={text!r}: {size!r} is no size: give bytes, or text such as '2GB' or '512MiB'"
+            ) from None
     return found
 
 
@@ -157,7 +160,7 @@ def _members(hint: object) -> tuple[object, ...]:
 
 
 def _allowed(hint: object) -> str:
-    """What JSON may hold for a field of this type, in words."""
+    """Return the JSON values for a field of this type, in words."""
     words = []
     for kind in _members(hint):
         if typing.get_origin(kind) is tuple:
@@ -176,19 +179,19 @@ def _policies(given: Mapping[str, object]) -> Policies:
 
 
 def named_checkpoint(given: str | Path) -> PredictorCheckpoint | None:
-    """The checkpoint that a `predictor` or `next_token` names: a folder, or a repository of the hub, which is
-    downloaded; None for a registered predictor's name.
+    """Return the checkpoint that `predictor` or `next_token` names: a folder, or a repository of the hub, which is
+    downloaded; None for the name of a registered predictor.
 
     Raises:
-        ExpertcastError: it names none of these, a predictor and a folder, or a checkpoint that is not right.
+        ExpertcastError: an unknown name, the name of both a predictor and a folder, or a damaged checkpoint.
     """
     recover(Path(given))
     if is_name(given):
         return None
-    if not os.path.exists(given) and HubName.of(given) is None:  # no error for a text that can be no path
+    if not os.path.exists(given) and HubName.of(given) is None:  # no error for text that cannot be a path
         raise ExpertcastError(
-            f"predictor {str(given)!r} is neither a folder nor one of {', '.join(predictor_names())}, nor user/repo "
-            "of the hub: give a checkpoint's folder"
+            f"unknown predictor {str(given)!r}: give a checkpoint's folder, user/repo of the hub, or one of "
+            f"{', '.join(predictor_names())}"
         )
     return PredictorCheckpoint.open(given)
 
@@ -204,13 +207,13 @@ LINKS = ("auto", "instant", "emulated", "disk", "cuda", "kernel")
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """The options of :func:`expertcast.offload`, which takes them together as this or one by one as keywords.
+    """Options of :func:`expertcast.offload`, which also takes them one by one as keywords.
 
-    :meth:`save` and :meth:`load` keep them in a JSON file: a deployment is that file and the model.
+    :meth:`save` and :meth:`load` use a JSON file: a deployment is that file and the model.
 
     Raises:
-        ExpertcastError: a value of another type than its field's, an unknown mode, link, store, preset or policy, a
-            memory that is no size, or options that rule each other out.
+        ExpertcastError: a value of the wrong type, an unknown mode, link, store, preset or policy, a malformed size, or
+            options that contradict each other.
 
     Example:
         >>> import expertcast
@@ -221,70 +224,70 @@ class OffloadConfig:
     """
 
     predictor: str | Path | Predictor | None = None
-    """A checkpoint's folder, user/repo or user/repo@revision of the hub, or the name of a predictor that needs no
-    training; none loads experts on demand."""
+    """Checkpoint folder, user/repo or user/repo@revision of the hub, or the name of a predictor that needs no training
+    (default: none, experts are loaded on demand)."""
     mode: str = "exact"
-    """exact: forecasts only bring experts in early; speculate: they are executed; hybrid: at some layers."""
+    """exact: forecasts only prefetch experts; speculate: layers execute them; hybrid: some layers do."""
     slots: int | None = None
-    """Experts that fit on the device (default: a quarter of all, without a cache three layers' worth of a token)."""
+    """Number of slots (default: a quarter of all experts; without a cache, those of a token at three layers)."""
     memory: str | int | None = None
-    """Device memory for experts instead of slots: bytes, or a text such as 2GB; with a codec on the CPU, what threads
-    decode in is taken from it."""
+    """Device memory for experts instead of slots: bytes, or text such as 2GB. It includes buffers that decoding on the
+    CPU needs."""
     cache: bool = True
-    """Keep experts until their slot is needed; false gives slots back as soon as a layer has run."""
+    """Keep experts until their slot is needed; false frees a slot as soon as its layer has run."""
     bandwidth: float | None = None
-    """Bytes per second of the link: emulated on the CPU, a disk's at most; on CUDA copies are padded to that."""
+    """Bytes per second of the link: emulated on the CPU, a limit for a disk; on CUDA copies are delayed to it."""
     latency: float = 0.0
-    """Seconds that each copy takes whatever its size, emulated likewise."""
+    """Seconds of latency per copy, emulated in the same way."""
     link: str | Link = "auto"
-    """auto, instant, emulated, disk (read directly, past the system's page cache), cuda, or kernel (copies decided and
-    made on the device); auto reads a store on disk directly, and takes cuda on CUDA otherwise."""
+    """auto, instant, emulated, disk (direct reads without the page cache), cuda, or kernel (the device decides and
+    copies). auto is disk for a store on disk, else cuda on CUDA."""
     policies: Policies | str | None = None
-    """Which experts are kept, loaded and dropped, or a preset's name (default: lru, the forecast's own, every miss)."""
+    """Cache policies, or the name of a preset (default: lru, prefetch of the forecast experts, every miss loaded)."""
     next_token: str | Path | Predictor | None = None
-    """Checkpoint of a next_token predictor, here or on the hub: experts that a token surely needs come when it begins,
-    and the eviction policy `forecast` goes by it."""
+    """Checkpoint of a next_token predictor, local or on the hub: it loads likely experts at the start of a token, and
+    the eviction policy `forecast` uses it."""
     overfetch: float = 1.0
-    """Experts prefetched per token as a multiple of K; policies that are given say it themselves."""
+    """Experts to prefetch per token as a multiple of K; with `policies`, set it there."""
     likely: float = 0.2
-    """The least probability by next_token at which an expert is loaded when a token begins (above 0, 1: none)."""
+    """Least probability by next_token at which an expert is loaded at the start of a token (above 0; 1: none)."""
     forecasts: str = AUTO
-    """auto: by the way to forecast whose decode steps are fastest, as learned while the model runs, where they save
-    more than they cost, or none; always: all, by the predictor itself; never. Executed forecasts are always made."""
+    """auto: while the model runs, choose the rung with the fastest decode steps, or no forecasts; always: all by the
+    predictor itself; never. Executed forecasts are always made."""
     ahead: int = 1
-    """Layers between a forecast and its target."""
+    """Distance in layers between a forecast and its target."""
     reach: int | None = None
-    """Layers ahead that experts are asked for while the link is idle, nearest first (default: ahead)."""
+    """Furthest distance in layers of prefetches while the link is idle, nearest first (default: ahead)."""
     layers: tuple[int, ...] | None = None
-    """With hybrid, the layers that execute their forecast (default: where recall@k is at least min_recall)."""
+    """With hybrid, layers that execute their forecast (default: those with recall@k of at least min_recall)."""
     min_recall: float = 0.9
-    """With hybrid, the checkpoint's own recall@k from which a layer executes its forecast."""
+    """With hybrid, least recall@k, by the checkpoint, of a layer that executes its forecast."""
     true_weights: bool = False
-    """Executed forecasts get the true router's weights over the forecast's ids."""
+    """Executed forecasts use the router's weights for the forecast experts."""
     router_free: bool = False
-    """Layers that execute their forecast leave their router out: its logits are never known there."""
+    """Layers that execute their forecast do not run their router, so that its logits stay unknown."""
     speculate_prefill: bool = False
-    """Forecast and execute in prefill steps too; they are exact otherwise."""
+    """Forecast and execute in prefill steps too; otherwise prefill is exact."""
     draft: str = NONE
-    """What `generate` drafts with unless it is told otherwise: none, auto, int4, int8, resident, a lossy policy, ...
-    (see :mod:`expertcast.runtime.drafts.kinds`); with `memory`, what int4 or int8 take is taken from it."""
+    """Default draft of `generate`: none, auto, int4, int8, resident, a lossy policy and others (see
+    :mod:`expertcast.runtime.drafts.kinds`). `memory` includes the experts of int4 and int8."""
     drift: bool = True
-    """Follow the forecasts' recall, and warn once when it falls below the checkpoint's."""
+    """Measure the recall of forecasts, and warn once when it falls below the checkpoint's."""
     refit: float = 0.0
-    """Milliseconds per token for refitting forecasts to the text while it runs; 0 leaves them as they were trained."""
+    """Milliseconds per token for refitting the predictor to the running text; 0: no refit."""
     store: str | ExpertStore = "memory"
-    """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a file)."""
+    """Storage of the experts: memory (page-locked for CUDA, within a budget), or disk (a file)."""
     store_folder: str | Path | None = None
-    """With disk, the folder of the file, one per model (default: the file has no name, and goes with the process)."""
+    """With disk, the folder of the file, one per model (default: a temporary file)."""
     experts: str = EXPANDED
-    """How experts are held and multiplied: expanded (in the model's dtype); packed (a quantised checkpoint's codes and
-    scales, in 4 or 8 bits); int4 or int8 (rounded here); auto (packed where the checkpoint is quantised)."""
+    """Form of the experts: expanded (the model's dtype); packed (codes and scales of a quantised checkpoint, in 4 or 8
+    bits); int4 or int8 (rounded); auto (packed if the checkpoint is quantised)."""
     codec: str | None = None
-    """With disk, how experts are stored: raw, bitsplit (bf16 without loss, two thirds of the bytes), or mxfp4 and fp8
-    (as a checkpoint in that form ships them); by default as they lie in store_folder, else raw."""
+    """With disk, compression of the experts: raw, bitsplit (bf16 without loss, two thirds of the bytes), or mxfp4 and
+    fp8 (codes of a checkpoint in that form) (default: that of store_folder, else raw)."""
     pools: str = ""
-    """With a codec, memory in which experts are kept compressed beside the slots, by state: C (whole), S (without
-    exponents), E (exponents alone), such as C=2GB,E=300MB. `memory` is for slots and pools together."""
+    """With a codec, memory for compressed experts by state: C (whole), S (without exponents), E (exponents only), such
+    as C=2GB,E=300MB. `memory` includes these pools."""
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, Iterable):
@@ -302,7 +305,7 @@ class OffloadConfig:
         check_rate(self.bandwidth, self.latency)
         if isinstance(self.link, Link) and (self.bandwidth is not None or self.latency):
             raise ExpertcastError(
-                "bandwidth and latency are those of the link that is given: leave them out, or name the link"
+                "bandwidth and latency do not apply to a link object: leave them out, or give the name of a link"
             )
         if self.ahead < 1:
             raise ExpertcastError(f"ahead={self.ahead}: give a number of layers, 1 or more")
@@ -313,7 +316,7 @@ class OffloadConfig:
         if not 0 <= self.refit <= MOST_REFIT_MS:
             raise ExpertcastError(f"refit={self.refit}: give milliseconds per token, 0 to {MOST_REFIT_MS:g}")
         if self.store_folder is not None and self.store != "disk":
-            raise ExpertcastError("store_folder belongs to store='disk': leave it out")
+            raise ExpertcastError("store_folder needs store='disk': give that too, or leave store_folder out")
         if self.store_folder == "":
             raise ExpertcastError("store_folder='': give a folder, '.' for the current one")
         if self.codec not in (None, "raw"):
@@ -328,10 +331,10 @@ class OffloadConfig:
             raise ExpertcastError(f"reach={self.reach} is nearer than ahead={self.ahead}: give a larger one, or none")
         if self.router_free and (self.mode == "exact" or self.true_weights):
             with_what = "mode 'exact'" if self.mode == "exact" else "true_weights"
-            raise ExpertcastError(f"router_free leaves routers out, which {with_what} needs: choose one of them")
+            raise ExpertcastError(f"router_free runs no routers, and {with_what} needs them: give one of the two")
         if pool_bytes(self.pools):
             self._check_pools()
-        check_draft(self.draft)
+        check_draft(self.draft, packed=self.experts in EXPERTS_BITS)
         if self.draft != NONE and (self.mode != "exact" or self.resolved_policies().lossy):
             raise ExpertcastError(
                 f"draft={self.draft!r} is verified by the exact model: leave mode and lossy policies out"
@@ -346,29 +349,23 @@ class OffloadConfig:
 
     def _check_pools(self) -> None:
         if self.resolved_codec() == "raw" and not isinstance(self.store, ExpertStore):
-            raise ExpertcastError(f"pools={self.pools!r} keep compressed experts: give a codec, such as 'bitsplit'")
+            raise ExpertcastError(f"pools={self.pools!r} need compressed experts: give a codec, such as 'bitsplit'")
         policies = self.resolved_policies()
         if policies.eviction.name != "lru" or policies.scope != "global" or policies.miss.cls.lossy:
-            raise ExpertcastError("pools decide what stays in a slot: leave eviction, scope and lossy misses out")
+            raise ExpertcastError("pools have their own eviction: leave eviction, scope and lossy misses out")
         if not self.cache:
-            raise ExpertcastError("pools keep experts, and cache=False keeps none: leave one of them out")
+            raise ExpertcastError("pools need cache=True: leave one of the two out")
 
     def _check_packed(self) -> None:
         if self.codec not in (None, "raw"):
-            raise ExpertcastError(
-                f"experts={self.experts!r} lie in few bits, which codec {self.codec!r} does not store: leave it out"
-            )
-        if self.draft in QUANTISED and self.experts in EXPERTS_BITS:
-            raise ExpertcastError(
-                f"draft {self.draft!r} is no cheaper than experts={self.experts!r}: give another draft"
-            )
+            raise ExpertcastError(f"codec {self.codec!r} does not store experts={self.experts!r}: leave the codec out")
 
     @classmethod
     def of(cls, config: Self | None, fields: Mapping[str, object]) -> Self:
-        """A configuration with some fields changed; none is the default one.
+        """Return a configuration with some fields changed; None: the default one.
 
         Raises:
-            ExpertcastError: a field that does not exist, or as the class.
+            ExpertcastError: an unknown field, or as the class.
         """
         if not isinstance(config, cls | None):
             raise ExpertcastError(f"config is a {type(config).__name__}: give an OffloadConfig, or its fields by name")
@@ -377,10 +374,10 @@ class OffloadConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """The configuration that :meth:`as_dict` described; what is not in it has its default.
+        """Return the configuration from the result of :meth:`as_dict`; missing fields have their default.
 
         Raises:
-            ExpertcastError: a field that does not exist, a value that is not of its field's type, or as the class.
+            ExpertcastError: an unknown field, a value of the wrong type, or as the class.
         """
         hints = typing.get_type_hints(cls)
         _check_names(values, list(hints))
@@ -388,13 +385,13 @@ class OffloadConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what :meth:`save` wrote. Folders in it are as they were given: relative to the current one, or absolute.
+        """Read a file of :meth:`save`. Relative folders in it are relative to the current folder.
 
         Raises:
-            ExpertcastError: no such file, no JSON object in it, or as :meth:`from_dict`; the line names the file.
+            ExpertcastError: no such file, no JSON object in it, or as :meth:`from_dict`; the message names the file.
         """
         values = read_json(
-            Path(path), dict[str, JsonValue], "OffloadConfig.save and `expertcast advise --save` write one"
+            Path(path), dict[str, JsonValue], "give a file of OffloadConfig.save or `expertcast advise --save`"
         )
         try:
             return cls.from_dict(values)
@@ -402,16 +399,16 @@ class OffloadConfig:
             raise ExpertcastError(f"{path}: {error}") from error
 
     def as_dict(self) -> Json:
-        """Every field as a plain value, policies as texts by kind.
+        """Return every field as a plain value, policies as text by kind.
 
         Raises:
-            ExpertcastError: a field holds an object, such as a link or a predictor that was made already.
+            ExpertcastError: a field is an object, such as a link or a predictor.
         """
         hints = typing.get_type_hints(type(self))
         return {name: to_plain(name, getattr(self, name), hint) for name, hint in hints.items()}
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file for :meth:`load`; one that is there is replaced as a whole.
+        """Write a JSON file for :meth:`load`, atomically.
 
         Raises:
             ExpertcastError: as :meth:`as_dict`; or the folder is missing or cannot be written.
@@ -420,35 +417,35 @@ class OffloadConfig:
 
     @property
     def on_demand(self) -> bool:
-        """Whether every expert is loaded when its layer asks for it: neither this nor a preset forecasts."""
+        """Whether every expert is loaded on demand, without forecasts by the options or a preset."""
         return self.next_token is None and self.resolved_predictor() is None
 
     def resolved_codec(self) -> str:
-        """What is given, else how experts lie in the folder, else raw.
+        """Return `codec`, else the codec of the store folder, else raw.
 
         Raises:
-            ExpertcastError: what lies there is damaged, or not ours.
+            ExpertcastError: the file in the folder is damaged, or not of expertcast.
         """
         if self.codec is None and self.store_folder is not None:
             return packed_codec(Path(self.store_folder)) or "raw"
         return self.codec or "raw"
 
     def resolved_policies(self) -> Policies:
-        """The policies that a preset's name, or nothing, stands for.
+        """Return the policies, those of a preset, or the default ones.
 
         Raises:
-            ExpertcastError: unknown preset, or `overfetch` beside policies that say what is prefetched.
+            ExpertcastError: unknown preset, or `overfetch` beside `policies`.
         """
         if self.policies is None:
             return Policies(prefetch=f"top_k:overfetch={self.overfetch}")
         if self.overfetch != 1.0:
             raise ExpertcastError(
-                "overfetch belongs to the policies here: give Policies(prefetch='top_k:overfetch=1.5')"
+                "overfetch and policies exclude each other: give Policies(prefetch='top_k:overfetch=1.5')"
             )
         if isinstance(self.policies, Policies):
             if self.policies.eviction.cls.offline:
                 raise ExpertcastError(
-                    f"eviction {self.policies.eviction.name!r} needs to know the future: run it with "
+                    f"eviction {self.policies.eviction.name!r} needs the future routing: use it with "
                     "`expertcast simulate`"
                 )
             return self.policies
@@ -459,7 +456,7 @@ class OffloadConfig:
         return PRESETS[self.policies].policies
 
     def resolved_predictor(self) -> str | Path | Predictor | None:
-        """What is given, else what the preset forecasts with."""
+        """Return `predictor`, else the predictor of the preset."""
         if self.predictor is None and isinstance(self.policies, str):
             return PRESETS[self.policies].predictor
         return self.predictor
@@ -481,11 +478,11 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
         raise ExpertcastError(f"unknown {name} {value!r}: choose from {', '.join(known)}")
 
 
-# Remarks on options, one line each, for the user who offloads a model
+# Warnings about options that change the output or have no effect, one line each
 
 
 def remarks(config: OffloadConfig) -> list[str]:
-    """What a user should know of options that were taken as they are: which change the output, which have no effect."""
+    """Return a line for options that change the output, and one for each group of options without effect."""
     policies = config.resolved_policies()
     found = list(_lossy(config, policies))
     for condition, names in _idle(config, policies):
@@ -496,17 +493,17 @@ def remarks(config: OffloadConfig) -> list[str]:
 
 
 def _lossy(config: OffloadConfig, policies: Policies) -> Iterator[str]:
-    """Mode 'exact' says that forecasts change nothing; policies may."""
+    """Yield a line if policies change the output in mode 'exact'."""
     if config.mode == "exact" and policies.lossy:
         miss, routing = policies.miss, policies.routing
         found = {f"miss {miss.name!r}": miss.cls.lossy, f"routing {routing.name!r}": routing.cls.lossy}
         named = " and ".join(name for name, lossy in found.items() if lossy)
         where = f" of preset {config.policies!r}" if isinstance(config.policies, str) else ""
-        yield f"{named}{where} may change the output, in mode 'exact' too: only lossless policies leave every bit"
+        yield f"{named}{where} may change the output, also in mode 'exact': only lossless policies keep every bit"
 
 
 def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iterable[str]]]:
-    """When, and which options that are not at their defaults have no effect then."""
+    """Yield conditions, each with the changed options that have no effect under it."""
     fields = [field.name for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
 
     def changed(*names: str) -> list[str]:
@@ -520,73 +517,118 @@ def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iter
         of_policies = {"prefetch": policies.prefetch, "pre_eviction": policies.pre_eviction}
         usual = (Policies.prefetch, "none")
         named = [f"{kind} {str(own)!r}" for kind, own in of_policies.items() if str(own) not in usual]
-        named = named if config.policies is not None else []  # without, it is `overfetch` that says it
-        overfetch = changed("overfetch") if config.cache else []  # else the default number of slots goes by it
+        named = named if config.policies is not None else []  # otherwise it comes from `overfetch`
+        overfetch = changed("overfetch") if config.cache else []  # without a cache it sets the default number of slots
         yield "without a predictor", [*changed("ahead", "reach", "forecasts"), *overfetch, *named]
     if config.next_token is None:
         reads = [f"looking ahead by eviction {str(policies.eviction)!r}"] if policies.eviction.cls.reads_tokens else []
         yield "without next_token", [*changed("likely"), *reads]
 
 
-# What options stand for on one device
+# Link, store and slots of one device
 
 
-def slots_for(config: OffloadConfig, shape: ModelShape, block_bytes: int, drafts: int = 0, decoding: int = 0) -> int:
-    """Slots to make, at most one per expert: what `slots`, `memory`, or else `cache` and `overfetch` stand for.
+def pack_experts(view: MoEView, form: str, device: str = "cpu") -> bool:
+    """Round a model's experts in place, for good; return whether they are packed now.
+
+    Args:
+        view: its MoE layers; on the meta device they get their shapes.
+        form: `experts` of :class:`OffloadConfig`; `expanded` and `auto` change nothing.
+        device: type of the device where the model computes.
+
+    Raises:
+        ExpertcastError: the experts are packed already, `form` is `packed` and they are not, or another device
+            than the CPU.
+    """
+    packed, bits = bool(packed_matrices(view[0].experts)), EXPERTS_BITS.get(form)
+    if (packed or bits) and device != "cpu":
+        raise ExpertcastError(f"experts in 4 or 8 bits are for models on the CPU, this one is on {device}")
+    if form == PACKED and not packed:
+        raise ExpertcastError(
+            "the experts here are expanded: give experts='int4' or 'int8'; only load_offloaded takes codes from a "
+            "checkpoint"
+        )
+    if bits is None:
+        return packed
+    if packed:
+        raise ExpertcastError(f"the model's experts are packed already: leave experts={form!r} out")
+    for layer in Progress(f"rounding experts to {form}", unit="layer", steps=view):
+        pack_module(layer.experts, layer.num_experts, bits)
+    return True
+
+
+def draft_bytes(config: OffloadConfig, view: MoEView) -> int:
+    """Return the bytes of `memory` that the configured draft needs; 0 without `memory`."""
+    if config.memory is None or config.draft not in QUANTISED:
+        return 0
+    from expertcast.runtime.drafts.quantised import expected_bytes
+
+    return expected_bytes(view, config.draft)
+
+
+def slots_for(config: OffloadConfig, store: ExpertStore, drafts: int = 0) -> int:
+    """Return the number of slots by `slots`, `memory`, or else `cache` and `overfetch`; at most one per expert.
 
     Args:
         config: the options.
-        shape: of the model.
-        block_bytes: bytes of one expert; read where `memory` is given.
-        drafts, decoding: bytes that drafts, and threads that decode, take of `memory`.
+        store: holds the experts; threads that decode for it on the CPU work in a part of `memory`.
+        drafts: bytes of `memory` that drafts need.
 
     Raises:
-        ExpertcastError: too few for one token.
+        ExpertcastError: too few slots for one token.
     """
-    slots, everything = config.slots, shape.layers * shape.experts
+    slots, top_k, everything = config.slots, store.top_k, store.layers * store.experts
     if config.memory is not None:
+        block_bytes, decoding = store.layout.block_bytes, _decoding_bytes(store)
         pools = sum(pool_bytes(config.pools).values())
         slots = (size_bytes(config.memory) - drafts - decoding - pools) // block_bytes
-        if slots < shape.top_k:
+        if slots < top_k:
             beside = f" beside pools={config.pools!r}" if config.pools else ""
             beside += f" beside {drafts} bytes for draft={config.draft!r}" if drafts else ""
-            beside += f" beside {decoding} bytes to decode in" if decoding else ""
+            beside += f" beside {decoding} bytes for decoding" if decoding else ""
             raise ExpertcastError(
                 f"memory={config.memory!r} holds {max(0, slots)} experts of {block_bytes} bytes{beside}, one token "
-                f"needs {shape.top_k}: give {shape.top_k * block_bytes} bytes or more{beside}"
+                f"needs {top_k}: give {top_k * block_bytes} bytes or more{beside}"
             )
     elif slots is None:
         # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
-        least = shape.top_k + 2 * overfetched(config.overfetch, shape.top_k, shape.experts)
+        least = top_k + 2 * overfetched(config.overfetch, top_k, store.experts)
         slots = max(least, everything // 4) if config.cache else least
-    if slots < shape.top_k:
+    if slots < top_k:
         raise ExpertcastError(
-            f"slots={slots} is fewer than the {shape.top_k} experts one token needs: give slots={shape.top_k} or more"
+            f"slots={slots} is fewer than the {top_k} experts one token needs: give slots={top_k} or more"
         )
     return min(slots, everything)
 
 
+def _decoding_bytes(store: ExpertStore) -> int:
+    codec = getattr(store, "codec", None)
+    if codec is None or store.device.type != "cpu":
+        return 0
+    from expertcast.runtime.storage.coded_reader import decoding_bytes
+
+    return decoding_bytes(codec)
+
+
 def make_link(config: OffloadConfig, device: str) -> Link:
-    """The link that `link`, `bandwidth` and `latency` stand for on a type of device; its module is imported here.
+    """Return the link that `link`, `bandwidth` and `latency` name, on a type of device.
 
     Raises:
-        ExpertcastError: a link that the device or the other options rule out.
+        ExpertcastError: the device or another option excludes the link.
     """
     link, bandwidth, latency = config.link, config.bandwidth, config.latency
     only_on_host = _only_on_host(config)
     if only_on_host and (link == "kernel" or (isinstance(link, Link) and link.decides_on_device)):
-        raise ExpertcastError(
-            f"the kernel link decides on the device, without {only_on_host}: take link='cuda', or leave that out"
-        )
+        raise ExpertcastError(f"link 'kernel' does not support {only_on_host}: give link='cuda', or leave that out")
     if config.pools and (device != "cpu" or link not in ("auto", "disk")):
-        raise ExpertcastError(f"pools are kept by link 'disk' on the CPU, not by {link!r} on {device}: leave pools out")
+        raise ExpertcastError(f"pools need link 'disk' on the CPU, not {link!r} on {device}: leave pools out")
     if isinstance(link, Link):
         return link
     if link == "auto":
         link = _auto_link(config, device)
     if link == "emulated":
         if device != "cpu":
-            raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
+            raise ExpertcastError(f"link 'emulated' needs a model on the CPU, this one is on {device}: use 'cuda'")
         from expertcast.runtime.links.emulated import EmulatedLink
 
         return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
@@ -597,8 +639,8 @@ def make_link(config: OffloadConfig, device: str) -> Link:
     timed = bandwidth is not None or bool(latency)
     if timed and link != "cuda":
         raise ExpertcastError(
-            "bandwidth and latency belong to the links emulated and cuda, bandwidth also to disk: "
-            f"{link!r} takes none of them"
+            f"link {link!r} has no bandwidth or latency: leave them out, or use 'emulated' or 'cuda' ('disk' has "
+            "bandwidth)"
         )
     if link == "cuda":
         from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
@@ -634,12 +676,12 @@ def _disk_link(config: OffloadConfig, device: str) -> Link:
 
 
 def _only_on_host(config: OffloadConfig) -> str | None:
-    """What the kernel link, which decides on the device, would leave out of these options; None: nothing."""
+    """Return the first option that link 'kernel' does not support; None: it supports all."""
     policies = config.resolved_policies()
     chosen = (policies.eviction.cls, policies.prefetch.cls, policies.miss.cls, policies.routing.cls)
     plain = policies.scope == "global" and policies.pre_eviction.name == "none"
     if not plain or chosen != (LRU, TopK, Fetch, Standard):
-        return "policies other than lru over all slots, top_k prefetches and every miss fetched"
+        return "policies other than global lru, top_k prefetches and every miss fetched"
     used = {
         "next_token": config.next_token is not None,
         "refit": config.refit > 0,
@@ -650,13 +692,13 @@ def _only_on_host(config: OffloadConfig) -> str | None:
 
 
 def make_store(
-    config: OffloadConfig, view: MoEView | ExpertsForm, device: torch.device, fingerprint: str | None = None
+    config: OffloadConfig, form: ExpertsForm, device: torch.device, fingerprint: str | None = None
 ) -> ExpertStore:
-    """The store that `store` and `store_folder` stand for.
+    """Return the store that `store` and `store_folder` name, not filled yet.
 
     Args:
         config: the options.
-        view: the model's MoE layers, or the form of its experts.
+        form: number and layout of the experts.
         device: where the model computes.
         fingerprint: of the checkpoint that the experts come from; see `DiskStore`.
 
@@ -666,17 +708,16 @@ def make_store(
     if isinstance(config.store, ExpertStore):
         return config.store
     if config.store != "disk":
-        return ExpertStore(view, device=device, pinned=device.type == "cuda")
+        return ExpertStore(form, device=device, pinned=device.type == "cuda")
     from expertcast.runtime.storage.disk_store import DiskStore
 
     folder, codec = config.store_folder, config.resolved_codec()
-    store = DiskStore(view, folder, codec=codec, device=device, fingerprint=fingerprint)
+    store = DiskStore(form, folder, codec=codec, device=device, fingerprint=fingerprint)
     expanded = config.codec is None and codec == "raw" and config.experts == EXPANDED
     if expanded and folder is not None and not store.holds(0):
         size = size_text(store.nbytes)
         warnings.warn(
-            f"{size} of experts are written to {str(folder)!r} by codec 'raw': a codec such as 'bitsplit' (--codec) "
-            "writes less",
+            f"codec 'raw' writes {size} of experts to {str(folder)!r}: another codec (--codec bitsplit) writes less",
             stacklevel=3,
         )
     return store

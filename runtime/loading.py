@@ -1,7 +1,7 @@
-"""expertcast.load_offloaded: a model straight from its files into its offloaded form, one layer at a time.
+"""expertcast.load_offloaded: load a model from its files into its offloaded form, layer by layer.
 
-At no time does the host hold more than the experts' blocks, a few experts on their way there, and everything else
-of the model once (until it is on its device).
+Host memory holds the experts' blocks, a few experts in conversion, and all other weights once (until they are on the
+device), never more.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_rel
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress, first_line
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, make_store
-from expertcast.runtime.offloading import OffloadedModel, offload, slot_count
+from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, draft_bytes, make_store, slots_for
+from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.recording.recorder import Observer, check_observers
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources, Shipped, ShippedExperts
 from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore
 
 
@@ -47,29 +48,28 @@ def load_offloaded(
 ) -> OffloadedModel:
     """Load a model into its offloaded form without ever holding it whole.
 
-    What :func:`expertcast.offload` of the loaded model computes, this computes bit for bit.
+    Outputs are bit-identical to :func:`expertcast.offload` of the loaded model.
 
     Args:
-        model_id: folder or hub id of a checkpoint in safetensors, of any layout that transformers reads, or the path of
-            a GGUF file. What is quantised (FP8, MXFP4, GPTQ, AWQ, compressed-tensors, bitsandbytes, GGUF) is
-            dequantised as transformers or the form's own library dequantises it; experts, with `store="disk"` and
-            `codec="fp8"` or `"mxfp4"`, only when they arrive;
-            with `experts="packed"` (GGUF of 4 to 8 bits, GPTQ, AWQ, compressed-tensors' integers, MXFP4) never. A split
-            GGUF file is named by its first part.
-        device: where the model computes. None: the CUDA device where there is one, else the CPU.
-        dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None is `auto`: what the model's configuration says.
-        config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts are kept in
-            `store_folder`: a later load of the same files finds them there and reads no expert again. Beside them,
-            options of `from_pretrained` that say which files and how the model is made: `revision`, `subfolder`,
-            `token`, `cache_dir`, `local_files_only`, `trust_remote_code`, `gguf_file`, `attn_implementation`, ...
+        model_id: folder or hub id of a checkpoint in safetensors, in any layout of transformers, or the path of a GGUF
+            file (the first part of a split one). Quantised weights (FP8, MXFP4, GPTQ, AWQ, compressed-tensors,
+            bitsandbytes, GGUF) are dequantised as transformers or the library of the form does it. With `store="disk"`
+            and `codec="fp8"` or `"mxfp4"` experts are dequantised after their transfer, with `experts="packed"` (GGUF
+            of 4 to 8 bits, GPTQ, AWQ, integers of compressed-tensors, MXFP4) never.
+        device: the device that computes. None: the CUDA device if there is one, else the CPU.
+        dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None or `auto`: the dtype of the model's configuration.
+        config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts stay in
+            `store_folder`, and a later load of the same files reuses them. `fields` also takes options of
+            `from_pretrained` on files and model: `revision`, `subfolder`, `token`, `cache_dir`, `local_files_only`,
+            `trust_remote_code`, `gguf_file`, `attn_implementation` and others.
 
     Returns:
-        An open offload. Its `close()` frees the experts for good: the model refuses forwards from then on.
+        An open offload. Its `close()` frees the experts for good, and the model refuses later forwards.
 
     Raises:
-        ExpertcastError: no such model, no safetensors, no MoE, an incomplete checkpoint or one in another quantised
-            form, a codec for another form, not enough memory, an unknown option, dtype, device or store, or what
-            :func:`expertcast.offload` refuses.
+        ExpertcastError: no such model, no safetensors, no MoE, an incomplete checkpoint, an unsupported quantised form,
+            a codec for another form, too little memory, an unknown option, dtype, device or store, or as
+            :func:`expertcast.offload`.
 
     Example:
         >>> import expertcast
@@ -96,7 +96,7 @@ def load_offloaded(
         if shipped is not None and form is not None and config.codec == form.codec:
             config = replace(config, codec=shipped.codec)
         model = _load_others(skeleton, sources, files, source).to(target)
-        # experts without weights: what the store takes the place of, and what a closed model is left with
+        # experts on the meta device: the store replaces them, and a closed model keeps them
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
         forms = _packed_forms(config.experts, sources, view)
         for layer in view:
@@ -106,14 +106,14 @@ def load_offloaded(
         if forms:  # codes lie as this processor's kernel reads them
             lie = ", ".join(f"{name} {each}" for name, each in forms.items())
             fingerprint += f" {config.experts} {lie} {torch.backends.cpu.get_cpu_capability()}"
-        made = make_store(config, view, target, fingerprint)
+        made = make_store(config, ExpertsForm.of(view), target, fingerprint)
         reader = _Reader(sources, len(view), source.name, shipped)
         try:
             made.source = reader
             if shipped is not None and isinstance(made, DiskStore):
                 made.shipped = reader.shipped
             config = replace(config, store=made, store_folder=None, codec="raw", experts=EXPANDED)
-            _check_memory(made, slot_count(config, view) if target.type == "cpu" else 0)
+            _check_memory(made, slots_for(config, made, draft_bytes(config, view)) if target.type == "cpu" else 0)
             return offload(model, config, observers=observers)
         except BaseException:
             made.close()
@@ -141,7 +141,7 @@ class _Reader:
         self._step()
 
     def shipped(self, layer: int, expert: int) -> Shipped:
-        """One expert as its checkpoint ships it; called from several threads."""
+        """Return one expert in the form of its checkpoint; called from several threads."""
         assert self._shipped is not None
         with self._one_line():
             read = self._shipped.expert(layer, expert)
@@ -171,36 +171,36 @@ class _Reader:
 def _load_others(
     skeleton: PreTrainedModel, sources: ExpertSources, files: WeightFiles, source: ModelSource
 ) -> PreTrainedModel:
-    """The model with everything but its experts, on the CPU, by transformers' own loading.
+    """Load everything but the experts to the CPU by transformers' own loading.
 
-    transformers fills in at random what a checkpoint lacks. So it is given the experts too: tensors of the right
-    shape in which every element is the same one in memory.
+    transformers initialises missing weights at random. Placeholders of the right shape, whose elements share one place
+    in memory, stand for the experts.
     """
     state: dict[str, Tensor | TensorFile] = {other: files.tensors[other] for other in sources.others}
     for full, parameter in sources.parameters.items():
         state[full] = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
     model = model_of(skeleton, state, source)
-    _replace(model, dict.fromkeys(sources.parameters))  # so that the rest can be moved
+    _replace(model, dict.fromkeys(sources.parameters))  # the other weights can then be moved
     return model
 
 
 def _replace(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter | None]) -> None:
-    """Put something else in the place of some parameters, given by their full names."""
+    """Replace parameters by their full names."""
     for full, parameter in parameters.items():
         module, _, name = full.rpartition(".")
         model.get_submodule(module)._parameters[name] = parameter
 
 
 def _mxfp4_dequantizer(settings: Mapping[str, Any]) -> HfQuantizer:
-    """What has transformers' conversions turn MXFP4 experts into the model's dtype."""
+    """Return the quantizer with which transformers converts MXFP4 experts to the model's dtype."""
     return AutoHfQuantizer.from_config(Mxfp4Config.from_dict({**settings, "dequantize": True}), pre_quantized=True)
 
 
 def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Forms:
-    """How the experts are packed, by their parameters' names; none where they are expanded.
+    """Return the packed forms of the experts by parameter name; empty for expanded experts.
 
     Raises:
-        ExpertcastError: `packed`, and the checkpoint does not ship them so.
+        ExpertcastError: `packed`, and the checkpoint has no packed experts.
     """
     if experts in (PACKED, "auto"):
         try:
@@ -221,7 +221,7 @@ def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Forms:
 def _as_shipped(
     config: OffloadConfig, sources: ExpertSources, layers: int, form: Quantised | None, name: str
 ) -> ShippedExperts | None:
-    """The experts in the form in which they are shipped, where the codec is of that form; None: they are converted."""
+    """Return the experts in the form of the checkpoint, for a codec of that form; None: they are converted."""
     codec = (
         config.store.codec.name if isinstance(config.store, DiskStore) else config.resolved_codec().partition(":")[0]
     )
@@ -229,18 +229,14 @@ def _as_shipped(
         return ShippedExperts(sources, layers, codec)
     if codec == FP8 or (codec == MXFP4 and form is not None):
         raise ExpertcastError(
-            f"codec {codec!r} moves experts as a checkpoint in {codec} ships them, and {name!r} "
-            f"{'is not quantised' if form is None else f'is shipped in {form.kind}'}: choose codec 'raw' or 'bitsplit'"
+            f"codec {codec!r} needs a checkpoint in {codec}, and {name!r} is "
+            f"{'not quantised' if form is None else f'in {form.kind}'}: choose codec 'raw' or 'bitsplit'"
         )
     return None
 
 
 def _check_memory(store: ExpertStore, slots: int) -> None:
-    """
-    Args:
-        store: that is about to be filled.
-        slots: that will lie in host memory.
-    """
+    """Raise ExpertcastError if a store to fill, and slots in host memory, exceed the available memory."""
     available = available_memory()
     if available is None:
         return

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from expertcast.runtime.advising.advice import WORTH, Advice, Option, milliseconds
 from expertcast.runtime.advising.survey import Survey, label_of
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.offloading import executed_layers
+from expertcast.runtime.forecasters import executed_layers
 from expertcast.runtime.simulation.machine import Case, Simulation
 
 

@@ -21,10 +21,11 @@ from expertcast.runtime.benchmarking.bench import BenchSettings
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.experimental.kernel_link import KernelLink
+from expertcast.runtime.forecasters import recall_per_layer, resolve_predictor
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.speed import LinkSpeed, link_speed
-from expertcast.runtime.offloading import offload, recall_per_layer, resolve_predictor
+from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.policies.settings import ALWAYS
 from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times

@@ -21,7 +21,7 @@ from expertcast.data.plan import ALL
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, ModelShape, MoELayer, MoEView, Predictor
 from expertcast.predictors.base import Forecast, PredictorConfig, RouterState
-from expertcast.predictors.routing_rule import route_all
+from expertcast.predictors.view import route_all
 
 Ids = NDArray[np.int64]
 Scores = NDArray[np.float64]

@@ -161,12 +161,10 @@ class Drafting:
         """
         if name in self.drafts:
             return self.drafts[name]
-        names.check_draft(name)
-        base = name.partition(":")[0]
         speculator = self._parts.speculator
+        names.check_draft(name, packed=bool(packed_matrices(speculator.view[0].experts)))
+        base = name.partition(":")[0]
         if name in names.QUANTISED:
-            if packed_matrices(speculator.view[0].experts):
-                raise ExpertcastError(f"draft {name!r} is no cheaper than experts that are packed: give another draft")
             calibration = self._calibration(tokenizer) if name == CALIBRATED else None
             experts = QuantisedExperts.of(
                 speculator.view, self._store.views, name, calibration=calibration, device=self._store.device

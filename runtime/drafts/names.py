@@ -47,13 +47,19 @@ def draft_names() -> list[str]:
     return [NONE, AUTO, *QUANTISED, "resident", *lossy_names(), SPECULATE, EARLY_EXIT, PROMPT_LOOKUP, MTP]
 
 
-def check_draft(name: str) -> None:
-    """Refuse what is no draft.
+def check_draft(name: str, packed: bool = False) -> None:
+    """Refuse an unknown draft, and one in few bits of a model whose experts are packed already.
+
+    Args:
+        name: the draft, with its options.
+        packed: whether the model's experts are packed in 4 or 8 bits.
 
     Raises:
-        ExpertcastError: unknown name or option; the message lists the known ones.
+        ExpertcastError: unknown name or option; the message lists the known ones. Or the draft is no cheaper.
     """
     base, _, options = name.partition(":")
+    if packed and name in QUANTISED:
+        raise ExpertcastError(f"draft {name!r} is no cheaper than experts in 4 or 8 bits: give another draft")
     if name in QUANTISED or (not options and base in draft_names()):
         return
     if base in lossy_names():

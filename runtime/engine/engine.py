@@ -627,6 +627,7 @@ class HostEngine(Engine):
     def __init__(self, parts: EngineParts, residency: ExpertCache | None = None) -> None:
         super().__init__(parts)
         speculator, policies, shape = parts.speculator, parts.policies, parts.speculator.view.shape
+        rungs = self._rungs(parts)
         if residency is None:
             stats = RunStatistics(shape.layers)
             residency = ExpertCache(
@@ -636,7 +637,7 @@ class HostEngine(Engine):
         self._forecasts = speculator.predictor is not None
         self._flow = LayerFlow(
             residency, policies, shape, view=speculator.view, carry=speculator.ahead if self._forecasts else 0,
-            tokens_ahead=parts.tokens_ahead, likely=parts.likely, rungs=self._rungs(parts),
+            tokens_ahead=parts.tokens_ahead, likely=parts.likely, rungs=rungs,
         )  # fmt: skip
         self._last = shape.layers - 1
         self._readback = None if parts.link.driver is None else Readback(parts.link.driver, parts.link.progress)

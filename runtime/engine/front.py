@@ -1,9 +1,8 @@
-"""Refusals while a model is offloaded: whatever would read or write slots as if they were the model's weights.
+"""The seam between an offload and its transformers model, and refusals while the model is offloaded.
 
-An offloaded model's experts hold slots, of which nobody outside the runtime knows whose weights lie in them. To save,
-load, copy, pickle, dispatch or move them, to put an adapter in their place, or to compute with another experts
-function, would go wrong without a word. Two forwards at once would overwrite each other's slots. Each is one clear
-error here, before anything has changed.
+The experts modules of an offloaded model hold slots, whose contents change. Saving, loading, copying, pickling,
+dispatching or moving them, replacing them by adapters, or another experts function would silently give wrong results,
+and two forwards at once would overwrite each other's slots. Each of these is an error here, before a change.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -24,16 +23,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertcast.compat import ALL_EXPERTS_FUNCTIONS
 from expertcast.data.batch import RouterCall
-from expertcast.data.moe_layers import PROBE_EXPERTS
+from expertcast.data.moe_layers import PROBE_EXPERTS, experts_implementation
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.engine.engine import Engine
-from expertcast.runtime.engine.speculation import Speculator
-
-if TYPE_CHECKING:
-    from expertcast.data.early import EarlyAttention
+from expertcast.runtime.engine.kernels import SlotKernel, decode_kernel_followed
+from expertcast.runtime.engine.speculation import Speculator, early_attention_for
 
 # The experts function in transformers' registry
 
@@ -41,36 +38,33 @@ EXPERTS_NAME = "expertcast"
 """Name of our experts function in transformers' registry."""
 
 _RUNNING: WeakKeyDictionary[nn.Module, tuple[ref[Engine], int]] = WeakKeyDictionary()
-"""Experts modules that are offloaded now, with their layer. The engine, which holds the model, lives in its hooks."""
+"""Offloaded experts modules with their layer. The model's hooks keep the engine alive."""
 
 
 def attach(engine: Engine, layer: MoELayer) -> None:
-    """A layer's experts run from an engine's slots."""
+    """Run a layer's experts from an engine's slots."""
     engine.attach(layer)
     _RUNNING[layer.experts] = (ref(engine), layer.index)
 
 
 def detach(layer: MoELayer) -> None:
-    """The layer's experts run no longer from slots; whose parameters they get is for others to say."""
+    """Stop running a layer's experts from slots; the caller restores the parameters."""
     _RUNNING.pop(layer.experts, None)
-    layer.experts.__dict__["num_experts"] = layer.num_experts  # a kernel that was interrupted left that of slots
+    layer.experts.__dict__["num_experts"] = layer.num_experts  # an interrupted kernel leaves the number of slots
 
 
 def refuse_offloaded(model: PreTrainedModel) -> None:
-    """
-    Raises:
-        ExpertcastError: experts of the model run from slots already, or its config says so.
-    """
+    """Raise ExpertcastError if the model is offloaded, or its config has our experts implementation."""
     if any(module in _RUNNING for module in model.modules()):
         raise ExpertcastError("this model is offloaded already: close the other offload first")
     if EXPERTS_NAME in model.get_experts_implementation().values():
         raise ExpertcastError(
-            f"the model's config says {EXPERTS_NAME!r}, as that of an offloaded model does: give each model a config "
-            "of its own (copy.deepcopy), or set another experts implementation"
+            f"the model's config has experts implementation {EXPERTS_NAME!r}, like an offloaded model: give each model "
+            "its own config (copy.deepcopy), or set another experts implementation"
         )
 
 
-# traced, it would do its books once and for all: a compiled model is compiled around it
+# a trace would record the transfers of one call: a compiled model is compiled around this function
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     found = _RUNNING.get(experts)
@@ -90,7 +84,7 @@ def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: T
 
 
 class _NoBackward(torch.autograd.Function):
-    """A backward would find other experts in the slots: refuse it."""
+    """Refuses a backward, which would find other experts in the slots."""
 
     @staticmethod
     def forward(ctx: object, hidden_TD: Tensor, output_TD: Tensor) -> Tensor:
@@ -110,10 +104,10 @@ _IN_USE: WeakSet[object] = WeakSet()
 
 
 def refuse_shared(*parts: object) -> None:
-    """Refuse a link, store or predictor object that serves another offload now.
+    """Refuse a link, store or predictor of an open offload.
 
     Raises:
-        ExpertcastError: it does; copies or forecasts of one model would reach the other.
+        ExpertcastError: an object is in use.
     """
     for part in parts:
         if part is not None and not isinstance(part, str | os.PathLike) and part in _IN_USE:
@@ -124,7 +118,7 @@ def refuse_shared(*parts: object) -> None:
 
 @contextmanager
 def in_use(*parts: object) -> Iterator[None]:
-    """These objects belong to one offload."""
+    """Reserve objects for one offload."""
     mine = [part for part in parts if part is not None]
     _IN_USE.update(mine)
     try:
@@ -134,7 +128,7 @@ def in_use(*parts: object) -> Iterator[None]:
 
 
 class ForwardGuard:
-    """Lets one forward run at a time, in the process that made the offload, with our experts function."""
+    """Allows one forward at a time, in the process of the offload, with our experts function."""
 
     def __init__(self, base: nn.Module, view: MoEView) -> None:
         self._base = base
@@ -147,11 +141,11 @@ class ForwardGuard:
             for name, child in layer.block.named_children()
             if child is part
         ]
-        """Where each layer has its router and its experts."""
+        """Place of the router and of the experts of each layer: children of the block, name, module."""
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._running: int | None = None
-        """Thread whose forward has begun and, as far as is known, not ended: one that raises does not say so."""
+        """Thread of the running forward; it stays after a forward that raises."""
         self._stopped = False
         self._handles = [
             self._base.register_forward_pre_hook(self._before),
@@ -164,14 +158,14 @@ class ForwardGuard:
             handle.remove()
 
     def stop(self) -> None:
-        """Let no forward begin from now on.
+        """Refuse all later forwards.
 
         Raises:
-            ExpertcastError: one is running, in whatever thread.
+            ExpertcastError: a forward is running in some thread.
         """
         with self._lock:
             if any(_depth(frame, self._base) for frame in sys._current_frames().values()):
-                raise ExpertcastError("a forward of this model is running: close the offload when it has ended")
+                raise ExpertcastError("a forward of this model is running: close the offload after its end")
             self._stopped = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -197,7 +191,7 @@ class ForwardGuard:
             )
         with self._lock:
             if self._stopped:
-                raise ExpertcastError("this offload was not closed to its end: call close() again")
+                raise ExpertcastError("this offload is not closed completely: call close() again")
             own = threading.get_ident()
             if self._running is not None:
                 frames = sys._current_frames()
@@ -216,7 +210,7 @@ class ForwardGuard:
 
 
 def _depth(frame: FrameType | None, module: nn.Module) -> int:
-    """How many calls of the module a thread is in."""
+    """Return the number of nested calls of the module in a thread."""
     depth, code = 0, nn.Module._call_impl.__code__
     while frame is not None:
         depth += frame.f_code is code and frame.f_locals.get("self") is module
@@ -228,7 +222,7 @@ def _depth(frame: FrameType | None, module: nn.Module) -> int:
 def weights_guarded(model: PreTrainedModel, view: MoEView) -> Iterator[None]:
     """Refuse to save, load, copy, pickle, dispatch, move or convert the model or any part of it that holds experts.
 
-    To move it to where it is, or convert it to what it is (as pipelines do), is allowed.
+    Moving it to its own device, or converting it to its own dtype, as pipelines do, is allowed.
     """
     experts = {layer.experts for layer in view}
     parts = [module for module in model.modules() if not experts.isdisjoint(module.modules())]
@@ -250,7 +244,7 @@ def weights_guarded(model: PreTrainedModel, view: MoEView) -> Iterator[None]:
 
 
 def _refuse_reading(*_args: object) -> NoReturn:
-    """Whoever asks for all weights saves the model, or places it."""
+    """Refuse a state dict: its caller saves the model, or dispatches it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).startswith("accelerate."):
@@ -270,7 +264,7 @@ def _refuse(what: str) -> Callable[..., NoReturn]:
 
 
 def _apply_in_place(part: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`to`, `cuda`, `half`, `share_memory` and the like all end in a module's `_apply`."""
+    """Apply a function that changes nothing; `to`, `cuda`, `half` and `share_memory` all call a module's `_apply`."""
     sample = next(part.parameters())[:1].detach().clone()
     pointer = sample.data_ptr()
     if function(sample) is not sample or sample.data_ptr() != pointer:
@@ -282,16 +276,37 @@ def _apply_in_place(part: nn.Module, function: Callable[[Tensor], Tensor], recur
     return part
 
 
-# Early attention, and executed forecasts without an engine
+def run_from_slots(
+    undo: ExitStack, model: PreTrainedModel, engine: Engine, speculator: Speculator, kernel: SlotKernel
+) -> ForwardGuard:
+    """Make a model's experts slots of an engine, and its hooks call the engine; guard its weights and its forwards.
+
+    Args:
+        undo: receives the callbacks that restore the model.
+        model: the model to offload.
+        engine, speculator, kernel: parts of the offload.
+
+    Returns:
+        The guard that stops forwards when the offload closes.
+    """
+    view = engine.view
+    for layer in view:
+        undo.callback(detach, layer)
+        attach(engine, layer)
+    if speculator.refit is not None:
+        undo.callback(speculator.refit.restore)
+    undo.enter_context(weights_guarded(model, view))
+    guard = ForwardGuard(model.base_model, view)
+    undo.callback(guard.close)
+    speculator.prepare()
+    undo.enter_context(speculator.following())
+    undo.callback(RouterTaps(model, view, engine.on_router, engine.on_start).close)
+    undo.enter_context(decode_kernel_followed(model, kernel))
+    undo.enter_context(experts_implementation(model, EXPERTS_NAME))
+    return guard
 
 
-def early_attention_for(predictor: Predictor | None, model: PreTrainedModel, view: MoEView) -> EarlyAttention | None:
-    """Early attention over a model, where a predictor reads it."""
-    if predictor is None or not predictor.uses_early:
-        return None
-    from expertcast.data.early import EarlyAttention
-
-    return EarlyAttention(model, view)
+# Executed forecasts without an engine
 
 
 @contextmanager
@@ -308,19 +323,19 @@ def speculate(
     execute: bool = True,
     observe: Callable[[RouterCall, Tensor], object] | None = None,
 ) -> Iterator[Speculator]:
-    """Run a model, resident or offloaded, with forecasts executed at its MoE layers; hooks only.
+    """Execute forecasts at the MoE layers of a model, resident or offloaded, by hooks.
 
     Args:
-        model: whose layers `view` holds.
+        model: the model of `view`.
         view, predictor, true_weights, ahead: as for :class:`Speculator`.
-        layers: layers that execute their forecast; None for all that have one.
-        prefill: speculate in steps of more than one token per sequence too (teacher-forced evaluation).
-        router_free: layers that execute their forecast leave their router out.
-        execute: False leaves the routers' choice as it is: forecasts are made from each other, and nothing drifts.
-        observe: called after each router with the call and the ids [T, K] that the layer executes, or would.
+        layers: layers that execute their forecast; None: all layers with a forecast.
+        prefill: also speculate in steps of several tokens per sequence (teacher-forced evaluation).
+        router_free: layers that execute their forecast do not run their router.
+        execute: False: forecast without executing, so that routing stays exact.
+        observe: called after each router with the call and the ids [T, K] of the executed (or forecast) experts.
 
     Raises:
-        ExpertcastError: `layers` or `ahead` outside what model and predictor have.
+        ExpertcastError: `layers` or `ahead` out of the range of model or predictor.
     """
     chosen = range(len(view)) if layers is None else layers
     early = early_attention_for(predictor, model, view)

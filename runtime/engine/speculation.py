@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from expertcast.data.batch import RouterCall, RouterOutput, capturing
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.routing_rule import goes_by_logits, weights_over
-from expertcast.predictors.view import MoELayer, MoEView, RuleCheck
+from expertcast.predictors.view import MoELayer, MoEView, RuleCheck, goes_by_logits, weights_over
 
 if TYPE_CHECKING:
     from expertcast.data.early import EarlyAttention
@@ -100,6 +100,15 @@ def _substitute(layer: MoELayer, forecast_for: Callable[[int], Forecast | None])
     return forward
 
 
+def early_attention_for(predictor: Predictor | None, model: PreTrainedModel, view: MoEView) -> EarlyAttention | None:
+    """Return early attention over a model for a predictor that reads it; None for the others."""
+    if predictor is None or not predictor.uses_early:
+        return None
+    from expertcast.data.early import EarlyAttention
+
+    return EarlyAttention(model, view)
+
+
 class Speculator:
     """Makes forecasts as layers run and says which routing a layer executes.
 
@@ -135,6 +144,7 @@ class Speculator:
         router_free: bool = False,
         reach: int | None = None,
     ) -> None:
+        self._memory = TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
         self._further = range(ahead + 1, min(reach or ahead, len(view)) + 1)
         if predictor is not None:
             for distance in (ahead, *self._further):
@@ -148,7 +158,6 @@ class Speculator:
         self.true_weights, self.prefill, self.ahead = true_weights, prefill, ahead
         self.previous_logits_TLE: Tensor | None = None
         """Set from outside to give `previous_token` its router logits in a forward over whole texts."""
-        self._memory = TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
         self.rungs: list[TracedForecasts] = []
         """Ways to forecast; the last is the predictor itself."""
         if predictor is not None:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.routing_rule import renormalises, weights_over
-from expertcast.predictors.view import MoELayer
+from expertcast.predictors.view import MoELayer, renormalises, weights_over
 from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry, number
 
 

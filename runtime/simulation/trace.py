@@ -16,8 +16,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.base import Forecast, Predictor
 from expertcast.predictors.messages import ExpertcastError, Progress, tokens_read
-from expertcast.predictors.routing_rule import route_all
-from expertcast.predictors.view import ModelShape, MoEView
+from expertcast.predictors.view import ModelShape, MoEView, route_all
 from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.engine.forecasting import TokenForecasts
 

@@ -1,6 +1,6 @@
 """The command line: `expertcast COMMAND ...`. Each command is a file of :mod:`expertcast.commands`.
 
-Exit status 0, or 2 with one line on standard error that names what was wrong and what to do. SIGINT and SIGTERM end
+Exit status 0, or 2 with one line on standard error: the error and its remedy. SIGINT and SIGTERM end
 every command with one line and status 130 and 143; `serve`, once it serves, ends in order and with status 0.
 """
 
@@ -24,30 +24,30 @@ from typing import Any, NoReturn
 import expertcast
 
 COMMANDS = {
-    "demo": "everything below on the bundled model in two or three minutes; leaves traces, checkpoint and report",
-    "collect": "run a model over text and store router inputs, logits and default vectors",
-    "train": "fit a predictor on traces, or online on a running model",
-    "eval": "score predictors on traces: recall@k per layer and the rest",
+    "demo": "run all of the following on the bundled model in two or three minutes",
+    "collect": "run a model over text and write traces: router inputs, logits and default vectors",
+    "train": "train a predictor on traces, or online on a running model",
+    "eval": "score predictors on traces: recall@k per layer and other metrics",
     "store": "pack a model's experts into a folder, compressed without loss, for models larger than memory",
-    "generate": "generate with experts offloaded and forecast",
-    "serve": "an OpenAI server over a model with experts offloaded and forecast",
-    "bench": "time per token of offloaded decoding in every mode, for a model or a shape",
-    "advise": "measure link and layers, and say whether and how to prefetch",
-    "simulate": "what is kept, loaded and dropped: policies over recorded routing, in virtual time",
-    "push": "send a checkpoint or traces to the Hugging Face hub, with a card",
-    "pull": "get a checkpoint or traces from the hub into a folder",
-    "inspect": "say what a model, traces folder or checkpoint is",
+    "generate": "generate text with offloaded experts and forecasts",
+    "serve": "serve a model with offloaded experts and forecasts by the OpenAI API",
+    "bench": "measure the time per token of offloaded decoding in every mode, for a model or a shape",
+    "advise": "measure link and layers, and advise whether and how to prefetch",
+    "simulate": "simulate cache policies over recorded routing, in virtual time",
+    "push": "upload a checkpoint or traces to the Hugging Face hub, with a card",
+    "pull": "download a checkpoint or traces from the hub",
+    "inspect": "describe a model, traces folder or checkpoint, or verify its files",
 }
 
 
 _RESUMED = ("collect", "train", "pull")
-"""Commands that go on where they were interrupted. The others begin anew."""
+"""Commands that resume after an interruption. The others start again."""
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-"""What a disk answers that is full, read-only, another user's or broken: nothing that a command could help."""
+"""Errors of a disk that is full, read-only, another user's or broken."""
 
 
 _FORMAT = warnings.formatwarning
-"""Python's own."""
+"""Python's own formatter of warnings."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **given)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """A command refuses what it does not know itself, and names the nearest option."""
+        """Refuse unknown options, and name the nearest one."""
         if self._subparsers is None:
             for flag in (word.partition("=")[0] for word in args if word.startswith("--") and len(word) > 2):
                 if flag not in self._option_string_actions and " " not in flag:
@@ -69,13 +69,13 @@ class _Parser(argparse.ArgumentParser):
         return found, others
 
     def error(self, message: str) -> NoReturn:
-        """One line, not argparse's two."""
+        """Print one line instead of argparse's two."""
         self.exit(2, f"expertcast: {message}; see `{self.prog} --help`\n")
 
     def format_help(self) -> str:
-        """The usual help, and what the values of a command's options may name."""
+        """Return the usual help, with sections on the values of options."""
         flags = {flag for action in self._actions for flag in action.option_strings}
-        if not flags - {"-h", "--help", "--version"}:  # of all commands: it does not wait for torch
+        if not flags - {"-h", "--help", "--version"}:  # help of all commands, without torch
             return super().format_help()
         from expertcast.commands.catalogue import catalogue
 
@@ -83,11 +83,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The command line; a test freezes it.
+    """Return the parser of the command line.
 
     Args:
-        only: the command that gets its options; the others are named, and what they are made of is not imported. All
-            of them when not given.
+        only: the command that gets its options; the modules of the others are not imported. None: all of them.
     """
     parser = _Parser(prog="expertcast", description=str(expertcast.__doc__).partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"expertcast {expertcast.__version__}")
@@ -100,9 +99,9 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def _refuse_early(command: str, words: Sequence[str]) -> None:
-    """Show a command's help, or refuse its words, by the frozen options: before torch is imported.
+    """Show a command's help, or refuse its words, by the frozen options, before torch is imported.
 
-    Where it is imported, predictors and policies may have been registered that the file does not know.
+    Once torch is imported, a program may have registered predictors and policies that the file lacks.
     """
     if command not in COMMANDS or words[0] != command or "torch" in sys.modules:
         return
@@ -117,10 +116,10 @@ def _refuse_early(command: str, words: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status.
+    """Run the command line; return the exit status.
 
     Args:
-        argv: the words behind `expertcast`; the process's own when not given.
+        argv: the words after `expertcast`; None: those of the process.
     """
     if expertcast.UNSUPPORTED:
         print(f"expertcast: {expertcast.UNSUPPORTED}", file=sys.stderr)
@@ -148,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Give SIGINT and SIGTERM to a handler, unless they are ignored or the program has a handler of its own."""
+    """Handle SIGINT and SIGTERM, unless they are ignored or the program has its own handler."""
     default = (signal.SIG_DFL, signal.default_int_handler)
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) in default}
@@ -163,7 +162,7 @@ def _on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 @contextmanager
 def _sent_again(received: list[int]) -> Iterator[None]:
-    """Send a received signal again where Python drops its exception: in a finaliser, a callback or around a fork."""
+    """Send a received signal again if Python drops its exception, as in finalisers, callbacks and around forks."""
     report, timers = sys.unraisablehook, list[threading.Timer]()
 
     def hook(dropped: sys.UnraisableHookArgs) -> None:
@@ -183,7 +182,7 @@ def _sent_again(received: list[int]) -> Iterator[None]:
 
 
 def _status(words: Sequence[str]) -> int:
-    """Run a command line; returns its exit status."""
+    """Run a command; return its exit status."""
     command = next((word for word in words if not word.startswith("-")), "")
     _set_quiet()
     _refuse_early(command, words)
@@ -198,7 +197,7 @@ def _status(words: Sequence[str]) -> int:
         if error.errno not in _DISK:
             raise
         where = "" if error.filename is None else f" {error.filename}"
-        remedy = "make room, or name another folder, and run the same command again"
+        remedy = "free some space or choose another folder, and run the same command again"
         return _failed(f"cannot read or write{where}: {error.strerror}; {remedy}", 2)
     if text:
         print(text)
@@ -206,7 +205,7 @@ def _status(words: Sequence[str]) -> int:
 
 
 def _failed(text: str, status: int) -> int:
-    """Say why, on a line of its own."""
+    """Print the error on its own line."""
     if progress := sys.modules.get("expertcast.predictors.messages"):  # without it there is no bar
         progress.end_bars()
     print(f"expertcast: {text}", file=sys.stderr)
@@ -223,12 +222,12 @@ def _add_options(parser: argparse.ArgumentParser, module: ModuleType) -> None:
     from expertcast.commands.output import new_file
 
     add_options(parser, module.Options)
-    parser.add_argument("--json", type=new_file, metavar="PATH", help="write the results there as well")
+    parser.add_argument("--json", type=new_file, metavar="PATH", help="also write the results to this file")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's own)")
 
 
 def _run(module: ModuleType, args: argparse.Namespace) -> str:
-    """Run a command and write its result; returns the text to print. Under torchrun one rank speaks for all."""
+    """Run a command and write its result; return the text to print, under torchrun only on the first rank."""
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -253,7 +252,7 @@ def _one_line(message: Warning | str, category: type[Warning], *where: Any, **li
 def _set_quiet() -> None:
     """Keep other libraries' progress and notices out of the output, unless the user asked for them.
 
-    They read this when they are imported, which the commands do. What a user is warned of is one line.
+    The libraries read these settings when the commands import them. Warnings for the user are one line.
     """
     warnings.formatwarning = _one_line
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -116,11 +116,11 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_create_graph_by_tracing": "Traces a function (data.tracing).",
         "_get_graph_executor_optimize": "Reads the setting below (data.tracing).",
         "_get_sm_carveout_experimental": "Reads how many multiprocessors matmuls leave alone (kernel_link).",
-        "_get_tracing_state": "Suspends a trace, with the setter below (data.tracing, predictors.routing_rule).",
+        "_get_tracing_state": "Suspends a trace, with the setter below (data.tracing, predictors.view).",
         "_jit_pass_dce": "Removes unused operations of a graph (data.tracing).",
         "_set_graph_executor_optimize": "Runs a program without recompiling it for each shape (data.tracing).",
         "_set_sm_carveout_experimental": "Sets how many multiprocessors matmuls leave alone (kernel_link).",
-        "_set_tracing_state": "Suspends and resumes a trace (data.tracing, predictors.routing_rule).",
+        "_set_tracing_state": "Suspends and resumes a trace (data.tracing, predictors.view).",
     },
     "torch.nn:Module": {
         "_buffers": "Replaces a buffer without checks (data.skeleton).",

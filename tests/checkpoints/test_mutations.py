@@ -25,7 +25,7 @@ from expertcast.predictors.artefacts import SEAL, file_digest, seal
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.linear import LinearConfig
 from expertcast.predictors.next_token import NextTokenConfig
-from expertcast.runtime.offloading import recall_per_layer
+from expertcast.runtime.forecasters import recall_per_layer
 from tests.checkpoints.made import CONFIGS, LEARNED, METRICS, write
 from tests.sealed import edit_json
 from tests.training.synthetic import tiny_view

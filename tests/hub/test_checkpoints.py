@@ -137,7 +137,7 @@ def test_a_configuration_in_a_file_names_it_and_its_recall_is_known(hub: FakeHub
         "import expertcast\n"
         "expertcast.OffloadConfig(predictor='me/linear', mode='hybrid', min_recall=0.8).save('offload.json')\n"
         "from expertcast.checkpoints.checkpoint import PredictorCheckpoint\n"
-        "from expertcast.runtime.offloading import recall_per_layer\n"
+        "from expertcast.runtime.forecasters import recall_per_layer\n"
         "recall = recall_per_layer(PredictorCheckpoint.open('me/linear'))\n"
         "print(sum(recall.values()) / len(recall))"
     )

@@ -94,7 +94,7 @@ def test_shards_of_other_traces_go_and_what_is_the_owners_stays(hub: FakeHub, wo
     repo.commit(
         "main", {**hub.tree("dataset", "me/traces"), "data-00000-00001.arrow": b"old", "notes.txt": b"mine"}, "x"
     )
-    assert "names no licence: give one" in right(worker.run("push", "traces", "me/traces", token=WRITER)).out
+    assert "--license" in right(worker.run("push", "traces", "me/traces", token=WRITER)).out
     tree = hub.tree("dataset", "me/traces")
     assert "data-00000-00001.arrow" not in tree
     assert tree["notes.txt"] == b"mine"

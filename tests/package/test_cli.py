@@ -72,7 +72,7 @@ def test_store_and_generate_from_it(capsys: pytest.CaptureFixture[str], tmp_path
     assert (store / FILE_NAME).stat().st_mtime_ns == changed
     assert len(list(store.iterdir())) == 1, "no second store"
     other = ("--dtype", "fp32", "--codec", "raw", "--picture", str(tmp_path / "other.png"))
-    assert "of 16-bit floats" in fails(capsys, "store", "reference", "--store-folder", str(tmp_path / "raw"), *other)
+    assert "--picture" in fails(capsys, "store", "reference", "--store-folder", str(tmp_path / "raw"), *other)
     assert not (tmp_path / "other.png").exists()
 
 
@@ -89,7 +89,7 @@ def test_store_of_what_is_shipped(codec: str, most: float, capsys: pytest.Captur
     assert main(["inspect", model]) == 0
     assert f"{codec}, computed in bfloat16" in capsys.readouterr().out
     line = fails(capsys, *store.split(), "mxfp4" if codec == "fp8" else "fp8")
-    assert f"is shipped in {codec}: choose codec 'raw' or 'bitsplit'" in line
+    assert f"in {codec}: choose codec 'raw' or 'bitsplit'" in line
 
 
 def test_inspect_verify(
@@ -117,8 +117,8 @@ def test_inspect_verify(
                 path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
                 assert path.name in fails(capsys, "inspect", str(target), "--verify")
                 path.write_bytes(content)
-    assert "holds neither traces nor" in fails(capsys, "inspect", str(tmp_path), "--verify")
-    assert "holds neither traces nor" in fails(capsys, "inspect", "reference", "--verify")
+    assert "no folder of traces" in fails(capsys, "inspect", str(tmp_path), "--verify")
+    assert "no folder of traces" in fails(capsys, "inspect", "reference", "--verify")
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_bad_configurations_are_one_line(capsys: pytest.CaptureFixture[str], tmp
         assert message in fails(capsys, *generate)
     OffloadConfig(overfetch=1.5).save(saved)
     line = fails(capsys, *generate, "--policies", "eviction=lfu")
-    assert "overfetch belongs to the policies" in line
+    assert "overfetch" in line
     assert str(saved) in line
     assert "give slots or memory, not both" in fails(capsys, *generate, "--slots", "9", "--memory", "4MB")
 

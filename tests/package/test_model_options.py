@@ -81,7 +81,7 @@ def test_a_folder_has_no_revision(
     status = main([*command, "--revision", "v2"])
     error = capsys.readouterr().err
     assert status == 2
-    assert f"--revision v2 is of a hub id, and {trusted} is here: leave it out" in error
+    assert f"--revision v2 applies only to hub models; {trusted}" in error
 
 
 def test_attention(trusted: str, tmp_path: Path) -> None:

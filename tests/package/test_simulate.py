@@ -169,7 +169,7 @@ def test_advise_a_routing_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert result["advised"] == {key: best[key] for key in result["advised"]}
     assert best["hits"] > rows["lru", "global"]["hits"]
     assert OffloadConfig.load(saved).policies.eviction.name == best["policy"]
-    assert "belady, who knows the future, hits" in capsys.readouterr().out
+    assert "belady, which knows the future, hits" in capsys.readouterr().out
 
 
 def test_memory_of_a_traces_folder(reference_traces: TraceDataset, tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.baselines import NextNorm
-from expertcast.predictors.routing_rule import goes_by_logits, renormalises, route_all, weights_over
-from expertcast.predictors.view import RuleCheck, follows_rule
+from expertcast.predictors.view import RuleCheck, follows_rule, goes_by_logits, renormalises, route_all, weights_over
 from expertcast.runtime.engine.front import speculate
 from tests.families.models import CONFIGS, tiny_model
 

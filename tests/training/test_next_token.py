@@ -217,7 +217,7 @@ def test_commands(traces: TraceDataset, tmp_path: Path) -> None:
 def test_commands_refuse(traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = ["train", str(traces.folder), "--predictor", "next_token", "--out", str(tmp_path / "saved")]
     assert main([*train, "--ahead", "2"]) == 2
-    assert "looks tokens ahead" in capsys.readouterr().err
+    assert "next_token forecasts tokens" in capsys.readouterr().err
     assert main([*train, "--set", "memories=0"]) == 2
     assert "memories=0" in capsys.readouterr().err
 

@@ -29,7 +29,7 @@ from expertcast.predictors.messages import ExpertcastError, first_line
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.offloading import make_monitor, resolve_predictor
+from expertcast.runtime.forecasters import make_monitor, resolve_predictor
 from expertcast_vllm.settings import Settings
 from expertcast_vllm.step import Part, Requests, captures_whole_steps, observe_requests, refuse, without_padding
 from expertcast_vllm.wiring import ForecastRouter, GateParameters, find_layers
@@ -380,7 +380,9 @@ def make_speculator(offload: WorkerOffload, observer: ModelObserver | None) -> t
     _check_predictor(predictor, observer, config=offload.config)
     predictor.to(next(view[0].router.parameters()).device)
     speculator = ObservingSpeculator(observer, predictor, ahead=config.ahead, reach=config.reach)
-    return speculator, None if offload.link.decides_on_device else make_monitor(config, view, predictor, checkpoint)
+    return speculator, None if offload.link.decides_on_device else make_monitor(
+        config, view.shape, predictor, checkpoint
+    )
 
 
 class ObservingSpeculator(Speculator):

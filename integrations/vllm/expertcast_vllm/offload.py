@@ -37,8 +37,8 @@ from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.experimental.device_engine import DeviceEngine
+from expertcast.runtime.forecasters import mean_recall
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.offloading import mean_recall
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.serving.metrics import ExpertMetrics, MetricSource
@@ -434,7 +434,7 @@ class WorkerOffload:
         config, shape, device, store = self.settings.offload, self.shape, self.device, self.store
         assert store is not None, "slots need loaded experts"
         store.finish()
-        slots = slots_for(config, shape, store.layout.block_bytes)
+        slots = slots_for(config, store)
         check_slots(self.config, shape, slots)
         self.pool = SlotPool(store.layout, slots, device)
         self.link = make_link(config, device.type)

@@ -73,7 +73,7 @@ def _recall(traces: Any, name: str, prompts: dict[str, int]) -> dict[int, float]
     from expertcast.data.batch import TraceBatch
     from expertcast.runtime.engine.drift import BLOCK, MEMORY
     from expertcast.runtime.engine.refit import FadingMean
-    from expertcast.runtime.offloading import resolve_predictor
+    from expertcast.runtime.forecasters import resolve_predictor
 
     view = traces.view
     predictor, _ = resolve_predictor(name, view)

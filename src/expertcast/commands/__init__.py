@@ -1,4 +1,4 @@
-"""The commands of the command line, one file each: `Options`, what it takes, and `run`, which does it.
+"""The commands of the command line, one file each with `Options` and `run`.
 
 `run(options)` returns the result for --json and the text to print.
 """

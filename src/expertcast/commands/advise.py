@@ -1,4 +1,4 @@
-"""`expertcast advise`: whether prefetching pays on this machine, and how experts on a disk are best kept."""
+"""`expertcast advise`: choose prefetching, and the storage of experts on a disk, by short measurements."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _DRAFT = Option(
     metavar="NAME:K=V,...",
-    help="the `acceptance` of its tokens, the share of experts `foreseen`, `cost` of its pass in steps without copies",
+    help="options: acceptance (share of accepted tokens), foreseen (share of experts), cost (in steps without copies)",
 )
 _OF_A_MODEL = (
     "draft", "dtype", "device", "copy_over_compute", "replay", "prompt_tokens", "new_tokens", "store_folder", "layers",
@@ -52,37 +52,37 @@ _OF_A_MODEL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TargetOptions):
-    """What `expertcast advise` takes.
+    """Options of `expertcast advise`.
 
     Raises:
-        ExpertcastError: as the class that it extends; too few tokens; a process, which has no predictor to save.
+        ExpertcastError: as :class:`TargetOptions`; too few tokens; or --save with synthetic routing.
     """
 
     prompt_tokens: Count = 64
-    """Length of the prompt."""
+    """Length of the prompt in tokens."""
     new_tokens: Count = 32
-    """Tokens decoded per run."""
+    """Tokens to decode per run."""
     draft: Annotated[tuple[str, ...], _DRAFT] = ()
-    """Ask as well whether these drafts pay, and how many tokens ahead, from the routing of the run on demand."""
+    """Also advise on drafts with these properties, and their length, by replaying the routing of the run on demand."""
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
-    """Ask how experts are best kept that lie, or will lie, in this folder: compressed or not, with which memory."""
+    """Advise on experts in this folder instead: compressed or not, and with how much memory."""
     save: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
-    """Write what is advised there, for `expertcast generate --config`."""
+    """Write the advised configuration, for `expertcast generate --config`."""
     capacity: Annotated[float | None, Option(metavar="SHARE")] = None
-    """Of a routing file, the share of all experts that fits, in place of --slots or --memory (default: 0.25)."""
+    """For a routing file, the share of all experts that fits, instead of --slots or --memory (default: 0.25)."""
     experts_per_layer: Count | None = None
-    """Of a routing file in place of a model: experts per layer (default: the largest id and one)."""
+    """For a routing file, experts per layer (default: largest id + 1)."""
     expert_bytes: Annotated[str | None, Option(metavar="BYTES")] = None
-    """Of a routing file that does not say: size of an expert."""
+    """For a routing file without a column expert_bytes, the size of an expert."""
 
     def __post_init__(self) -> None:
         if is_routing_file(self.target):
             self._check_routing()
             return
         if self.experts_per_layer is not None or self.expert_bytes is not None:
-            raise ExpertcastError("--experts-per-layer and --expert-bytes are for routing files: a model says both")
+            raise ExpertcastError("--experts-per-layer and --expert-bytes need a routing file: leave them out")
         if self.capacity is not None:
-            raise ExpertcastError("--capacity is for routing files: for a model give --slots or --memory")
+            raise ExpertcastError("--capacity needs a routing file: for a model give --slots or --memory")
         from expertcast.runtime.benchmarking.bench import BenchSettings
 
         super().__post_init__()
@@ -92,7 +92,7 @@ class Options(TargetOptions):
         if self.store_folder is not None:
             self._check_disk()
         elif self.save is not None and self.routing is not None:
-            raise ExpertcastError("--save needs a model that routes by itself: a process has no predictor to deploy")
+            raise ExpertcastError("--save needs a model with its own routing, here routing is synthetic")
 
     def _check_disk(self) -> None:
         config = self.offload
@@ -104,9 +104,9 @@ class Options(TargetOptions):
         }
         wrong = ", ".join("--" + name.replace("_", "-") for name, value in given.items() if value)
         if wrong:
-            raise ExpertcastError(f"{wrong}: of another question, and --store-folder asks about a disk: leave one out")
+            raise ExpertcastError(f"{wrong} and --store-folder exclude each other: leave one out")
         if self.device_name != "cpu":
-            raise ExpertcastError("--store-folder asks about a model on the CPU: give --device cpu, or leave it out")
+            raise ExpertcastError("--store-folder needs a model on the CPU: give --device cpu, or leave it out")
 
     def _check_drafts(self) -> None:
         from expertcast.runtime.advising.drafts import FEWEST, DraftTraits
@@ -114,11 +114,9 @@ class Options(TargetOptions):
         for draft in self.draft:
             DraftTraits.parse(draft)
         if self.new_tokens < FEWEST:
-            raise ExpertcastError(
-                f"--draft replays decode steps: give --new-tokens {FEWEST} or more, not {self.new_tokens}"
-            )
+            raise ExpertcastError(f"--new-tokens {self.new_tokens} is too few for --draft: give {FEWEST} or more")
         if self.store_folder is not None:
-            raise ExpertcastError("--draft asks of a run from memory, --store-folder of one from a disk: give one")
+            raise ExpertcastError("--draft and --store-folder exclude each other: give one")
 
     def _check_routing(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -126,11 +124,11 @@ class Options(TargetOptions):
         given += list(self.process)
         if given or self.offload.link != "auto":
             flags = ", ".join("--" + name.replace("_", "-") for name in given or ["link"])
-            raise ExpertcastError(f"{flags}: of a model, and {self.target} is a routing file: leave it out")
+            raise ExpertcastError(f"{flags} needs a model, and {self.target} is a routing file: leave it out")
 
 
 def run(options: Options) -> Outcome:
-    """Short runs on demand and with forecasts, and what they lead to."""
+    """Run the model briefly on demand and with forecasts, and choose."""
     if is_routing_file(options.target):
         return _advise_routing(options)
     say_if_busy()
@@ -163,7 +161,7 @@ def run(options: Options) -> Outcome:
 
 
 def _advise_drafts(options: Options, found: Survey) -> tuple[list[Json], str]:
-    """Whether drafts pay, by the routing of the run on demand."""
+    """Advise on drafts by the routing of the run on demand."""
     from expertcast.runtime.advising.drafts import LONGEST, DraftTraits, advise_drafts
 
     longest = min(LONGEST, found.trace.steps - 2)
@@ -173,17 +171,17 @@ def _advise_drafts(options: Options, found: Survey) -> tuple[list[Json], str]:
     return [draft.as_dict() for draft in advice], "\n".join(lines)
 
 
-# --store-folder: codec and memory for experts on a disk.
+# --store-folder: codec and memory for experts on a disk
 
 TOKENS = 1000
-"""Of traces, that are replayed."""
+"""Tokens of --replay."""
 
 
 def _advise_disk(options: Options, folder: Path) -> Outcome:
-    """A short run from the store that lies there, or with the experts in memory, and what it leads to.
+    """Run the model briefly from the store, or with its experts in memory, and choose codec and memory.
 
     Raises:
-        ExpertcastError: no such model, traces of another one, a folder that cannot be written.
+        ExpertcastError: no such model, traces of another model, or a folder that cannot be written.
     """
     from expertcast.runtime.advising.disk import OWN, advise_disk, survey_disk
     from expertcast.runtime.config import size_bytes
@@ -217,8 +215,9 @@ def _advise_disk(options: Options, folder: Path) -> Outcome:
 def _run_for_disk(
     options: Options, folder: Path, codec: str | None
 ) -> tuple[Callable[..., OffloadedModel], Tensor, RoutingProcess | None]:
-    """What offloads the model: from the store, as it will run, its experts never whole in memory; where there is no
-    store yet, or for random weights, with its experts loaded. Beside it the prompt [1, T], and what routes.
+    """Return a function that offloads the model, the prompt [1, T], and the routing process, if any.
+
+    The function loads from the store if there is one, and otherwise offloads the loaded model or shape.
     """
     from expertcast.runtime.loading import load_offloaded
     from expertcast.runtime.offloading import offload
@@ -235,16 +234,16 @@ def _run_for_disk(
     return partial(offload, target.model, config), target.prompt(tokens), process
 
 
-# A routing file in place of a model.
+# A routing file in place of a model
 
 _WORTH = 0.02
-"""Share of the bytes that a policy other than the simplest must save to be advised."""
+"""Share of the bytes that a policy must save over the simplest one to be advised."""
 _SIMPLE = ("lru", "global")
 _ADVISED = ("policy", "scope", "memory_bytes", "hits", "bytes_per_step", "copy_s")
 
 
 def _advise_routing(options: Options) -> Outcome:
-    """Replay every policy that needs no forecast, over all experts and with equal shares.
+    """Replay every policy that needs no forecast, over all slots and with equal shares per layer.
 
     Raises:
         ExpertcastError: more than one size, a damaged file, or too little memory.
@@ -255,7 +254,7 @@ def _advise_routing(options: Options) -> Outcome:
 
     config, capacity = options.offload, options.capacity
     if sum(given is not None for given in (config.memory, config.slots, capacity)) > 1:
-        raise ExpertcastError("--capacity, --slots and --memory all say how many experts fit: give one of them")
+        raise ExpertcastError("--capacity, --slots and --memory exclude each other: give one of them")
     routing, total = open_routing(options.target, options.experts_per_layer, options.expert_bytes)
     memory = [] if config.memory is None else [str(config.memory)]
     slots = [] if config.slots is None else [config.slots]
@@ -286,7 +285,7 @@ def _advise_routing(options: Options) -> Outcome:
 
 
 def _chosen(rows: list[Json]) -> Json:
-    """The one with the least copying; lru over all slots unless that copies more by a margin."""
+    """Return the row with the least copying, or lru over all slots if its copying is within a margin."""
     best, simple = min(rows, key=lambda row: row["copy_s"]), _simplest(rows)
     return simple if best["copy_s"] >= (1 - _WORTH) * simple["copy_s"] else best
 
@@ -301,9 +300,9 @@ def _reasons(chosen: Json, rows: list[Json], bound: Json) -> list[str]:
         f"{chosen['policy']} ({chosen['scope']}) hits {chosen['hits']:.1%} and leaves "
         f"{chosen['bytes_per_step'] / 1e6:.1f} MB per token, "
         f"{1e3 * chosen['copy_s']:.2f} ms on a link of {chosen['bandwidth'] / 1e9:.3g} GB/s",
-        f"belady, who knows the future, hits {bound['hits']:.1%}: {1e3 * bound['copy_s']:.2f} ms per token",
+        f"belady, which knows the future, hits {bound['hits']:.1%}: {1e3 * bound['copy_s']:.2f} ms per token",
     ]
     if chosen is not simple and simple["copy_s"]:
         saved = 1 - chosen["copy_s"] / simple["copy_s"]
         reasons.insert(1, f"lru hits {simple['hits']:.1%}: {saved:.0%} of its copies are saved")
-    return [*reasons, "prompts are left out of these figures; what a forecast by hidden states adds needs the model"]
+    return [*reasons, "the figures leave prompts out; forecasts by hidden states need the model"]

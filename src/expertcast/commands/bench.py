@@ -1,4 +1,4 @@
-"""`expertcast bench`. What is measured is in :mod:`expertcast.runtime.benchmarking.bench`."""
+"""`expertcast bench`: time per token of offloaded decoding (:mod:`expertcast.runtime.benchmarking.bench`)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.policies.settings import FORECASTS
 
-# Text of the result: one table per prompt.
+# Text of the result: one table per prompt
 
 
 def describe(result: Json) -> str:
-    """The whole result as text."""
+    """Return the result as text."""
     shape = ", ".join(f"{key}={value}" for key, value in result["shape"].items())
     weights = "random weights" if result["random_weights"] else "its own weights"
     lines = [
@@ -49,7 +49,7 @@ def describe(result: Json) -> str:
 
 
 def describe_prompt(prompt: Json) -> list[str]:
-    """One prompt's table, with what the figures are measured against."""
+    """Return the table of one prompt, and the run that its figures are compared with."""
     speed = f"{prompt['bandwidth'] / 1e9:.3g} GB/s emulated" if "bandwidth" in prompt else "the machine's own link"
     lines = [f"prompt of {prompt['prompt_tokens']} tokens, {speed}, identical means as {prompt['compared_with']}"]
     if "measured_routing" in prompt:
@@ -70,7 +70,7 @@ def describe_prompt(prompt: Json) -> list[str]:
 
 
 def drafts_table(drafts: Json) -> str:
-    """A row per draft."""
+    """Return a table with a row per draft."""
     rows: list[tuple[str, ...]] = [
         ("draft", "TPOT ms", "x none", "tokens/cycle", "MB/token", "extra MB", "identical", "why")
     ]
@@ -92,7 +92,7 @@ def drafts_table(drafts: Json) -> str:
 
 
 def runs_table(runs: Json) -> str:
-    """A row per run."""
+    """Return a table with a row per run."""
     rows: list[tuple[str, ...]] = [
         ("run", "TPOT ms", "quartiles", "compute", "copy", "idle", "TTFT s", "MB/token", "hits", "overlap", "link",
          "x bound", "identical")
@@ -116,7 +116,7 @@ def runs_table(runs: Json) -> str:
 
 
 def peer_text(found: Json) -> str:
-    """accelerate's time per token, and what it means here."""
+    """Return accelerate's time per token as text."""
     text = f"{found['tpot_s'] * 1e3:.2f} ms per token, moves {found['moved_bytes'] / 1e6:.1f} MB per token"
     if found["least_tpot_s"] is not None:
         text += f" (at least {found['least_tpot_s'] * 1e3:.1f} ms over this link)"
@@ -124,7 +124,7 @@ def peer_text(found: Json) -> str:
 
 
 def _figure(run: Json, key: str) -> str:
-    """A figure, or why it is not given."""
+    """Return a figure, or the reason why it is missing."""
     return str(run["not_given"].get(key) or _number(run[key]))
 
 
@@ -138,37 +138,36 @@ WAYS = ("on_demand", "exact", "speculate", "hybrid", "next_token")
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TargetOptions):
-    """What `expertcast bench` takes."""
+    """Options of `expertcast bench`."""
 
     mode: Annotated[tuple[str, ...], Option(choices=WAYS)] = ()
-    """Ways of running (default: all); next_token runs with forecasts of whole tokens alone."""
+    """Modes to run (default: all); next_token runs with forecasts of whole tokens only."""
     cache: Annotated[str, Option(choices=("both", "with", "without"))] = "both"
-    """Whether experts stay in their slots when a layer has run."""
+    """Whether experts stay in their slots after their layer."""
     ahead: Count = 1
     """Layers ahead."""
     next_token: Annotated[str | None, Option(metavar="CKPT")] = None
-    """Checkpoint of a next_token predictor: runs with forecasts also load experts when a token begins."""
+    """Checkpoint of a next_token predictor; runs with forecasts then also load experts at the start of a token."""
     likely: Annotated[float, Option(metavar="P")] = 0.2
-    """The least probability by next_token at which they do."""
+    """Least probability by next_token at which an expert is loaded at the start of a token."""
     policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
-    """Policies of the runs with forecasts; those on demand keep lru."""
+    """Policies of the runs with forecasts; runs on demand keep lru."""
     forecasts: Annotated[str, Option(choices=FORECASTS)] = "auto"
-    """Which forecasts are made: by the way whose decode steps are fastest, where they pay, or none (auto), all, or
-    none."""
+    """Forecasts of the runs: auto (the fastest rung, or none), always, never."""
     prompt_tokens: tuple[Count, ...] = (1024,)
-    """Prompts of these lengths."""
+    """Lengths of the prompts in tokens."""
     settings: Annotated[BenchSettings, Fields(new_tokens=COUNT, repetitions=COUNT)]
-    """How much is measured."""
+    """Amount of measurement."""
     draft: Annotated[tuple[str, ...], Option(metavar="DRAFT")] = ()
-    """Generate with these drafts as well, beside plain exact decoding: auto, int4, resident, ..."""
+    """Also generate with these drafts, compared with plain exact decoding: auto, int4, resident and others."""
     no_advice: bool = False
-    """Do not check what `advise` would have expected."""
+    """Skip the comparison with the expectation of `advise`."""
     peer: bool = False
-    """The first prompt under accelerate's own CPU offload as well."""
+    """Also run the first prompt with accelerate's CPU offload."""
     minutes: Annotated[float, Option(metavar="M", read=positive_number)] = math.inf
-    """Begin no further prompt after so many (default: all prompts)."""
+    """Start no further prompt after this many minutes (default: all prompts)."""
     timeline: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
-    """The runs of the first prompt as a Chrome trace, and a PNG of two steps beside it."""
+    """Write the runs of the first prompt as a Chrome trace, and two steps as a PNG beside it."""
 
     def __post_init__(self) -> None:
         from expertcast.runtime.config import OffloadConfig
@@ -179,11 +178,11 @@ class Options(TargetOptions):
         for name in self.draft:
             replace(self.offload, draft=name)
         if self.draft and self.routing is not None:
-            raise ExpertcastError("drafts need a model that routes by itself: leave --draft out, or give a model")
+            raise ExpertcastError("--draft needs a model with its own routing: leave --draft out, or give a model")
         self.forecasting(OffloadConfig())
 
     def forecasting(self, config: OffloadConfig) -> OffloadConfig:
-        """A run's configuration with what all runs with forecasts have in common."""
+        """Return a configuration with the options that all runs with forecasts share."""
         policies = policies_of(self.policies) if self.policies else None
         return replace(
             config, next_token=self.next_token, likely=self.likely, policies=policies, forecasts=self.forecasts
@@ -192,20 +191,20 @@ class Options(TargetOptions):
 
 @dataclass(slots=True, kw_only=True)
 class Prompt:
-    """One prompt with everything measured on it."""
+    """Measurements of one prompt."""
 
     ids: Tensor
     bench: Bench
     process: RoutingProcess | None
     link: Json
     advice: Json | None = None
-    """What the event model expected, and how far it was off."""
+    """Expectation of the event model, and its errors."""
     peer: Json | None = None
     drafts: Json | None = None
-    """By name, what generating with it takes."""
+    """Measurements by draft."""
 
     def as_dict(self) -> Json:
-        """What is reported of it, for JSON."""
+        """Return the report, for JSON."""
         resident = self.bench.resident
         whole = resident and {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s}
         beside = {
@@ -226,7 +225,7 @@ class Prompt:
 
 
 def run(options: Options) -> Outcome:
-    """All prompts, one after another."""
+    """Measure all prompts, one after another."""
     from expertcast.runtime.benchmarking.bench import write_timeline
 
     say_if_busy()
@@ -235,7 +234,7 @@ def run(options: Options) -> Outcome:
     target = Target.load(options)
     for tokens in options.prompt_tokens:
         if prompts and time.monotonic() - begin > options.minutes * 60:
-            say(f"{tokens} tokens: left out, {options.minutes:g} minutes are over")
+            say(f"{tokens} tokens: skipped after {options.minutes:g} minutes (--minutes)")
             continue
         prompts.append(bench_prompt(options, target, tokens, prompts[0].link if prompts else None))
     first = prompts[0]
@@ -256,13 +255,13 @@ def run(options: Options) -> Outcome:
 
 
 def bench_prompt(options: Options, target: Target, tokens: int, link: Json | None) -> Prompt:
-    """All runs on one prompt.
+    """Measure all runs on one prompt.
 
     Args:
-        options: what is asked for.
-        target: what is measured.
-        tokens: the prompt's length.
-        link: of the prompts before this one: the link's speed is chosen once.
+        options: the options of the command.
+        target: model or shape.
+        tokens: length of the prompt.
+        link: link of earlier prompts, whose speed is kept; None: choose it.
     """
     from expertcast.runtime.benchmarking.bench import bench_drafts, decode_resident, measure
 
@@ -282,24 +281,24 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: Json | Non
             config = replace(target.config(link), predictor=target.forecaster(None), cache=options.cache != "without")
             drafts, config = options.draft, options.forecasting(config)
             prompt.drafts = bench_drafts(target.model, prompt_ids, config, drafts, options.settings, say=say)
-        if not options.no_advice and options.offload.link != "kernel":  # the event model has no books of a device's own
+        if not options.no_advice and options.offload.link != "kernel":  # the event model has no tables of a device
             prompt.advice = check_advice(options, target, prompt)
     return prompt
 
 
 def ways(options: Options, target: Target, process: RoutingProcess | None, link: Json) -> dict[str, OffloadConfig]:
-    """Runs by name: each mode without cache, then with one (`_cache`).
+    """Return configurations by name: each mode without cache, then with cache (`_cache`).
 
     Args:
-        options: which modes and caches are asked for.
-        target: what is measured.
-        process: that routes in place of the model, if one does.
-        link: of all runs.
+        options: modes and caches to run.
+        target: model or shape.
+        process: routes in place of the model; None: the model routes.
+        link: link of all runs.
     """
     from expertcast.runtime.benchmarking.bench import usual_runs
 
     trained = options.predictor is not None and is_checkpoint(options.predictor)
-    # no checkpoint says where forecasts are good: every second layer executes one
+    # without a checkpoint recall is unknown: every second layer executes a forecast
     layers, on_demand = None if trained else range(options.ahead, len(target.view), 2), target.config(link)
     runs = usual_runs(replace(on_demand, ahead=options.ahead), target.forecaster(process, options.ahead), layers)
     modes = {name: options.forecasting(config) for name, config in runs.items()} | {"on_demand": on_demand}
@@ -314,11 +313,11 @@ def ways(options: Options, target: Target, process: RoutingProcess | None, link:
 
 
 def check_advice(options: Options, target: Target, prompt: Prompt) -> Json:
-    """What `expertcast advise` would have said before the runs, and how far it was from them."""
+    """Return the expectation of `expertcast advise`, and its errors against the runs."""
     from expertcast.runtime.advising.advise import advice_errors, advice_from
     from expertcast.runtime.advising.survey import survey
 
-    say(f"{prompt.ids.shape[1]} tokens: what advise says")
+    say(f"{prompt.ids.shape[1]} tokens: expectation of advise")
     found = survey(
         target.model,
         prompt.ids,
@@ -334,13 +333,13 @@ def check_advice(options: Options, target: Target, prompt: Prompt) -> Json:
 
 
 def known_to_advise(config: OffloadConfig) -> bool:
-    """Whether the event model says what such a run takes: without forecasts of whole tokens, and with all others."""
+    """Return whether the event model covers such a run: no forecasts of whole tokens, and all others are made."""
     every = config.predictor is None or config.forecasts == "always"
     return config.next_token is None and config.policies is None and every
 
 
 def peer(options: Options, target: Target, prompt: Prompt) -> Json:
-    """accelerate's offload with the device memory that the cached runs take: everything but experts, and the slots."""
+    """Measure accelerate's offload with the device memory of the cached runs: slots, and all weights but experts."""
     from expertcast.runtime.benchmarking.runs import measure_peer
     from expertcast.runtime.benchmarking.shapes import weight_bytes
 
@@ -360,6 +359,6 @@ def peer(options: Options, target: Target, prompt: Prompt) -> Json:
 
 
 def hybrid_layers(measured: Bench) -> list[int] | None:
-    """Layers that the hybrid runs were told to execute forecasts at; None where a checkpoint's recall chose them."""
+    """Return the `layers` of the hybrid runs; None if a checkpoint's recall chose them."""
     chosen = next((run.config.layers for name, run in measured.runs.items() if name.startswith("hybrid")), None)
     return None if chosen is None else list(chosen)

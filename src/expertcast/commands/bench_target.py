@@ -1,4 +1,4 @@
-"""What `expertcast bench` and `advise` run, from the options that they share."""
+"""Model or shape that `expertcast bench` and `advise` run, from their shared options."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from expertcast.runtime.config import OffloadConfig
 
 DEFAULT_PREDICTOR = "next_norm"
-"""For models with routers of their own: it needs no training."""
+"""Predictor for models with their own routing; it needs no training."""
 _OFFLOAD = Fields(
     slots=COUNT,
     memory=Option(metavar="BYTES"),
     experts=Option(metavar="FORM"),
     bandwidth=BANDWIDTH,
     latency=Option(metavar="S", read=not_negative),
-    link=Option(metavar="NAME", help="here auto is emulated, on a GPU cuda"),
+    link=Option(metavar="NAME", help="this command takes auto as emulated on the CPU, as cuda on a GPU"),
 )
 _PROCESS = Fields(persistence=Option(metavar="P"), skew=Option(metavar="Z"), accuracy=Option(metavar="A"))
 
@@ -54,61 +54,64 @@ def target_help() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions(ModelOptions):
-    """What `bench` and `advise` both need to run something offloaded.
+    """Options that `bench` and `advise` share.
 
     Raises:
-        ExpertcastError: options that rule each other out, or out of range; before anything is built or loaded.
+        ExpertcastError: options that contradict each other or are out of range; before a model is built or loaded.
     """
 
     target: Annotated[str, Option(positional=True, metavar="MODEL|SHAPE", help=target_help())]
     layers: Annotated[int | None, COUNT] = None
-    """Cut a shape to N MoE layers."""
+    """Number of MoE layers of a shape (default: all)."""
     offload: Annotated[OffloadConfig, _OFFLOAD]
-    """How the experts are offloaded."""
+    """Offloading of the experts."""
     copy_over_compute: Annotated[float | None, Option(metavar="R", read=positive_number)] = None
-    """Emulate a link on which K copies take R layers' time (default: 5)."""
+    """Speed of the emulated link: K copies take R layers' time (default: 5)."""
     predictor: Annotated[str | None, Option(metavar="NAME|CKPT")] = None
-    """For a model's own routing (default: next_norm)."""
+    """Predictor, with the model's own routing (default: next_norm)."""
     process: Annotated[Given[RoutingOptions], _PROCESS]
-    """Random weights route at random: a process routes a shape instead, and a model where it is asked for."""
+    """Synthetic routing, for shapes (random weights route at random) and, with any of these options, for models."""
     replay: Annotated[Path | None, Option(metavar="TRACES")] = None
-    """Route as recorded in a traces folder, a model too."""
+    """Use the routing recorded in a traces folder, for shapes and models."""
     seed: int = 0
-    """Of random weights, routing and prompts."""
+    """Seed of random weights, routing and prompts."""
 
     def __post_init__(self) -> None:
         from expertcast.runtime.benchmarking.shapes import SHAPES, check_shape
 
         if self.layers is not None and not self.random:
-            raise ExpertcastError(f"--layers cuts shapes, not models: {self.target!r} is none of {', '.join(SHAPES)}")
+            raise ExpertcastError(f"--layers needs a shape, not {self.target!r}: give one of {', '.join(SHAPES)}")
         config = self.offload
         if config.bandwidth is not None and self.copy_over_compute is not None:
             raise ExpertcastError("--bandwidth and --copy-over-compute both set the link's speed: give one of them")
         speed_given = config.bandwidth is not None or self.copy_over_compute is not None or config.latency
         paced = self.device_name != "cpu" and config.link in ("auto", "cuda") and self.copy_over_compute is None
         if speed_given and not (self.emulated or paced):
-            where = "for the CPU's emulated link (--link auto or emulated), on CUDA for auto or cuda"
-            raise ExpertcastError(f"a link's speed is set {where}, not for {config.link!r}")
+            raise ExpertcastError(
+                f"link {config.link!r} has its own speed: leave out --bandwidth, --latency and --copy-over-compute, or "
+                "give --link emulated on the CPU, cuda on CUDA"
+            )
         if self.replay is not None:
             TraceDataset.open(self.replay)
         if self.routing is not None and self.predictor is not None:
             raise ExpertcastError(
-                "--predictor reads hidden states, which tell nothing of routing that is drawn or replayed: leave it "
-                "out; forecasts come with --accuracy"
+                "--predictor needs the model's own routing, here routing is synthetic or replayed: leave it out, "
+                "--accuracy sets the quality of forecasts"
             )
         if self.replay is not None and ("persistence" in self.process or "skew" in self.process):
-            raise ExpertcastError("--replay takes its routing from traces: leave --persistence and --skew out")
+            raise ExpertcastError("--replay uses the routing of traces: leave --persistence and --skew out")
         if self.random:
             if given := [name for name, value in self.passed_on(self.target).items() if value]:
-                raise ExpertcastError(f"{given[0]} is of models that are loaded, {self.target} has random weights")
+                flag = "--" + given[0].replace("_", "-")
+                raise ExpertcastError(f"{flag} needs a model, and {self.target} is a shape: leave it out")
             check_shape(self.target, layers=self.layers, dtype=self.dtype)
 
     @property
     def random(self) -> bool:
-        """Whether the target is a shape; `reference` is the bundled model unless `layers` cuts it.
+        """Whether the target is a shape; `reference` is the bundled model unless `layers` is set.
 
         Raises:
-            ExpertcastError: it is a shape's name and a model's folder.
+            ExpertcastError: the name of a shape is also a model's folder.
         """
         from expertcast.runtime.benchmarking.shapes import is_shape
 
@@ -116,12 +119,12 @@ class TargetOptions(ModelOptions):
 
     @property
     def emulated(self) -> bool:
-        """Whether the link is."""
+        """Whether the link is emulated."""
         return self.device_name == "cpu" and self.offload.link in ("auto", "emulated")
 
     @property
     def routing(self) -> RoutingOptions | None:
-        """What a routing process is asked for; None where the model routes by itself.
+        """Options of synthetic routing; None if the model routes.
 
         Raises:
             ExpertcastError: a number out of range.
@@ -135,25 +138,24 @@ class TargetOptions(ModelOptions):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is measured."""
+    """Model or shape to measure."""
 
     options: TargetOptions
     model: PreTrainedModel
     view: MoEView
     store: LentStore
-    """Of all runs."""
+    """Store of all runs."""
 
     @classmethod
     def load(cls, options: TargetOptions) -> Self:
-        """The model or shape that the options name.
+        """Build the shape or load the model.
 
         Raises:
-            ExpertcastError: neither, or no room for it.
+            ExpertcastError: neither a shape nor a model, or too little memory.
         """
         from expertcast.runtime.benchmarking.runs import LentStore, without_experts_to
         from expertcast.runtime.benchmarking.shapes import build_shape
-        from expertcast.runtime.config import OffloadConfig
-        from expertcast.runtime.offloading import pack_experts
+        from expertcast.runtime.config import OffloadConfig, pack_experts
 
         if options.random:
             say(f"building {options.target} with random weights")
@@ -167,8 +169,9 @@ class Target:
         return cls(options, without_experts_to(model, device), view, LentStore(view, device))
 
     def prompt(self, tokens: int, *others: str | None) -> Tensor:
-        """Token ids [1, T]: the bundled text for a model, of documents that neither its predictor nor the checkpoints
-        `others` learned from; random ids where weights are random.
+        """Return token ids [1, T]: bundled text for a model, random ids for a shape.
+
+        The text leaves out documents that the model's predictor or the checkpoints `others` learned from.
 
         Raises:
             ExpertcastError: the bundled text is shorter.
@@ -182,7 +185,7 @@ class Target:
         return torch.tensor([bundled_ids(tokenizer, tokens, known)], device=self.store.device)
 
     def routing_process(self, prompt: int, new_tokens: int) -> RoutingProcess | None:
-        """The process that routes in place of the model, where weights are random or an option asks for one.
+        """Return the routing process that replaces the model's routers; None if the model routes.
 
         Raises:
             ExpertcastError: traces of another model, or too few.
@@ -197,17 +200,17 @@ class Target:
         return RoutingProcess(self.model, self.view, tables)
 
     def forecaster(self, process: RoutingProcess | None, ahead: int = 1) -> str | Predictor:
-        """The predictor of all runs that have one."""
+        """Return the predictor of the runs with forecasts."""
         return self.options.predictor or DEFAULT_PREDICTOR if process is None else process.predictor((ahead,))
 
     def link(self, prompt_ids: Tensor, new_tokens: int) -> Json:
-        """The link that is asked for; an emulated one is as fast as is asked for, or by a layer's measured time.
+        """Return name and speed of the link; measure a layer's time for an emulated link without --bandwidth.
 
-        On CUDA `auto` is the copy engine's link here: it times every copy, which the kernel's link cannot.
+        On CUDA `auto` is the link `cuda`, which times every copy; the link `kernel` cannot.
 
         Returns:
-            `link`, its name, and as far as it has them `latency`, `bandwidth`, `copy_over_compute` (K copies take so
-            many layers' time: that is where the bandwidth comes from) and `layer_compute_s` (as measured).
+            `link`, its name, and if known `latency` in seconds, `bandwidth` in bytes per second, `copy_over_compute`
+            (time of K copies in layers' times, which sets the bandwidth) and `layer_compute_s` (measured).
         """
         from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, layer_seconds
 
@@ -226,14 +229,14 @@ class Target:
         return link
 
     def config(self, link: Json) -> OffloadConfig:
-        """The configuration that all runs over a link share; the model's experts have their form already."""
+        """Return the configuration that all runs over a link share; the experts are packed already."""
         return replace(
             self.options.offload, experts="expanded", store=self.store, link=link["link"],
             bandwidth=link.get("bandwidth"),
         )  # fmt: skip
 
     def heading(self, process: RoutingProcess | None) -> Json:
-        """What is run, on what, and who routes."""
+        """Describe the target, the hardware and the routing."""
         from expertcast.runtime.benchmarking.bench import hardware
 
         return {
@@ -252,11 +255,12 @@ class Target:
 
 
 def say_if_busy() -> None:
-    """Warn of a machine on which others compute: what is measured here is too slow then."""
+    """Warn if other programs use the machine, since measured times are then too long."""
     load, processors = os.getloadavg()[0], usable_processors()
     if load > processors:
         say(
-            f"warning: the machine's load is {load:.1f} and {processors} processors may be used: times will be too long"
+            f"warning: the machine is busy (load {load:.1f}, {processors} processors for this program): times will be "
+            "too long"
         )
 
 
@@ -269,4 +273,4 @@ def _load_model(options: TargetOptions) -> PreTrainedModel:
             raise
         from expertcast.runtime.benchmarking.shapes import SHAPES
 
-        raise ExpertcastError(f"{name!r} is no shape ({', '.join(SHAPES)}) and {error}") from error
+        raise ExpertcastError(f"{name!r} is none of the shapes {', '.join(SHAPES)}, and {error}") from error

@@ -1,6 +1,6 @@
-"""What the values of options may name, for a command's help: predictors, policies, presets, drafts and codecs.
+"""Sections of a command's help on predictors, policies, presets, drafts and codecs.
 
-Made of the registries, of the docstrings of their classes, and of those of their options' fields.
+The registries, the docstrings of their classes and those of the fields of their options are the source.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ KINDS: dict[str, Registry[Any]] = {
     "pre_eviction": PRE_EVICTION,
 }
 _LEFT = 24
-"""Columns of a name, as in the rest of the help."""
+"""Width of a name, as in the rest of the help."""
 
 
 def catalogue(flags: Collection[str]) -> str:
-    """The sections that belong to a command's options, one behind another; empty where none does.
+    """Return the sections for a command's options, in order; empty if no option needs one.
 
     Args:
-        flags: such as `--predictor`.
+        flags: flags of the command, such as `--predictor`.
     """
     made = dict.fromkeys(section for flag, its in _SECTIONS.items() if flag in flags for section in its)
     if predictors_and_fields in made:
@@ -44,23 +44,23 @@ def catalogue(flags: Collection[str]) -> str:
 
 
 def predictors(*, fields: bool = False) -> str:
-    """A line per predictor, with what `--set` takes of each where that is asked for."""
+    """Return a line per predictor; with `fields`, also its options for `--set`."""
     found = []
     for name in names() + names("tokens"):
         cls = predictor_class(name)
         own = _fields(cls.config_class, leave_out="ahead") if fields else []
         found.append(_entry(name, _summary(cls)) + own)
-    heading = "predictors, and what --set takes of each (KEY=VALUE)" if fields else "predictors"
+    heading = "predictors, and their options for --set (KEY=VALUE)" if fields else "predictors"
     return _section(heading, *found)
 
 
 def predictors_and_fields() -> str:
-    """The same with the fields."""
+    """Return :func:`predictors` with fields."""
     return predictors(fields=True)
 
 
 def policies() -> str:
-    """Every policy by its kind, with its options."""
+    """Return every policy by its kind, with its options."""
     parts = []
     docs = {kind: lowered(said.rstrip(".")) for kind, said in field_docs(Policies).items()}
     for kind, registry in KINDS.items():
@@ -78,7 +78,7 @@ def policies() -> str:
 
 
 def presets() -> str:
-    """Every preset with where it comes from and what it is made of."""
+    """Return every preset with its source and policies."""
     entries = []
     for name, preset in PRESETS.items():
         default = Policies().as_dict()
@@ -89,14 +89,14 @@ def presets() -> str:
 
 
 def drafts() -> str:
-    """What a draft is called; lossy policies have the options that :func:`policies` shows."""
+    """Return the names of drafts and their options; :func:`policies` shows those of lossy policies."""
     entry = _entry("", ", ".join(draft_names()))
     options = ((AUTO, AutoOptions), (EARLY_EXIT, EarlyExitOptions))
     return _section("drafts", entry, *(_entry(name, "") + _fields(cls) for name, cls in options))
 
 
 def codecs() -> str:
-    """Every codec with its options."""
+    """Return every codec with its options."""
     classes = CODECS.classes()
     return _section("codecs", *(_entry(cls.name, _summary(cls)) + _fields(cls.config_class) for cls in classes))
 
@@ -110,7 +110,7 @@ _SECTIONS: dict[str, tuple[Callable[[], str], ...]] = {
     "--draft": (drafts,),
     "--codec": (codecs,),
 }
-"""By the option whose values the sections are about."""
+"""Sections by the option whose values they describe."""
 
 
 def _section(heading: str, *entries: list[str]) -> str:
@@ -118,7 +118,7 @@ def _section(heading: str, *entries: list[str]) -> str:
 
 
 def _entry(name: str, said: str, indent: str = "  ") -> list[str]:
-    """A name and what is said of it, beside it or, where the name is long, below."""
+    """Return a name with its description, beside it or, after a long name, below."""
     if len(indent + name) > _LEFT - 2:
         return [indent + name, *_wrapped(said, " " * _LEFT)]
     first, *others = _wrapped(said, " " * _LEFT) or [""]
@@ -126,7 +126,7 @@ def _entry(name: str, said: str, indent: str = "  ") -> list[str]:
 
 
 def _fields(config: type, leave_out: str = "") -> list[str]:
-    """A line for each field that a text can set: its name with the default, and its docstring."""
+    """Return a line for each field that text can set: name, default and docstring."""
     docs, lines = field_docs(config), list[str]()
     for name in settable(config):
         if name != leave_out:
@@ -136,13 +136,13 @@ def _fields(config: type, leave_out: str = "") -> list[str]:
 
 
 def _summary(cls: type) -> str:
-    """The first sentence of a class's docstring, without markup."""
+    """Return the first sentence of a class's docstring, without markup."""
     text = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
     text = re.sub(r":\w+:`(?:[^<`]*<)?[.~]*([^>`]+)>?`", r"\1", text).replace("`", "")
     return lowered(re.split(r"(?<=[^.]\.)\s+(?=[A-Z])|: ", text)[0].rstrip("."))
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    """Lines as wide as argparse makes them."""
+    """Wrap text to the width of argparse."""
     width = max(60, shutil.get_terminal_size().columns - 2)
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)

@@ -35,22 +35,23 @@ from expertcast.training.scoring import scored_batches
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.runs import Decoding
 
-# Number of threads, and share of the work that fits the minutes, on a slow or busy machine.
+# Number of threads, and share of the work that fits --minutes, on a slow or busy machine
 
 LEAST = 0.1
-"""Share of the work that is done however long it takes."""
+"""Least share of the work, however long it takes."""
 _TRIAL_S = 0.2
 _NEARLY = 0.9
-"""One thread must be that much faster to be preferred: on a quiet machine the choice is the same each time."""
+"""One thread must be this much faster to be preferred, so that the choice on a quiet machine does not vary."""
 
 
 @contextmanager
 def threads_that_help(work: Callable[[], object]) -> Iterator[int]:
-    """As many threads as there were, or a single one where that does some work sooner: on a busy machine threads wait
-    for each other. Gives how many; afterwards there are as many as before.
+    """Keep the number of threads, or use one if that is faster: on a busy machine threads wait for each other.
+
+    Yields the number of threads, and restores it at the end.
 
     Args:
-        work: milliseconds of what will be done, repeated for a fifth of a second with each.
+        work: some milliseconds of the work to come, repeated for a fifth of a second with each number of threads.
     """
     before = torch.get_num_threads()
     try:
@@ -63,7 +64,7 @@ def threads_that_help(work: Callable[[], object]) -> Iterator[int]:
 
 
 def _rate(work: Callable[[], object], threads: int) -> float:
-    """Repetitions per second, after one that is not counted."""
+    """Return repetitions per second, after a warm-up."""
     torch.set_num_threads(threads)
     work()
     start, done = time.perf_counter(), 0
@@ -74,12 +75,12 @@ def _rate(work: Callable[[], object], threads: int) -> float:
 
 
 class Allowance:
-    """Seconds for several stages, of which each is given what fits beside those after it.
+    """A limit of seconds, shared among stages.
 
     Args:
-        seconds: for all of them.
-        weights: of each stage in order, how many times as long as `work` it takes when nothing of it is left out.
-        work: a short piece of it, timed before each stage: a machine may become busy.
+        seconds: limit for all stages together.
+        weights: duration of each full stage in order, in runs of `work`.
+        work: a short run that is timed before each stage, since a machine may become busy.
     """
 
     def __init__(self, seconds: float, weights: Mapping[str, float], work: Callable[[], object]) -> None:
@@ -89,11 +90,11 @@ class Allowance:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left; below 0 when they are over."""
+        """Seconds until the limit; negative after it."""
         return self._end - time.monotonic()
 
     def share(self, stage: str) -> float:
-        """The share of a stage's work that fits, :data:`LEAST` to 1; those before it are done."""
+        """Return the share of a stage's work that fits the limit, :data:`LEAST` to 1; earlier stages are complete."""
         order = list(self._weights)
         to_come = sum(self._weights[name] for name in order[order.index(stage) :])
         pace_s = min(_seconds(self._work) for _ in range(2))
@@ -107,11 +108,11 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def part(count: int, share: float) -> int:
-    """A share of a count of things, at least one of them."""
+    """Return a share of a count, at least 1."""
     return max(1, round(count * share))
 
 
-# Last stage: a model decodes with its experts behind a slow link, in every mode.
+# Last stage: a model decodes with its experts behind a slow link, in every mode
 
 SLOTS = 96
 """An eighth of the reference model's 768 experts: two tokens' worth."""
@@ -120,7 +121,7 @@ NEW_TOKENS, FEWEST_DEPLOYED = 48, 8
 QUALITY_TOKENS = 6144
 WINDOW = 256
 _LEAST_S = 10.0
-"""Seconds that copies may take, however late it is."""
+"""Least time for copies in seconds, also after the limit."""
 
 
 def deploy(
@@ -131,10 +132,14 @@ def deploy(
     layers: list[int],
     allowance: Allowance,
 ) -> Json:
-    """Time, bytes, hits and perplexity of a model on unseen texts, on demand and in each mode with a predictor.
+    """Measure time, bytes, hits and perplexity of a model on unseen texts, on demand and in each mode with a predictor.
 
-    `tokenizer` is the model's own; at `layers` hybrid mode executes forecasts. Fewer tokens where the `allowance` for
-    `deploy` is short.
+    Args:
+        model, tokenizer: the model and its tokenizer.
+        texts: documents that no predictor learned from.
+        predictor: forecasts in all modes but `on_demand`.
+        layers: layers that execute their forecast in mode `hybrid`.
+        allowance: shortens the stage `deploy`.
     """
     from expertcast.runtime.benchmarking.bench import BenchSettings, benchmark, usual_runs
     from expertcast.runtime.benchmarking.runs import decode_greedily
@@ -156,7 +161,7 @@ def deploy(
         steps = settings.new_tokens * settings.repetitions * len(ways)
         bandwidth = link_bandwidth(model, resident, steps, max(_LEAST_S, allowance.left_s))
         if new_tokens < NEW_TOKENS:
-            say(f"    {new_tokens} new tokens, not {NEW_TOKENS}, and {settings.repetitions} times")
+            say(f"    {new_tokens} new tokens instead of {NEW_TOKENS}, and {settings.repetitions} repetitions")
         timed = benchmark(model, tokenizer, prompt, ways, settings, bandwidth=bandwidth)
     for name, way in timed["runs"].items():
         way["perplexity"] = quality["runs"][name if name in quality["runs"] else "exact"]["perplexity"]
@@ -164,7 +169,7 @@ def deploy(
 
 
 def layer_work(model: PreTrainedModel, tokens: int) -> Callable[[], object]:
-    """What computes the first MoE layer of a model for so many tokens at a time."""
+    """Return a function that runs the first MoE layer of a model on a number of tokens."""
     layer = find_moe_layers(model)[0]
     hidden_BTD = torch.randn(1, tokens, layer.hidden_size, generator=torch.Generator().manual_seed(0))
     given_BTD = hidden_BTD.to(model.dtype)
@@ -177,11 +182,10 @@ def layer_work(model: PreTrainedModel, tokens: int) -> Callable[[], object]:
 
 
 def link_bandwidth(model: PreTrainedModel, resident: Decoding, steps: int, seconds: float) -> float:
-    """Bytes per second of a link on which a layer's copies take `COPY_OVER_COMPUTE` layers' time, and no slower than
-    one that copies every expert of so many decode steps within so many seconds.
+    """Return bytes per second of a link on which a layer's copies take `COPY_OVER_COMPUTE` layers' time.
 
-    Computing is taken to be as fast as in the quickest tenth of the `resident` model's steps: what else the machine
-    does would make a slow link of it.
+    The link copies all experts of `steps` decode steps within `seconds` at the slowest. The computing time is that of
+    the fastest tenth of the `resident` model's steps, so that other load on the machine does not slow the link.
     """
     from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
     from expertcast.runtime.benchmarking.runs import balanced_bandwidth
@@ -194,7 +198,7 @@ def link_bandwidth(model: PreTrainedModel, resident: Decoding, steps: int, secon
 
 
 def runs_table(runs: Json) -> str:
-    """A row per run of :func:`deploy`."""
+    """Return a table with a row per run of :func:`deploy`."""
     rows = [("run", "ms per token", "kB per token", "hit rate", "perplexity", "identical")]
     for name, run_ in runs.items():
         rows.append(
@@ -212,11 +216,11 @@ def runs_table(runs: Json) -> str:
 
 RESULT, TRACES, CHECKPOINT, REPORT = "demo.json", "traces", "checkpoint", "report"
 WEIGHTS = {"collect": 220.0, "train": 200.0, "evaluate": 30.0, "deploy": 160.0}
-"""Of each stage in forwards over `PROBE_TOKENS`, somewhat less than measured on two quiet cores: there nothing may be
-left out."""
+"""Duration of each stage in forwards over `PROBE_TOKENS`: somewhat less than on two quiet cores, where every stage must
+be complete."""
 PROBE_TOKENS, LAYER_TOKENS = 2048, 256
 FEWEST_TOKENS = 6000
-"""Fewer do not give documents for every split."""
+"""Fewer tokens leave a split without documents."""
 NEXT = (
     'expertcast generate reference --prompt "It is a truth" --predictor {checkpoint} --slots 96',
     "expertcast eval {traces} --predictor {checkpoint} linear quasi_hidden",
@@ -227,20 +231,20 @@ NEXT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `expertcast demo` takes."""
+    """Options of `expertcast demo`."""
 
     tokens: Count = 60_000
-    """Tokens to collect."""
+    """Number of tokens to collect."""
     steps: Count = 300
-    """Steps of the estimator."""
+    """Training steps of the estimator."""
     minutes: Annotated[float, Option(metavar="M", read=positive_number)] = 3.0
-    """Do less of everything, a tenth of it at least, where it would take longer."""
+    """Reduce every stage, to a tenth at the least, if the demo would take longer than this."""
     out: Annotated[Path, Option(metavar="DIR", read=folder)] = Path("expertcast-demo")
-    """Folder for traces, checkpoint, report and demo.json; that of an earlier demo is replaced."""
+    """Folder for traces, checkpoint, report and demo.json; an earlier demo in it is replaced."""
 
 
 def run(options: Options) -> Outcome:
-    """The whole path, in the folder."""
+    """Run all stages, and write the results to the folder."""
     begin = time.perf_counter()
     with exclusive(options.out):
         _clear(options.out)
@@ -260,14 +264,15 @@ def run(options: Options) -> Outcome:
 
 
 def _clear(out: Path) -> None:
-    """
+    """Delete an earlier demo.
+
     Raises:
-        ExpertcastError: the folder holds something, and nothing of an earlier demo.
+        ExpertcastError: the folder has other files.
     """
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()) and not (out / RESULT).is_file():
-        raise ExpertcastError(f"{out} is not empty and holds no earlier demo: give a new or an empty folder as --out")
-    write_json(out / RESULT, {"finished": False})  # the mark, for whoever comes after a kill
+        raise ExpertcastError(f"--out {out} is neither empty nor an earlier demo: give a new or an empty folder")
+    write_json(out / RESULT, {"finished": False})  # marks the folder as a demo's, also after a kill
     for name in (TRACES, CHECKPOINT, REPORT):
         shutil.rmtree(out / name, ignore_errors=True)
 
@@ -275,7 +280,7 @@ def _clear(out: Path) -> None:
 def _stages(
     options: Options, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, allowance: Allowance
 ) -> tuple[Evaluation, Json]:
-    """Four stages, each as much of its work as fits."""
+    """Run the four stages, each reduced to the share that fits."""
     documents = load_documents(REFERENCE)
     say("1/4 collect: run the bundled model over text")
     tokens = min(options.tokens, max(FEWEST_TOKENS, part(options.tokens, allowance.share("collect"))))
@@ -311,13 +316,13 @@ def _stages(
     return evaluation, {**scored, **deployed, "deployed_predictor": best, "collected_tokens": tokens, "steps": steps}
 
 
-def _say_less(what: str, count: int, asked: int) -> None:
-    if count < asked:
-        say(f"    {count:,} {what}, not {asked:,}: this machine is slow or busy, and --minutes are few")
+def _say_less(what: str, count: int, full: int) -> None:
+    if count < full:
+        say(f"    {count:,} {what} instead of {full:,}, to stay within --minutes on this machine")
 
 
 def _text(out: Path, evaluation: Evaluation, result: Json) -> str:
-    """Both tables, what was written, and what to do with it."""
+    """Return both tables, the written files, and commands to continue with."""
     paths = {"traces": out / TRACES, "checkpoint": out / CHECKPOINT, "sweep": out / "sweep"}
     wrote = [out / RESULT, out / TRACES, out / CHECKPOINT, out / REPORT / PAGE]
     return "\n\n".join(

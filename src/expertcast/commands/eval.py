@@ -1,5 +1,5 @@
-"""`expertcast eval`: score predictors on traces, and say how long a run that uses their forecasts would wait and what
-executing them costs a model."""
+"""`expertcast eval`: score predictors on traces, estimate the waiting of a run with their forecasts, and measure what
+executing the forecasts costs a model."""
 
 from __future__ import annotations
 
@@ -46,33 +46,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OffloadedOptions, QualityOptions):
-    """What `expertcast eval` takes."""
+    """Options of `expertcast eval`."""
 
     traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
     """Traces folder, or user/repo of the hub."""
     predictor: Annotated[tuple[str, ...], Option(metavar="NAME|CKPT")]
-    """Names are fitted on the train split and scored on the test split, checkpoints are scored on all; documents that
-    one of them learned from are left out."""
+    """Predictors to score. Names are fitted on the train split and scored on the test split, checkpoints are scored on
+    all splits; documents that a predictor learned from are left out."""
     split: Annotated[str | None, Option(choices=(*SPLITS, ALL))] = None
-    """Documents that score."""
+    """Split to score on."""
     ahead: tuple[Count, ...] = (1,)
-    """Layers ahead; each distance is scored."""
+    """Distances in layers between a forecast and its target; each is scored."""
     report: Annotated[Path | None, Option(metavar="DIR", read=folder)] = None
-    """Write one HTML page, PNGs and JSON."""
+    """Write a report to this folder: one HTML page, PNGs and JSON."""
     curve: tuple[Count, ...] = ()
-    """Learning curve at these token counts."""
+    """Also print a learning curve at these numbers of tokens."""
     bandwidth: Annotated[float | None, BANDWIDTH] = None
-    """Bytes per second of the link of timely recall, with --layer-time (default: copies of K experts that take 1, 2 and
-    5 times as long as a layer), and of the waiting (default: as long as a layer)."""
+    """Link speed in bytes per second, with --layer-time. Timely recall and waiting use it (default: K copies take 1, 2
+    and 5 layers' time for timely recall, one layer's time for waiting)."""
     layer_time: Annotated[float | None, Option(metavar="S", read=positive_number)] = None
-    """Seconds that a layer computes: a forecast's own milliseconds then count in timely recall and in the waiting
-    (default: 1 ms per layer for the waiting, and forecasts take no time)."""
+    """Seconds of computing per layer; a forecast's time then counts in timely recall and waiting (default: 1 ms per
+    layer for waiting, and forecasts take no time)."""
     expert_bytes: Count | None = None
-    """Of one expert's copy, with --bandwidth (default: as the model stores it)."""
+    """Bytes of one expert, with --bandwidth (default: as in the model)."""
 
 
 def run(options: Options) -> Outcome:
-    """Predictors of layers share one table, one that looks tokens ahead has its own."""
+    """Score the predictors; predictors of layers share one table, a predictor of tokens has its own."""
     options.check_text()
     _check_link(options)
     traces, ahead = TraceDataset.open(options.traces), sorted(set(options.ahead))
@@ -114,18 +114,15 @@ def run(options: Options) -> Outcome:
 
 
 def _check_link(options: Options) -> None:
-    """
-    Raises:
-        ExpertcastError: a link of which too little is said.
-    """
+    """Raise ExpertcastError if the options of the link are incomplete."""
     if options.bandwidth is not None and options.layer_time is None:
-        raise ExpertcastError("--bandwidth says how long copies take and not how long a layer does: give --layer-time")
+        raise ExpertcastError("--bandwidth needs the computing time of a layer: give --layer-time too")
     if options.expert_bytes is not None and options.bandwidth is None:
-        raise ExpertcastError("--expert-bytes needs a link to be copied over: give --bandwidth")
+        raise ExpertcastError("--expert-bytes needs a link speed: give --bandwidth too")
 
 
 def _windows(options: Options, view: MoEView, costs: Json) -> Windows:
-    """The links of timely recall for a predictor with these costs (:func:`ledger_entry`)."""
+    """Return the links of timely recall for a predictor with these costs (:func:`ledger_entry`)."""
     top_k, layer_s, forecast_s = view.shape.top_k, options.layer_time, (costs["forecast_ms"] or 0.0) / 1e3
     if layer_s is None:
         return ratio_windows(top_k)
@@ -140,29 +137,29 @@ def _windows(options: Options, view: MoEView, costs: Json) -> Windows:
 # Expected waiting: short simulations of decoding with each predictor and each of its rungs.
 
 CACHED = 0.25
-"""Share of the experts that are kept in slots."""
+"""Slots as a share of the experts."""
 TOKENS = 512
-"""Tokens that are simulated at most."""
+"""Most tokens to simulate."""
 LAYER_S = 1e-3
-"""Seconds that a layer computes, where nothing says another number."""
+"""Seconds of computing per layer, without --layer-time."""
 ON_DEMAND = "on demand"
 
 
 def waiting(
     options: Options, predictors: Mapping[str, Predictor], traces: TraceDataset, split: str, ahead: int
 ) -> dict[str, Json]:
-    """Recall@k and seconds per token beyond computing, of a run over a link that caches a quarter of the experts (LRU).
+    """Simulate decoding with a quarter of the experts cached (LRU): recall@k and waiting per token.
 
     Args:
-        options: name the link.
+        options: the link.
         predictors: by name, bound to the traces' view; their rungs are simulated too.
-        traces: whose routing is decoded.
-        split: of it.
+        traces: recorded routing.
+        split: the split of the traces.
         ahead: layers between forecasts and their targets.
 
     Returns:
-        By predictor, rungs as `predictor/rung`, `recall_at_k` (None on demand), on the simulated tokens, and `wait_s`;
-        the shortest first. Nothing where the split's documents are too short to decode.
+        By predictor, with rungs as `predictor/rung`: `recall_at_k` (None on demand) on the simulated tokens, and
+        `wait_s`, seconds per token beyond computing; shortest first. Empty if all documents are too short to decode.
     """
     from expertcast.runtime.policies.settings import Policies
     from expertcast.runtime.simulation.machine import Case
@@ -195,7 +192,7 @@ def waiting(
 
 
 def _with_rungs(predictors: Mapping[str, Predictor]) -> dict[str, Predictor]:
-    """Predictors, each followed by the cheaper ones that it contains."""
+    """Return the predictors, each followed by its cheaper rungs."""
     found: dict[str, Predictor] = {}
     for name, predictor in predictors.items():
         *cheaper, _ = predictor.rungs().items()
@@ -204,7 +201,7 @@ def _with_rungs(predictors: Mapping[str, Predictor]) -> dict[str, Predictor]:
 
 
 def _machine(options: Options, view: MoEView, forecast_s: float) -> Machine:
-    """The link that the options name, and layers that compute as long as they say."""
+    """Return the machine of the options: the link, and the computing time of layers."""
     from expertcast.runtime.simulation.machine import Machine, constant_times
     from expertcast.runtime.storage.layout import FULL, BlockLayout
 
@@ -216,7 +213,7 @@ def _machine(options: Options, view: MoEView, forecast_s: float) -> Machine:
 
 
 def _recall(trace: Trace, name: str) -> float:
-    """Mean recall@k of a trace's hints over their target layers."""
+    """Return the mean recall@k of a trace's hints over their target layers."""
     from expertcast.runtime.simulation.trace import Hints
 
     hints, routes = trace.hints[name], trace.known_routes()
@@ -229,30 +226,30 @@ def _recall(trace: Trace, name: str) -> float:
 
 
 def waiting_table(found: Mapping[str, Json]) -> Table:
-    """A row per predictor and rung of :func:`waiting`."""
+    """Return a table with a row per predictor and rung of :func:`waiting`."""
     rows = [[name, values["recall_at_k"], 1e3 * values["wait_s"]] for name, values in found.items()]
     return Table(headings=["forecasts by", "recall@k", "ms waited per token"], rows=rows)
 
 
 def split_by_looks(options: Options, predictors: dict[str, Predictor]) -> tuple[dict[str, Predictor], NextToken | None]:
-    """Those that look layers ahead, and the one that looks tokens ahead.
+    """Separate the predictors of later layers from the predictor of later tokens.
 
     Raises:
-        ExpertcastError: only the latter, with an option that needs one of the former.
+        ExpertcastError: an option that needs a predictor of layers, and there is none.
     """
     ahead = next((predictor for predictor in predictors.values() if isinstance(predictor, NextToken)), None)
     layers = {name: predictor for name, predictor in predictors.items() if predictor is not ahead}
     needing = [option for option in ("model", "curve", "report") if getattr(options, option)]
     if not layers and needing:
         raise ExpertcastError(
-            f"--{needing[0]} is about forecasts of layers and {', '.join(predictors)} looks tokens ahead: "
-            "name another predictor beside it"
+            f"--{needing[0]} needs a predictor of later layers, and {', '.join(predictors)} forecasts tokens: "
+            "name another predictor too"
         )
     return layers, ahead
 
 
 def curve_table(curve: dict[str, dict[str, float]]) -> str:
-    """A row per predictor, a column per number of tokens that it was fitted on."""
+    """Return a table with a row per predictor and a column per number of training tokens."""
     counts = list(next(iter(curve.values())))
     rows = [("recall@k at tokens", *counts)]
     rows += [(form, *(f"{values[count]:.3f}" for count in counts)) for form, values in curve.items()]

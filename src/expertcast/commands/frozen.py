@@ -1,7 +1,6 @@
-"""The commands' options and help as a file, so that `--help` and refusals need not wait for torch.
+"""Options and help of all commands in a file, so that `--help` and refusals do not import torch.
 
-`python scripts/freeze_command_line.py` writes the file; a test compares it with what the options' classes and the
-registries say.
+`python scripts/freeze_command_line.py` writes the file; a test compares it with the options' classes and registries.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from expertcast.commands import numbers
 
 FILE = Path(__file__).with_name("frozen.json")
 TYPES = {"int": int, "float": float, **{name: value for name, value in vars(numbers).items() if callable(value)}}
-"""What makes a value of a word, by the name that the file has for it; what else a type is comes later."""
+"""Parsers of values by their names in the file; the command itself checks other types."""
 
 
 def add_frozen(parser: argparse.ArgumentParser, command: str) -> str | None:
-    """Give a parser a command's options from the file, without defaults.
+    """Add the options of a command from the file to a parser, without defaults.
 
     Returns:
-        The command's help; None where the file does not know the command.
+        The help of the command; None if the file does not have it.
     """
     known = json.loads(FILE.read_text()).get(command)
     if known is None:

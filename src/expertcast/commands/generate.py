@@ -25,45 +25,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(DeploymentOptions):
-    """What `expertcast generate` takes."""
+    """Options of `expertcast generate`."""
 
     model: Model
     prompt: Annotated[str, Option(metavar="P")]
-    """Text to continue; with --chat, what the model is asked."""
+    """Text to continue; with --chat, the question."""
     chat: bool = False
-    """Ask in the model's own chat template, and print the answer alone."""
+    """Use the model's chat template, and print only the answer."""
     system: Annotated[str | None, Option(metavar="P")] = None
-    """With --chat, what the model is told to be."""
+    """System prompt, with --chat."""
     draft_length: Annotated[int | None, COUNT] = None
-    """Tokens drafted in every cycle (default: as many as pay, none included)."""
+    """Tokens to draft in every cycle (default: the number that is fastest, 0 included)."""
     new_tokens: Count = 64
-    """Tokens to generate."""
+    """Number of tokens to generate."""
     temperature: Annotated[float | None, Option(metavar="T", read=positive_number)] = None
-    """Sample, with logits divided by this (default: the likeliest token each time)."""
+    """Sample with this temperature (default: greedy decoding)."""
     top_p: Annotated[float | None, Option(metavar="P")] = None
-    """Sample among the likeliest tokens that have this probability together (default: 1)."""
+    """Sample among the most likely tokens with this total probability (default: 1)."""
     seed: int | None = None
-    """Of the samples (default: other ones each time)."""
+    """Random seed of sampling (default: none, samples vary)."""
 
     def __post_init__(self) -> None:
         if self.system is not None and not self.chat:
-            raise ExpertcastError("--system is a part of a chat: give --chat too, or leave it out")
+            raise ExpertcastError("--system needs --chat: give --chat too, or leave --system out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ExpertcastError(f"--top-p {self.top_p}: give a probability above 0 and up to 1")
         if self.seed is not None and not self.sampling:
-            raise ExpertcastError("--seed is of samples: give --temperature or --top-p too, or leave it out")
+            raise ExpertcastError("--seed needs --temperature or --top-p: give one of them, or leave --seed out")
 
     @property
     def sampling(self) -> dict[str, float | bool]:
-        """What `generate` of transformers is told of sampling; empty for greedy decoding."""
+        """Sampling arguments of `generate` of transformers; empty for greedy decoding."""
         if self.temperature is None and self.top_p is None:
             return {}
         return {"do_sample": True, "temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": 0}
 
 
 def run(options: Options) -> Outcome:
-    """Load the model offloaded and continue the prompt, printing words as they come; what is returned to be printed is
-    what the generation took."""
+    """Load the model offloaded, print the continuation word by word, and return timing and statistics."""
     from expertcast.runtime.loading import load_offloaded
 
     config = options.configuration()
@@ -76,7 +75,7 @@ def run(options: Options) -> Outcome:
     else:
         inputs = tokenizer(options.prompt, return_tensors="pt")
     if not inputs["input_ids"].shape[1]:
-        raise ExpertcastError("--prompt holds no token: give some text")
+        raise ExpertcastError("--prompt has no tokens: give some text")
     inputs = inputs.to(options.device_name)
     device, dtype = options.device_name, options.dtype
     with load_offloaded(options.model, config, device=device, dtype=dtype, **given) as offloaded:
@@ -95,13 +94,13 @@ def run(options: Options) -> Outcome:
 
 
 def draft_lines(stats: Json) -> list[str]:
-    """What was drafted, and why, in a line or two; nothing where nothing was."""
+    """Return a line for each governor of drafts with its latest decision."""
     governors = stats.get("drafts", {}).get("by_sequences", {}).values()
     return [f"draft: {line['reason']}" for governor in governors for line in governor["reasons"][-1:]]
 
 
 class TimedStreamer(TextStreamer):  # type: ignore[misc]
-    """Prints words as soon as they are whole, and keeps when each token came.
+    """Prints words as soon as they are complete, and records the time of each token.
 
     Args:
         tokenizer: the model's own.
@@ -115,15 +114,15 @@ class TimedStreamer(TextStreamer):  # type: ignore[misc]
         self._prompt = True
 
     def put(self, value: Tensor) -> None:
-        """Tokens that are certain; the first call is the prompt's."""
+        """Receive tokens; the first call brings the prompt."""
         if not self._prompt:
             self._seconds += [time.perf_counter() - self._start] * value.numel()
         self._prompt = False
         super().put(value)
 
     def as_dict(self) -> Json:
-        """`new_tokens`, `ttft_s` from the making of this to the first token, and `tokens_per_s` of those after it; None
-        where there are too few."""
+        """Return `new_tokens`, `ttft_s` from construction to the first token, and `tokens_per_s` after it; None if
+        there are too few tokens."""
         seconds = self._seconds
         took = seconds[-1] - seconds[0] if seconds else 0.0
         return {
@@ -134,7 +133,7 @@ class TimedStreamer(TextStreamer):  # type: ignore[misc]
 
 
 def chat_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None, model: str) -> BatchEncoding:
-    """A question, and what the model is told to be, in its own chat template, ready to be answered.
+    """Apply the model's chat template to a question and a system prompt.
 
     Raises:
         ExpertcastError: the tokenizer has no template, or one that refuses a system prompt.
@@ -176,12 +175,12 @@ def held(offloaded: OffloadedModel) -> Json:
 
 
 def account(timing: Json, stats: Json, where: Json) -> list[str]:
-    """Three lines: how fast it was, what became of the experts, and what they take.
+    """Return three lines: speed, hits and transfers of experts, and memory.
 
     Args:
-        timing: of the streamer.
-        stats: of the run.
-        where: as :func:`held` says.
+        timing: :meth:`TimedStreamer.as_dict`.
+        stats: statistics of the run.
+        where: result of :func:`held`.
     """
     count, moved = timing["new_tokens"], stats["bytes_moved"]
     speed = [f"{count} tokens"]

@@ -1,4 +1,4 @@
-"""`expertcast inspect`: say what a model, traces folder or checkpoint is, or whether its files are what was written."""
+"""`expertcast inspect`: describe a model, traces folder or checkpoint, or verify the digests of its files."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from expertcast.predictors.hybrid import Hybrid
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `expertcast inspect` takes."""
+    """Options of `expertcast inspect`."""
 
     target: Annotated[str, Option(positional=True, metavar="MODEL|TRACES|CKPT|STORE")]
-    """What to look at."""
+    """Folder or hub id to describe."""
     verify: bool = False
-    """Read all files of traces, a checkpoint or a store folder, and compare them with their digests."""
+    """Compare all files of traces, a checkpoint or a store folder with their digests."""
     revision: Annotated[str | None, Option(metavar="REV")] = None
     """Branch, tag or commit of a model on the hub (default: main)."""
     trust_remote_code: bool = False
-    """Run the code that a model brings along."""
+    """Run Python code from the model's repository."""
 
 
 def run(options: Options) -> Outcome:
-    """Read what describes it; no weight is read unless it is to be verified."""
+    """Describe the target without reading weights, or verify all its files."""
     folder = Path(options.target)
     if options.verify:
         checked = _verify(folder)
@@ -51,8 +51,8 @@ def run(options: Options) -> Outcome:
     model = Path(resolve_model(options.target))
     if model.is_dir() and not (model / files.CONFIG).is_file():
         raise ExpertcastError(
-            f"{folder} holds neither a model nor a checkpoint (config.json) nor traces (trace.json); a store is "
-            "compared with its digests by --verify"
+            f"{folder} has neither config.json (model, checkpoint) nor trace.json (traces): give such a folder, or a "
+            "store with --verify"
         )
     given = ModelOptions(revision=options.revision, trust_remote_code=options.trust_remote_code)
     report = asdict(inspect_model(options.target, **given.passed_on(options.target)))
@@ -64,7 +64,7 @@ def run(options: Options) -> Outcome:
 
 
 def _ladder(checkpoint: PredictorCheckpoint) -> str:
-    """The table of a hybrid's rungs; nothing for other predictors."""
+    """Return the table of a hybrid's rungs; empty for other predictors."""
     if checkpoint.name != Hybrid.name:
         return ""
     checkpoint.predictor()  # its config is right
@@ -72,10 +72,10 @@ def _ladder(checkpoint: PredictorCheckpoint) -> str:
 
 
 def _verify(folder: Path) -> list[str]:
-    """Kinds of files that were read and are right.
+    """Verify the files of a folder; return the kinds of files.
 
     Raises:
-        ExpertcastError: one is not, or nothing of ours lies there.
+        ExpertcastError: a file differs from its digest, or the folder has no files of expertcast.
     """
     if (folder / TRACE_FILE).is_file():
         traces = TraceDataset.open(folder)
@@ -91,4 +91,4 @@ def _verify(folder: Path) -> list[str]:
     if (folder / FILE_NAME).is_file():
         verify_store(folder / FILE_NAME)
         return [FILE_NAME]
-    raise ExpertcastError(f"{folder} holds neither traces nor a checkpoint nor a store: only these have digests")
+    raise ExpertcastError(f"--verify: {folder} is no folder of traces, a checkpoint or a store: give one of these")

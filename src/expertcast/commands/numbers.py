@@ -11,7 +11,7 @@ N = TypeVar("N", int, float)
 
 
 def _reader(kind: Callable[[str], N], fits: Callable[[N], bool], expected: str) -> Callable[[str], N]:
-    """What makes a number of a word, or says that it is none that fits."""
+    """Return a parser of numbers that refuses others than `fits`."""
 
     def read(text: str) -> N:
         try:
@@ -26,7 +26,7 @@ def _reader(kind: Callable[[str], N], fits: Callable[[N], bool], expected: str) 
 
 
 BANDWIDTHS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 50e9}
-"""Bytes per second of large page-locked copies over 16 lanes, some 80% of what the standards name."""
+"""Bytes per second of large page-locked copies over 16 lanes, about 80% of the standards' nominal rates."""
 positive = _reader(int, lambda value: value >= 1, "whole number of 1 or more")
 not_negative_whole = _reader(int, lambda value: value >= 0, "whole number of 0 or more")
 positive_number = _reader(float, lambda value: 0 < value < math.inf, "number above 0")

@@ -51,7 +51,7 @@ RUNTIME = {
 
 
 class _Runtime(dict[str, object]):
-    """Imports a name of `RUNTIME` when an annotation asks for it; it goes before a module's own name."""
+    """Namespace of annotations that imports a name of `RUNTIME` on first use, before the module's own names."""
 
     def __missing__(self, name: str) -> object:
         return getattr(importlib.import_module(f"expertcast.runtime.{RUNTIME[name]}"), name)
@@ -59,28 +59,28 @@ class _Runtime(dict[str, object]):
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """What a field's name, type, default and docstring leave open of its option: `Annotated[int, Option(...)]`."""
+    """Details of a field's option, beyond its name, type, default and docstring: `Annotated[int, Option(...)]`."""
 
     flag: str | None = None
-    """Its flag, where that is not the field's name."""
+    """The flag; None: the field's name."""
     positional: bool = False
-    """Whether it is given by its place, without a flag."""
+    """A positional argument, without a flag."""
     metavar: str | None = None
-    """What stands for the value in the help."""
+    """Placeholder of the value in the help."""
     choices: Sequence[str] | None = None
-    """The only values."""
+    """Values that are allowed; None: all."""
     read: Callable[[str], object] | None = None
-    """Makes a value of one word, where the type does not."""
+    """Parses one word; None: the type does."""
     help: str | None = None
-    """What the option takes, behind what the field's docstring says."""
+    """Text that follows the field's docstring in the help."""
 
 
 class Fields(dict[str, Option]):
-    """What has to be said of the options of a nested dataclass; its other fields get none. Empty: all of them do."""
+    """Options of a nested dataclass by field; fields that are not named get none. Empty: every field gets one."""
 
 
 class Given(dict[str, object], Generic[C]):
-    """The fields of a dataclass that were given on the command line: `Annotated[Given[Config], Fields(...)]`."""
+    """Fields of a dataclass that the command line sets: `Annotated[Given[Config], Fields(...)]`."""
 
 
 class _Field(NamedTuple):
@@ -89,19 +89,19 @@ class _Field(NamedTuple):
     name: str
     default: object
     kind: type
-    """Of a single value."""
+    """Type of a single value."""
     around: set[object]
-    """What stands around that: tuple, Given, a union."""
+    """Generic types around it: tuple, Given, a union."""
     option: Option | Fields
-    """Fields, when it is a dataclass that is nested in another."""
+    """Fields for a nested dataclass."""
 
 
 def add_options(parser: argparse._ActionsContainer, cls: type[C]) -> None:
-    """Give a parser an option per field; those of nested dataclasses are a group of their own in the help.
+    """Add an option to a parser for each field of a dataclass; a nested dataclass is a group in the help.
 
     Args:
-        parser: of a command.
-        cls: the dataclass. Fields without a default must be given; a bool is a switch.
+        parser: the parser of a command.
+        cls: the dataclass. A field without a default is a required option; a bool is a switch.
     """
     docs = field_docs(cls)
     for field in _fields(cls):
@@ -115,11 +115,11 @@ def add_options(parser: argparse._ActionsContainer, cls: type[C]) -> None:
 
 
 def read_options(cls: type[C], args: argparse.Namespace) -> C:
-    """The dataclass from what was parsed; nested ones are made too.
+    """Build the dataclass, and those nested in it, from parsed options.
 
     Args:
-        cls: the dataclass whose options a parser was given.
-        args: what it found.
+        cls: the dataclass of :func:`add_options`.
+        args: the parsed options.
 
     Raises:
         ExpertcastError: values that the dataclass refuses.
@@ -138,7 +138,7 @@ def read_options(cls: type[C], args: argparse.Namespace) -> C:
 
 
 def _fields(cls: type[DataclassInstance], only: Mapping[str, Option] | None = None) -> Iterator[_Field]:
-    """The fields that get an option (of a nested dataclass, `only` these), a class's own before what it inherits."""
+    """Yield the fields that get an option (`only` these of a nested dataclass), a class's own before inherited ones."""
     fields = {field.name: field for field in dataclasses.fields(cls) if not only or field.name in only}
     hints = typing.get_type_hints(cls, localns=_Runtime(), include_extras=True)
     for base in cls.__mro__:
@@ -150,7 +150,7 @@ def _fields(cls: type[DataclassInstance], only: Mapping[str, Option] | None = No
 
 
 def _taken_apart(hint: object) -> tuple[type, set[object], list[object]]:
-    """The type that stands inside of others, those others, and what they are annotated with."""
+    """Return the innermost type, the generic types around it, and their annotations."""
     around, notes = set[object](), list[object]()
     while origin := typing.get_origin(hint):
         hint, *others = typing.get_args(hint)
@@ -167,7 +167,7 @@ def _value(field: _Field, args: argparse.Namespace) -> object:
 
 
 def _add(parser: argparse._ActionsContainer, field: _Field, option: Option, doc: str, *, given: bool = False) -> None:
-    """An option for a field of that docstring; with `given` its default is None, whatever the field's is."""
+    """Add an option with that docstring; with `given` its default is None, whatever the field's is."""
     required = field.default is dataclasses.MISSING
     default = None if required else field.default
     text = _help("; ".join(filter(None, (doc.rstrip("."), option.help))), default)
@@ -192,7 +192,7 @@ def _add(parser: argparse._ActionsContainer, field: _Field, option: Option, doc:
 
 
 def _help(doc: str, default: object) -> str:
-    """A docstring as the help of an option: no sentence, and with the default unless it says that itself."""
+    """Return a docstring as help: without a capital letter, and with the default unless the docstring names it."""
     text = lowered(doc)
     if default is not None and default is not False and default != () and "default:" not in text:
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
@@ -201,7 +201,7 @@ def _help(doc: str, default: object) -> str:
 
 
 def lowered(sentence: str) -> str:
-    """A sentence without its capital letter, unless its first word is a name such as AdamW, CPU or K."""
+    """Return a sentence without its capital letter, unless its first word is a name such as AdamW, CPU or K."""
     first = sentence.partition(" ")[0].rstrip(",")
     named = first[1:] != first[1:].lower() or (len(first) == 1 and first != "A")
     return sentence if named else sentence[:1].lower() + sentence[1:]
@@ -212,8 +212,8 @@ COUNT = Option(metavar="N", read=positive)
 EARLY = Option(metavar="R|none", read=lambda text: None if text == "none" else not_negative_whole(text))
 MODEL_HELP = "local folder or hub id of a transformers model, or `reference` (the bundled model)"
 DATA_HELP = (
-    "hub data set id, or local .parquet/.jsonl files with a column `text`, or .txt files (each cut into documents of "
-    "about 4000 characters, at blank lines), or `reference` (bundled text)"
+    "hub data set id, .parquet or .jsonl files with a column `text`, .txt files (split at blank lines into documents "
+    "of about 4000 characters), or `reference` (bundled text)"
 )
 
 Count = Annotated[int, COUNT]
@@ -226,18 +226,18 @@ Text = Annotated[TextOptions, Fields(window=COUNT, batch_size=COUNT, early_rank=
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How a model is loaded."""
+    """Options of loading a model."""
 
     dtype: Annotated[str, Option(choices=("auto", "bf16", "fp16", "fp32"))] = "auto"
-    """Dtype to load in."""
+    """Dtype of the weights in memory."""
     device: str = "auto"
-    """cpu, cuda, cuda:1 ... (default: cuda when there is one)."""
+    """Device: cpu, cuda, cuda:1 ... (default: cuda if there is one)."""
     revision: Annotated[str | None, Option(metavar="REV")] = None
     """Branch, tag or commit of a model on the hub (default: main)."""
     trust_remote_code: bool = False
-    """Run the code that a model brings along."""
+    """Run Python code from the model's repository."""
     attn_implementation: Annotated[str | None, Option(metavar="NAME")] = None
-    """Attention as transformers names it, such as sdpa, eager or flash_attention_2 (default: its own choice)."""
+    """Attention implementation of transformers, such as sdpa, eager or flash_attention_2 (default: its choice)."""
 
     @property
     def device_name(self) -> str:
@@ -249,7 +249,7 @@ class ModelOptions:
         return str(torch_device(None if self.device == "auto" else self.device))
 
     def load(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """A model on its device, and its tokenizer.
+        """Return a model on its device, and its tokenizer.
 
         Raises:
             ExpertcastError: no such model, tokenizer or device.
@@ -258,36 +258,36 @@ class ModelOptions:
         return load_model(name, dtype=self.dtype, device=self.device_name, **given), load_tokenizer(name, **given)
 
     def passed_on(self, name: str) -> dict[str, Any]:
-        """What `from_pretrained` is told beside the model's `name`.
+        """Return the keyword arguments of `from_pretrained` for the model `name`.
 
         Raises:
-            ExpertcastError: a revision of what is no repository.
+            ExpertcastError: --revision for a local folder.
         """
         if self.revision is not None and Path(resolve_model(name)).exists():
-            raise ExpertcastError(f"--revision {self.revision} is of a hub id, and {name} is here: leave it out")
+            raise ExpertcastError(f"--revision {self.revision} applies only to hub models; {name} is a local folder")
         given = {"revision": self.revision, "attn_implementation": self.attn_implementation}
-        asked = {key: value for key, value in given.items() if value is not None}
-        return {**asked, "trust_remote_code": self.trust_remote_code}  # without it transformers would ask at a terminal
+        known = {key: value for key, value in given.items() if value is not None}
+        return {**known, "trust_remote_code": self.trust_remote_code}  # without it transformers would ask at a terminal
 
 
 _FEW_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
-"""oneDNN keeps a kernel for each number of tokens that an expert got, 1,024 of them by default: 1.5 GB beside a model
-that memory is too small for. It reads the variable when it makes the first one."""
+"""oneDNN caches one kernel per number of tokens of an expert, 1,024 by default: 1.5 GB beside a model that does not fit
+memory. It reads the variable when it builds the first kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredOptions(ModelOptions):
-    """How a model is loaded whose experts may lie in a folder."""
+    """Options of loading a model whose experts may be in a store folder."""
 
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
-    """Run the model offloaded, its experts packed in this folder: for models larger than memory."""
+    """Run the model offloaded from a folder of packed experts, for models larger than memory."""
     experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
-    """Run the model offloaded, its experts expanded (in the model's dtype), packed (as a quantised checkpoint ships
-    them), rounded to int8 or int4, or auto (packed where the checkpoint is quantised)."""
+    """Form of the experts: expanded (the model's dtype), packed (codes and scales of a quantised checkpoint), int8 or
+    int4 (rounded), auto (packed if the checkpoint is quantised). All but expanded run the model offloaded."""
 
     def opener(self, name: str) -> Callable[[OffloadConfig], OffloadedModel] | None:
-        """Function that opens the model `name` offloaded by a configuration, from the folder or with its experts in
-        another form; None without these."""
+        """Return a function from a configuration to the offloaded model `name`; None without --store-folder and
+        --experts."""
         from expertcast.runtime.config import OffloadConfig
         from expertcast.runtime.loading import load_offloaded
 
@@ -308,20 +308,20 @@ class StoredOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadedOptions(StoredOptions):
-    """How a model is loaded that may run offloaded."""
+    """Options of loading a model that may run offloaded."""
 
     slots: Annotated[int | None, COUNT] = None
-    """Run the model offloaded, with so many experts on the device (default with --store-folder: a quarter of all)."""
+    """Run the model offloaded with this many experts on the device (default with --store-folder: a quarter of all)."""
     memory: Annotated[str | None, Option(metavar="BYTES")] = None
-    """The same in bytes, such as 2GB; activations take about as much beside it."""
+    """Run the model offloaded with this much device memory for experts, such as 2GB; activations need as much again."""
     codec: Annotated[str | None, Option(metavar="CODEC")] = None
-    """How experts are packed in --store-folder (default: as they are there, else raw)."""
+    """Compression of the experts in --store-folder (default: that of the folder, else raw)."""
 
     def load(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """A model on its device, offloaded if any option says so, and its tokenizer.
+        """Return a model on its device, offloaded if an option requires it, and its tokenizer.
 
         Raises:
-            ExpertcastError: no such model, tokenizer or device, or options that rule each other out.
+            ExpertcastError: no such model, tokenizer or device, or options that contradict each other.
         """
         other_form = self.experts != StoredOptions.experts
         if not (self.store_folder or self.slots or self.memory or self.codec or other_form):
@@ -346,11 +346,13 @@ class OffloadedOptions(StoredOptions):
         return loaded() if model is None else model, tokenizer
 
 
-POLICIES_HELP = "eviction, prefetch, miss, routing, pre_eviction or scope, such as eviction=lfu; or a preset's name"
+POLICIES_HELP = (
+    "KIND is eviction, prefetch, miss, routing, pre_eviction or scope, such as eviction=lfu; or the name of a preset"
+)
 
 
 def policies_of(words: Sequence[str]) -> Policies | str:
-    """`kind=policy` for each kind that is not the default, or a preset's name.
+    """Parse `kind=policy` words, or the name of a preset.
 
     Raises:
         ExpertcastError: an unknown kind or policy.
@@ -363,24 +365,24 @@ def policies_of(words: Sequence[str]) -> Policies | str:
     given = dict(word.partition("=")[::2] for word in words)
     for kind in given:
         if kind not in kinds:
-            raise ExpertcastError(f"--policies {kind}: give a preset alone, or KIND=POLICY of {', '.join(kinds)}")
+            raise ExpertcastError(f"--policies {kind}: give one preset, or KIND=POLICY of {', '.join(kinds)}")
     return Policies(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentOptions(ModelOptions):
-    """How a model is offloaded by a command."""
+    """Options of offloading a model."""
 
     config: Annotated[Path | None, Option(metavar="FILE")] = None
-    """How to offload, as `expertcast advise --save` or OffloadConfig.save wrote it; other options win over it."""
+    """Configuration file of `expertcast advise --save` or OffloadConfig.save; other options replace its values."""
     policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
-    """How experts are evicted, prefetched and missed."""
+    """Cache policies."""
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
-    """Keep the experts packed in this folder, for models larger than memory."""
+    """Folder of the packed experts, for models larger than memory."""
     codec: Annotated[str | None, Option(metavar="CODEC")] = None
-    """How experts are packed in --store-folder (default: as they are there, else raw)."""
+    """Compression of the experts in --store-folder (default: that of the folder, else raw)."""
     pools: Annotated[str | None, Option(metavar="C=BYTES,...")] = None
-    """With a codec, memory for experts that are kept compressed beside the slots; see `expertcast advise`."""
+    """With a codec, memory for compressed experts beside the slots; `expertcast advise` proposes values."""
     offload: Annotated[
         Given[OffloadConfig],
         Fields(
@@ -395,13 +397,13 @@ class DeploymentOptions(ModelOptions):
             bandwidth=BANDWIDTH,
         ),
     ]
-    """How the experts are offloaded; defaults are those without --config."""
+    """Offloading; defaults apply without --config."""
 
     def configuration(self) -> OffloadConfig:
-        """The file's configuration, or the default one, with what was given in place of what it says.
+        """Return the configuration of --config, or the default one, with the values of the other options.
 
         Raises:
-            ExpertcastError: a bad file, or options that the file's others rule out; the line names the file.
+            ExpertcastError: a bad file, or options that contradict it; the message names the file.
         """
         from expertcast.runtime.config import OffloadConfig, named_checkpoint
 
@@ -414,7 +416,7 @@ class DeploymentOptions(ModelOptions):
         except ExpertcastError as error:
             if self.config is None:
                 raise
-            raise ExpertcastError(f"{self.config} with what is given beside it: {error}") from error
+            raise ExpertcastError(f"{self.config} with the other options: {error}") from error
         return made
 
     def _changed(self) -> Mapping[str, object]:
@@ -424,6 +426,6 @@ class DeploymentOptions(ModelOptions):
         if self.policies:
             own["policies"] = policies_of(self.policies)
         changed = self.offload | {name: value for name, value in own.items() if value is not None}
-        if ("slots" in changed) != ("memory" in changed):  # two ways to say the same: the file's goes
+        if ("slots" in changed) != ("memory" in changed):  # both set one thing: the option replaces the file's
             changed = {"slots": None, "memory": None, **changed}
         return changed

@@ -1,4 +1,4 @@
-"""What a command gives back and prints."""
+"""Results of commands: files, tables and messages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors.messages import Json, aligned
 
 Outcome = tuple[Json, str]
-"""A command's result, for --json, and the text to print."""
+"""Result of a command, for --json, and the text to print."""
 
 
 def folder(text: str) -> Path:
-    """Reads an option: a folder to write, there or not. Said before a long run, not after it.
+    """Parse a folder to write, which need not exist.
 
     Raises:
-        ArgumentTypeError: it is a file.
+        ArgumentTypeError: the path is a file.
     """
     path = Path(text)
     if path.exists() and not path.is_dir():
@@ -28,16 +28,16 @@ def folder(text: str) -> Path:
 
 
 def new_file(text: str) -> Path:
-    """Reads an option: a file to write.
+    """Parse a file to write.
 
     Raises:
-        ArgumentTypeError: its folder is missing, or it is a folder itself.
+        ArgumentTypeError: its folder is missing, or the path is a folder.
     """
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder: give a file")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}; make it first")
+        raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}; create it first")
     return path
 
 
@@ -51,7 +51,7 @@ def write_json(path: Path, result: Json) -> None:
 
 
 def describe_traces(traces: TraceDataset) -> str:
-    """A traces folder's own account of itself, without the single documents."""
+    """Return a table of a traces folder's settings and sizes."""
     keys = ("model", "fingerprint", "shape", "tokens", "splits", "window", "columns", "collection_s", "command",
             "git_revision", "versions")  # fmt: skip
     values = {key: traces.info[key] for key in keys if key in traces.info}
@@ -63,7 +63,7 @@ def describe_traces(traces: TraceDataset) -> str:
 
 
 def table(values: Json) -> str:
-    """Names and values in two columns; nested values as compact JSON, long ones of these cut."""
+    """Return names and values in two columns; nested values as JSON, cut at 100 characters."""
     return aligned([(key, _shown(value)) for key, value in values.items()], left=2)
 
 
@@ -73,12 +73,12 @@ def _shown(value: object) -> str:
 
 
 def say(text: str) -> None:
-    """Tell how far a command is, on standard error."""
+    """Print progress to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def forecast_lines(runs: Json) -> list[str]:
-    """A line per run in which forecasts were weighed: how many were made, by what, and why not all."""
+    """Return a line for each run with a governor of forecasts: counts by rung, and counts left out by reason."""
     lines = []
     for name, run in runs.items():
         for governor in run["stats"].get("forecasts", {}).values():

@@ -1,4 +1,4 @@
-"""Predictors as the command line names them, and what executing them costs a model."""
+"""Predictors by their names on the command line, their scores, costs and effect on a model."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ from expertcast.training.unseen import unseen_documents
 if TYPE_CHECKING:
     from expertcast.runtime.config import OffloadConfig
 
-# Comparison of --model with the model of the traces.
+# Comparison of --model with the model of the traces
 
 _REMEDY = "give the model that they were collected from"
 
 
 def check_shape(options: ModelOptions, name: str, traced: MoEView) -> None:
-    """See that a model has the shape of the one that was traced, before anything is scored; no weight is read.
+    """Compare the shape of a model with that of the traces; no weight is read.
 
     Args:
-        options: how it is loaded.
-        name: the model's.
-        traced: the layers that the traces have.
+        options: options of loading the model.
+        name: the model.
+        traced: the layers of the traces.
 
     Raises:
         ExpertcastError: no such model, or one of another shape.
@@ -86,14 +86,14 @@ def check_shape(options: ModelOptions, name: str, traced: MoEView) -> None:
 
 
 def check_routers(view: MoEView, info: Json) -> None:
-    """See that a loaded model is the one that was traced.
+    """Compare a loaded model with the model of the traces.
 
     Args:
-        view: its layers.
-        info: of the traces.
+        view: the layers of the loaded model.
+        info: `trace.json` of the traces.
 
     Raises:
-        ExpertcastError: its routers or norms are others.
+        ExpertcastError: its routers or norms have other weights.
     """
     if info["fingerprint"] != view.fingerprint():
         raise ExpertcastError(
@@ -105,11 +105,11 @@ def check_routers(view: MoEView, info: Json) -> None:
 FORECAST_WINDOW = 256
 """Tokens per window when forecasts are executed: a window is one forward."""
 POLICY_WINDOW = 128
-"""Tokens per window when policies are at work, or twice the prefill: what is left is decoded token by token."""
+"""Tokens per window with lossy policies, or twice the prefill if that is more; the rest is decoded token by token."""
 
 
 def registered(words: Sequence[str]) -> tuple[str, ...]:
-    """Predictor names as given, with each `module:Class` imported from the current folder and registered.
+    """Return predictor names, with each `module:Class` imported from the current folder and registered.
 
     Raises:
         ExpertcastError: no such module or class, an error in it, or a name that is taken.
@@ -132,7 +132,7 @@ def _registered(word: str) -> str:
 
 
 def predictor_config(name: str, ahead: Sequence[int], settings: Sequence[str] = ()) -> PredictorConfig:
-    """A predictor's config from `--ahead` and `--set key=value ...`.
+    """Return a predictor's config from `--ahead` and `--set key=value ...`.
 
     Raises:
         ExpertcastError: unknown predictor, unknown field, or a value that does not fit.
@@ -143,16 +143,16 @@ def predictor_config(name: str, ahead: Sequence[int], settings: Sequence[str] = 
 
 
 def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] = (1,)) -> dict[str, Fitted]:
-    """Checkpoints loaded, registry names fitted on the train split; by predictor name, in the order of the words.
+    """Load checkpoints, and fit registered predictors on the train split; by predictor name, in the order of `wanted`.
 
     Args:
         wanted: checkpoints and names.
-        traces: what is fitted on.
-        ahead: how many layers ahead names look.
+        traces: traces to fit on.
+        ahead: distances in layers of the fitted predictors.
 
     Raises:
         ExpertcastError: neither a checkpoint nor a name, two predictors of one name, or a checkpoint that reads early
-            attention as other traces hold it.
+            attention of another kind than these traces have.
     """
     wanted = registered(wanted)
     found = {given: loaded(given, traces.view) for given in wanted if is_checkpoint(given)}
@@ -162,7 +162,7 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] 
     for given in wanted:
         if given not in found and given not in known:
             raise ExpertcastError(
-                f"{given!r} is neither a checkpoint folder nor a predictor name nor user/repo of the hub: names are "
+                f"unknown predictor {given!r}: give a checkpoint folder, user/repo of the hub, or one of "
                 f"{', '.join(known)}"
             )
     configs = {given: predictor_config(given, ahead) for given in wanted if given not in found}
@@ -177,7 +177,7 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] 
 
 
 def loaded(folder: str, view: MoEView) -> Fitted:
-    """A checkpoint's predictor, bound to the model, with the report of its fit.
+    """Return a checkpoint's predictor, bound to the model, with the report of its fit.
 
     Raises:
         ExpertcastError: no checkpoint, a damaged one, or one of another model.
@@ -188,22 +188,22 @@ def loaded(folder: str, view: MoEView) -> Fitted:
 
 
 def loaded_next_token(given: str, view: MoEView) -> tuple[NextToken, Fitted]:
-    """The predictor of the checkpoint that `--next-token` names, and what :func:`loaded` gives of it.
+    """Return the predictor of `--next-token`, and the result of :func:`loaded`.
 
     Raises:
-        ExpertcastError: as there; a checkpoint of another kind of predictor.
+        ExpertcastError: as :func:`loaded`; or another kind of predictor.
     """
     made = loaded(given, view)
     if not isinstance(made.predictor, NextToken):
         raise ExpertcastError(
-            f"--next-token {given} is a {made.predictor.name}: give a checkpoint of `expertcast train --predictor "
-            "next_token`, and other predictors as --predictor"
+            f"--next-token {given} is a checkpoint of {made.predictor.name}: give one of next_token, and others as "
+            "--predictor"
         )
     return made.predictor, made
 
 
 def learned_documents(given: Iterable[str | None]) -> frozenset[str]:
-    """Hashes of the documents that predictors learned from, of whichever names a checkpoint.
+    """Return hashes of the documents that checkpoints learned from; other names are ignored.
 
     Raises:
         ExpertcastError: a damaged checkpoint.
@@ -213,10 +213,10 @@ def learned_documents(given: Iterable[str | None]) -> frozenset[str]:
 
 
 def is_checkpoint(given: str) -> bool:
-    """Whether a word names a checkpoint: its folder, or what can be a repository of the hub.
+    """Return whether a word names a checkpoint: a folder, or possibly a repository of the hub.
 
     Raises:
-        ExpertcastError: it is a predictor's name as well.
+        ExpertcastError: it is also the name of a predictor.
     """
     if is_name(given):
         return False
@@ -228,7 +228,7 @@ def is_checkpoint(given: str) -> bool:
 def unseen_text(
     documents: Sequence[Document], predictors: Mapping[str, Predictor], chosen_by: frozenset[str] = frozenset()
 ) -> list[Document]:
-    """:func:`unseen_documents`, saying what is left out."""
+    """Return :func:`unseen_documents`, and print which are left out."""
     rest, left_out = unseen_documents(documents, predictors, chosen_by)
     if left_out.documents:
         say(f"text: {left_out}")
@@ -237,27 +237,24 @@ def unseen_text(
 
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions(StoredOptions):
-    """The model whose quality is measured, and the text."""
+    """Options of the model whose quality is measured, and of the text."""
 
     model: Annotated[str | None, Option(metavar="MODEL")] = None
-    """Also measure what speculative execution costs this model."""
+    """Also measure the effect of speculative execution on this model's output."""
     data: Data = ()
     """Text for --model."""
     text_column: TextColumn = TEXT_COLUMN
     """Column of --data that holds the text."""
     quality_tokens: Count = 8192
-    """Tokens for --model."""
+    """Number of tokens for --model."""
 
     def check_text(self) -> None:
-        """
-        Raises:
-            ExpertcastError: a model without text; the bundled one brings its own.
-        """
+        """Raise ExpertcastError for a model without text; the bundled one has its own."""
         if self.model and not self.data and self.model != REFERENCE:
             raise ExpertcastError("--model needs text to run on: give --data")
 
     def documents(self) -> list[Document]:
-        """The text that the model is run on."""
+        """Return the text for the model."""
         return load_documents(self.data or REFERENCE, column=self.text_column, tokens=self.quality_tokens)
 
 
@@ -269,21 +266,20 @@ def forecast_quality(
     traces: TraceDataset,
     chosen: tuple[str, list[int]],
 ) -> Json:
-    """What executing forecasts costs a model, per domain, as :func:`measure_quality` has it, on documents that no
-    predictor learned from.
+    """Measure what executing forecasts costs a model, per domain (:func:`measure_quality`), on unseen documents.
 
     Each predictor is executed at all layers, and the chosen one also at the chosen layers (`hybrid`).
 
     Args:
-        options: what text, and how much of it.
-        name: the model's.
-        predictors: that were evaluated, by name.
-        ahead: the distance at which they were.
-        traces: whose documents of the validation split are left out.
-        chosen: a predictor and layers, by :func:`best_on_validation`.
+        options: the text and its length.
+        name: the model.
+        predictors: evaluated predictors, by name.
+        ahead: distance in layers of their evaluation.
+        traces: documents of their validation split are left out.
+        chosen: predictor and layers of :func:`best_on_validation`.
 
     Raises:
-        ExpertcastError: they are of another model.
+        ExpertcastError: the traces are of another model.
     """
     from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 
@@ -305,13 +301,13 @@ def forecast_quality(
 
 
 def best_on_validation(predictors: Mapping[str, Predictor], traces: TraceDataset, ahead: int) -> tuple[str, list[int]]:
-    """The predictor with the highest recall@k on the validation split, and the target layers at which that is enough
-    for hybrid mode to execute its forecasts.
+    """Return the predictor with the highest recall@k on the validation split, and the target layers at which hybrid
+    mode executes its forecasts.
 
     Args:
         predictors: by name; the first of equals is chosen.
-        traces: whose validation split.
-        ahead: the distance.
+        traces: traces with a validation split.
+        ahead: distance in layers.
 
     Raises:
         ExpertcastError: several predictors, and the validation split is empty.
@@ -336,21 +332,21 @@ def policy_quality(
     batch: int,
     fitted: Mapping[str, Fitted] | None = None,
 ) -> dict[str, Json]:
-    """What lossy policies cost a model that decodes with them in the real runtime, and without any (`exact`).
+    """Measure what lossy policies cost a model that decodes in the runtime, compared with exact decoding (`exact`).
 
     Args:
-        options: what text, and how much of it.
-        name: the model's.
-        runs: how it is offloaded, by name.
-        prefill: tokens of each text that are read at once, as in the simulation that says what the policies save.
-        batch: texts decoded together, likewise.
-        fitted: predictors whose documents are left out, by name.
+        options: the text and its length.
+        name: the model.
+        runs: configurations by name.
+        prefill: tokens of each sequence in the first forward, as in the simulation.
+        batch: sequences decoded together, as in the simulation.
+        fitted: predictors by name; documents that they learned from are left out.
     """
     from expertcast.runtime.quality.forecasts import text_windows
     from expertcast.runtime.quality.policies import measure_policies
 
     length = min(max(POLICY_WINDOW, 2 * prefill), max(options.quality_tokens, 32))
-    say(f"measuring what {len(runs)} lossy sets of policies cost {name}")
+    say(f"measuring the quality of {name} under {len(runs)} lossy sets of policies")
     predictors = {given: made.predictor for given, made in (fitted or {}).items()}
     documents = unseen_text(options.documents(), predictors)
     opener = options.opener(name)
@@ -370,7 +366,7 @@ def policy_quality(
 
 
 def quality_table(result: Json) -> str:
-    """A row per run of :func:`forecast_quality`."""
+    """Return a table with a row per run of :func:`forecast_quality`."""
     rows = [("run", "perplexity", "top-1 agreement", "KL", "executed recall")]
     for name, run in result["runs"].items():
         numbers = (run["perplexity"], run["top1_agreement"], run["kl"], run["executed_recall"]["mean"])
@@ -378,31 +374,32 @@ def quality_table(result: Json) -> str:
     return aligned(rows)
 
 
-# Time of a forecast, measured as a decode step makes it: a traced program where the runtime would run one. Of early
-# attention the stand-in is timed and what reads its result; the attention itself takes the model.
+# Time of a forecast in a decode step, as a traced program if the runtime would run one. For early attention the timing
+# includes the stand-in and its readers, but not the attention itself, which needs the model.
 
 TOKENS = 32
-"""Tokens that are timed, after two that are not."""
+"""Tokens that are timed, after the warm-up."""
 _WARM_UP = 2
 
 
 def ledger_of(fitted: Mapping[str, Fitted], source: TraceSource, split: str, ahead: int) -> dict[str, Json]:
-    """The costs of each predictor (:func:`expertcast.training.evaluation.ledger_entry`), by the names given.
+    """Return the costs of each predictor (:func:`expertcast.training.evaluation.ledger_entry`), by name.
 
     Args:
         fitted: predictors with the reports of their fits.
-        source: whose tokens are forecast.
-        split: of it.
-        ahead: how far the forecasts look.
+        source: tokens to forecast.
+        split: the split of the source.
+        ahead: distance in layers.
     """
     times = forecast_seconds(fitted, source, split, ahead)
     return {name: ledger_entry(made.predictor, made.report, times.get(name)) for name, made in fitted.items()}
 
 
 def forecast_seconds(fitted: Mapping[str, Fitted], source: TraceSource, split: str, ahead: int) -> dict[str, float]:
-    """Seconds of one forecast for one token, median over tokens and layers: each is clocked for itself, so that what
-    else the machine does meets few of them. On one thread, the same tokens for all, taking turns token by token. Of a
-    predictor that looks tokens ahead: of all that it does at one token.
+    """Return the seconds of one forecast for one token, median over tokens and layers.
+
+    All predictors run on one thread and on the same tokens, in turns, and each forecast is timed by itself, so that
+    other load on the machine disturbs few of them. A predictor of later tokens is timed over a whole token.
 
     Args:
         fitted, source, split, ahead: as for :func:`ledger_of`.
@@ -423,7 +420,7 @@ def forecast_seconds(fitted: Mapping[str, Fitted], source: TraceSource, split: s
 
 
 def _decode_step(predictor: Predictor, view: MoEView, ahead: int) -> Callable[[list[RouterState]], list[float]]:
-    """What a predictor does in one decode step, timed: the states of one token at all layers to seconds."""
+    """Return a function that times a predictor in one decode step: states of one token at all layers to seconds."""
     if isinstance(predictor, NextToken):
         tracker = NextTokenTracker(predictor)
         tracker.start(True)
@@ -439,7 +436,7 @@ def _decode_step(predictor: Predictor, view: MoEView, ahead: int) -> Callable[[l
     from expertcast.runtime.engine.traced import TracedForecasts
 
     traced = TracedForecasts(predictor)
-    traced.hinted = view.shape.top_k  # what an exact run makes, where the predictor has such hints
+    traced.hinted = view.shape.top_k  # as in an exact run, if the predictor has hints
     traced.prepare(view, ahead)
 
     def forecast(states: list[RouterState]) -> list[float]:
@@ -466,16 +463,16 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-# Scores and their tables.
+# Scores and their tables
 
 SHARED = (
-    "a server's traffic is split by conversation: tokens of a system prompt or template that several begin with stand "
-    "in every split, and count in these scores"
+    "traffic of a server is split by conversation: tokens of a shared system prompt or template are in every split and "
+    "count in these scores"
 )
 
 
 def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json, str]:
-    """One predictor scored at all its distances, or tokens ahead if it looks that way: results and their tables."""
+    """Score one predictor at all its distances, in layers or tokens; return results and tables."""
     if isinstance(predictor, NextToken):
         found = evaluate_tokens(predictor, source, split)
         return found, "\n\n".join([tokens_table(found["tokens_ahead"]).text(), *_notes(source)])
@@ -483,9 +480,10 @@ def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json,
 
 
 def checkpoint_metrics(predictor: Predictor, source: TraceSource, ledger: Json) -> tuple[Json, str]:
-    """What a checkpoint keeps of its scores, on the test split and as `validation` on that, and the former's tables.
+    """Return the scores for a checkpoint's metrics.json, and the tables of the test split.
 
-    Hybrid execution chooses its layers by the validation split: the test split must stay untouched by choices.
+    The scores are those on the test split, with those on the validation split as `validation`. Hybrid execution chooses
+    its layers by the latter, so that the test split stays unused by choices.
     """
     validation, _ = scores(predictor, source, "validation")
     test, table = scores(predictor, source, "test")
@@ -500,17 +498,17 @@ def scores_ahead(
     ahead: Sequence[int],
     windows: Mapping[str, Windows] | None = None,
 ) -> tuple[Json, str]:
-    """Predictors scored at each distance, all on the same tokens.
+    """Score predictors at each distance, all on the same tokens.
 
     Args:
         predictors: by name.
-        source: whose tokens score.
-        split: of it.
-        ahead: layers ahead, the shortest first.
+        source: tokens to score on.
+        split: the split of the source.
+        ahead: distances in layers, the shortest first.
         windows: as for :func:`evaluate`.
 
     Returns:
-        The result at the shortest distance, with those at the others in its member `further`, by distance; and tables.
+        The result at the shortest distance, with those at other distances in `further`, by distance; and tables.
 
     Raises:
         ExpertcastError: as :func:`evaluate`.
@@ -531,5 +529,5 @@ def scores_ahead(
 
 
 def _notes(source: TraceSource) -> list[str]:
-    """What must be known of the tokens that score."""
+    """Return remarks on the scored tokens."""
     return [SHARED] if is_live(source.info) else []

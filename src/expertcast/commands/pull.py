@@ -1,4 +1,4 @@
-"""`expertcast pull`: a checkpoint or traces from the Hugging Face hub into a folder."""
+"""`expertcast pull`: download a checkpoint or traces from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from expertcast.predictors import ExpertcastError
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `expertcast pull` takes."""
+    """Options of `expertcast pull`."""
 
     repo: Annotated[str, Option(positional=True, metavar="USER/REPO[@REVISION]")]
-    """The repository, and a branch, a tag or a commit of it."""
+    """Repository on the hub, with a branch, tag or commit."""
     out: Annotated[Path, Option(metavar="DIR", read=folder)]
-    """Folder to make."""
+    """Folder to create."""
     traces: bool = False
-    """It is a data set of traces, not a checkpoint."""
+    """Download a data set of traces instead of a checkpoint."""
 
 
 def run(options: Options) -> Outcome:
-    """The folder appears when all files are there and are what their digests say."""
+    """Download the files, verify their digests, and create the folder."""
     name = HubName.of(options.repo)
     if name is None:
-        raise ExpertcastError(f"{options.repo!r} is no name of a repository: write user/repo, or user/repo@revision")
+        raise ExpertcastError(f"{options.repo!r} is no repository name: write user/repo, or user/repo@revision")
     if options.traces:
         pull(name, TRACES, options.out, lambda path: TraceDataset.open(path).verify())
     else:

@@ -17,48 +17,49 @@ from expertcast.predictors import ExpertcastError
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `expertcast push` takes."""
+    """Options of `expertcast push`."""
 
     folder: Annotated[Path, Option(positional=True, metavar="CKPT|TRACES")]
-    """Checkpoint, sent to a model repository, or traces folder, to a data set repository."""
+    """Checkpoint, for a model repository, or traces folder, for a data set repository."""
     repo: Annotated[str, Option(positional=True, metavar="USER/REPO")]
-    """The repository; it is made where it is missing."""
+    """Repository on the hub; created if missing."""
     private: bool = False
-    """Let nobody else see it."""
+    """Create the repository as a private one."""
     revision: Annotated[str | None, Option(metavar="BRANCH")] = None
-    """Branch to send to, made where it is missing (default: main)."""
+    """Branch to send to; created if missing (default: main)."""
     message: Annotated[str | None, Option(metavar="TEXT")] = None
-    """Of the commit."""
+    """Commit message."""
     license: Annotated[str | None, Option(metavar="ID")] = None
-    """For the card, such as apache-2.0 or cc-by-4.0."""
+    """Licence in the card, such as apache-2.0 or cc-by-4.0."""
 
 
 def run(options: Options) -> Outcome:
-    """Files are compared with their digests before anything is sent; the card is made anew."""
+    """Compare the files with their digests, write a new card, and send all."""
     name = hub_name(options.repo, options.revision)
     if TRACES.holds(options.folder):
         send = push_traces
     elif holds_predictor(options.folder):
         send = push_checkpoint
     else:
-        raise ExpertcastError(f"{options.folder} is neither a checkpoint's folder nor one of traces: give one of these")
+        raise ExpertcastError(f"{options.folder} is neither a checkpoint folder nor a traces folder: give one of these")
     sent = send(options.folder, name, private=options.private, message=options.message, license=options.license)
     text = f"sent {sent['files']} files, {sent['bytes']:,} bytes, to {sent['type']} repository {name}\n{sent['url']}"
     if sent["license"] is None:
-        text += "\nits card names no licence: give one with --license"
+        text += "\nthe card has no licence: --license adds one"
     return sent, text
 
 
 def hub_name(repo: str, revision: str | None) -> HubName:
-    """
+    """Parse `user/repo` with a revision.
+
     Raises:
-        ExpertcastError: not `user/repo`, or a revision twice.
+        ExpertcastError: not `user/repo`, or two revisions.
     """
     name = HubName.of(repo)
     if name is None:
-        raise ExpertcastError(f"{repo!r} is no name of a repository: write user/repo")
+        raise ExpertcastError(f"{repo!r} is no repository name: write user/repo")
     if revision is None:
         return name
     if name.revision is not None:
-        raise ExpertcastError(f"{repo} names a revision, and --revision {revision} another: give one of them")
+        raise ExpertcastError(f"{repo} and --revision {revision} are two revisions: give one of them")
     return HubName(name.repo, revision)

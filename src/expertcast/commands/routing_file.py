@@ -12,7 +12,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, aligned
 
 CAPACITY = 0.25
-"""Share of all experts that fits, where nothing says another one."""
+"""Default cache size as a share of all experts."""
 _MIB = 2**20
 COLUMNS = (
     ("policy", "policy", "{}", 1),
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def routing_policies() -> list[str]:
-    """The eviction policies that need nothing but routing, those that need the future left out."""
+    """Return the eviction policies that need only the routing so far."""
     from expertcast.runtime.policies import EVICTION
 
     found = [EVICTION.choose(name) for name in EVICTION.names()]
@@ -37,15 +37,15 @@ def routing_policies() -> list[str]:
 
 
 def open_routing(path: Path | str, experts: int | None, expert_bytes: str | int | None) -> tuple[Routing, int]:
-    """Routing from a file whose experts' sizes are known, and the bytes of all experts.
+    """Read a routing file; return the routing, and the bytes of all experts.
 
     Args:
-        path: of the file.
-        experts: E; None: as many as ids say.
-        expert_bytes: of one expert, where the file does not say.
+        path: the file.
+        experts: E; None: largest id + 1.
+        expert_bytes: bytes of one expert, for a file without a column expert_bytes.
 
     Raises:
-        ExpertcastError: a damaged file, or nothing says how large an expert is.
+        ExpertcastError: a damaged file, or the size of an expert is unknown.
     """
     from expertcast.runtime.config import size_bytes
 
@@ -61,23 +61,23 @@ def open_routing(path: Path | str, experts: int | None, expert_bytes: str | int 
 def memories(
     routing: Routing, total: int, memory: Sequence[str], capacity: Sequence[float], slots: Sequence[int]
 ) -> list[int]:
-    """Bytes of each cache that is asked for.
+    """Return the cache sizes in bytes.
 
     Args:
-        routing: what is replayed.
+        routing: the routing to replay.
         total: bytes of all experts.
-        memory: sizes.
-        capacity: shares of `total`.
-        slots: numbers of the largest experts.
+        memory: sizes as text.
+        capacity: sizes as shares of `total`.
+        slots: sizes in experts of the largest size.
 
     Raises:
-        ExpertcastError: a size that is none, or a share over 1.
+        ExpertcastError: a malformed size, or a share outside (0, 1].
     """
     from expertcast.runtime.config import size_bytes
 
     for share in capacity:
         if not 0 < share <= 1:
-            raise ExpertcastError(f"capacity={share:g}: give the share of all experts' bytes that fits, such as 0.25")
+            raise ExpertcastError(f"--capacity {share:g}: give a share of all experts' bytes, above 0 and up to 1")
     largest = total if routing.bytes_LE is None else int(routing.bytes_LE.max()) * routing.layers * routing.experts
     each = largest // (routing.layers * routing.experts)
     return [
@@ -94,18 +94,18 @@ def replayed_rows(
     bandwidth: float,
     latency: float,
 ) -> list[Json]:
-    """A row of counts for each case and size.
+    """Replay each case at each cache size; return a row of counts for each.
 
     Args:
-        routing: what is replayed.
+        routing: the routing to replay.
         total: bytes of all experts.
         cases: eviction policy and scope.
-        sizes: bytes of the cache.
-        bandwidth: of the link, bytes per second.
-        latency: of the link, seconds per copy.
+        sizes: cache sizes in bytes.
+        bandwidth: bytes per second of the link.
+        latency: seconds per copy.
 
     Raises:
-        ExpertcastError: what :func:`expertcast.runtime.simulation.byte_cache.replay` refuses.
+        ExpertcastError: as :func:`expertcast.runtime.simulation.byte_cache.replay`.
     """
     from expertcast.runtime.policies import Policies
     from expertcast.runtime.simulation.byte_cache import forwards_of, replay
@@ -136,7 +136,7 @@ def replayed_rows(
 
 
 def heading(routing: Routing, total: int) -> Json:
-    """What was replayed."""
+    """Describe the replayed routing."""
     sizes = routing.sized(total // (routing.layers * routing.experts))
     return {
         "routing": routing.source,
@@ -149,7 +149,7 @@ def heading(routing: Routing, total: int) -> Json:
 
 
 def described(result: Json) -> str:
-    """A line about the file, and a table of the rows."""
+    """Return a line about the file, and a table of the rows."""
     from expertcast.runtime.simulation.sweep import BELADY
 
     shape, tokens = result["shape"], result["tokens"]
@@ -159,7 +159,7 @@ def described(result: Json) -> str:
     sizes = " or ".join(f"{size / _MIB:.2f}" for size in result["expert_bytes"])
     bound = ""
     if len(result["expert_bytes"]) > 1 and any(row["policy"] == BELADY for row in result["results"]):
-        bound = "\n\nbelady goes by the next use alone: experts differ in size, so it is a yardstick and no bound"
+        bound = "\n\nbelady considers only the next use: with experts of several sizes it is a reference, not a bound"
     return (
         f"{result['routing']}: {shape['L']} layers x {shape['E']} experts, {shape['K']} per token; "
         f"{tokens['prompt']} prompt and {tokens['decoded']} decoded tokens; an expert is {sizes} MiB, all "

@@ -1,4 +1,4 @@
-"""`expertcast serve`: an OpenAI server over a model whose experts are offloaded."""
+"""`expertcast serve`: an OpenAI-compatible server for a model with offloaded experts."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from expertcast.runtime.offloading import OffloadedModel
 
 _NEEDS = ("fastapi", "uvicorn", "openai", "rich", "prometheus_client")
-"""Packages of the extra."""
+"""Packages of the extra `serve`."""
 KV_TOKENS = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmOptions:
-    """Which files fill slots before the first request."""
+    """Files that fill the slots before the first request."""
 
     warm: Annotated[Path | None, Option(metavar="FILE")] = None
-    """Prompts to run first, one per line, or a .jsonl file of {"prompt": ...}."""
+    """Prompts to run before the first request, one per line, or a .jsonl file of {"prompt": ...}."""
     hot_experts: Annotated[Path | None, Option(metavar="FILE")] = None
-    """Begin with the experts that the last run used most; written at the end."""
+    """Load the experts that the last run used most; the file is written at the end."""
 
     def prompts(self) -> list[str]:
-        """Those of the file; to be read before a model is loaded.
+        """Read the prompts of --warm.
 
         Raises:
-            ExpertcastError: there is no such file, or not what it should be.
+            ExpertcastError: no such file, or a malformed one.
         """
         from expertcast.runtime.serving.warm import read_prompts
 
@@ -51,10 +51,10 @@ class WarmOptions:
     def warmed(
         self, offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str]
     ) -> Iterator[list[str]]:
-        """Slots are filled, and the hot experts written at the end, however it comes; no forward runs then.
+        """Fill the slots, and write the hot experts at the end, also after an error.
 
         Yields:
-            One line of each thing that was done, or left out.
+            One line for each file: used, or ignored and why.
         """
         from expertcast.runtime.serving.warm import HotExperts, prepare
 
@@ -71,28 +71,28 @@ class WarmOptions:
             except ExpertcastError as error:
                 if not failed:
                     raise
-                say(f"hot experts are not written: {error}")  # what failed first is the error
+                say(f"hot experts are not written: {error}")  # the first error counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(WarmOptions, DeploymentOptions):
-    """What `expertcast serve` takes."""
+    """Options of `expertcast serve`."""
 
     model: Model
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all of this machine's."""
+    """Address to listen on; 0.0.0.0 for all addresses of this machine."""
     port: Annotated[int, Option(metavar="N", read=not_negative_whole)] = 8000
-    """Port to listen on; 0 finds a free one."""
+    """Port to listen on; 0 chooses a free one."""
     served_name: Annotated[str | None, Option(metavar="NAME")] = None
-    """What clients call the model (default: MODEL)."""
+    """Name of the model for clients (default: MODEL)."""
     continuous_batching: bool = False
-    """Take many requests at once, batched token by token (default: one after the other)."""
+    """Process many requests at once, batched token by token (default: one after another)."""
     kv_tokens: Annotated[int | None, COUNT] = None
-    """With continuous batching, tokens that all requests' caches have room for (default: 16384, on CUDA what fits)."""
+    """With --continuous-batching, tokens in all key-value caches together (default: 16384, on CUDA what fits)."""
 
     def __post_init__(self) -> None:
         if self.kv_tokens is not None and not self.continuous_batching:
-            raise ExpertcastError("--kv-tokens is of continuous batching: give --continuous-batching, or leave it out")
+            raise ExpertcastError("--kv-tokens needs --continuous-batching: give that too, or leave --kv-tokens out")
 
 
 def run(options: Options) -> Outcome:
@@ -105,7 +105,7 @@ def run(options: Options) -> Outcome:
 
     config, prompts = options.configuration(), options.prompts()
     if options.continuous_batching and config.draft != "none":
-        raise ExpertcastError("batches are written without a draft: leave --draft or --continuous-batching out")
+        raise ExpertcastError("--continuous-batching does not draft: leave out --draft or --continuous-batching")
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("expertcast.serving").setLevel(logging.INFO)
     name = options.served_name or options.model
@@ -133,9 +133,9 @@ def run(options: Options) -> Outcome:
 
 
 def _close(offloaded: OffloadedModel) -> None:
-    """Close it; end the process where a forward would not stop, for its thread keeps the model."""
+    """Close an offload; end the process if a forward does not stop, since its thread keeps the model."""
     try:
         offloaded.close()
     except ExpertcastError as error:
-        say(f"ending with a forward under way: {error}")
+        say(f"ending while a forward runs: {error}")
         os._exit(1)

@@ -49,19 +49,19 @@ TABLE, RESULT = "table.txt", "results.json"
 
 
 STORED = 0.68
-"""Share of the bytes that bitsplit stores, where nothing says another one."""
+"""Default of --stored."""
 DECODE_RATE = 1e9
-"""Bytes of weights per second that one thread decodes, where nothing says another rate."""
+"""Default of --decode-rate, in bytes of weights per second."""
 _CODED = "raw", "bitsplit"
 
 
 class Chosen(NamedTuple):
-    """Policies, and whose forecasts they get."""
+    """Policies, and the predictor of their forecasts."""
 
     policies: Policies
     predictor: str | None
     published: tuple[float, float, str] | None = None
-    """Capacity, bandwidth and precision of a preset that is run with its own."""
+    """Capacity, bandwidth and precision of a preset with --published."""
 
 
 _Named = Annotated[tuple[str, ...], Option(metavar="P")]
@@ -69,32 +69,32 @@ _Named = Annotated[tuple[str, ...], Option(metavar="P")]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
-    """Which experts are kept, loaded and dropped; several of a kind are all combined."""
+    """Policies; several of a kind are all combined."""
 
     policy: _Named = ()
-    """Which expert gives up its slot (default: lru)."""
+    """Eviction: choice of the expert that loses its slot (default: lru)."""
     prefetch: _Named = ()
-    """Which of a forecast's experts are asked for (default: top_k with --predictor)."""
+    """Prefetches: choice among the experts of a forecast (default: top_k with --predictor)."""
     miss: _Named = ("fetch",)
-    """What becomes of missing experts."""
+    """Treatment of missing experts."""
     routing: _Named = ("standard",)
-    """Which experts a layer executes."""
+    """Choice of the experts that a layer executes."""
     pre_eviction: _Named = ("none",)
-    """Slots given up before the routing is known."""
+    """Eviction before the routing is known."""
     scope: _Named = ("global",)
-    """global, or layer: each has an equal share of the slots."""
+    """Competition for slots: global (all experts), or layer (equal shares per layer)."""
     preset: _Named = ()
-    """Published systems' policies, by name."""
+    """Policies of published systems, by name."""
     published: bool = False
-    """Run presets at their published capacity, bandwidth and precision, where --slots, --capacity and --bandwidth do
-    not say another one; quality is measured in the model's own precision only."""
+    """Run presets at their published capacity, bandwidth and precision; --slots, --capacity and --bandwidth replace
+    them. Quality is measured only in the model's own precision."""
 
     def chosen(self, predictors: tuple[str, ...], otherwise: Sequence[str]) -> Iterator[Chosen]:
-        """Presets, then every combination of the policies that are named, with every predictor.
+        """Yield presets, then every combination of policies and predictors.
 
         Args:
-            predictors: those that are named; nothing is forecast without one.
-            otherwise: the eviction policies when none is named, and no preset.
+            predictors: values of --predictor; without them nothing is forecast.
+            otherwise: eviction policies without --policy and --preset.
 
         Raises:
             ExpertcastError: an unknown preset, policy or option; a preset that was published without settings.
@@ -103,7 +103,7 @@ class PolicyOptions:
         from expertcast.runtime.policies.settings import preset, published
 
         if self.published and not self.preset:
-            raise ExpertcastError("--published is about presets: give --preset")
+            raise ExpertcastError("--published needs a preset: give --preset too")
         for name in self.preset:
             made = preset(name)
             yield Chosen(made.policies, made.predictor, published(name) if self.published else None)
@@ -122,10 +122,10 @@ class PolicyOptions:
 
 
 def swept_evictions(next_token: bool) -> list[str]:
-    """The eviction policies of a sweep: all but those that must be told the future, or the next tokens.
+    """Return the eviction policies of a sweep: all but those that need the future, or forecasts of tokens.
 
     Args:
-        next_token: whether something forecasts the next tokens.
+        next_token: whether there are forecasts of tokens.
     """
     from expertcast.runtime.policies import EVICTION
     from expertcast.runtime.simulation.sweep import BELADY
@@ -135,30 +135,30 @@ def swept_evictions(next_token: bool) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """Link or disk, whose rate is `--bandwidth`, and computation.
+    """Options of the link or disk and of computing.
 
     Raises:
-        ExpertcastError: options of a disk without a codec, or of coded experts for raw ones.
+        ExpertcastError: options of compressed experts without a codec that compresses.
     """
 
     bandwidth: Annotated[tuple[float, ...], BANDWIDTH] = ()
-    """Bytes per second of the link or disk (default: pcie4)."""
+    """Speed of the link or disk in bytes per second (default: pcie4)."""
     latency: Annotated[float, Option(metavar="S", read=not_negative)] = 0.0
-    """Of the link, per copy."""
+    """Latency of the link per copy, in seconds."""
     write_back: Annotated[float, Option(metavar="F", read=not_negative)] = 0.0
-    """Share of a copy that an eviction takes on the link, for hosts that keep no weights (default: 0)."""
+    """Time of an eviction on the link as a share of a copy's, for hosts that keep no weights (default: 0)."""
     layer_time: Annotated[tuple[float, ...], Option(metavar="S", read=positive_number)] = ()
-    """Compute of all layers, or of each, in seconds."""
+    """Seconds of computing of every layer, or of each layer in order."""
     codec: Annotated[str | None, Option(metavar="CODEC")] = None
-    """Experts lie on a disk, packed so: raw, or bitsplit (default: they lie in memory)."""
+    """Experts on a disk with this codec: raw or bitsplit (default: experts in memory)."""
     stored: Annotated[float | None, Option(metavar="F", read=positive_number)] = None
-    """Of bitsplit, the share of the bytes that it stores (default: 0.68)."""
+    """With bitsplit, stored bytes as a share of the plain bytes (default: 0.68)."""
     decode_rate: Annotated[float | None, Option(metavar="BYTES/S", read=positive_number)] = None
-    """Of bitsplit, what one thread decodes (default: 1e9)."""
+    """With bitsplit, decoding speed of one thread (default: 1e9)."""
     decoders: Count = 1
-    """Of bitsplit, threads that decode."""
+    """With bitsplit, number of decoding threads."""
     pools: Annotated[str, Option(metavar="C=BYTES,...")] = ""
-    """Of bitsplit, memory beside the slots for compressed experts (C), low bytes (S) and high bytes (E)."""
+    """With bitsplit, memory beside the slots for compressed experts (C), low bytes (S) and high bytes (E)."""
 
     def __post_init__(self) -> None:
         from expertcast.runtime.config import pool_bytes
@@ -172,9 +172,9 @@ class MachineOptions:
                 raise ExpertcastError(f"--codec {self.codec}: choose from {', '.join(_CODED)}")
         if given and self._name != "bitsplit":
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise ExpertcastError(f"{flags}: of compressed experts; give --codec bitsplit too, or leave it out")
+            raise ExpertcastError(f"{flags} needs compressed experts: give --codec bitsplit too, or leave it out")
         if self.stored is not None and not 0.5 < self.stored <= 1:
-            raise ExpertcastError(f"--stored {self.stored:g}: half of the bytes are stored as they are; give .5 to 1")
+            raise ExpertcastError(f"--stored {self.stored:g}: give a share above 0.5 and up to 1")
         pool_bytes(self.pools)
 
     @property
@@ -182,7 +182,7 @@ class MachineOptions:
         return (self.codec or "").partition(":")[0]
 
     def on_disk(self, layout: BlockLayout) -> Stored | None:
-        """Sizes and rates of experts of this layout on a disk; None if they lie in memory.
+        """Return sizes and rates of experts on a disk; None for experts in memory.
 
         Raises:
             ExpertcastError: the codec cannot hold them.
@@ -210,17 +210,17 @@ class MachineOptions:
     def machines(
         self, view: MoEView, policies: Sequence[Policies], *, bandwidth: float | None = None, base: str | None = None
     ) -> list[Machine]:
-        """One per bandwidth.
+        """Return a machine for each bandwidth.
 
         Args:
-            view: the model's layers, whose experts are copied.
-            policies: all that are simulated: they say which precisions there are copies in.
-            bandwidth: where none is given.
-            base: precision that experts are stored in, by default the model's own; other copies are never larger.
+            view: the model's layers.
+            policies: all simulated policies; they name the precisions of copies.
+            bandwidth: default of --bandwidth.
+            base: precision of the stored experts, by default the model's own; copies are never larger.
 
         Raises:
-            ExpertcastError: copies in a precision that these experts do not get smaller by, or a codec that cannot
-                hold them.
+            ExpertcastError: copies in a precision that does not shrink these experts, or a codec that cannot hold
+                them.
         """
         from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
         from expertcast.runtime.policies import CacheShape
@@ -239,7 +239,7 @@ class MachineOptions:
         bandwidths = self.bandwidth or (BANDWIDTHS["pcie4"] if bandwidth is None else bandwidth,)
         stored = self.on_disk(layout)
         if stored is not None and base != FULL:
-            raise ExpertcastError("--codec is for experts as the model has them: leave it or --published out")
+            raise ExpertcastError("--codec and --published exclude each other: leave one out")
         copies_s = shape.top_k * (self.latency + whole / bandwidths[0])
         times = constant_times(shape.layers, self.layer_time or copies_s / COPY_OVER_COMPUTE)
         return [
@@ -255,15 +255,15 @@ def cases_of(
     chosen: Sequence[Chosen], view: MoEView, options: MachineOptions, *, slots: Sequence[int],
     shares: Sequence[float], names: Mapping[str, str],
 ) -> list[Case]:  # fmt: skip
-    """What is simulated: every choice at every number of slots on every machine.
+    """Return the cases of a simulation: every choice at every number of slots on every machine.
 
     Args:
-        chosen: policies and whose forecasts they get.
+        chosen: policies with their predictors.
         view: the model's layers.
-        options: link and computation.
-        slots: as they were given; none: by `shares`.
-        shares: of all experts; none: a published preset's own, or `CAPACITY`.
-        names: by the word that asked for it, a predictor's name.
+        options: link and computing.
+        slots: numbers of slots; empty: by `shares`.
+        shares: slots as shares of all experts; empty: those of a published preset, or `CAPACITY`.
+        names: names of predictors by their words on the command line.
     """
     from expertcast.runtime.simulation.machine import Case
     from expertcast.runtime.simulation.sweep import slots_of
@@ -288,52 +288,51 @@ def cases_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Options(QualityOptions):
-    """What `expertcast simulate` takes."""
+    """Options of `expertcast simulate`."""
 
     traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
     """Traces folder, user/repo of the hub, or a routing file (.parquet, .csv, .npy, .npz)."""
     sweep: bool = False
-    """Every eviction policy at 1, 5, 10, 25 and 45%, with Belady's bounds."""
+    """Run every eviction policy with slots for 1, 5, 10, 25 and 45% of the experts, with Belady's bounds."""
     policies: Annotated[PolicyOptions, Fields()]
-    """NAME, or NAME:OPTION=VALUE,...; several of a kind are all combined."""
+    """NAME or NAME:OPTION=VALUE,...; several of a kind are all combined."""
     predictor: Annotated[tuple[str, ...], Option(metavar="NAME|CKPT")] = ()
-    """Names are fitted on the train split; their forecasts prefetch."""
+    """Predictors of prefetches; names are fitted on the train split."""
     ahead: Count = 1
     """Layers ahead."""
     next_token: Annotated[str | None, Option(metavar="CKPT")] = None
-    """next_token checkpoint, for the eviction policy `forecast`."""
+    """Checkpoint of a next_token predictor, for the eviction policy `forecast`."""
     slots: Annotated[tuple[Count, ...], Option(metavar="S")] = ()
-    """Experts that fit on the device."""
+    """Number of slots."""
     capacity: Annotated[tuple[float, ...], Option(metavar="C", read=positive_number)] = ()
-    """The same as shares of all (default: 0.25)."""
+    """Slots as shares of all experts (default: 0.25)."""
     memory: Annotated[tuple[str, ...], Option(metavar="BYTES")] = ()
-    """The same in bytes, such as 3000MiB."""
+    """Slots in bytes, such as 3000MiB."""
     experts_per_layer: Count | None = None
-    """Of a routing file: experts per layer (default: the largest id and one)."""
+    """For a routing file, experts per layer (default: largest id + 1)."""
     expert_bytes: Annotated[str | None, Option(metavar="BYTES")] = None
-    """Of a routing file that does not say: size of an expert."""
+    """For a routing file without a column expert_bytes, the size of an expert."""
     machine: Annotated[MachineOptions, Fields()]
-    """Link and computation."""
+    """Link and computing."""
     texts: Annotated[Texts, Fields(split=Option(choices=(*SPLITS, ALL)), prefill=COUNT, batch=COUNT)]
-    """Which documents are run."""
+    """Documents to simulate."""
     tokens: Count = 10_000
-    """Only the first so many tokens of the split."""
+    """Most tokens of the split."""
     model: Annotated[str | None, Option(metavar="MODEL")] = None
-    """Measure what lossy policies cost this model (default: the bundled one, if the traces are its)."""
+    """Measure the effect of lossy policies on this model's output (default: the bundled model, for its own traces)."""
     no_quality: bool = False
-    """Do not measure what lossy policies cost."""
+    """Skip the measurement of lossy policies."""
     quality_tokens: Count = 512
-    """Tokens for --model."""
+    """Number of tokens for --model."""
     processes: Count | None = None
-    """Simulations at a time (default: one per core)."""
+    """Parallel simulations (default: one per core)."""
     out: Annotated[Path | None, Option(metavar="DIR", read=folder)] = None
-    """Write the results, a table and PNGs there."""
+    """Write the results, a table and PNGs to this folder."""
 
 
 def run(options: Options) -> Outcome:
-    """Every case that can run, as a row of results; those that cannot are left out and named."""
-    from expertcast.runtime.config import size_bytes
-    from expertcast.runtime.offloading import pack_experts
+    """Simulate every case that can run; the result names the others with a reason."""
+    from expertcast.runtime.config import pack_experts, size_bytes
     from expertcast.runtime.simulation.figures import write_figures
     from expertcast.runtime.simulation.sweep import CAPACITIES, refusal, sweep, with_bounds
     from expertcast.runtime.simulation.trace import load_trace
@@ -345,7 +344,7 @@ def run(options: Options) -> Outcome:
     evictions = swept_evictions(options.next_token is not None) if options.sweep else ["lru"]
     chosen = list(options.policies.chosen(options.predictor, evictions))
     if options.next_token is not None and not any(each.policies.eviction.cls.reads_tokens for each in chosen):
-        raise ExpertcastError("--next-token is followed by --policy forecast only, here: add that, or leave it out")
+        raise ExpertcastError("--next-token serves only --policy forecast here: add that, or leave --next-token out")
     traces = TraceDataset.open(options.traces)
     if options.model:
         check_shape(options, options.model, traces.view)
@@ -418,28 +417,25 @@ def run(options: Options) -> Outcome:
 
 
 def _check(options: Options) -> None:
-    """
-    Raises:
-        ExpertcastError: options that rule each other out; before anything is read.
-    """
+    """Raise ExpertcastError for options that contradict each other, before a file is read."""
     if sum(map(bool, (options.slots, options.capacity, options.memory))) > 1:
-        raise ExpertcastError("--slots, --capacity and --memory all say how much fits: give one of them")
+        raise ExpertcastError("--slots, --capacity and --memory exclude each other: give one of them")
     if not is_routing_file(options.traces) and (options.experts_per_layer or options.expert_bytes):
         raise ExpertcastError(
-            "--experts-per-layer and --expert-bytes are for routing files: a traces folder knows both"
+            "--experts-per-layer and --expert-bytes need a routing file, and a traces folder has both: leave them out"
         )
     if options.policies.prefetch and not options.predictor and set(options.policies.prefetch) != {"none"}:
-        raise ExpertcastError(f"--prefetch {options.policies.prefetch[0]} selects among forecasts: give --predictor")
+        raise ExpertcastError(f"--prefetch {options.policies.prefetch[0]} needs forecasts: give --predictor too")
     options.check_text()
     if options.out is not None and not options.out.parent.is_dir():
         raise ExpertcastError(f"--out {options.out}: there is no folder {options.out.parent}; make it first")
 
 
 def _measured_model(options: Options, traces: TraceDataset, cases: Sequence[Case]) -> str | None:
-    """The model whose quality under lossy policies is measured; None: nobody's.
+    """Return the model whose quality under lossy policies is measured; None: no measurement.
 
     Raises:
-        ExpertcastError: lossy policies, and nothing is said of quality.
+        ExpertcastError: lossy policies without --model or --no-quality.
     """
     lossy = [case.policies for case in cases if case.policies.lossy]
     if options.no_quality:
@@ -449,14 +445,14 @@ def _measured_model(options: Options, traces: TraceDataset, cases: Sequence[Case
             return REFERENCE
         words = lossy[0].as_dict()
         raise ExpertcastError(
-            f"miss={words['miss']}, routing={words['routing']} changes what the model says: give --model and --data to "
-            "measure how much, or --no-quality"
+            f"miss={words['miss']}, routing={words['routing']} changes the model's output: give --model and --data to "
+            "measure the change, or --no-quality"
         )
     return options.model
 
 
 def _fitted(options: Options, traces: TraceDataset, chosen: Sequence[Chosen]) -> dict[str, Fitted]:
-    """By the word that asked for it: checkpoints loaded, names fitted on the train split."""
+    """Load checkpoints, and fit named predictors on the train split; by their words on the command line."""
     wanted = list(dict.fromkeys(each.predictor for each in chosen if each.predictor is not None))
     if not wanted:
         return {}
@@ -467,7 +463,7 @@ def _fitted(options: Options, traces: TraceDataset, chosen: Sequence[Chosen]) ->
 def _runs(
     options: Options, wanted: Mapping[str, Case], predictors: Mapping[str, Predictor]
 ) -> dict[str, OffloadConfig]:
-    """Cases as the real runtime runs them."""
+    """Return the configurations of the runtime for some cases."""
     from expertcast.runtime.config import OffloadConfig
 
     return {
@@ -483,7 +479,7 @@ def _runs(
 
 
 def _describe(result: Json) -> str:
-    """What was simulated, a table of the cases, and what was left out and why."""
+    """Return the result as text: a heading, a table of the cases, and the cases left out with reasons."""
     from expertcast.runtime.simulation.machine import table
     from expertcast.runtime.storage.layout import FULL
 
@@ -500,14 +496,14 @@ def _describe(result: Json) -> str:
 
 
 def _write_results(out: Path, result: Json, text: str) -> list[Path]:
-    """Write the result and the text to a folder, which is made; returns the paths."""
+    """Write the result and the text to a folder, created if needed; return the paths."""
     out.mkdir(exist_ok=True)
     write_json(out / RESULT, result)
     write_atomically(out / TABLE, (text + "\n").encode())
     return [out / RESULT, out / TABLE]
 
 
-# A routing file in place of a traces folder.
+# A routing file in place of a traces folder
 
 _TAKEN = {
     "traces", "sweep", "slots", "capacity", "memory", "experts_per_layer", "expert_bytes", "processes", "out", "policy",
@@ -517,7 +513,7 @@ _TAKEN = {
 
 
 def _simulate_routing(options: Options) -> Outcome:
-    """Every policy, scope, size of the cache and link as a row of results.
+    """Replay every policy, scope, cache size and link.
 
     Raises:
         ExpertcastError: options that need a traces folder, a damaged file, or what a replay refuses.
@@ -551,13 +547,13 @@ def _check_routing(options: Options) -> None:
     given = _given(options)
     if given:
         raise ExpertcastError(
-            f"{', '.join(given)}: of a traces folder; {options.traces} holds which experts were chosen and nothing "
-            "else: leave out what is not about policy, scope, memory and link"
+            f"{', '.join(given)} needs a traces folder, and {options.traces} is a routing file: give only options of "
+            "policy, scope, memory and link"
         )
 
 
 def _given(options: Any) -> Sequence[str]:
-    """Flags of options that were given and say nothing about a routing file."""
+    """Return the flags of options that a routing file does not support."""
     flags: list[str] = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)

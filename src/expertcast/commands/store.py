@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from expertcast.runtime.storage.store import ExpertStore
 
 _LEAST = 1e-4
-"""Share from which an exponent is drawn."""
+"""Exponents with a smaller share of the weights are not drawn."""
 
 
 def draw_exponents(histogram: ExponentHistogram, path: Path, *, codec: str, ratio: float) -> None:
-    """Write a bar for each exponent, with what coding them one by one takes at least beside what the codec stores.
+    """Draw a bar for each exponent; the title compares the entropy bound with the codec's size.
 
     Args:
-        histogram: of some experts.
-        path: of the picture, in any format that matplotlib writes.
-        codec: that packed them.
-        ratio: share of the bytes that it stores.
+        histogram: exponents of some experts.
+        path: the picture, in any format that matplotlib writes.
+        codec: the codec of the store.
+        ratio: stored bytes as a share of the plain bytes.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -58,32 +58,29 @@ def codecs() -> str:
     from expertcast.runtime.storage.codecs import CODECS
 
     names = ", ".join(CODECS.names())
-    return (
-        f"{names}; the latter two move checkpoints that are in such a form as they are; generate and the others take "
-        "what the folder was packed with"
-    )
+    return f"{names}; mxfp4 and fp8 keep a checkpoint's codes in that form; other commands use the folder's codec"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ModelOptions):
-    """What `expertcast store` takes."""
+    """Options of `expertcast store`."""
 
     model: Model
     store_folder: Annotated[str, Option(metavar="DIR")]
-    """Where the file lies, one folder per model; what is there of the same model is used as it is."""
+    """Folder for the packed experts, one per model; a complete file of the same model is reused."""
     codec: Annotated[str | None, Option(metavar="CODEC", help=codecs())] = None
-    """How experts are compressed (default: bitsplit, of experts that are not expanded raw)."""
+    """Compression of the experts (default: bitsplit, or raw with another --experts than expanded)."""
     experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
-    """Experts are expanded (in the model's dtype), packed (as a quantised checkpoint ships them), rounded to int8 or
-    int4, or auto (packed where the checkpoint is quantised)."""
+    """Form of the experts: expanded (the model's dtype), packed (codes and scales of a quantised checkpoint), int8 or
+    int4 (rounded), auto (packed if the checkpoint is quantised)."""
     picture: Annotated[Path | None, Option(metavar="FILE.png", read=picture_file)] = None
-    """Draw how often each exponent occurs, beside what compression makes of it."""
+    """Draw the distribution of the weights' exponents and the compression that it allows."""
 
     def __post_init__(self) -> None:
         self.configuration()
 
     def configuration(self) -> OffloadConfig:
-        """The fewest slots: nothing is run.
+        """Return a configuration with the fewest slots, since nothing runs.
 
         Raises:
             ExpertcastError: an unknown codec, or one that does not store such experts.
@@ -97,7 +94,7 @@ class Options(ModelOptions):
 
 
 def run(options: Options) -> Outcome:
-    """Load the model offloaded, which packs it layer by layer, and say what the file takes."""
+    """Load the model offloaded, which packs it layer by layer, and report the size of the file."""
     from expertcast.runtime.loading import load_offloaded
 
     config = options.configuration()
@@ -118,11 +115,11 @@ def run(options: Options) -> Outcome:
         f"{stored / store.nbytes:.3f} of {store.nbytes:,}"
     )
     if bound is not None:
-        text += f"; coding exponents one by one takes {bound:.3f} at least (middle layer)"
+        text += f"; the entropy bound of the exponents is {bound:.3f} (middle layer)"
     if options.picture is not None:
         if histogram is None:
             raise ExpertcastError(
-                f"--picture {options.picture} is of 16-bit floats, these experts are others: leave it out"
+                f"--picture {options.picture} needs experts in bf16 or fp16, these have another dtype: leave it out"
             )
         draw_exponents(histogram, options.picture, codec=str(config.codec), ratio=stored / store.nbytes)
         text += f"\nwrote {options.picture}"
@@ -130,10 +127,10 @@ def run(options: Options) -> Outcome:
 
 
 def picture_file(text: str) -> Path:
-    """The file of a picture.
+    """Parse the path of a picture.
 
     Raises:
-        ArgumentTypeError: no folder to write it to, or a name that does not end as pictures do.
+        ArgumentTypeError: its folder is missing, or the suffix is not of a picture.
     """
     if Path(text).suffix not in (".png", ".svg", ".pdf"):
         raise ArgumentTypeError(f"{text!r}: give a name that ends in .png, .svg or .pdf")
@@ -141,9 +138,8 @@ def picture_file(text: str) -> Path:
 
 
 def _histogram(store: ExpertStore) -> ExponentHistogram | None:
-    """Of the middle layer's experts; None where a parameter is not of 16-bit floats, or where they are stored in the
-    form of a quantised checkpoint, which holds less.
-    """
+    """Return the exponents of the middle layer's experts; None for other dtypes than 16-bit floats, and for codes of a
+    quantised checkpoint."""
     from expertcast.runtime.storage.codecs.lossless import exponent_histogram
     from expertcast.runtime.storage.codecs.quantised import Scaled
     from expertcast.runtime.storage.disk_store import DiskStore

@@ -35,49 +35,48 @@ _FIT = Fields(tokens=COUNT, seed=Option(), log_folder=Option(flag="--log", metav
 
 @dataclass(frozen=True, kw_only=True)
 class Options(OffloadedOptions):
-    """What `expertcast train` takes."""
+    """Options of `expertcast train`."""
 
     source: Annotated[str, Option(positional=True, metavar="TRACES|MODEL")]
-    """Traces folder, or user/repo of the hub; with --data a model to train on online."""
+    """Traces folder, user/repo of traces on the hub, or with --data a model to train on online."""
     predictor: Annotated[tuple[str, ...], Option(metavar="NAME")]
-    """Name of the predictor, or module:Class of your own; several are trained into one checkpoint, `hybrid`: per layer
-    the best one forecasts, and a run takes cheaper ones where they save more time."""
+    """Name of the predictor, or module:Class of your own. Several become one `hybrid` checkpoint: the best one
+    forecasts at each layer, and a run switches to a cheaper one if that saves time."""
     out: Annotated[Path, Option(metavar="CKPT", read=folder)]
     """Checkpoint folder to write."""
     ahead: tuple[Count, ...] = (1,)
-    """Layers ahead; each distance is fitted and scored."""
+    """Distances in layers between a forecast and its target; each is fitted and scored."""
     settings: Annotated[tuple[str, ...], Option(flag="--set", metavar="KEY=VALUE")] = ()
-    """Fields of the predictor's config; of several predictors, of each that has such a field."""
+    """Fields of the predictor's config; with several predictors, every one that has the field gets it."""
     data: Data = ()
-    """With MODEL only."""
+    """Text to train on, with MODEL."""
     text_column: TextColumn = TEXT_COLUMN
     """Column of --data that holds the text."""
     default_vectors: Annotated[str | None, Option(metavar="TRACES|CKPT")] = None
-    """What experts put out on average, which quasi_hidden, linear and estimator read, is taken from other traces of the
-    same model, by `expertcast collect`, or from a checkpoint of one of these: for a server's traffic, which has none
-    (default: from what is trained on)."""
+    """Source of the experts' mean outputs, which quasi_hidden, linear and estimator read: other traces of the model, or
+    a checkpoint of such a predictor. Needed for traces of a server, which have none (default: TRACES)."""
     text: Text
-    """In which portions the text is run, with MODEL."""
+    """Windows and batches of the text, with MODEL."""
     fit: Annotated[FitOptions, _FIT]
-    """How it is fitted."""
+    """Fitting."""
 
 
 def run(options: Options) -> Outcome:
-    """Under torchrun every rank fits and scores the same, and the first one saves."""
+    """Train, score and save; under torchrun every rank fits and scores the same predictor, and the first one saves."""
     options = replace(options, predictor=registered(options.predictor))
     for name in options.predictor:
         if predictor_class(name).looks == "tokens" and options.ahead != (1,):
-            raise ExpertcastError(f"--ahead counts layers and {name} looks tokens ahead: give --set tokens=N")
+            raise ExpertcastError(f"--ahead counts layers, but {name} forecasts tokens: give --set tokens=N instead")
     name, config = _wanted(options)
     with exclusive(resume_folder(options.out)):
         return _train(options, name, config)
 
 
 def _wanted(options: Options) -> tuple[str, PredictorConfig]:
-    """Name and config of what is trained: the predictor, or a hybrid of several.
+    """Return name and config of the predictor to train, a hybrid of several names.
 
     Raises:
-        ExpertcastError: as :func:`predictor_config`; or several, and one that a hybrid cannot hold.
+        ExpertcastError: as :func:`predictor_config`; or a predictor that a hybrid cannot hold.
     """
     names = list(dict.fromkeys(options.predictor))
     if len(names) == 1:
@@ -86,7 +85,7 @@ def _wanted(options: Options) -> tuple[str, PredictorConfig]:
     word_of = {word: word.partition("=")[0] for word in options.settings}
     for word, key in word_of.items():
         if not any(key in fields for fields in known.values()):
-            raise ExpertcastError(f"--set: none of {', '.join(names)} has an option {word!r}")
+            raise ExpertcastError(f"--set {word}: none of {', '.join(names)} has this option")
     configs = {
         name: predictor_config(name, options.ahead, [word for word, key in word_of.items() if key in fields]).as_dict()
         for name, fields in known.items()
@@ -101,7 +100,7 @@ def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
     settings = replace(options.fit, resume_folder=resume_folder(options.out))
     fitted = fit(name, source, config=config, options=settings)
     if options.default_vectors is not None and NOTE not in fitted.report:
-        say(f"{name} reads no default vectors as it is: --default-vectors changed nothing of it")
+        say(f"{name} with these settings reads no default vectors: --default-vectors has no effect")
     predictor, ahead = fitted.predictor, min(fitted.predictor.ahead, default=1)
     ledger = ledger_of({predictor.name: fitted}, source, "test", ahead)
     metrics, table = checkpoint_metrics(predictor, source, ledger)
@@ -122,39 +121,39 @@ def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
 
 
 def described(source: TraceSource) -> Json:
-    """The text that a predictor learned from and was scored on, for its card."""
+    """Describe the text of training and scoring, for the checkpoint's card."""
     info = source.info
     text = source.plan.digest if isinstance(source, OnlineTraces) else info["settings"]["text"]
     return {"command": info["command"], "text": text, "documents": len(source.documents), "splits": info["splits"]}
 
 
 def training_source(options: Options) -> TraceSource:
-    """Traces when `source` is a traces folder, or without --data one of the hub; else a model to train on online.
+    """Open traces from a folder or the hub; with --data, load a model to train on online.
 
     Raises:
-        ExpertcastError: neither; or a model without --data.
+        ExpertcastError: neither traces nor a model, or a model without --data.
     """
     if (Path(options.source) / TRACE_FILE).is_file():
         if options.data:
-            raise ExpertcastError(f"{options.source} is a traces folder: leave --data out")
+            raise ExpertcastError(f"{options.source} is a traces folder: leave out --data, which is for a MODEL")
         return TraceDataset.open(Path(options.source))
     if not options.data:
         if HubName.of(options.source) is None:
-            raise ExpertcastError(f"{options.source} is no traces folder: give --data to train online on that model")
+            raise ExpertcastError(f"{options.source} is no traces folder: give --data to train on a model online")
         return _hub_traces(options.source)
     documents = load_documents(options.data, column=options.text_column, tokens=options.fit.tokens)
     model, tokenizer = options.load(options.source)
     source = OnlineTraces(model, tokenizer, documents, options.text, seed=options.fit.seed, tokens=options.fit.tokens)
     counts = ", ".join(f"{source.token_count(split):,} {split}" for split in SPLITS)
-    say(f"{options.source} is run over {source.token_count():,} tokens of text in each pass ({counts})")
+    say(f"{options.source} runs over {source.token_count():,} tokens of text in each pass ({counts})")
     return source
 
 
 def _hub_traces(name: str) -> TraceDataset:
-    """Traces of the hub.
+    """Open traces from the hub.
 
     Raises:
-        ExpertcastError: no such data set, and a model may be meant; or it is not right.
+        ExpertcastError: no such data set, or a damaged one.
     """
     try:
         return TraceDataset.open(name)

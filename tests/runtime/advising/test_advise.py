@@ -288,7 +288,7 @@ def test_bad_input(reference_model: PreTrainedModel, one: dict[str, Any]) -> Non
         survey(reference_model, ids, repetitions=0)
     with pytest.raises(ExpertcastError, match=r"prompt_ids has shape \[2, "):
         survey(reference_model, ids.repeat(2, 1))
-    with pytest.raises(ExpertcastError, match="neither a folder nor one of"):
+    with pytest.raises(ExpertcastError, match="unknown predictor"):
         survey(reference_model, ids, predictors=["nobody"])
     with pytest.raises(ExpertcastError, match="slots=2"):
         survey(reference_model, ids, OffloadConfig(slots=2))

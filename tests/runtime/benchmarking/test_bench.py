@@ -34,10 +34,11 @@ from expertcast.runtime.benchmarking.runs import (
     without_experts_to,
 )
 from expertcast.runtime.benchmarking.shapes import weight_bytes
+from expertcast.runtime.config import draft_bytes, slots_for
 from expertcast.runtime.drafts.quantised import QuantisedExperts, expected_bytes
-from expertcast.runtime.offloading import slot_count
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import PROMPT
 from tests.runtime.drafts.by_hand import resident_views
@@ -316,11 +317,16 @@ def test_bytes_are_known_before_there_is_a_draft(family: str, precision: str) ->
 def test_memory_is_for_slots_and_draft_together(model: PreTrainedModel) -> None:
     view = find_moe_layers(model)
     block, draft = BlockLayout.of(view).block_bytes, expected_bytes(view, "int4")
-    config = OffloadConfig(memory=9 * block + draft, draft="int4")
-    assert slot_count(config, view) == 9
-    assert slot_count(OffloadConfig(memory=9 * block), view) == 9
+    store = ExpertStore(view)
+
+    def slots(**fields: Any) -> int:
+        config = OffloadConfig(**fields)
+        return slots_for(config, store, draft_bytes(config, view))
+
+    assert slots(memory=9 * block + draft, draft="int4") == 9
+    assert slots(memory=9 * block) == 9
     with pytest.raises(ExpertcastError, match=r"beside .* bytes for draft='int4'"):
-        slot_count(OffloadConfig(memory=block + draft, draft="int4"), view)
+        slots(memory=block + draft, draft="int4")
 
 
 def test_a_configuration_says_what_generate_drafts_with(model: PreTrainedModel) -> None:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors.routing_rule import renormalises, weights_over
-from expertcast.predictors.view import MoELayer
+from expertcast.predictors.view import MoELayer, renormalises, weights_over
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.routing import ROUTING, Routed, RoutingPolicy, _counts
 from tests.families.models import CONFIGS, tiny_model

@@ -28,8 +28,9 @@ from expertcast.runtime.advising.disk import stored_in
 from expertcast.runtime.advising.survey import Watcher
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.config import OffloadConfig, pool_bytes
+from expertcast.runtime.forecasters import resolve_predictor
 from expertcast.runtime.links.virtual import Stored
-from expertcast.runtime.offloading import offload, resolve_predictor
+from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
 from expertcast.runtime.recording.statistics import RunStatistics

@@ -9,7 +9,7 @@ import torch
 
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.offloading import resolve_predictor
+from expertcast.runtime.forecasters import resolve_predictor
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.trace import FEW_IDS, Hints, Texts, Trace, asked_for, load_trace
 from tests.runtime.simulation import made

@@ -1,0 +1,207 @@
+"""What forecasts the routing of one offload: a predictor, the layers that execute its forecasts, drift and refit.
+
+L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint
+from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
+from expertcast.predictors.hybrid import Hybrid, member_recall
+from expertcast.predictors.next_token import NextTokenTracker
+from expertcast.predictors.view import ModelShape
+from expertcast.runtime.config import OffloadConfig, named_checkpoint
+from expertcast.runtime.engine.speculation import Speculator, early_attention_for
+
+if TYPE_CHECKING:
+    from expertcast.runtime.engine.drift import DriftMonitor
+    from expertcast.runtime.engine.refit import OnlineRefit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecasters:
+    """The forecasters of one offload, bound to its model and on its device."""
+
+    speculator: Speculator
+    """Forecasts later layers, and executes the forecasts where the mode says so."""
+    next_token: NextTokenTracker | None
+    """Forecasts later tokens."""
+    drift: DriftMonitor | None
+    recall: Mapping[str, float]
+    """Mean recall@k of the checkpoint's predictor and of the parameter-free ones, by name, as far as it is known."""
+
+
+def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEView, device: torch.device) -> Forecasters:
+    """Return the forecasters that a configuration names.
+
+    Args:
+        config: `predictor`, `mode`, `ahead`, `refit`, `drift`, `next_token` and the fields that refine them.
+        model: the model that runs, for early attention.
+        view: its MoE layers.
+        device: where it computes.
+
+    Raises:
+        ExpertcastError: an unknown predictor, a checkpoint of another model, or a mode, distance or refit that needs
+            another predictor.
+    """
+    predictor, checkpoint = resolve_predictor(config.resolved_predictor(), view)
+    if predictor is not None:
+        if predictor.looks != "layers":
+            raise ExpertcastError(
+                f"{predictor.name} forecasts tokens, not layers: give it as next_token=, not predictor="
+            )
+        predictor.to(device)
+    tracker = make_tracker(config, view, device)
+    layers = executed_layers(config, len(view), recall_per_layer(checkpoint, config.ahead))
+    drift = make_monitor(config, view.shape, predictor, checkpoint)
+    early = early_attention_for(predictor, model, view)
+    speculator = Speculator(
+        view, predictor, layers=layers, true_weights=config.true_weights, prefill=config.speculate_prefill,
+        ahead=config.ahead, router_free=config.router_free, reach=config.reach, early=early,
+    )  # fmt: skip
+    speculator.refit = make_refit(config, predictor)
+    return Forecasters(speculator=speculator, next_token=tracker, drift=drift, recall=mean_recall(checkpoint))
+
+
+def resolve_predictor(
+    given: str | Path | Predictor | None, view: MoEView
+) -> tuple[Predictor | None, PredictorCheckpoint | None]:
+    """Return the predictor that `predictor` or `next_token` names, bound to the model, and its checkpoint, if any.
+
+    Raises:
+        ExpertcastError: an unknown name, a predictor that needs training, or a checkpoint of another model.
+    """
+    if given is None:
+        return None, None
+    if isinstance(given, Predictor):
+        return given.bind(view), None
+    checkpoint = named_checkpoint(given)
+    if checkpoint is not None:
+        return checkpoint.load(view), checkpoint
+    cls = predictor_class(str(given))
+    made = cls(cls.config_class(), view.shape)
+    if made.state_dict():
+        raise ExpertcastError(
+            f"predictor {given!r} must be trained for a model: give the folder that `expertcast train` wrote"
+        )
+    return made.bind(view), None
+
+
+def executed_layers(config: OffloadConfig, layers: int, recall: Mapping[int, float] | None) -> list[int]:
+    """Return the layers that execute their forecast, by `mode`, `layers` and `min_recall`.
+
+    Args:
+        config: the options.
+        layers: L of the model.
+        recall: recall@k of the forecasts by target layer, where it is known.
+
+    Raises:
+        ExpertcastError: the mode executes forecasts and there is no predictor, or a hybrid mode without recall.
+    """
+    if config.mode == "exact":
+        return []
+    if config.resolved_predictor() is None:
+        raise ExpertcastError(f"mode {config.mode!r} executes forecasts: give a predictor")
+    if config.layers is not None:
+        return list(config.layers)
+    if config.mode == "speculate":
+        return list(range(layers))
+    if recall is None:
+        raise ExpertcastError(
+            "mode 'hybrid' needs the recall of each layer: give layers=[...], or a checkpoint with recall_at_k in its "
+            "metrics.json"
+        )
+    return [layer for layer, value in recall.items() if value >= config.min_recall]
+
+
+def recall_per_layer(checkpoint: PredictorCheckpoint | None, ahead: int = 1) -> dict[int, float] | None:
+    """Return recall@k by target layer from metrics.json: of the validation split, or else of the split in the file.
+
+    Args:
+        checkpoint: its metrics are read.
+        ahead: the distance in layers; a distance that metrics.json lacks stands for the shortest one in it.
+    """
+    if checkpoint is None:
+        return None
+    metrics = checkpoint.metrics.get("validation", checkpoint.metrics)
+    metrics = metrics.get("further", {}).get(str(ahead), metrics)
+    per_layer = metrics.get("recall_at_k", {}).get(checkpoint.name, {}).get("per_layer")
+    if per_layer is None:
+        return None
+    targets = metrics.get("targets", range(1, len(per_layer) + 1))
+    return {int(layer): float(value) for layer, value in zip(targets, per_layer, strict=True)}
+
+
+def mean_recall(checkpoint: PredictorCheckpoint | None) -> dict[str, float]:
+    """Return the mean recall@k of a checkpoint's predictor and of the parameter-free ones, from metrics.json; for a
+    hybrid also of its members on the validation split, from its config."""
+    if checkpoint is None:
+        return {}
+    found = {**checkpoint.metrics.get("baselines", {}), **checkpoint.metrics.get("recall_at_k", {})}
+    means = {name: float(values["mean"]) for name, values in found.items()}
+    return means | member_recall(
+        checkpoint.config["predictor_config"]["choices"] if checkpoint.name == Hybrid.name else []
+    )
+
+
+def make_monitor(
+    config: OffloadConfig, shape: ModelShape, predictor: Predictor | None, checkpoint: PredictorCheckpoint | None
+) -> DriftMonitor | None:
+    """Return the monitor that `drift` switches on; None without a predictor.
+
+    It compares forecasts with the checkpoint's recall, if metrics.json has it at the forecasts' distance.
+    """
+    if predictor is None or not config.drift:
+        return None
+    from expertcast.runtime.engine.drift import DriftMonitor
+
+    expected = recall_per_layer(checkpoint, config.ahead)
+    if expected is not None and min(expected, default=0) != config.ahead:
+        expected = None
+    return DriftMonitor(shape.layers, shape.top_k, expected, predictor.name)
+
+
+def make_refit(config: OffloadConfig, predictor: Predictor | None) -> OnlineRefit | None:
+    """Return the online refit of a bound predictor that `refit` switches on.
+
+    Raises:
+        ExpertcastError: no predictor to refit.
+    """
+    if not config.refit:
+        return None
+    if predictor is None:
+        raise ExpertcastError(f"refit={config.refit} refits a predictor: give one, or leave refit out")
+    from expertcast.runtime.engine.refit import OnlineRefit
+
+    return OnlineRefit(predictor, config.ahead, config.refit)
+
+
+def make_tracker(config: OffloadConfig, view: MoEView, device: torch.device) -> NextTokenTracker | None:
+    """Return the forecasts of later tokens by the predictor that `next_token` names.
+
+    Raises:
+        ExpertcastError: another kind of predictor, or policies that do not use its forecasts.
+    """
+    if config.next_token is None:
+        return None
+    predictor, _ = resolve_predictor(config.next_token, view)
+    if not isinstance(predictor, NextToken):
+        raise ExpertcastError(
+            f"next_token={str(config.next_token)!r} is no next_token predictor: give the folder that `expertcast train "
+            "--predictor next_token` wrote"
+        )
+    policies = config.resolved_policies()
+    if not policies.eviction.cls.reads_tokens and policies.prefetch.name == "none":
+        raise ExpertcastError(
+            f"next_token has no effect with prefetch 'none' and eviction {policies.eviction.name!r}: give "
+            "policies=Policies(eviction='forecast'), or another prefetch"
+        )
+    return NextTokenTracker(predictor.to(device))
