@@ -58,7 +58,7 @@ from expertcast.runtime.engine.kernels import SlotKernel, decode_kernel_followed
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import CacheShape, Policies
-from expertcast.runtime.policies.eviction import Eviction, Pooled
+from expertcast.runtime.policies.eviction import Eviction, PoolEviction
 from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.recording.recorder import Observer, Observers, check_observers
 from expertcast.runtime.storage.codecs import make_codec
@@ -317,7 +317,7 @@ class OffloadedModel:
         undo.callback(self.pool.free)
         link.attach(store, self.pool)
         if link.pools is not None:
-            policies.eviction = Eviction.over_all(Pooled(link.pools), len(view))
+            policies.eviction = Eviction.from_policy(PoolEviction(link.pools), len(view))
         undo.callback(link.close)
         dropped = weakref.finalize(self.model, _close_dropped, link)  # its thread would keep a dropped model's store
         dropped.atexit = False

@@ -118,7 +118,7 @@ def replay(
     for layer, policy in enumerate(cache.eviction.policies):
         if isinstance(policy, Belady):
             events = itertools.chain.from_iterable(forwards)
-            policy.foresee([event.keys for event in events if scope == "global" or event.layer == layer])
+            policy.set_future([event.keys for event in events if scope == "global" or event.layer == layer])
     counts = {fresh: ReplayCounts(requests_L=[0] * layers, misses_L=[0] * layers) for fresh in (False, True)}
     for forward in forwards:
         if forward:

@@ -19,7 +19,7 @@ from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.links.virtual import VirtualDisk
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.belady import Belady, bypass_misses
-from expertcast.runtime.policies.eviction import PROMPT_ROWS, Eviction, Pooled, layer_shares
+from expertcast.runtime.policies.eviction import PROMPT_ROWS, Eviction, PoolEviction, layer_shares
 from expertcast.runtime.recording.recorder import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, check_slots
@@ -33,7 +33,7 @@ def foretell(trace: Trace, eviction: Eviction) -> None:
     events = [keys for forward in trace.forwards for keys in forward.keys]
     for index, policy in enumerate(eviction.policies):
         if isinstance(policy, Belady):
-            policy.foresee(events if eviction.shares is None else events[index :: trace.shape.layers])
+            policy.set_future(events if eviction.shares is None else events[index :: trace.shape.layers])
 
 
 def simulate_bypass(trace: Trace, slots: int, machine: Machine, scope: str = "global") -> Simulation:
@@ -108,7 +108,7 @@ class VirtualRuntime:
         if isinstance(self.link, VirtualDisk):
             self.link.keep_parts(pool, shape, passing=1 if case.predictor is None and tokens_ahead is None else 2)
         if self.link.pools is not None:
-            policies.eviction = Eviction.over_all(Pooled(self.link.pools), shape.layers)
+            policies.eviction = Eviction.from_policy(PoolEviction(self.link.pools), shape.layers)
         self.residency = ExpertCache(
             pool, self.link, policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=case.cache
         )

@@ -20,7 +20,7 @@ from expertcast.data.machine import usable_processors
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.policies.base import CacheShape
-from expertcast.runtime.policies.eviction import Pooled
+from expertcast.runtime.policies.eviction import PoolEviction
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, check_slots, summary
 from expertcast.runtime.simulation.simulator import simulate
@@ -164,7 +164,7 @@ def _heading(case: Case, shape: ModelShape) -> Json:
     words = case.policies.as_dict()
     return {
         **words,
-        "eviction": BYPASS if case.bypass else Pooled.name if case.pooled else words["eviction"],
+        "eviction": BYPASS if case.bypass else PoolEviction.name if case.pooled else words["eviction"],
         "prefetch": "none" if case.predictor is None else words["prefetch"],
         "predictor": case.predictor,
         "slots": case.slots,
