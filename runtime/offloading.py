@@ -67,7 +67,7 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
 if TYPE_CHECKING:
-    from expertcast.runtime.drafts.drafting import Drafting
+    from expertcast.runtime.drafts.drafting import Drafter
     from expertcast.runtime.engine.drift import DriftMonitor
     from expertcast.runtime.engine.refit import OnlineRefit
     from expertcast.runtime.engine.whole_texts import SlotExperts
@@ -274,7 +274,7 @@ class OffloadedModel:
         """Layers that execute their forecast when there is one."""
         self.drift = None if link.decides_on_device else drift
         """Follows the forecasts' recall; None where nothing forecasts, or the link decides on the device."""
-        self.drafting: Drafting | None = None
+        self.drafting: Drafter | None = None
         """Drafts of this model and what was learnt of them; None where the link decides on the device."""
         self._draft = config.draft
         self._reloadable = not next(self.view[0].experts.parameters()).is_meta
@@ -329,10 +329,10 @@ class OffloadedModel:
             from expertcast.runtime.experimental.device_engine import DeviceEngine
 
             return DeviceEngine(self._parts)
-        from expertcast.runtime.drafts.drafting import Drafting
+        from expertcast.runtime.drafts.drafting import Drafter
 
         engine = HostEngine(self._parts)
-        self.drafting = Drafting(self.model, engine, self._parts, self.store)
+        self.drafting = Drafter(self.model, engine, self._parts, self.store)
         undo.callback(self.drafting.close)
         return engine
 

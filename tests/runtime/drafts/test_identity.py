@@ -31,7 +31,7 @@ NEW = 10
 
 
 def plain(offloaded: OffloadedModel, ids_BS: Tensor, new: int = NEW) -> Tensor:
-    """What the model says by itself."""
+    """Generate without a draft."""
     said: Tensor = offloaded.generate(ids_BS, max_new_tokens=new, do_sample=False, draft=NONE)
     return said
 
