@@ -29,6 +29,13 @@ def accept_greedy(logits_BNV: Tensor, drafted_Bn: Tensor, start_B: Tensor | None
     Returns:
         ids [B, n + 1]: in each row the accepted tokens, the next token, then -1; and the number of accepted tokens [B],
         including settled ones.
+
+    Example:
+        >>> import torch
+        >>> from expertcast.runtime.drafts.acceptance import accept_greedy
+        >>> logits_BNV = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]])  # the likeliest tokens are 1, 0, 1
+        >>> accept_greedy(logits_BNV, torch.tensor([[1, 1]]))
+        (tensor([[ 1,  0, -1]]), tensor([1]))
     """
     likeliest_BN = logits_BNV.argmax(dim=-1)
     accepted_B = _standing(drafted_Bn == likeliest_BN[:, :-1], start_B)

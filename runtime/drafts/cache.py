@@ -1,4 +1,4 @@
-"""Key-value cache shared by drafting and verifying, with roll-back of rejected tokens.
+"""Key-value cache of drafting and verifying, with roll-back of rejected tokens.
 
 Attention layers are cropped, each to its own length, since an early-exit draft fills the first layers only. Sliding
 windows and convolutions keep tokens that leave the window until the next mark. A recurrent state (linear attention,

@@ -30,8 +30,8 @@ from expertcast.runtime.links.driver import Readback
 class LookaheadBuffer:
     """Counts of distinct experts by position of the drafted tokens.
 
-    Position 0 is the last settled token, position i the i-th drafted token. A draft of n passes fills n positions; the
-    experts of the last drafted token are unknown until it is verified.
+    Position 0 has the experts of the last settled tokens, position i those of the i-th drafted token. A draft of n
+    passes fills n positions; the experts of the last drafted token are unknown until it is verified.
 
     Args:
         slots: number of slots.

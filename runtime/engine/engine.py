@@ -47,7 +47,7 @@ from expertcast.runtime.policies.miss import Lookup, MissDecision
 from expertcast.runtime.policies.prefetch import Candidates, NoPrefetch
 from expertcast.runtime.policies.routing import RouterOutput, Standard
 from expertcast.runtime.policies.settings import ALWAYS, AUTO, PolicySet
-from expertcast.runtime.recording.recorder import State, heard
+from expertcast.runtime.recording.recorder import State, listener
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
@@ -500,7 +500,7 @@ class Engine(ABC):
 
     def __init__(self, parts: EngineParts) -> None:
         self._speculator, self._kernel, self._pool = parts.speculator, parts.kernel, parts.pool
-        self._enter: Callable[[State, int], None] = heard(parts.link.observer, "enter") or _unheard
+        self._enter: Callable[[State, int], None] = listener(parts.link.observer, "enter") or _ignore
         """Tells the observer what the compute stream goes over to, for which layer."""
         self.view = parts.speculator.view
         """The model's MoE layers."""
@@ -608,8 +608,8 @@ class Engine(ABC):
                 )
 
 
-def _unheard(_state: State, _layer: int) -> None:
-    """In place of an observer that listens to no states."""
+def _ignore(_state: State, _layer: int) -> None:
+    """Do nothing; used if no observer listens to `enter`."""
 
 
 _FEW_IDS = 512

@@ -225,7 +225,8 @@ class CascadeConfig(PolicyConfig):
     """Options of :class:`Cascade`."""
 
     levels: tuple[str, ...] = ("full", "int4", "int2")
-    """Two or three precisions, best first: for scores from `important`, for scores from `minor`, for lower ones."""
+    """Two or three precisions, best first. The first is for scores from `important`, the last of three for scores below
+    `minor`, and the second for all other scores."""
     important: float = 1.0
     """Score from which an expert is loaded in the first precision; 1 is the mean over a token's experts."""
     minor: float = 0.25

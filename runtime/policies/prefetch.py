@@ -181,7 +181,7 @@ class PercentileConfig(PolicyConfig):
     """Options of :class:`Percentile`."""
 
     percentile: float = number(80.0, "(0, 100)")
-    """Percentile from which experts are loaded."""
+    """Percentile of the scores at or above which experts are loaded."""
     over: str = one_of("history", "token", "mass")
     """Scores that the percentile refers to. `history`: all layers and tokens so far. `token`: the E scores of one
     token, which selects a constant number of experts. `mass`: the percentage of a token's probability to cover."""

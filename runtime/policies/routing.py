@@ -142,7 +142,7 @@ class BudgetConfig(PolicyConfig):
 
 
 class Budget(RoutingPolicy):
-    """Executes the heaviest experts of each token, as many as have their misses fit the available slots.
+    """Limits each token to its heaviest experts, such that the misses fit the available slots.
 
     k = max{k <= k_max: u(k) <= available}, with u(k) the number of absent experts among the k heaviest. The tokens of a
     step share the available slots in order; an expert that one token loads is resident for the next one. At least one
