@@ -137,7 +137,7 @@ def repeating(length: int = 9, seed: int = 3) -> Tensor:
 
 
 def prepared(model: PreTrainedModel, **options: Any) -> GenerationConfig:
-    """As `generate` prepares it."""
+    """Return a configuration as `generate` prepares it."""
     config, _ = model._prepare_generation_config(GenerationConfig(pad_token_id=0, **options))
     model._prepare_special_tokens(config, True, device=torch.device("cpu"))
     return config

@@ -24,7 +24,7 @@ from tests.runtime.drafts.loops import SLOTS, cycles_of, prompt, tiny
 
 @dataclass(frozen=True)
 class Draft:
-    """How one draft truly is."""
+    """True properties of one draft."""
 
     acceptance: tuple[float, ...]
     """Acceptance of each position; the last value also holds for later ones."""

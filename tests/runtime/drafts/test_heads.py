@@ -160,7 +160,7 @@ def test_sampled_drafts_come_with_what_they_were_drawn_from(model: PreTrainedMod
 
 
 def test_heads_of_an_offloaded_model(tmp_path: Path) -> None:
-    """They have their own experts in memory, and draft what the resident model's draft."""
+    """Heads of an offloaded model keep their experts in memory and propose the same tokens as the resident model's."""
     folder = checkpoint("glm4_moe", 1, tmp_path)
     model = loaded(folder)
     expected, whole = decoded(model, MtpProposer(MtpHeads(model)), [1] * 6)
@@ -191,7 +191,7 @@ def test_models_without_heads_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "heads"), [("glm4_moe", 1), ("deepseek_v3", 3)])
 def test_heads_draft_and_the_text_stays(family: str, heads: int, tmp_path: Path) -> None:
-    """In fixed lengths and governed, one text and two with padding; each token's hidden state is shown once."""
+    """Fixed and governed lengths, one sequence and two with padding; each hidden state is passed once."""
     model = loaded(checkpoint(family, heads, tmp_path))
     both = torch.cat([PROMPT, PROMPT.flip(1)])
     mask = torch.ones_like(both)

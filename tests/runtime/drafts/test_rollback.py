@@ -25,7 +25,7 @@ PROMPT, DRAFTED, WINDOW = 3, 4, 8
 """The prompt is shorter than a convolution's kernel; windows fill on the way."""
 
 FORGETFUL = ["jamba"]
-"""Their passes over several tokens do not read the recurrent state."""
+"""Families whose passes over several tokens do not read the recurrent state."""
 
 TOLERANCE = 3e-5
 """Relative to the largest logit."""

@@ -359,7 +359,7 @@ class Storm:
         )
 
     def _probabilities(self) -> list[float]:
-        """With zeros and equals among them."""
+        """Draw scores that include zeros and equal values."""
         return [self.choose.choice([0.0, 0.125, self.choose.random()]) for _ in range(self.experts)]
 
 
@@ -559,7 +559,7 @@ def _fewest(events: Sequence[Sequence[int]], slots: int, *, forced: bool) -> int
 
 
 def _kept(held: frozenset[int], keys: frozenset[int], slots: int, forced: bool) -> list[frozenset[int]]:
-    """All that may be held after an event: not more than was there or came, and with `forced` all that it needs."""
+    """Return all possible sets of residents after an event; they include all needed experts if `forced`."""
     must = keys if forced else frozenset()
     others = sorted((held | keys) - must)
     room = slots - len(must)

@@ -277,7 +277,7 @@ def test_every_expert_is_needed_where_all_are_chosen() -> None:
 
 
 def test_a_calibrated_forecast_is_where_it_starts() -> None:
-    """Its own reading comes first, and what is learnt online is how the text differs from the validation's."""
+    """The predictor's calibration is the start, and online learning adapts it to the current sequence."""
     logits_TE = torch.tensor([[3.0, 1.0, 0.0, -2.0]])
     log_odds = LogOdds(2.0, 0.5, -1.0)
     calibration = Calibration(2)
@@ -294,7 +294,7 @@ def test_a_calibrated_forecast_is_where_it_starts() -> None:
 
 @pytest.mark.parametrize("selection", ["threshold", "value"])
 def test_selections_read_it(selection: str) -> None:
-    """As the logits stand the first expert is likely; a reading by which none is leaves nothing worth a copy."""
+    """The first expert is likely by its logit; with a calibration that makes all unlikely no copy pays."""
     shape = CacheShape(layers=2, experts=4, top_k=1, slots=8)
     plain = wanted(torch.tensor([[2.0, 0.0, -9.0, -9.0]]), 1)
     flat = wanted(torch.tensor([[2.0, 0.0, -9.0, -9.0]]), 1)

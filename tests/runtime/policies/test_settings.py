@@ -92,7 +92,7 @@ def test_what_specmd_was_measured_with(name: str) -> None:
 
 
 def test_specmds_table() -> None:
-    """Its five rows: prefetching, eviction, miss handling and routing."""
+    """The five configurations of SpecMD's Table 1: prefetch, eviction, miss handling and routing."""
     rows = {
         name: (each.prefetch.name, each.eviction.name, each.miss.name, each.routing.name)
         for name, each in ((name, PRESETS[name].policies) for name in SPECMD)

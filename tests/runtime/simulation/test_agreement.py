@@ -70,7 +70,7 @@ def test_same_counts(reference_model: PreTrainedModel, prompt_ids: Tensor, polic
 
 
 def test_same_forecasts_of_tokens(reference_model: PreTrainedModel, prompt_ids: Tensor) -> None:
-    """Both sides look ahead with the same predictor, of random weights. Loads while the link is idle, or when a token
+    """Runtime and simulator use the same predictor with random weights. Loads while the link is idle, or when a token
     begins, would depend on time."""
     view = find_moe_layers(reference_model)
     torch.manual_seed(0)
