@@ -40,7 +40,7 @@ from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.forecasters import Forecasters, make_forecasters
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import CacheShape, Policies
-from expertcast.runtime.policies.eviction import Eviction, Pooled
+from expertcast.runtime.policies.eviction import Eviction, PoolEviction
 from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.recording.recorder import Observer, Observers, check_observers
 from expertcast.runtime.storage.layout import ExpertsForm, device_of
@@ -48,7 +48,7 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
 if TYPE_CHECKING:
-    from expertcast.runtime.drafts.drafting import Drafting
+    from expertcast.runtime.drafts.drafting import Drafter
     from expertcast.runtime.engine.whole_texts import SlotExperts
 
 
@@ -93,7 +93,7 @@ class OffloadedModel:
         """Layers that execute their forecast."""
         self.drift = None if link.decides_on_device else forecasters.drift
         """Follows the recall of the forecasts; None without forecasts, or if the link decides on the device."""
-        self.drafting: Drafting | None = None
+        self.drafting: Drafter | None = None
         """Drafts of this model and their governors; None if the link decides on the device."""
         self._draft = config.draft
         self._reloadable = not next(self.view[0].experts.parameters()).is_meta
@@ -135,7 +135,7 @@ class OffloadedModel:
         undo.callback(self.pool.free)
         link.attach(store, self.pool)
         if link.pools is not None:
-            policies.eviction = Eviction.over_all(Pooled(link.pools), store.layers)
+            policies.eviction = Eviction.from_policy(PoolEviction(link.pools), store.layers)
         undo.callback(link.close)
         dropped = weakref.finalize(
             self.model, _close_dropped, link
@@ -149,10 +149,10 @@ class OffloadedModel:
             from expertcast.runtime.experimental.device_engine import DeviceEngine
 
             return DeviceEngine(self._parts)
-        from expertcast.runtime.drafts.drafting import Drafting
+        from expertcast.runtime.drafts.drafting import Drafter
 
         engine = HostEngine(self._parts)
-        self.drafting = Drafting(self.model, engine, self._parts, self.store)
+        self.drafting = Drafter(self.model, engine, self._parts, self.store)
         undo.callback(self.drafting.close)
         return engine
 

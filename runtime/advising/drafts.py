@@ -25,7 +25,7 @@ from expertcast.runtime.advising.advice import WORTH, Advice, Option
 from expertcast.runtime.drafts.costs import PRIOR_ACCEPTANCE
 from expertcast.runtime.simulation.machine import Case, check_slots
 from expertcast.runtime.simulation.simulator import VirtualRuntime
-from expertcast.runtime.simulation.trace import Forward, Trace, asked_for
+from expertcast.runtime.simulation.trace import Forward, Trace, request_order
 
 LONGEST = 8
 """n of the longest draft that is asked about."""
@@ -164,7 +164,7 @@ class _Replay:
             start = runtime.link.now
             for step in self._foreseen[at : at + length]:
                 for keys in step:
-                    runtime.residency.prefetch(asked_for(keys))
+                    runtime.residency.prefetch(request_order(keys))
                 runtime.link.spend(self._pass_s)
             drafting_s = runtime.link.now - start
             verified = _union(self._steps[at : at + length + 1])
@@ -177,7 +177,7 @@ class _Replay:
 
 def _union(steps: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
     """[L] distinct keys of some tokens, [T][L][K]."""
-    return [asked_for([key for keys in column for key in keys]) for column in zip(*steps, strict=True)]
+    return [request_order([key for keys in column for key in keys]) for column in zip(*steps, strict=True)]
 
 
 def _mean(length: int, runs: Sequence[tuple[int, int, float, float, int]]) -> DraftOption:

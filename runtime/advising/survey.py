@@ -211,7 +211,7 @@ class Survey:
         if predictor is None:
             return replay(self.trace, case)
         found = self.known(predictor, ahead)
-        return replay(executed(self.trace, found.asked, executed_layers), case.timed(found.times), found.asked)
+        return replay(executed(self.trace, found.asked, executed_layers), case.with_times(found.times), found.asked)
 
     def known(self, predictor: str, ahead: int) -> Forecasting:
         """What was found of a predictor at one distance.
@@ -285,7 +285,7 @@ def survey(
     base = min(base_runs, key=attrgetter("tpot_s"))
     trace = base.watched.trace(view.shape)
     return Survey(
-        case=base.case.timed(calibrated(base.tpot_s, trace, base.case)),
+        case=base.case.with_times(calibrated(base.tpot_s, trace, base.case)),
         speed=base.speed,
         trace=trace,
         tpot_s=base.tpot_s,
@@ -342,7 +342,7 @@ def _forecasting(
 ) -> Forecasting:
     """The forecasts of a run, at the checkpoint's own recall where its metrics have it for this distance."""
     asked = run.watched.forecasts(ahead)
-    times = calibrated(run.tpot_s, trace, base.timed(run.case.machine.times), asked)
+    times = calibrated(run.tpot_s, trace, base.with_times(run.case.machine.times), asked)
     recall, source = measured_recall(trace, asked), "measured"
     known = recall_per_layer(checkpoint, ahead)
     if known is not None and set(known) == set(recall):

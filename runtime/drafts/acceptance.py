@@ -1,7 +1,8 @@
-"""What verification makes of a draft: how much of it stands, and the token that follows (rows C4 and C18).
+"""Verification of drafted tokens: the accepted ones and the next token.
 
-B rows, n drafted tokens, V the vocabulary. Position i of the exact logits is what the model says of drafted token i,
-and position n of the token behind them all. A row may begin with text that is known: it stands as it is.
+B rows, n drafted tokens, N = n + 1, V vocabulary size. Position i of the exact logits belongs to drafted token i, and
+position n to the token after all drafted ones. The first tokens of a row may be settled already; they are always
+accepted.
 """
 
 from __future__ import annotations
@@ -11,23 +12,30 @@ from torch import Tensor
 
 
 def pick(scores_BV: Tensor, *, sample: bool) -> Tensor:
-    """The next tokens [B] of a draft, by processed logits [B, V]: the likeliest, or drawn."""
+    """Return the next token of each row [B] from processed logits [B, V]: sampled, or the likeliest."""
     if not sample:
         return scores_BV.argmax(dim=-1)
     return torch.multinomial(scores_BV.softmax(dim=-1), num_samples=1).squeeze(1)
 
 
 def accept_greedy(logits_BNV: Tensor, drafted_Bn: Tensor, start_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Drafted tokens stand up to the first that is not the model's likeliest.
+    """Accept drafted tokens up to the first that differs from the model's likeliest token.
 
     Args:
-        logits_BNV: exact logits [B, n + 1, V], processed.
-        drafted_Bn: ids [B, n].
-        start_B: positions before it are known text, 0 to n; None: none are.
+        logits_BNV: processed exact logits [B, n + 1, V].
+        drafted_Bn: drafted ids [B, n].
+        start_B: number of leading tokens that are settled, 0 to n; None: 0.
 
     Returns:
-        ids [B, n + 1], of which each row's first `accepted + 1` count (behind them -1), and accepted [B]: the drafted
-        tokens that stand, known ones among them.
+        ids [B, n + 1]: in each row the accepted tokens, the next token, then -1; and the number of accepted tokens [B],
+        including settled ones.
+
+    Example:
+        >>> import torch
+        >>> from expertcast.runtime.drafts.acceptance import accept_greedy
+        >>> logits_BNV = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]])  # the likeliest tokens are 1, 0, 1
+        >>> accept_greedy(logits_BNV, torch.tensor([[1, 1]]))
+        (tensor([[ 1,  0, -1]]), tensor([1]))
     """
     likeliest_BN = logits_BNV.argmax(dim=-1)
     accepted_B = _standing(drafted_Bn == likeliest_BN[:, :-1], start_B)
@@ -41,21 +49,22 @@ def accept_sampled(
     start_B: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rejection sampling: what comes out follows the exact model's distribution p, whatever the draft's q is.
+    """Accept drafted tokens by rejection sampling, so that the result follows the exact distribution p.
 
-    A token drafted with q stands with probability min(1, p / q). In the place of the first that does not, one is drawn
-    from max(p - q, 0), normalised; behind a draft that stands whole, one from p (Leviathan et al., arXiv 2211.17192;
-    Chen et al., arXiv 2302.01318).
+    A token drafted from q is accepted with probability min(1, p / q). The first rejected one is replaced by a sample of
+    the normalised max(p - q, 0). If all are accepted, the next token is a sample of p.
+
+    Source: Leviathan et al. (2023, arXiv 2211.17192); Chen et al. (2023, arXiv 2302.01318).
 
     Args:
-        logits_BNV: exact logits [B, n + 1, V], processed: temperature applied, -inf for what may not be drawn.
-        drafted_Bn: ids [B, n], each drawn from its q.
-        draft_logits_BnV: the logits of q [B, n, V], processed; None: the draft could say nothing else.
-        start_B: as for :func:`accept_greedy`.
-        generator: of the logits' device.
+        logits_BNV: processed exact logits [B, n + 1, V]: temperature applied, -inf for excluded tokens.
+        drafted_Bn: drafted ids [B, n], sampled from q.
+        draft_logits_BnV: processed logits of q [B, n, V]; None: q has probability 1 for the drafted tokens.
+        start_B: number of leading tokens that are settled, 0 to n; None: 0.
+        generator: random generator on the device of the logits.
 
     Returns:
-        as :func:`accept_greedy`.
+        The same as :func:`accept_greedy`.
     """
     rows, drafted = drafted_Bn.shape
     device = logits_BNV.device
@@ -73,27 +82,27 @@ def accept_sampled(
             left_BV.scatter_(1, drafted_Bn[row_B, at_B][:, None], 0.0)
         else:
             left_BV = (left_BV - draft_logits_BnV[row_B, at_B].float().softmax(dim=-1)).clamp(min=0.0)
-    # Nothing is left where p and q are equal but for rounding: then p itself.
+    # the difference is 0 where p and q are equal up to rounding: sample from p there
     use_B = rejected_B & (left_BV.sum(dim=-1) > 0)
     next_B1 = torch.multinomial(torch.where(use_B[:, None], left_BV, p_BV), 1, generator=generator)
     return _joined(drafted_Bn, accepted_B, next_B1), accepted_B
 
 
 def _probability(logits_BnV: Tensor, ids_Bn: Tensor) -> Tensor:
-    """[B, n] of these ids, fp32."""
+    """Return the probability of each id [B, n], float32."""
     logits_BnV = logits_BnV.float()
     return (logits_BnV.gather(2, ids_Bn[..., None])[..., 0] - logits_BnV.logsumexp(dim=-1)).exp()
 
 
 def _standing(right_Bn: Tensor, start_B: Tensor | None) -> Tensor:
-    """[B] positions before the first wrong one, none of them wrong before `start`."""
+    """Return the number of positions before the first wrong one [B]; positions before `start_B` count as right."""
     if start_B is not None:
         right_Bn = right_Bn | (torch.arange(right_Bn.shape[1], device=right_Bn.device) < start_B[:, None])
     return right_Bn.long().cumprod(dim=1).sum(dim=1)
 
 
 def _joined(drafted_Bn: Tensor, accepted_B: Tensor, next_B1: Tensor) -> Tensor:
-    """[B, n + 1]: what stands, the next token, -1."""
+    """Return accepted tokens, the next token, then -1 [B, n + 1]."""
     place_N = torch.arange(drafted_Bn.shape[1] + 1, device=drafted_Bn.device)
     ids_BN = torch.cat([drafted_Bn, next_B1], dim=1).masked_fill(place_N > accepted_B[:, None], -1)
     return ids_BN.scatter(1, accepted_B[:, None], next_B1)

@@ -1,8 +1,10 @@
-"""One KV cache for drafting and verifying: what is rejected is taken out of it again (row C11).
+"""Key-value cache of drafting and verifying, with roll-back of rejected tokens.
 
-Attention layers are cropped, each by what it holds too much: a draft that left early ran the first layers only. Sliding
-windows and convolutions keep what has left their window until the next mark, so that it can come back. A recurrent
-state (linear attention, Mamba) has no tokens to crop: a copy of it is kept at the mark, and back there the cache goes.
+Attention layers are cropped, each to its own length, since an early-exit draft fills the first layers only. Sliding
+windows and convolutions keep tokens that leave the window until the next mark. A recurrent state (linear attention,
+Mamba) cannot be cropped; it is copied at the mark, and rolling back restores the copy.
+
+Source: draft and target share the cache in MoE-SpeQ.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from expertcast.compat import LinearAttentionCacheLayerMixin
 from expertcast.predictors.messages import ExpertcastError
 
 _UNREAD = 1e-5
-"""Share of a change in a state that reaches the next state, at most, where the state was not read."""
+"""Maximum relative effect of a change of the state on the next state if the pass does not read the state."""
 
 _NO_LIMIT = (0.0, float("inf"))
 
 
 @dataclass(slots=True)
 class _Copy:
-    """An object's attributes, as they were."""
+    """Copy of an object's attributes."""
 
     owner: object
     saved: dict[str, Any]
@@ -40,20 +42,20 @@ class _Copy:
             setattr(self.owner, name, _copied(value))
 
     def states(self) -> list[Tensor]:
-        """The recurrent states that the object holds now: of a layer its own, of a cache whatever it adds."""
+        """Return the current recurrent states: those of a layer, or the tensors that a cache subclass adds."""
         if isinstance(self.owner, LinearAttentionCacheLayerMixin):
             return _tensors(self.owner.recurrent_states)
         return _tensors([getattr(self.owner, name) for name in self.saved])
 
 
 class SharedCache:
-    """A model's cache with a mark to which it can be rolled back: its present end, at first.
+    """Cache of a model with a mark to roll back to; the first mark is its current end.
 
     Args:
-        cache: as the model fills it, `DynamicCache` or a subclass; it may be empty still.
+        cache: a `DynamicCache` or a subclass of it; may be empty.
 
     Raises:
-        ExpertcastError: it is fixed in size or quantised, or a layer keeps what nothing takes back.
+        ExpertcastError: the cache is of another class, or one of its layers can neither be cropped nor copied.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -72,19 +74,19 @@ class SharedCache:
 
     @property
     def length(self) -> int:
-        """Tokens that every layer holds, padding included."""
+        """Number of tokens in every layer, including padding."""
         return min(self._held(), default=0)
 
     @property
     def recurrent(self) -> bool:
-        """Whether the last mark is the only way back."""
+        """Whether the cache can only be rolled back to the mark."""
         return bool(self._copies)
 
     def mark(self) -> int:
-        """Make the present end the furthest point back, and drop what only an earlier one needed.
+        """Set the mark to the current end and free what earlier marks needed.
 
         Returns:
-            The tokens that the cache holds.
+            Number of tokens in the cache.
         """
         self._copies: dict[int, _Copy] = {}
         self._columns: dict[int, int] = {}
@@ -106,22 +108,22 @@ class SharedCache:
         return self._mark
 
     def roll_back(self, length: int) -> int:
-        """Take out what follows the first `length` tokens, in every layer.
+        """Remove all tokens after the first `length` from every layer.
 
-        With recurrent states only the mark can be gone back to, as long as every layer has run all tokens since.
+        A cache with recurrent states returns to the mark, unless `length` is its current end in every layer.
 
         Args:
-            length: from the mark, or from where it was last rolled back to, to the present end.
+            length: number of tokens to keep; at least the mark, or the last roll-back after it.
 
         Returns:
-            Tokens that the cache holds now: `length`, or those at the mark; the caller feeds the rest again.
+            Number of tokens in the cache: `length`, or that at the mark; the caller feeds the missing ones again.
 
         Raises:
-            RuntimeError: what lies further back than the mark is gone.
+            RuntimeError: `length` lies before the mark or after the end.
         """
         held = self._held()
         if not self._floor <= length <= min(held, default=0):
-            raise RuntimeError(f"cannot go to {length} tokens of {held} from {self._floor} on: mark first")
+            raise RuntimeError(f"cannot roll back to {length} tokens: give {self._floor} to {min(held, default=0)}")
         if self._copies and (length == self._mark or length != max(held)):
             length = self._mark
             for copy in self._copies.values():
@@ -134,19 +136,19 @@ class SharedCache:
         self._floor = length
         return length
 
-    def refuse_unfit(self, model: nn.Module, feed: Callable[[], object]) -> None:
-        """Refuse a model that says something else in a pass over several tokens than in steps.
+    def check_verifiable(self, model: nn.Module, feed: Callable[[], object]) -> None:
+        """Check that a pass over several tokens gives the same result as single steps.
 
-        Some Mamba layers begin such a pass anew instead of reading their state. To find out, two passes run after a
-        mark, one of them with the last state changed: the next state must show it. Mamba2 layers limit their time step
-        in such passes, but not in steps. Without recurrent states there is nothing to ask, and no pass runs.
+        Some Mamba layers ignore their state in a pass over several tokens. The check runs two passes after a mark, one
+        of them with a changed state, and requires that the next states differ. Mamba2 layers limit their time step in
+        such passes only. A model without recurrent states needs no check, and no pass runs.
 
         Args:
-            model: whose cache this is.
-            feed: runs the whole model, exactly, over any two tokens for every row, behind what the cache holds.
+            model: model of this cache.
+            feed: runs the exact model over any two tokens per row, after those in the cache.
 
         Raises:
-            ExpertcastError: the state is not read, or time steps are limited.
+            ExpertcastError: the model does not read its state, or limits its time step.
         """
         self.mark()
         copies = [copy for copy in self._copies.values() if copy.states()]
@@ -155,7 +157,7 @@ class SharedCache:
         for part in model.modules():
             if tuple(getattr(part, "time_step_limit", None) or _NO_LIMIT) != _NO_LIMIT:
                 raise ExpertcastError(
-                    f"{type(part).__name__} limits its time steps in passes over several tokens alone, so verifying "
+                    f"{type(part).__name__} limits its time steps only in passes over several tokens, so verifying "
                     "would not be exact: generate without drafts"
                 )
         next_states: list[Tensor] = []
@@ -169,12 +171,12 @@ class SharedCache:
             self.roll_back(self._mark)
         if (next_states[1] - next_states[0]).abs().amax() <= _UNREAD * step:
             raise ExpertcastError(
-                f"a {type(model).__name__} forgets its past in a pass over several tokens, so verifying would not be "
+                f"a {type(model).__name__} ignores its state in a pass over several tokens, so verifying would not be "
                 "exact: generate without drafts"
             )
 
     def _held(self) -> list[int]:
-        """Tokens in each layer that counts them and has seen any."""
+        """Return the number of tokens in each layer that counts them and is not empty."""
         return [
             int(layer.get_seq_length())
             for layer in self.cache.layers
@@ -186,7 +188,7 @@ class SharedCache:
             return
         if hasattr(layer, "get_seq_length"):
             excess = layer.get_seq_length() - length
-        elif index in self._columns:  # of a convolution: it grew by a column for each token since the mark
+        elif index in self._columns:  # a convolution, which has grown by one column per token since the mark
             excess = self._mark + _columns(layer) - self._columns[index] - length
         else:
             return
@@ -195,18 +197,18 @@ class SharedCache:
 
 
 def _columns(layer: LinearAttentionCacheLayerMixin) -> int:
-    """Columns of the layer's convolution states [B, C, columns]."""
+    """Return the number of columns of the layer's convolution states [B, C, columns]."""
     return int(_tensors(layer.conv_states)[0].shape[-1])
 
 
 def _crops_what_it_adds(layer: type) -> bool:
-    """Whether the class that says how the layer grows, or one made of it, says how it shrinks."""
+    """Return whether `crop` is defined by the class that defines `update`, or by a subclass of it."""
     order = [cls for cls in layer.__mro__ if {"update", "crop"} & vars(cls).keys()]
     return bool(order) and "crop" in vars(order[0]) and bool(getattr(layer, "is_croppable", False))
 
 
 def _copied(value: Any) -> Any:
-    """The value with tensors of its own, through lists and dictionaries: states are updated in place."""
+    """Return a copy of a value with copies of its tensors, because states are updated in place."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
@@ -215,7 +217,7 @@ def _copied(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in lists and dictionaries, in order."""
+    """Return the tensors in nested lists and dictionaries, in order."""
     if isinstance(value, Tensor):
         return [value]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,6 +1,8 @@
-"""Costs and yield of drafting n tokens and verifying them, learned from a run's own cycles.
+"""Model of the time and the tokens of a cycle that drafts n tokens and verifies them, learned from a run's cycles.
 
-n drafted tokens, m = n + 1 verified ones, L MoE layers. Rows C3 to C5, with the bonus token (trap 1).
+n drafted tokens, m = n + 1 verified positions, L MoE layers, B sequences.
+
+Source: MoE-SpeQ (throughput P(n) = E[N(n)] / T(n)); the token that verification adds by itself is included here.
 """
 
 from __future__ import annotations
@@ -18,33 +20,33 @@ from expertcast.runtime.recording.learning import OUTLIER, Option, PositionMeans
 
 @dataclass(slots=True, kw_only=True)
 class Cycle:
-    """One cycle as it was run: n drafted positions, verified in one exact pass; a plain step where nothing drafts.
+    """Measurements of one cycle: n drafted positions and one exact pass, or a plain exact step without a draft.
 
-    All seconds are of the model's thread. B sequences.
+    Seconds are those of the thread that runs the model.
     """
 
     draft: str | None
-    """None: a plain exact step."""
+    """Name of the draft; None: a plain exact step."""
     drafted: int = 0
-    """n; fewer than were asked for where the governor stopped, or the draft had no more."""
+    """Number of drafted positions, n."""
     accepted: tuple[int, ...] = ()
-    """[B] leading drafted positions that stay, 0 to n."""
+    """Number of accepted positions of each sequence [B], 0 to n."""
     known: tuple[int, ...] = ()
-    """[B] leading positions that were certain before, and are not judged; empty: none."""
+    """Number of leading positions of each sequence that were settled before the cycle [B]; empty: 0."""
     ended: bool = False
-    """The draft had nothing to offer beyond its n positions, though more were asked for."""
+    """Whether the draft proposed fewer positions than requested."""
     passes_s: tuple[float, ...] = ()
-    """Each draft pass; one for all positions where they are proposed together. The first may feed several tokens."""
+    """Seconds of each draft pass; one value for drafts that propose all positions at once."""
     verify_s: float = 0.0
-    """The exact pass, with its waiting."""
+    """Seconds of the exact pass, including its waiting."""
     waited_s: float = 0.0
-    """What the exact pass waited for copies."""
+    """Seconds that the exact pass waited for copies."""
     growth: tuple[int, ...] = ()
-    """New experts by position as the buffer counted them; fewer than n, or none, where routing is not known."""
+    """Number of new experts by position (:attr:`.prefetch.LookaheadBuffer.growth`); shorter than n without routing."""
     emitted: float = 1.0
-    """New tokens, the mean over sequences."""
+    """Number of new tokens, mean over sequences."""
     seconds: float | None = None
-    """The whole cycle, with what is neither drafting nor verifying; None: these two alone."""
+    """Seconds of the whole cycle; None: the sum of drafting and verifying."""
 
     @property
     def total_s(self) -> float:
@@ -53,28 +55,28 @@ class Cycle:
 
     @property
     def judged(self) -> list[tuple[int, int]]:
-        """[B] positions that were certain before, and positions that stay."""
+        """Number of settled and of accepted positions of each sequence [B]."""
         return list(zip(self.known or (0,) * len(self.accepted), self.accepted, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice(Option):
-    """A cycle of one draft at one length; tokens are E[N] of a sequence. The default is a plain exact step."""
+    """A draft with its length for the next cycle; the default is a plain exact step."""
 
     draft: str | None = None
-    """None: a plain exact step."""
+    """Name of the draft; None: a plain exact step."""
     length: int = 0
-    """n, the number of positions expected to be best; 0 without a draft."""
+    """Number of positions with the best expected rate; 0 without a draft."""
     longest: int = 0
-    """The draft may go on up to here."""
+    """Maximum number of positions that the draft may reach."""
     reason: str = ""
-    """One line with the numbers that decided."""
+    """One line with the numbers behind the choice."""
     trial: bool = False
-    """Run to learn from it, not because it is best: exactly `length` tokens are drafted."""
+    """Whether the cycle is a measurement rather than the best choice; it drafts exactly `length` tokens."""
 
     @property
     def name(self) -> str:
-        """The draft's, or `none`."""
+        """Name of the draft, or `none`."""
         return self.draft or NONE
 
     def __str__(self) -> str:
@@ -83,43 +85,53 @@ class Choice(Option):
 
 
 PRIOR_ACCEPTANCE = 0.8
-"""Share of drafted tokens that are taken to be accepted before any was verified."""
+"""Acceptance of drafted tokens assumed before the first verification."""
 KEEP_SECONDS = 0.98
 _KEEP_ACCEPTANCE, _KEEP_GROWTH = 0.985, 0.98
 _FIRMNESS = 2.0
 _RIDGE = 4.0
 _STALE = 0.02
 _COMPUTING = 0.8
-"""Share of its drafting and verifying, as measured so far, that no cycle is taken to stay below."""
+"""Lower bound of a cycle's estimated time, as a share of the measured drafting and verifying."""
 
 
 def expected_tokens(acceptance: Iterable[float]) -> list[float]:
-    """E[N] of each length from 0: 1 + the sum over i <= n of the product over j <= i of p_j (row C4). The 1 is the
-    token that verification gives by itself, whatever was accepted."""
+    """Return E[N(n)] = 1 + sum over i <= n of product over j <= i of p_j, for n = 0, 1, ... (MoE-SpeQ).
+
+    The 1 is the token that verification adds whatever it accepts.
+
+    Args:
+        acceptance: probability p_j that position j is accepted if all before it are.
+    """
     return list(accumulate(accumulate(acceptance, mul), initial=1.0))
 
 
 def exposed_seconds(backlog_s: float, verify_s: float, layers: int) -> float:
-    """What a verification of `verify_s` waits for copies that are still to come when it begins.
+    """Return the seconds that a verification waits for copies that are outstanding when it starts.
 
-    They come in the order of their layers, evenly spread: those of layer l are there after (l + 1) / L of `backlog_s`
-    and are needed after l / L of `verify_s`; the largest difference is at the first layer or at the last.
+    Copies arrive in the order of their layers at a constant rate: those of layer l arrive after (l + 1) / L of
+    `backlog_s` and are needed after l / L of `verify_s`. The largest difference is at the first or the last layer.
+
+    Args:
+        backlog_s: seconds of outstanding copies.
+        verify_s: seconds of the verification without waiting.
+        layers: number of MoE layers, L.
     """
     return max(backlog_s / layers, backlog_s - verify_s * (layers - 1) / layers)
 
 
 class VerificationTimes:
-    """Seconds of an exact pass over m tokens of each sequence, without its waiting; the same for all drafts.
+    """Running means of the seconds of an exact pass over m positions per sequence, without waiting for copies.
 
-    Between the numbers of tokens that were measured they are interpolated linearly, beyond them they go on with the
-    slope of the nearest two (row C5). A number that was not measured for long is forgotten, but two are kept.
+    Values between measured numbers of positions are interpolated linearly and beyond them extrapolated (MoE-SpeQ).
+    Old measurements are forgotten, but two numbers of positions are always kept.
     """
 
     def __init__(self) -> None:
         self._means: dict[int, RunningMean] = {}
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A pass over so many tokens of each sequence took so long without its waiting."""
+        """Add a measurement: seconds of a pass over `tokens` positions per sequence, without waiting."""
         for other, mean in list(self._means.items()):
             if other != tokens:
                 mean.fade(1 - (1 - KEEP_SECONDS) / 5)
@@ -128,7 +140,7 @@ class VerificationTimes:
         self._means.setdefault(tokens, RunningMean(KEEP_SECONDS)).observe(seconds)
 
     def values(self, most: int) -> list[float]:
-        """Of 0 to `most` tokens; nothing that was not measured makes more tokens cheaper."""
+        """Return the seconds for 0 to `most` positions; the measured points are made non-decreasing first."""
         points = sorted((tokens, mean.value or 0.0) for tokens, mean in self._means.items())
         if not points:
             return [0.0] * (most + 1)
@@ -145,29 +157,35 @@ class VerificationTimes:
 
 
 class DraftModel:
-    """One draft's acceptance and costs.
+    """Acceptance and costs of one draft.
 
     Args:
-        layers: L
+        layers: number of MoE layers, L.
     """
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self.cycles = 0
-        """How many it has had."""
+        """Number of observed cycles."""
         self._acceptance = PositionMeans(PRIOR_ACCEPTANCE, keep=_KEEP_ACCEPTANCE, firmness=_FIRMNESS)
         self._growth = PositionMeans(0.0, keep=_KEEP_GROWTH, firmness=0.2)
         self._first_s, self._later_s = RunningMean(KEEP_SECONDS), RunningMean(KEEP_SECONDS)
         self._rest_s = RunningLine(KEEP_SECONDS, _RIDGE)
-        """By n, what the other parts do not explain: the first fetch, experts that nobody foresaw, rolling back."""
+        """Remaining seconds by n: the first fetch, experts that the draft did not predict, rolling back."""
 
     def observe(self, cycle: Cycle, verify_s: Sequence[float], copy_s: float) -> None:
-        """Learn from a cycle; `verify_s` and `copy_s` as :meth:`seconds` takes them, for n tokens at least."""
+        """Learn from a cycle.
+
+        Args:
+            cycle: the measured cycle with n drafted positions.
+            verify_s: seconds of the exact pass over 0 to n + 1 positions or more, without waiting.
+            copy_s: seconds to copy one expert.
+        """
         self.cycles += 1
         n = cycle.drafted
         self._acceptance.start_cycle()
-        for certain, kept in cycle.judged:
-            for position in range(certain, kept):
+        for known, kept in cycle.judged:
+            for position in range(known, kept):
                 self._acceptance.observe(position, 1.0)
             if kept < n or cycle.ended:
                 self._acceptance.observe(kept, 0.0)
@@ -186,29 +204,28 @@ class DraftModel:
         self._rest_s.observe(n, total_s - explained)
 
     def limit(self, weight: float) -> None:
-        """Limit the weight of all cycles so far, as they are of long ago."""
-        for learnt in (self._acceptance, self._growth, self._rest_s, self._first_s, self._later_s):
-            learnt.limit(weight)
+        """Limit the total weight of all cycles so far, because they are outdated."""
+        for mean in (self._acceptance, self._growth, self._rest_s, self._first_s, self._later_s):
+            mean.limit(weight)
 
     def draft_seconds(self, most: int) -> list[float]:
-        """Of 0 to `most` drafted tokens: a n + b, and nothing for none (row C5)."""
+        """Return the seconds to draft n = 0 to `most` tokens: a n + b, and 0 for n = 0 (MoE-SpeQ)."""
         first = self._first_s.value or 0.0
         later = first if self._later_s.value is None else self._later_s.value
         return [0.0, *(first + later * n for n in range(most))]
 
     def tokens(self, most: int, doubt: float = 0.0) -> list[float]:
-        """E[N] of 0 to `most` drafted tokens, with acceptance less `doubt` standard errors."""
+        """Return E[N(n)] for n = 0 to `most`, with the acceptance reduced by `doubt` standard errors."""
         return expected_tokens(self._acceptance.values(most, doubt))
 
     def seconds(self, most: int, verify_s: Sequence[float], copy_s: float, known: Sequence[int] = ()) -> list[float]:
-        """Of a cycle of 0 to `most` drafted tokens.
+        """Return the expected seconds of a cycle that drafts n = 0 to `most` tokens.
 
         Args:
-            most: n of the last one.
-            verify_s: of the exact pass over 0 to `most` + 1 tokens, without its waiting.
-            copy_s: seconds of one expert's copy.
-            known: new experts by position, of the positions that are drafted already; later ones are expected to bring
-                what they brought of late.
+            most: maximum n.
+            verify_s: seconds of the exact pass over 0 to `most` + 1 positions, without waiting.
+            copy_s: seconds to copy one expert.
+            known: number of new experts at the positions drafted so far; later positions use recent means.
         """
         rest = self._rest_s.at(range(most + 1))
         explained = self._explained(most, verify_s, copy_s, known)
@@ -217,8 +234,12 @@ class DraftModel:
         return [max(1e-9, *of) for of in zip(least, map(add, explained, rest), strict=True)]
 
     def report(self, most: int) -> Json:
-        """Cycles so far, and for drafts of 1 to `most` tokens: `acceptance` and `growth` of the last position, seconds
-        of drafting, and `rest_s`, what a cycle takes beyond drafting, verifying and foreseen copies."""
+        """Return the model as plain values.
+
+        `cycles` is the number of cycles. The lists are for drafts of 1 to `most` tokens: `acceptance` and `growth` of
+        the last position, `draft_s`, and `rest_s`, the seconds that drafting, verifying and predicted copies leave
+        unexplained.
+        """
         return {
             "cycles": self.cycles,
             "acceptance": self._acceptance.values(most),
@@ -228,10 +249,10 @@ class DraftModel:
         }
 
     def _explained(self, most: int, verify_s: Sequence[float], copy_s: float, known: Sequence[int]) -> list[float]:
-        """Drafting, verifying, and the waiting for copies of experts that the draft foresaw.
+        """Return the seconds of drafting, verifying, and waiting for experts that the draft predicted.
 
-        The copies of a position are asked for while its pass runs, and are done one after another: what is left of them
-        when verification begins hides behind its earlier layers.
+        The copies of a position start while its pass runs and follow one another. The remaining copies overlap with the
+        earlier layers of the verification.
         """
         draft = self.draft_seconds(most)
         new = [*known[:most], *self._growth.values(most)[len(known) :]]

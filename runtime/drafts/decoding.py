@@ -1,9 +1,13 @@
-"""The decoding loop that drafts and verifies, in place of transformers' own (rows C4, C9, C11, C14).
+"""Decoding loop that drafts and verifies; it replaces the loop of transformers' `generate`.
 
-A cycle drafts n tokens behind those that are settled, rolls the cache back, and feeds them to the exact model in one
-pass, which reads every expert once for all of them. What the exact model would have chosen stays, with one token more.
+A cycle drafts n tokens after the settled ones, rolls the cache back, and runs the exact model over the drafted tokens
+in one pass, which loads each expert once for all of them. The tokens that the exact model would have chosen are
+accepted, and the pass yields one more token.
 
-B sequences, V vocabulary, n drafted tokens. Columns are those of :class:`.proposals.Texts`.
+B sequences, V vocabulary size, n drafted tokens, N = n + 1 verified positions. Columns are those of
+:class:`.proposals.Sequences`.
+
+Source: MoE-SpeQ; Leviathan et al. (2023) for verification.
 """
 
 from __future__ import annotations
@@ -25,19 +29,19 @@ from expertcast.runtime.drafts.costs import Choice, Cycle
 from expertcast.runtime.drafts.governor import Governor, Tally
 from expertcast.runtime.drafts.kinds import Draft, PassDraft, ProposalDraft
 from expertcast.runtime.drafts.prefetch import Schedule
-from expertcast.runtime.drafts.proposals import Feed, RowProposers, Texts
+from expertcast.runtime.drafts.proposals import Feed, RowProposers, Sequences
 from expertcast.runtime.engine.engine import HostEngine
 
 # Arguments of `generate`
 
 
-def check_asked(
+def check_generate_arguments(
     config: GenerationConfig, kwargs: Mapping[str, Any], input_ids: Tensor, streamer: BaseStreamer | None
 ) -> None:
-    """Refuse arguments that no draft can be combined with.
+    """Check that the arguments of `generate` can be combined with drafts.
 
     Raises:
-        ExpertcastError: the first such argument.
+        ExpertcastError: an argument excludes drafts.
     """
     refused = {
         "num_beams": config.num_beams > 1,
@@ -45,41 +49,47 @@ def check_asked(
         "output_hidden_states": config.output_hidden_states,
         "guidance_scale": config.guidance_scale not in (None, 1.0),
         "use_cache=False": not config.use_cache,
-        "a streamer for several texts": streamer is not None and len(input_ids) > 1,
+        "a streamer for several sequences": streamer is not None and len(input_ids) > 1,
         "inputs_embeds": kwargs.get("inputs_embeds") is not None,
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         "assistant_early_exit": config.assistant_early_exit is not None,
     }
-    for what, given in refused.items():
-        if given:
-            raise ExpertcastError(f"a draft does not go with {what}: leave one of them out")
+    for argument, is_set in refused.items():
+        if is_set:
+            raise ExpertcastError(f"a draft does not go with {argument}: leave one of them out")
 
 
-def own_stop_strings(kwargs: dict[str, Any]) -> None:
-    """Make stop strings a stopping criterion here: `generate` has no tokenizer left where a loop is given to it."""
+def extract_stop_strings(kwargs: dict[str, Any]) -> None:
+    """Replace stop strings by a stopping criterion, in place.
+
+    `generate` does not pass the tokenizer on to a custom decoding loop, so it cannot do this itself.
+
+    Raises:
+        ExpertcastError: there are stop strings and no tokenizer.
+    """
     config = kwargs.get("generation_config")
     strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
     tokenizer = kwargs.pop("tokenizer", None)
     if strings is None:
         return
     if tokenizer is None:
-        raise ExpertcastError("stop_strings need the tokenizer: give tokenizer=... beside them")
+        raise ExpertcastError("stop_strings need a tokenizer: pass tokenizer=... as well")
     if config is not None:
         kwargs["generation_config"] = config = copy.copy(config)
         config.stop_strings = None
-    given = kwargs.get("stopping_criteria") or []
-    kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
+    criteria = kwargs.get("stopping_criteria") or []
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, strings)])
 
 
 # Scores and logits
 
 
 class Outputs:
-    """Keeps scores and logits where they were asked for.
+    """Scores and logits of the settled tokens, if the configuration requests them.
 
     Args:
-        config: which asks.
-        batch: B
+        config: configuration of `generate`.
+        batch: number of sequences, B.
     """
 
     def __init__(self, config: GenerationConfig, batch: int) -> None:
@@ -88,7 +98,7 @@ class Outputs:
         self._logits: list[list[Tensor]] = [[] for _ in range(batch)]
 
     def keep(self, row: int, logits_V: Tensor, scores_V: Tensor) -> None:
-        """A token of a row was settled, by these logits and what processors made of them."""
+        """Store the logits and processed logits of a settled token."""
         if self._config.return_dict_in_generate:
             if self._config.output_logits:
                 self._logits[row].append(logits_V)
@@ -96,7 +106,7 @@ class Outputs:
                 self._scores[row].append(scores_V)
 
     def result(self, ids_BS: Tensor, cache: Cache) -> Tensor | GenerateDecoderOnlyOutput:
-        """The ids alone, or with what was asked for."""
+        """Return the ids, or the output object that the configuration requests."""
         config = self._config
         if not config.return_dict_in_generate:
             return ids_BS
@@ -109,7 +119,7 @@ class Outputs:
 
 
 def _steps(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """By step, [B, V]; rows that ended before have zeros."""
+    """Return one tensor [B, V] per step; rows that ended earlier are 0."""
     most = max(map(len, rows), default=0)
     return tuple(
         torch.stack([row[step] if step < len(row) else torch.zeros_like(rows[0][0]) for row in rows])
@@ -118,17 +128,17 @@ def _steps(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
 
 
 class DraftedDecoding:
-    """Generates one batch.
+    """Generation of one batch with drafts.
 
     Args:
-        engine: runs the exact model; drafts stand in for it.
-        schedule: is told what drafts are routed to.
-        drafts: by name; one of them where a length is given.
+        engine: engine of the exact model.
+        schedule: loads the experts that drafts are routed to.
+        drafts: drafts by name; exactly one if there is a `length`.
         governor: chooses the draft and its length, and learns from every cycle.
         tally: counts every cycle.
-        length: tokens drafted in every cycle; None: the governor chooses.
-        optional: decode plainly a model that cannot be drafted for, in place of refusing it.
-        streamer: gets every token that is settled.
+        length: number of tokens drafted per cycle; None: the governor chooses.
+        optional: decode without drafts, instead of raising, if the model cannot be verified.
+        streamer: receives every settled token.
     """
 
     def __init__(
@@ -139,24 +149,28 @@ class DraftedDecoding:
         self._governor, self._tally, self._length, self._optional = governor, tally, length, optional
         self._streamer = streamer
         self._residency = engine.flow.residency
-        self.fit = False
-        """Whether it is known that a pass over several tokens says what steps say."""
+        self.verifiable = False
+        """Whether a check has shown that a pass over several tokens equals single steps."""
 
     @torch.no_grad()
     def generate(
         self, model: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:  # fmt: skip
-        """What transformers' `generate` calls as `custom_generate`."""
-        check_asked(generation_config, model_kwargs, input_ids, self._streamer)
+        """Generate; `generate` of transformers calls this as `custom_generate`.
+
+        Raises:
+            ExpertcastError: an argument excludes drafts, or the model cannot be verified and drafts are not optional.
+        """
+        check_generate_arguments(generation_config, model_kwargs, input_ids, self._streamer)
         self._model, self._config = model, generation_config
         self._process, self._stops = logits_processor, stopping_criteria
         needy = [draft for draft in self._drafts.values() if isinstance(draft, ProposalDraft) and draft.needs_hidden]
         if needy:
-            model_kwargs["output_hidden_states"] = -1  # the last ones alone
+            model_kwargs["output_hidden_states"] = -1  # of the last layer only
         output = model._prefill(input_ids, generation_config, model_kwargs)
         pad = generation_config._pad_token_tensor
-        self._texts = texts = Texts(input_ids, generation_config.max_length, 0 if pad is None else int(pad))
+        self._sequences = sequences = Sequences(input_ids, generation_config.max_length, 0 if pad is None else int(pad))
         self._cache = SharedCache(output.past_key_values)
         model_kwargs["past_key_values"] = output.past_key_values
         mask_BS = model_kwargs.get("attention_mask")
@@ -164,44 +178,44 @@ class DraftedDecoding:
         self._proposers: dict[str, RowProposers] = {}
         for draft in needy:
             self._make(draft)
-        self._feed = Feed(model, texts, model_kwargs)
-        self._outputs = Outputs(generation_config, len(texts.known))
+        self._feed = Feed(model, sequences, model_kwargs)
+        self._outputs = Outputs(generation_config, len(sequences.known))
         try:
             with model._optimize_model_for_decode():
-                self._refuse_unfit()
+                self._check_verifiable()
                 self._settle(output.logits[:, -1:].float(), 0)
                 if needy:
                     self._show(input_ids.shape[1] - output.hidden_states[-1].shape[1], output.hidden_states[-1])
                 del output
-                while texts.open:
+                while sequences.open:
                     self._cycle()
         finally:
             self._schedule.stop()
             self._cache.roll_back(min(self._cache.length, self._columns()))
         if self._streamer is not None:
             self._streamer.end()
-        return self._outputs.result(texts.result(), self._cache.cache)
+        return self._outputs.result(sequences.result(), self._cache.cache)
 
     def _columns(self) -> int:
-        """Columns that belong into the cache: a row's last new token has not been fed."""
-        texts = self._texts
-        return max(texts.prompt, (texts.common if texts.open else texts.longest) - 1)
+        """Return the number of columns that belong in the cache; the last settled token of a row is not fed yet."""
+        sequences = self._sequences
+        return max(sequences.prompt, (sequences.common if sequences.open else sequences.longest) - 1)
 
-    def _refuse_unfit(self) -> None:
-        """Two passes, if any, once for a model: not where there is no room for a draft."""
+    def _check_verifiable(self) -> None:
+        """Check the model once, unless the generation is too short for a draft."""
         start = self._cache.length
-        if not self.fit and self._texts.most - self._texts.prompt > 2:
+        if not self.verifiable and self._sequences.most - self._sequences.prompt > 2:
             try:
-                self._cache.refuse_unfit(self._model, lambda: self._feed.run(start, self._texts.prompt + 2, 1))
+                self._cache.check_verifiable(self._model, lambda: self._feed.run(start, self._sequences.prompt + 2, 1))
             except ExpertcastError:
                 if not self._optional:
                     raise
                 self._drafts = {}
             else:
-                self.fit = True
+                self.verifiable = True
 
     def _choose(self, most: int) -> Choice:
-        """The next cycle, with `most` drafted tokens at most."""
+        """Return the choice for the next cycle, with at most `most` drafted tokens."""
         if self._length is None:
             return self._governor.choose(list(self._drafts), most)
         (name,) = self._drafts
@@ -209,10 +223,10 @@ class DraftedDecoding:
         return Choice(draft=name if length else None, length=length, longest=length, trial=True)
 
     def _cycle(self) -> None:
-        texts, cache, schedule = self._texts, self._cache, self._schedule
+        sequences, cache, schedule = self._sequences, self._cache, self._schedule
         start = perf_counter()
-        settled = texts.common
-        choice = self._choose(max(0, texts.most - settled - 1))
+        settled = sequences.common
+        choice = self._choose(max(0, sequences.most - settled - 1))
         begin, cycle, logits = cache.length, Cycle(draft=choice.draft), None
         cache.mark()
         schedule.begin()
@@ -229,8 +243,8 @@ class DraftedDecoding:
         if cycle.drafted:
             schedule.verify()
         logits_BNV = self._feed.run(begin, settled + cycle.drafted, cycle.drafted + 1)
-        cycle.known = tuple(min(cycle.drafted, first) for first in texts.start_B(settled))
-        before = list(texts.known)
+        cycle.known = tuple(min(cycle.drafted, first) for first in sequences.start_B(settled))
+        before = list(sequences.known)
         cycle.accepted = tuple(self._settle(logits_BNV, cycle.drafted, logits))
         self._show(begin, self._feed.hidden_BTD)
         schedule.end()
@@ -238,37 +252,43 @@ class DraftedDecoding:
         end = perf_counter()
         cycle.verify_s, cycle.seconds = end - verified, end - start
         cycle.waited_s = self._residency.stats.waited_s - waited_s
-        rows = [row for row, length in enumerate(before) if length < texts.most]
-        cycle.emitted = sum(texts.known[row] - before[row] for row in rows) / max(1, len(rows))
+        rows = [row for row, length in enumerate(before) if length < sequences.most]
+        cycle.emitted = sum(sequences.known[row] - before[row] for row in rows) / max(1, len(rows))
         self._governor.observe(cycle)
         self._tally.observe(cycle)
 
     def _write(self, draft: PassDraft, choice: Choice, cycle: Cycle) -> Tensor | None:
-        """Passes of the model, one after another, each over the token that the one before drafted; their processed
-        logits [B, n, V], where tokens are drawn."""
-        texts, schedule, logits = self._texts, self._schedule, []
-        settled, fed = texts.common, self._cache.length
+        """Draft with passes of the model, one token per pass.
+
+        Returns:
+            Processed logits [B, n, V] if tokens are sampled.
+        """
+        sequences, schedule, logits = self._sequences, self._schedule, []
+        settled, fed = sequences.common, self._cache.length
         with draft.passes():
             while cycle.drafted < choice.longest:
                 start, column = perf_counter(), settled + cycle.drafted
                 schedule.draft(cycle.drafted)
                 logits_BV = self._feed.run(fed, column, 1)[:, 0]
                 fed = column
-                scores_BV = self._process(texts.ids_BS[:, :column], logits_BV)
+                scores_BV = self._process(sequences.ids_BS[:, :column], logits_BV)
                 token_B = pick(scores_BV, sample=self._config.do_sample)
-                texts.draft(column, token_B)
+                sequences.draft(column, token_B)
                 schedule.drafted()
                 logits.append(scores_BV)
                 cycle.drafted += 1
                 cycle.passes_s += (perf_counter() - start,)
-                if self._all_end(column) or not self._governor.goes_on(choice, schedule.buffer):
+                if self._all_end(column) or not self._governor.should_continue(choice, schedule.buffer):
                     break
-            self._residency.keep_full_only()  # inside: what is interrupted here is cleared like a draft cut short
+            self._residency.keep_full_only()  # inside `passes`, so that an interruption here also ends the draft
         return torch.stack(logits, dim=1) if self._config.do_sample else None
 
     def _propose(self, draft: ProposalDraft, choice: Choice, cycle: Cycle) -> Tensor | None:
-        """All tokens at once, each row's own; rows that have fewer go on with what they have. The processed logits
-        [B, n, V] that they were drawn from, if they were."""
+        """Draft all tokens of each row at once; rows may have fewer than others.
+
+        Returns:
+            Processed logits [B, n, V] if tokens are sampled.
+        """
         start = perf_counter()
         rows = self._proposers.get(draft.name) or self._make(draft)
         cycle.drafted, logits_BnV = rows.propose(choice.longest)
@@ -277,54 +297,59 @@ class DraftedDecoding:
         return logits_BnV
 
     def _make(self, draft: ProposalDraft) -> RowProposers:
-        # processors may know each row's padding; what they forbid is not accepted in any case
-        process = self._process if len(self._texts.known) == 1 else LogitsProcessorList()
-        made = [draft.make(self._config, process) for _ in self._texts.known]
-        rows = self._proposers[draft.name] = RowProposers(made, self._texts, self._first_B)
+        # processors may depend on the padding of the batch; verification rejects the tokens that they forbid anyway
+        process = self._process if len(self._sequences.known) == 1 else LogitsProcessorList()
+        proposers = [draft.make(self._config, process) for _ in self._sequences.known]
+        rows = self._proposers[draft.name] = RowProposers(proposers, self._sequences, self._first_B)
         return rows
 
     def _show(self, begin: int, hidden_BTD: Tensor | None) -> None:
-        """Hidden states from column `begin` on, to the proposers that read them."""
+        """Pass the hidden states from column `begin` on to all proposers."""
         if hidden_BTD is not None:
             for rows in self._proposers.values():
-                rows.saw(begin, hidden_BTD)
+                rows.see_hidden(begin, hidden_BTD)
 
     def _settle(self, logits_BNV: Tensor, count: int, draft_logits_BnV: Tensor | None = None) -> list[int]:
-        """Take what the exact model's logits say of `count` drafted columns, and one token more.
+        """Accept drafted tokens by the logits of the exact model, and add the next token.
+
+        Args:
+            logits_BNV: exact logits of the drafted columns and of the one after them.
+            count: number of drafted columns.
+            draft_logits_BnV: logits that the drafted tokens were sampled from.
 
         Returns:
-            Drafted tokens that stay, by row; what was settled before counts.
+            Number of accepted columns of each row, including columns that were settled before.
         """
-        texts = self._texts
-        settled = texts.common
+        sequences = self._sequences
+        settled = sequences.common
         scores_BNV = logits_BNV.clone() if len(self._process) else logits_BNV
         if len(self._process):
             for place in range(logits_BNV.shape[1]):
-                ids_BS = texts.ids_BS[:, : settled + place]
+                ids_BS = sequences.ids_BS[:, : settled + place]
                 scores_BNV[:, place] = self._process(ids_BS, logits_BNV[:, place])
-        drafted_BN = texts.ids_BS[:, settled : settled + count]
-        starts = texts.start_B(settled)
+        drafted_BN = sequences.ids_BS[:, settled : settled + count]
+        starts = sequences.start_B(settled)
         start_B = torch.tensor(starts, device=drafted_BN.device).clamp(max=count)
         if self._config.do_sample:
             token_BN, accepted_B = accept_sampled(scores_BNV, drafted_BN, draft_logits_BnV, start_B)
         else:
             token_BN, accepted_B = accept_greedy(scores_BNV, drafted_BN, start_B)
-        accepted, before = accepted_B.tolist(), list(texts.known)
+        accepted, before = accepted_B.tolist(), list(sequences.known)
         rows, counts = torch.zeros_like(token_BN), []
         for row, (first, kept) in enumerate(zip(starts, accepted, strict=True)):
             new = max(0, kept + 1 - first)
             rows[row, :new] = token_BN[row, first : first + new]
             counts.append(new)
-        for row, new in enumerate(texts.take(rows, counts, self._stops)):
+        for row, new in enumerate(sequences.settle(rows, counts, self._stops)):
             for column in range(before[row], before[row] + new):
                 self._outputs.keep(row, logits_BNV[row, column - settled], scores_BNV[row, column - settled])
                 if self._streamer is not None:
-                    self._streamer.put(texts.ids_BS[row, column : column + 1].cpu())
+                    self._streamer.put(sequences.ids_BS[row, column : column + 1].cpu())
         return accepted
 
     def _all_end(self, column: int) -> bool:
-        """Whether every row that goes on has drafted its end."""
+        """Return whether every open row has an end token in this column."""
         ends = self._config._eos_token_tensor
         if ends is None:
             return False
-        return bool(torch.isin(self._texts.ids_BS[self._texts.open, column], ends).all())
+        return bool(torch.isin(self._sequences.ids_BS[self._sequences.open, column], ends).all())

@@ -1,7 +1,4 @@
-"""Drafts for one offloaded model: made when they are first asked for, and governed by what its own runs took.
-
-B sequences.
-"""
+"""Generation with drafts for one offloaded model; drafts are created at their first use. B sequences."""
 
 from __future__ import annotations
 
@@ -23,28 +20,28 @@ from expertcast.data.packed_experts import packed_matrices
 from expertcast.data.text import bundled_ids
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.drafts import names
-from expertcast.runtime.drafts.decoding import DraftedDecoding, own_stop_strings
+from expertcast.runtime.drafts.decoding import DraftedDecoding, extract_stop_strings
 from expertcast.runtime.drafts.governor import Governor, Tally
 from expertcast.runtime.drafts.kinds import Draft, PassDraft, ProposalDraft, early_exit, forecast_draft
 from expertcast.runtime.drafts.prefetch import Schedule
-from expertcast.runtime.drafts.proposals import Assistant, Heads, HeadsDraft, PromptLookup
+from expertcast.runtime.drafts.proposals import Assistant, MtpHeads, MtpProposer, PromptLookup
 from expertcast.runtime.drafts.quantised import CALIBRATED, Calibration, PolicyStage, QuantisedExperts, QuantisedStage
 from expertcast.runtime.engine.engine import EngineParts, HostEngine
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.store import ExpertStore
 
 _WINDOWS, _WINDOW = 16, 512
-"""Tokens of text for calibration, and how many are read at once."""
+"""Number of calibration windows and tokens per window."""
 
 
-class Drafting:
-    """What drafts for a model, and what was learnt of it.
+class Drafter:
+    """Drafts of an offloaded model and their governors.
 
     Args:
-        model: which is offloaded.
-        engine: of its offload.
-        parts: what the engine drives.
-        store: of its experts.
+        model: the offloaded model.
+        engine: engine of the offload.
+        parts: parts that the engine drives.
+        store: store of the experts.
     """
 
     def __init__(self, model: PreTrainedModel, engine: HostEngine, parts: EngineParts, store: ExpertStore) -> None:
@@ -52,16 +49,16 @@ class Drafting:
         self._residency = engine.flow.residency
         self.schedule = Schedule(self._residency, parts.speculator.view.shape)
         self.drafts: dict[str, Draft] = {}
-        """Those that were made, by name."""
+        """Created drafts, by name."""
         self.governors: dict[int, Governor] = {}
-        """What was learnt, by number of sequences; a benchmark puts in what each of its runs has learnt."""
+        """Governors by number of sequences; benchmarks replace them between runs."""
         self.tally = Tally()
-        """What became of the tokens they wrote."""
-        self._fit = False
+        """Counts of drafted and accepted tokens."""
+        self._verifiable = False
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of the device's memory that drafts hold beside the slots, by name."""
+        """Device memory of each draft in addition to the slots, in bytes."""
         return {name: draft.nbytes for name, draft in list(self.drafts.items())}
 
     def generate(
@@ -73,22 +70,26 @@ class Drafting:
         length: int | None = None,
         assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """transformers' `generate` with drafts.
+        """Call `generate` of transformers with drafts.
 
         Args:
-            draft: a name, lossy policies, or an assistant model.
-            args, kwargs: of `generate`.
-            length: tokens drafted in every cycle; None: the governor decides, 0 included.
-            assistant_tokenizer: of an assistant with other tokens than the model, given beside `tokenizer`.
+            draft: name of a draft, lossy policies, or an assistant model.
+            args: positional arguments of `generate`.
+            kwargs: keyword arguments of `generate`.
+            length: number of tokens drafted per cycle; None: the governor chooses, possibly 0.
+            assistant_tokenizer: tokenizer of an assistant whose vocabulary differs; needs `tokenizer` in `kwargs`.
+
+        Returns:
+            The result of `generate`.
 
         Raises:
-            ExpertcastError: no such draft, or something that a draft does not go with.
+            ExpertcastError: the draft is unknown or this model cannot have it, or an argument excludes drafts.
         """
         kwargs = dict(kwargs)
         is_auto = isinstance(draft, str) and draft.partition(":")[0] == names.AUTO
         limits = names.auto_options(str(draft)) if is_auto else names.AutoOptions()
         if is_auto and length is not None:
-            raise ExpertcastError("draft='auto' chooses the length too: leave the length out, or name a draft")
+            raise ExpertcastError("draft='auto' chooses the length itself: leave the length out, or name a draft")
         if isinstance(draft, PreTrainedModel):
             candidates = [self._assistant(draft, assistant_tokenizer, kwargs)]
         elif isinstance(draft, Policies):
@@ -97,7 +98,7 @@ class Drafting:
             tokenizer = kwargs.get("tokenizer")
             candidates = [self._named(name, tokenizer) for name in (self._auto() if is_auto else [draft])]
         self.drafts |= {each.name: each for each in candidates}
-        own_stop_strings(kwargs)
+        extract_stop_strings(kwargs)
 
         def decode(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> Tensor | GenerateDecoderOnlyOutput:
             decoding = DraftedDecoding(
@@ -110,33 +111,35 @@ class Drafting:
                 optional=is_auto,
                 streamer=kwargs.get("streamer"),
             )
-            decoding.fit = self._fit
+            decoding.verifiable = self._verifiable
             self._engine.ahead = self.schedule
             try:
                 return decoding.generate(model, input_ids, **rest)
             finally:
-                self._engine.ahead, self._fit = None, decoding.fit
+                self._engine.ahead, self._verifiable = None, decoding.verifiable
 
         return self._model.generate(*args, **kwargs, custom_generate=decode)
 
     def report(self) -> Json:
-        """`drafts`: by number of sequences what the governor says (:meth:`.governor.Governor.report`), with the bytes
-        of device memory that drafts hold; nothing where nothing was drafted."""
+        """Return the entry `drafts` of the run's report, or an empty dict before the first drafted generation.
+
+        It has the device memory of all drafts in bytes and :meth:`.governor.Governor.report` by number of sequences.
+        """
         if not self.governors:
             return {}
         reports = {str(batch): governor.report() for batch, governor in self.governors.items()}
         return {"drafts": {"memory_bytes": sum(self.memory.values()), "by_sequences": reports}}
 
     def reset(self) -> None:
-        """Forget what was learnt."""
+        """Forget all measurements of the governors."""
         self.governors.clear()
 
     def close(self) -> None:
-        """Free what drafts hold."""
+        """Free the memory of all drafts."""
         self.drafts.clear()
 
     def _governor(self, limits: names.AutoOptions, batch: int) -> Governor:
-        """What was learnt for so many sequences, with the limits of this generation."""
+        """Return the governor for a number of sequences, with the limits of this generation."""
         copy_s = self._residency.link.copy_s
         governor = self.governors.setdefault(batch, Governor(len(self._parts.speculator.view), copy_s))
         governor.copy_s = copy_s
@@ -144,20 +147,20 @@ class Drafting:
         return governor
 
     def _auto(self) -> list[str]:
-        """Names of the drafts that the governor chooses from: what takes memory only where it was made already."""
-        made = [name for name, draft in self.drafts.items() if isinstance(draft, PassDraft) and draft.nbytes]
+        """Return the names that the governor chooses from. Drafts that need memory are included only if they exist."""
+        existing = [name for name, draft in self.drafts.items() if isinstance(draft, PassDraft) and draft.nbytes]
         speculates = [names.SPECULATE] if self._parts.speculator.predictor is not None else []
-        return [*made, "resident", *speculates, names.PROMPT_LOOKUP]
+        return [*existing, "resident", *speculates, names.PROMPT_LOOKUP]
 
     def _named(self, name: str, tokenizer: PreTrainedTokenizerBase | None) -> Draft:
-        """The draft of this name, made when it is first asked for.
+        """Return the draft of a name; create it at the first call.
 
         Args:
-            name: of it.
-            tokenizer: makes the text of a calibration into tokens; None: the one beside the model.
+            name: name of the draft, with options.
+            tokenizer: tokenizer for the calibration data; None: the one in the model's folder.
 
         Raises:
-            ExpertcastError: unknown name, or this model or offload cannot have it.
+            ExpertcastError: the name is unknown, or this model or offload cannot have the draft.
         """
         if name in self.drafts:
             return self.drafts[name]
@@ -173,7 +176,7 @@ class Drafting:
             return PassDraft(name, self._engine, stage, nbytes=experts.nbytes)
         if base == names.SPECULATE:
             if speculator.predictor is None:
-                raise ExpertcastError("draft='speculate' executes forecasts: offload the model with a predictor")
+                raise ExpertcastError("draft='speculate' needs forecasts: offload the model with a predictor")
             return forecast_draft(name, self._engine, speculator)
         if base == names.EARLY_EXIT:
             count = names.early_exit_options(name).layers
@@ -185,10 +188,10 @@ class Drafting:
         return self._by_policies(name, names.policies_of(name))
 
     def _calibration(self, tokenizer: PreTrainedTokenizerBase | None) -> Calibration:
-        """On the bundled text.
+        """Calibrate on the bundled text.
 
         Raises:
-            ExpertcastError: no tokenizer is given, and none lies beside the model.
+            ExpertcastError: there is no tokenizer, neither as argument nor in the model's folder.
         """
         ids = bundled_ids(tokenizer or load_tokenizer(self._model.name_or_path), _WINDOWS * _WINDOW)
         ids_SW = torch.tensor(ids, device=self._store.device).view(_WINDOWS, _WINDOW)
@@ -202,7 +205,7 @@ class Drafting:
 
     def _lossy(self, policies: Policies) -> Draft:
         if not policies.lossy:
-            raise ExpertcastError("these policies lose nothing, so that nothing is gained: give lossy ones as draft")
+            raise ExpertcastError("lossless policies do not make a draft cheaper: give lossy ones as draft")
         name = "policies " + ", ".join(f"{kind}={policy}" for kind, policy in policies.as_dict().items())
         return self.drafts.get(name) or self._by_policies(name, policies)
 
@@ -214,16 +217,16 @@ class Drafting:
     ) -> Draft:
         tokenizer, own = kwargs.get("tokenizer"), kwargs.get("logits_processor")
 
-        def make(config: GenerationConfig, _processors: LogitsProcessorList) -> Assistant:  # it makes others of config
+        def make(config: GenerationConfig, _processors: LogitsProcessorList) -> Assistant:  # builds its own processors
             return Assistant(self._model, assistant, config, own, tokenizer, assistant_tokenizer)
 
         return ProposalDraft("assistant", make)
 
     def _heads(self, name: str) -> Draft:
-        heads = Heads(self._model)
+        heads = MtpHeads(self._model)
 
-        def make(config: GenerationConfig, processors: LogitsProcessorList) -> HeadsDraft:
-            return HeadsDraft(heads, bool(config.do_sample), processors)
+        def make(config: GenerationConfig, processors: LogitsProcessorList) -> MtpProposer:
+            return MtpProposer(heads, bool(config.do_sample), processors)
 
         return ProposalDraft(name, make, needs_hidden=True, nbytes=heads.nbytes)
 

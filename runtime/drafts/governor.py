@@ -1,4 +1,4 @@
-"""Choice of the draft and its length, none included, by the costs of the run's own cycles (rows C3 to C7)."""
+"""Choice of the draft and its length, from the measured cycles of a run. Source: the governor of MoE-SpeQ."""
 
 from __future__ import annotations
 
@@ -13,61 +13,62 @@ from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer
 from expertcast.runtime.recording.learning import HOPE, OUTLIER, RunningMean, Trials
 
-_LEAST_S = 1e-9
+_MIN_SECONDS = 1e-9
 
 
 @dataclass(slots=True)
 class DraftCount:
-    """Of one draft; tokens are those of all sequences together."""
+    """Counts of one draft, over all sequences."""
 
     cycles: int = 0
     drafted: int = 0
-    """Tokens that were verified; those that were certain before are none."""
+    """Number of drafted tokens that were verified, without those that were settled before."""
     accepted: int = 0
-    """Of these, those that stand."""
+    """Number of drafted tokens that were accepted."""
 
 
 class Tally:
-    """Counts of cycles by draft, which only grow."""
+    """Counts by draft since the offload began."""
 
     def __init__(self) -> None:
         self.by_draft: dict[str, DraftCount] = {}
-        """Those that were run."""
 
     def observe(self, cycle: Cycle) -> None:
-        """A cycle was run; plain steps count for nothing."""
+        """Count a cycle; plain steps are ignored."""
         if cycle.draft is None:
             return
         count = self.by_draft.setdefault(cycle.draft, DraftCount())
         count.cycles += 1
-        for certain, kept in cycle.judged:
-            count.drafted += cycle.drafted - certain
-            count.accepted += kept - certain
+        for known, kept in cycle.judged:
+            count.drafted += cycle.drafted - known
+            count.accepted += kept - known
 
 
 PLAIN_STEPS, FIRST_CYCLES, FIRST_LENGTH = 3, 2, 2
-"""How many plain steps, and cycles of each draft of which length, are run to begin with."""
+"""Initial measurements: number of plain steps, and number and length of the cycles of each draft."""
 _SURE = 1.0
-"""Standard errors: another draft becomes the best when it still is with so much less than measured."""
+"""Standard errors by which another draft must lead to become the best."""
 _OLD = 8.0
-"""What was learnt long ago of one that is tried again counts as so many cycles at most."""
+"""Maximum weight, in cycles, of the earlier measurements of a draft that is tried again."""
 _SHOWN = 4096
 _CHANGES = 64
 
 
 class Governor:
-    """Takes n* = argmax E[N(n)] / T(n) over all drafts and lengths; n = 0 is a plain exact step.
+    """Selects the draft and length n with the highest rate E[N(n)] / T(n); n = 0 is a plain exact step.
 
-    It learns from the cycles that it is told of, and holds for one number of sequences: what cycles take depends on it.
-    Those that were never run are tried first; those that are not the best again and again, as long as these trials
-    together lose less than 1% of the time, and those that may be as good as the best at once.
+    A governor learns from observed cycles and serves one number of sequences, since times depend on it. It first
+    measures every draft. Later it repeats measurements of drafts that are not the best, as long as these trials lose
+    less than 1% of the time; a draft that may be as good as the best within the error is tried at once.
 
     Args:
-        layers: MoE layers of the model.
-        copy_s: seconds of one expert's copy; may be set anew at any time.
-        longest: no draft is longer.
-        limit_s: a cycle's drafting and verifying should take no longer, a draft of one token excepted (tokens come in
-            bursts, and a reader waits for the first); None: no limit.
+        layers: number of MoE layers.
+        copy_s: seconds to copy one expert; may be changed at any time.
+        longest: maximum length of a draft.
+        limit_s: maximum seconds for drafting and verifying in a cycle, which limits the pause between bursts of tokens;
+            does not limit drafts of one token; None: no limit.
+
+    Source: MoE-SpeQ; n = 0 and the trials are this project's.
     """
 
     def __init__(self, layers: int, copy_s: float, *, longest: int = 16, limit_s: float | None = 0.5) -> None:
@@ -82,27 +83,27 @@ class Governor:
         self._now: Choice | None = None
         self._best: Choice | None = None
         self._trying: tuple[str, Choice] | None = None
-        """While one is tried: how trials know it, and what its draft was believed to give."""
+        """During a trial: its key, and the choice expected for its draft before."""
         self._ratios: deque[float] = deque(maxlen=_SHOWN)
         self._lengths: Counter[tuple[str, int]] = Counter()
         self._changes: deque[Json] = deque(maxlen=_CHANGES)
         self._cycle = self._drafted = 0
-        """Cycles, and those of them that drafted."""
+        """Number of cycles, and number of cycles with a draft."""
         self._emitted = 0.0
-        """Tokens of these, the mean over sequences."""
+        """Number of tokens of the cycles with a draft, mean over sequences."""
 
     def limit(self, longest: int, limit_s: float | None) -> None:
-        """Set `longest` and `limit_s` for the cycles to come."""
+        """Set `longest` and `limit_s` for later cycles."""
         self.longest, self.limit_s = longest, limit_s
         self._verify_s = self._verify.values(longest + 1)
-        """Seconds of verifying 0 to `longest` + 1 tokens, by the present estimate."""
+        """Estimated seconds to verify 0 to `longest` + 1 positions."""
 
     def choose(self, candidates: Sequence[str], longest: int | None = None) -> Choice:
-        """What the next cycle is to be.
+        """Return the choice for the next cycle.
 
         Args:
-            candidates: names of drafts that could be used now; plain steps are always among what is chosen from.
-            longest: no draft is longer this time (what is left to write); by default what the governor was made with.
+            candidates: names of usable drafts; a plain step is always possible.
+            longest: maximum length this time, such as the number of tokens left; None: the governor's own limit.
         """
         longest = self.longest if longest is None else min(longest, self.longest)
         self._trying, candidates = None, [name for name in candidates if name != NONE]
@@ -112,16 +113,16 @@ class Governor:
         self._now = choice
         return choice
 
-    def goes_on(self, now: Choice, buffer: LookaheadBuffer) -> bool:
-        """Whether another token should be drafted, by the experts that the buffer has so far. Asked after each.
+    def should_continue(self, now: Choice, buffer: LookaheadBuffer) -> bool:
+        """Return whether to draft another token, given the new experts so far.
 
-        It should where a longer draft is worth more than verifying now: E[N] less what the run gives in T at its best
-        rate. With as many new experts as expected that is the argmax of E[N] / T. In a cycle with more of them that
-        argmax would draft on to make up for a bad cycle, and lose: what the time is worth elsewhere counts.
+        The worth of a length is E[N] minus the tokens that the run yields in T seconds at its best rate. Drafting
+        continues if a longer draft is worth more than verifying now. Plain E[N] / T would draft on in a cycle with
+        unexpectedly many new experts, to spread its costs, and lose time.
 
         Args:
-            now: what was chosen.
-            buffer: of this cycle; its positions are the tokens drafted so far.
+            now: choice of this cycle.
+            buffer: experts of this cycle; its positions are the tokens drafted so far.
         """
         drafted = buffer.positions
         if now.draft is None or now.trial or drafted >= now.longest:
@@ -133,7 +134,7 @@ class Governor:
         return max(worth[drafted + 1 :]) > worth[drafted]
 
     def observe(self, cycle: Cycle) -> None:
-        """Learn from a cycle that was run, chosen or not."""
+        """Learn from a cycle."""
         predicted_s = self._predicted(cycle)
         seconds = cycle.total_s
         if predicted_s is not None and seconds > 0:
@@ -160,11 +161,15 @@ class Governor:
             self._trials.tried(key, gain, took_s - cycle.emitted / self._best.rate)
 
     def report(self) -> Json:
-        """What was learnt and chosen, as plain values: `drafts` by name as :meth:`DraftModel.report` has them;
-        `plain_s` of a plain step, `verify_s` by tokens; `predicted_over_actual`, the median over cycles, and
-        `median_error`, how far it was off in the median, and `within_tenth`, the share of cycles that took what was
-        predicted to 10%; `tokens_per_cycle`, the mean over those that drafted; `lengths`, how often each was run;
-        `lost_s` by trials of `seconds`; `reasons`, one line wherever the draft changed.
+        """Return the measurements and choices as plain values.
+
+        - `drafts`: :meth:`DraftModel.report` by name
+        - `plain_s`: seconds of a plain step; `verify_s`: seconds of verifying, by number of positions
+        - `predicted_over_actual`: median ratio of predicted to measured cycle time; `median_error`: median deviation
+          of this ratio from 1; `within_tenth`: share of cycles with a deviation of at most 0.1
+        - `tokens_per_cycle`: mean over cycles with a draft; `lengths`: number of cycles by draft and length
+        - `seconds`: total time; `lost_s`: time lost by trials
+        - `reasons`: one line for every change of draft
         """
         most = max((length for _, length in self._lengths), default=0)
         errors = [abs(ratio - 1) for ratio in self._ratios]
@@ -183,15 +188,15 @@ class Governor:
         }
 
     def _first_choice(self, candidates: Sequence[str], longest: int) -> Choice | None:
-        """Who was not run often enough to be judged."""
+        """Return the choice of an initial measurement, or None if all are done."""
         if longest < 1 or not candidates:
-            return Choice(reason=f"{NONE}: there is nothing to draft")
+            return Choice(reason=f"{NONE}: no token can be drafted")
         if self._plain_steps < PLAIN_STEPS:
-            return Choice(reason=f"trying {NONE}: too few steps to judge it", trial=True)
+            return Choice(reason=f"trying {NONE}: too few measurements", trial=True)
         length = min(FIRST_LENGTH, longest)
         for name in candidates:
             if self._model(name).cycles < FIRST_CYCLES:
-                reason = f"trying {name}, {length} ahead: too few cycles to judge it"
+                reason = f"trying {name}, {length} ahead: too few measurements"
                 return Choice(draft=name, length=length, longest=length, reason=reason, trial=True)
         return None
 
@@ -209,23 +214,22 @@ class Governor:
             return replace(best, reason=reason)
         plan = trials[tried]
         self._trying = tried, self._plan(plan.draft, longest)
-        if plan.rate_within(HOPE) <= best.rate and plan.draft != best.draft:  # what is known of it is of long ago
+        if plan.rate_within(HOPE) <= best.rate and plan.draft != best.draft:  # its measurements are outdated
             known = self._plain_s if plan.draft is None else self._models[plan.draft]
             known.limit(_OLD)
         return replace(plan, longest=plan.length, reason=f"trying {plan}; {best.name}: {best.rate:.3g}/s", trial=True)
 
     def _best_of(self, plans: Sequence[Choice]) -> Choice:
-        """The best of all, but what was the best stays that until another is better without luck."""
+        """Return the plan with the highest rate; the previous best stays until another leads by `_SURE` errors."""
         best = max(plans, key=lambda plan: plan.rate)
         before = next((plan for plan in plans if self._best is not None and plan.draft == self._best.draft), best)
         surest = max(plans, key=lambda plan: plan.rate_within(-_SURE))
         return before if surest.rate_within(-_SURE) <= before.rate else surest
 
     def _plan(self, draft: str | None, longest: int, length: int | None = None) -> Choice:
-        """A cycle of a draft at the length that is expected to give the most tokens per second, 1 at least (row C7), or
-        at the length given."""
+        """Return a cycle of a draft at `length`, by default the length of 1 or more with the best rate."""
         if draft is None:
-            return Choice(seconds=max(_LEAST_S, self._plain_s.value or 0.0))
+            return Choice(seconds=max(_MIN_SECONDS, self._plain_s.value or 0.0))
         model, most = self._model(draft), longest
         if self.limit_s is not None:
             busy_s = [own + self._verify_s[n + 1] for n, own in enumerate(model.draft_seconds(longest))]
@@ -238,7 +242,7 @@ class Governor:
         )
 
     def _predicted(self, cycle: Cycle) -> float | None:
-        """Seconds that a cycle was expected to take when its verification began; None before anything is known."""
+        """Return the seconds expected for a cycle when its verification started; None before enough measurements."""
         if cycle.draft is None:
             return self._plain_s.value if self._plain_steps >= PLAIN_STEPS else None
         model = self._model(cycle.draft)

@@ -1,13 +1,13 @@
-"""The kinds of drafts, and what each is called.
+"""Kinds of drafts.
 
-int4, int8            all experts resident in less precision (C1, C12); `int4:calibrated` with error compensation
-resident              the experts that have a slot, in place of those that have none
-drop, substitute, cascade, drop_cascade, cache_aware     a lossy policy over the slots, with its options
-speculate             the predictor's forecasts are executed
-early_exit:layers=N   the first N blocks and the head
-prompt_lookup, mtp, assistant    transformers' own
+    int4, int8            all experts in low precision on the device; `int4:calibrated` compensates rounding errors
+    resident              resident experts replace absent ones
+    drop, substitute, cascade, drop_cascade, cache_aware     a lossy policy, with its options
+    speculate             the model executes the forecasts of the predictor
+    early_exit:layers=N   the first N blocks and the output head
+    prompt_lookup, mtp    proposers of transformers; also an assistant model
 
-B sequences, V vocabulary.
+Source of int4 drafts: MoE-SpeQ.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from expertcast.runtime.engine.speculation import Speculator
 
 @dataclass
 class Draft:
-    """What writes tokens ahead."""
+    """Base class of drafts, which propose tokens for verification."""
 
     name: str
-    """As it was asked for."""
+    """Name with options."""
     nbytes: int = field(default=0, kw_only=True)
-    """Bytes of the device's memory that it takes beside the slots."""
+    """Device memory of the draft in addition to the slots, in bytes."""
 
 
 @dataclass
 class PassDraft(Draft):
-    """Passes of the model itself, in a cheaper way, over the same cache (row C11)."""
+    """Draft by cheaper passes of the model itself, which share its key-value cache."""
 
     engine: HostEngine
     stage: Stage | None = None
-    """Runs the MoE layers of these passes; None: the engine."""
+    """Runs the MoE layers while drafting; None: the engine."""
     swap: tuple[object, str, object] | None = None
-    """An object's attribute, and its value in these passes."""
+    """An object, the name of its attribute, and the attribute's value while drafting."""
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Inside, the model's forwards draft."""
+        """Return a context manager in which forward passes of the model are draft passes."""
         with ExitStack() as undo:
             if self.swap is not None:
                 owner, name, value = self.swap
@@ -58,22 +58,22 @@ class PassDraft(Draft):
 
 
 def forecast_draft(name: str, engine: HostEngine, speculator: Speculator) -> PassDraft:
-    """The engine itself, executing its forecasts at all layers that have one."""
+    """Return the draft that executes forecasts at all layers that have one."""
     return PassDraft(name, engine, swap=(speculator, "layers", frozenset(range(len(speculator.view)))))
 
 
 def early_exit(name: str, engine: HostEngine, model: nn.Module, inside: nn.Module, count: int) -> PassDraft:
-    """The model's first blocks, then its head; the cache of these blocks is the verification's own.
+    """Return the draft that runs the first blocks and the output head.
 
     Args:
-        name: as it was asked for.
-        engine: of the model's offload.
-        model: whose list of decoder blocks is shorter while it drafts.
-        inside: a module in any of them.
-        count: blocks that run, from 1 to one less than there are; 0: half of them.
+        name: name of the draft, with options.
+        engine: engine of the offload.
+        model: the model; its list of decoder blocks is replaced by a shorter one while drafting.
+        inside: a module inside one of the decoder blocks.
+        count: number of blocks that run, less than all; 0: half of them.
 
     Raises:
-        ExpertcastError: as many blocks cannot be left out.
+        ExpertcastError: `count` is out of range, or the model has no list of blocks.
     """
     lists = (
         (owner, attribute, blocks)
@@ -83,7 +83,7 @@ def early_exit(name: str, engine: HostEngine, model: nn.Module, inside: nn.Modul
     )
     found = next(lists, None)
     if found is None:
-        raise ExpertcastError(f"draft {name!r}: this model keeps no list of its blocks: choose another draft")
+        raise ExpertcastError(f"draft {name!r} needs a model with a list of decoder blocks: choose another draft")
     owner, attribute, blocks = found
     count = count or len(blocks) // 2
     if not 0 < count < len(blocks):
@@ -93,9 +93,9 @@ def early_exit(name: str, engine: HostEngine, model: nn.Module, inside: nn.Modul
 
 @dataclass
 class ProposalDraft(Draft):
-    """Tokens from somewhere else, all at once."""
+    """Draft that proposes all tokens of a cycle at once, without passes of the offloaded model."""
 
     make: Callable[[GenerationConfig, LogitsProcessorList], Proposer]
-    """A proposer for one row of a generation, from its configuration and logits processors."""
+    """Creates the proposer of one row from the configuration and logits processors of a generation."""
     needs_hidden: bool = False
-    """It is shown the model's last hidden states."""
+    """Whether proposers read the last hidden states of the model."""

@@ -1,4 +1,4 @@
-"""What a draft is called: names with options, as users write them."""
+"""Names of drafts and their options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from expertcast.runtime.policies.routing import ROUTING
 NONE, AUTO = "none", "auto"
 QUANTISED = ("int4", "int4:calibrated", "int8")
 RESIDENT = Policies(prefetch="none", miss="substitute:tolerance=1.0")
-"""Any held expert in place of a missing one: nothing is loaded while there is one."""
+"""Policies of the draft `resident`: the best resident expert replaces a missing one."""
 EARLY_EXIT, SPECULATE, PROMPT_LOOKUP, MTP = "early_exit", "speculate", "prompt_lookup", "mtp"
 
 
@@ -23,7 +23,7 @@ class EarlyExitOptions:
     """Options of `early_exit`."""
 
     layers: int = 0
-    """Blocks that run; 0: half of them."""
+    """Number of blocks that run; 0: half of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,31 +31,31 @@ class AutoOptions(PolicyConfig):
     """Options of `auto`."""
 
     longest: int = number(16, "[1, inf)")
-    """Tokens drafted in a cycle at most."""
+    """Maximum number of tokens drafted per cycle."""
     limit_s: float | None = number(0.5, "(0, inf)")
-    """Seconds of a cycle's drafting and verifying at most, a draft of one token excepted; none: no limit."""
+    """Maximum seconds for drafting and verifying in a cycle; does not limit drafts of one token; none: no limit."""
 
 
 def lossy_names() -> dict[str, str]:
-    """Names of lossy policies, with their kind."""
+    """Return the kind, `miss` or `routing`, of each lossy policy by name."""
     found = {cls.name: "miss" for cls in MISS.classes() if cls.lossy}
     return found | {cls.name: "routing" for cls in ROUTING.classes() if cls.lossy}
 
 
 def draft_names() -> list[str]:
-    """All that a draft can be called."""
+    """Return all names of drafts, without options."""
     return [NONE, AUTO, *QUANTISED, "resident", *lossy_names(), SPECULATE, EARLY_EXIT, PROMPT_LOOKUP, MTP]
 
 
 def check_draft(name: str, packed: bool = False) -> None:
-    """Refuse an unknown draft, and one in few bits of a model whose experts are packed already.
+    """Check the name of a draft, and that it is cheaper than the experts of the model.
 
     Args:
         name: the draft, with its options.
         packed: whether the model's experts are packed in 4 or 8 bits.
 
     Raises:
-        ExpertcastError: unknown name or option; the message lists the known ones. Or the draft is no cheaper.
+        ExpertcastError: the name or an option is unknown, or the draft is not cheaper than packed experts.
     """
     base, _, options = name.partition(":")
     if packed and name in QUANTISED:
@@ -73,10 +73,10 @@ def check_draft(name: str, packed: bool = False) -> None:
 
 
 def policies_of(name: str) -> Policies:
-    """The policies that a lossy policy's name stands for.
+    """Return the policies of a draft that is a lossy policy or `resident`.
 
     Raises:
-        ExpertcastError: an unknown option, or one out of range.
+        ExpertcastError: an option is unknown or out of range.
     """
     if name == "resident":
         return RESIDENT
@@ -85,18 +85,18 @@ def policies_of(name: str) -> Policies:
 
 
 def early_exit_options(name: str) -> EarlyExitOptions:
-    """The options in `early_exit:layers=4`.
+    """Return the options of a name such as `early_exit:layers=4`.
 
     Raises:
-        ExpertcastError: an unknown option, or one out of range.
+        ExpertcastError: an option is unknown or out of range.
     """
     return parse_options(name.partition(":")[2], EarlyExitOptions, f"draft {EARLY_EXIT!r}")
 
 
 def auto_options(name: str) -> AutoOptions:
-    """The options in `auto:longest=8,limit_s=0.2`.
+    """Return the options of a name such as `auto:longest=8,limit_s=0.2`.
 
     Raises:
-        ExpertcastError: an unknown option, or one out of range.
+        ExpertcastError: an option is unknown or out of range.
     """
     return parse_options(name.partition(":")[2], AutoOptions, f"draft {AUTO!r}")

@@ -1,14 +1,17 @@
-"""Loads what a verification will need while its tokens are drafted, and goes on while it runs.
+"""Prefetch for verification: load experts while a draft runs and during the exact pass.
 
-A draft's routers name the experts that the exact pass over its tokens will need: they go into the lookahead buffer, and
-what has no slot is asked for, nearest layer first, for that one's turn comes first. Three phases, by the copies that
-the link brings while one pass drafts, as both were measured last:
+The routers of a draft predict the experts that the exact pass over its tokens will need. They go into the lookahead
+buffer, and absent experts are loaded, those of the first layers first. The number of loads depends on the number of
+copies that the link completes during one draft pass, as measured last:
 
-priming       the first token is drafted: half of them at most, confident entries first
-guided        the further ones: all of them, confident entries first
-saturation    drafting has ended: everything that is left, and while the exact pass runs what comes after its layer
+    priming       first drafted token: at most half of this number, confident entries first
+    guided        further drafted tokens: at most this number, confident entries first
+    saturation    after drafting: all remaining entries; during the exact pass those of the layers after the running one
 
-L MoE layers, E routed experts per layer, K experts per token, T tokens. A key is layer * E + expert.
+L MoE layers, E routed experts per layer, K experts per token, T tokens, N positions. The key of an expert is
+layer * E + expert.
+
+Source: MoE-SpeQ (lookahead buffer and phases).
 """
 
 from __future__ import annotations
@@ -25,30 +28,30 @@ from expertcast.runtime.links.driver import Readback
 
 
 class LookaheadBuffer:
-    """Counts the distinct experts that drafted tokens were routed to, by position (row C8).
+    """Counts of distinct experts by position of the drafted tokens.
 
-    Position 0 is what verification feeds first, the last tokens that are certain; position i is the i-th drafted token.
-    A draft of n passes fills n positions: what the last drafted token needs nobody knows before it is verified.
+    Position 0 has the experts of the last settled tokens, position i those of the i-th drafted token. A draft of n
+    passes fills n positions; the experts of the last drafted token are unknown until it is verified.
 
     Args:
-        slots: experts that fit on the device.
+        slots: number of slots.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._keys: set[int] = set()
         self._distinct: list[int] = []
-        """[N] keys that stand at no earlier position."""
+        """Number of keys that appear at no earlier position [N]."""
         self._new: list[int] = []
-        """[N] of these, the keys that were not held."""
+        """Number of these keys that were absent [N]."""
 
     def put(self, position: int, keys: Iterable[int], held: Container[int]) -> None:
-        """A layer of a draft pass was routed. A key counts where it is put first.
+        """Add the experts of one layer of a draft pass; a key counts at its first position only.
 
         Args:
-            position: of the tokens that were fed; positions come in order, none is left out.
-            keys: of the experts, repeated or not.
-            held: keys that have a slot, or are on their way for another reason than this buffer.
+            position: position of the tokens that were fed; at most one more than the last position.
+            keys: keys of the experts, possibly repeated.
+            held: keys of experts that have a slot.
         """
         if position == len(self._distinct):
             self._distinct.append(0)
@@ -60,20 +63,20 @@ class LookaheadBuffer:
                 self._new[position] += key not in held
 
     def clear(self) -> None:
-        """A new cycle begins."""
+        """Remove all entries, at the start of a cycle."""
         self._keys.clear()
         self._distinct.clear()
         self._new.clear()
 
     @property
     def positions(self) -> int:
-        """N: positions that have an entry."""
+        """Number of positions with an entry, N."""
         return len(self._distinct)
 
     @property
     def growth(self) -> list[int]:
-        """[N] copies by position: new experts, and those of the others that the slots cannot keep beside them until
-        their layer's turn, and that come again."""
+        """Number of copies by position [N]: absent experts, plus residents that must be loaded again because the slots
+        do not hold all distinct experts until their layer runs."""
         distinct = new = over = 0
         found = []
         for own, fresh in zip(self._distinct, self._new, strict=True):
@@ -84,17 +87,17 @@ class LookaheadBuffer:
 
 
 CONFIDENT = 0.5
-"""An entry is confident whose share of its token's combine weights is at least so much of a mean one's, 1 / K."""
+"""Minimum combine weight of a confident entry, as a multiple of the mean weight 1 / K of its token."""
 _PRIMING, _GUIDED = 0.5, 1.0
-"""Share of the link's copies in a draft pass that are asked for."""
+"""Number of loads in the phases, as a multiple of the copies that the link completes during a draft pass."""
 
 
 class Schedule:
-    """Fills the buffer and asks for what is in it.
+    """Fills the lookahead buffer and loads its experts.
 
     Args:
-        residency: books and rules; its window is this one's.
-        shape: of the model.
+        residency: cache of the experts; the schedule owns its window.
+        shape: shape of the model.
     """
 
     def __init__(self, residency: ExpertCache, shape: ModelShape) -> None:
@@ -103,38 +106,38 @@ class Schedule:
         self._readback = Readback(self._link.driver, self._link.progress)
         self._layers, self._experts = shape.layers, shape.experts
         self.buffer = LookaheadBuffer(residency.pool.count)
-        """What the drafts of this cycle were routed to."""
+        """Experts of the current cycle."""
         self._confident: list[list[int]] = [[] for _ in range(shape.layers)]
         self._rest: list[list[int]] = [[] for _ in range(shape.layers)]
         self._nearest = shape.layers
         self.position: int | None = None
-        """Of the token that is drafted; None: nothing is drafted."""
+        """Position that the current draft pass feeds; None: no draft pass runs."""
         self.verifies = False
-        """The exact pass over a draft runs."""
+        """Whether the exact pass of a draft runs."""
         self._waiting: list[RouterCall] = []
-        """Of the pass that drafts, where the routing is on a device."""
+        """Router calls of the current draft pass whose routing is still on the device."""
         self._begun = self._pass_s = 0.0
-        """When the pass that drafts began, and what the one before it took."""
+        """Start time of the current draft pass, and seconds of the previous one."""
         self._room = 0.0
-        """Copies that may still be asked for in this phase."""
+        """Number of loads that the current phase still allows."""
 
     def begin(self) -> None:
-        """A cycle starts: nothing is known of it."""
+        """Start a cycle."""
         self.stop()
         self.buffer.clear()
 
     def draft(self, position: int) -> None:
-        """A pass starts that drafts the token at this position (0: the first)."""
+        """Start the draft pass that feeds a position (0: the first)."""
         self.position, self._begun = position, self._link.clock()
-        brings = (_GUIDED if position else _PRIMING) * self._pass_s / max(self._link.copy_s, 1e-9)
-        on_their_way = 0 if self._residency.idle else len(self._residency.copies)
-        self._room = 1 + int(brings) - on_their_way
+        copies = (_GUIDED if position else _PRIMING) * self._pass_s / max(self._link.copy_s, 1e-9)
+        in_flight = 0 if self._residency.idle else len(self._residency.copies)
+        self._room = 1 + int(copies) - in_flight
 
     def drafted(self) -> None:
-        """A pass has ended. On a device, its routing comes to the host now, all layers' in one copy."""
+        """End the draft pass; on a device this copies the routing of all layers to the host at once."""
         if self._waiting and self.position is not None:
-            both = [torch.cat([call.ids_TK.float(), call.weights_TK.float()], dim=1) for call in self._waiting]
-            for call, rows in zip(self._waiting, self._readback.start(torch.stack(both)).tolist(), strict=True):
+            routing = [torch.cat([call.ids_TK.float(), call.weights_TK.float()], dim=1) for call in self._waiting]
+            for call, rows in zip(self._waiting, self._readback.start(torch.stack(routing)).tolist(), strict=True):
                 top_k = call.ids_TK.shape[1]
                 ids = [[int(expert) for expert in row[:top_k]] for row in rows]
                 self._put(self.position, call.layer, ids, [row[top_k:] for row in rows])
@@ -143,17 +146,18 @@ class Schedule:
         self.load()
 
     def verify(self) -> None:
-        """The exact pass starts."""
+        """Start the exact pass."""
         self.position, self.verifies = None, True
         self._room = math.inf
         self.load()
 
     def end(self) -> None:
-        """The cycle is over: what is left was not needed."""
+        """End the cycle and cancel the remaining loads."""
         self._residency.take_back(list(self._window.keys))
         self.stop()
 
     def routed(self, call: RouterCall) -> None:
+        """Add the experts of a draft pass's layer to the buffer."""
         if self.position is None:
             return
         if self._link.driver is None:
@@ -163,12 +167,14 @@ class Schedule:
             self._waiting.append(call)
 
     def reached(self, layer: int, keys: Sequence[int]) -> None:
+        """Cancel loads of a layer that the exact pass has reached, except those of `keys`."""
         if self.verifies:
             self._confident[layer].clear()
             self._rest[layer].clear()
             self._residency.take_back(self._window.pop(layer).difference(keys))
 
     def load(self) -> None:
+        """Load as many entries as the current phase allows."""
         if not self._link.overlaps or self._nearest >= self._layers:
             return
         residency = self._residency
@@ -186,7 +192,7 @@ class Schedule:
                 pending[layer].pop()
             if self._room <= 0:
                 return
-        self._nearest = self._layers  # nothing is left
+        self._nearest = self._layers  # no entries are left
 
     def _put(self, position: int, layer: int, ids: list[list[int]], weights: list[list[float]]) -> None:
         first, slots, window = layer * self._experts, self._residency.pool.slots, self._window
@@ -204,7 +210,7 @@ class Schedule:
                         self._nearest = layer
 
     def stop(self) -> None:
-        """Nothing more is loaded ahead. What is on its way may arrive."""
+        """Stop loading; copies in flight may finish."""
         self._window.clear()
         self._waiting.clear()
         for pending in (*self._confident, *self._rest):

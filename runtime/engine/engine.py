@@ -43,11 +43,11 @@ from expertcast.runtime.engine.forecasting import (
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.driver import Readback
 from expertcast.runtime.policies.eviction import PROMPT_ROWS
-from expertcast.runtime.policies.miss import Lookup, Verdict
-from expertcast.runtime.policies.prefetch import NoPrefetch, Wanted
-from expertcast.runtime.policies.routing import Routed, Standard
+from expertcast.runtime.policies.miss import Lookup, MissDecision
+from expertcast.runtime.policies.prefetch import Candidates, NoPrefetch
+from expertcast.runtime.policies.routing import RouterOutput, Standard
 from expertcast.runtime.policies.settings import ALWAYS, AUTO, PolicySet
-from expertcast.runtime.recording.recorder import State, heard
+from expertcast.runtime.recording.recorder import State, listener
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
@@ -112,7 +112,7 @@ def named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
 
 
 def rewritten(
-    ids: list[list[int]], weights: list[list[float]], verdict: Verdict
+    ids: list[list[int]], weights: list[list[float]], verdict: MissDecision
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Ids and weights with dropped experts at weight 0 and missing ones replaced by their substitutes."""
     new_weights = [
@@ -194,7 +194,7 @@ class LayerFlow:
         """The running layer runs in one chunk."""
         self._missing, self._found, self._chunks_left = 0, 0, 0
         """Counts of the running layer: experts without a slot, found by forecasts, chunks not requested yet."""
-        self._reads_transfer = policies.prefetch.reads_transfer
+        self._reads_transfer = policies.prefetch.reads_link
         self._rungs = rungs
         self._pace = Pace(residency, shape.layers) if self._reads_transfer or rungs else None
         self._governors: dict[int, ForecastGovernor] = {}
@@ -295,7 +295,7 @@ class LayerFlow:
         cached_E[list(held)] = True
         assert self._view is not None, "policies that route need the model's own routers"
         return self.policies.routing.route(
-            Routed(
+            RouterOutput(
                 layer=self._view[layer], logits_TE=logits_TE, ids_TK=ids_TK, weights_TK=weights_TK,
                 cached_E=cached_E.to(logits_TE.device), available=self.residency.free(layer),
             )
@@ -303,7 +303,7 @@ class LayerFlow:
 
     def _verdict(
         self, layer: int, logits_TE: Tensor, ids: list[list[int]], weights: list[list[float]], held: Mapping[int, str]
-    ) -> Verdict | None:
+    ) -> MissDecision | None:
         if not self.policies.miss.lossy or all(held.get(expert) == FULL for row in ids for expert in row):
             return None
         return self.policies.miss.decide(
@@ -356,7 +356,7 @@ class LayerFlow:
 
     def hint(self, forecast: Forecast, ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> None:
         """A forecast for a later layer, with its ids and weights (T rows of K) on the host."""
-        wanted = Wanted(forecast, ids, weights)
+        wanted = Candidates(forecast, ids, weights)
         layer, policies = forecast.layer, self.policies
         if policies.eviction.reads_forecasts:
             policies.eviction.see_forecast(layer, wanted.probability_TE.mean(dim=0).tolist())
@@ -370,7 +370,7 @@ class LayerFlow:
         first = layer * self._experts
         self.residency.prefetch([first + expert for expert in experts])
 
-    def _pre_evict(self, wanted: Wanted) -> None:
+    def _pre_evict(self, wanted: Candidates) -> None:
         first = wanted.layer * self._experts
         predicted = {expert for row in wanted.ids for expert in row}
         resident = sum(self.residency.holds(first + expert) for expert in predicted)
@@ -500,7 +500,7 @@ class Engine(ABC):
 
     def __init__(self, parts: EngineParts) -> None:
         self._speculator, self._kernel, self._pool = parts.speculator, parts.kernel, parts.pool
-        self._enter: Callable[[State, int], None] = heard(parts.link.observer, "enter") or _unheard
+        self._enter: Callable[[State, int], None] = listener(parts.link.observer, "enter") or _ignore
         """Tells the observer what the compute stream goes over to, for which layer."""
         self.view = parts.speculator.view
         """The model's MoE layers."""
@@ -608,8 +608,8 @@ class Engine(ABC):
                 )
 
 
-def _unheard(_state: State, _layer: int) -> None:
-    """In place of an observer that listens to no states."""
+def _ignore(_state: State, _layer: int) -> None:
+    """Do nothing; used if no observer listens to `enter`."""
 
 
 _FEW_IDS = 512

@@ -24,7 +24,7 @@ from expertcast.predictors.messages import Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.policies.eviction import Eviction
-from expertcast.runtime.policies.prefetch import Transfer
+from expertcast.runtime.policies.prefetch import LinkState
 from expertcast.runtime.recording.learning import BETTER, Option, RunningMean, RunningSums, Share, Trials
 
 _MEMORY = 0.1
@@ -85,14 +85,14 @@ class Pace:
         residency = self._residency
         return 0.0 if residency.running.isdisjoint(residency.copies) else residency.backlog_s(now)
 
-    def transfer(self, target: int) -> Transfer:
+    def transfer(self, target: int) -> LinkState:
         """What a selection for a later layer may count with."""
         residency, first, now = self._residency, target * self._experts, self._link.clock()
         copy_s, computing_s = self._link.copy_s, self.computing_s(target)
         left_s = copy_s if computing_s is None else computing_s
         backlog_s = residency.backlog_s(now)
         # the layer at work waits for its copies too, and so does what follows
-        return Transfer(
+        return LinkState(
             copy_s=copy_s,
             backlog_s=backlog_s,
             left_s=max(0.0, left_s - (now - self._reached_s)) + self.awaited_s(now),

@@ -1,4 +1,7 @@
-"""What to keep, load and drop: policies of five kinds, chosen together by :class:`Policies` or by a preset's name."""
+"""Policies for eviction, prefetch, misses, routing and pre-eviction.
+
+:class:`Policies` selects one of each kind; a preset selects the five policies of a published system by name.
+"""
 
 from expertcast.runtime.policies.base import CacheShape, Choice, PolicyConfig
 from expertcast.runtime.policies.eviction import LRU, PRE_EVICTION, Eviction, EvictionPolicy, PreEviction

@@ -1,7 +1,4 @@
-"""What every kind of policy has in common: its configuration, how it is written, and one registry per kind.
-
-All registrations are visible in the kinds' `__init__.py`.
-"""
+"""Base classes of all policies: configuration, text form and registry."""
 
 from __future__ import annotations
 
@@ -16,43 +13,45 @@ from expertcast.predictors.options import check_finite, options_text, parse_opti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a policy rules over."""
+    """Size of the expert cache that a policy manages."""
 
     layers: int
-    """L"""
+    """Number of MoE layers, L."""
     experts: int
-    """E, per layer."""
+    """Routed experts per layer, E."""
     top_k: int
-    """K, per token."""
+    """Experts per token, K."""
     slots: int
-    """Slots that the policy's experts share: all of them, or one layer's share."""
+    """Slots that the policy manages: all slots, or the share of one layer."""
     sharing: int | None = None
-    """Layers whose experts share them; None: all."""
+    """Number of layers that use these slots; None: all layers."""
 
 
 def number(default: float | None, interval: str) -> Any:
-    """A field whose value lies in an interval such as `[0, 1)`, or is None."""
+    """Return a dataclass field for a number in an interval such as `[0, 1)`, or None."""
     return field(default=default, metadata={"interval": interval})
 
 
-def one_of(*texts: str) -> Any:
-    """A field whose value is one of these texts; the first is the default."""
-    return field(default=texts[0], metadata={"texts": texts})
+def one_of(*choices: str) -> Any:
+    """Return a dataclass field for one of several strings; the first is the default."""
+    return field(default=choices[0], metadata={"choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Base of every policy's configuration; subclasses add fields with a docstring line each.
+    """Base class of policy configurations.
+
+    Subclasses add fields with :func:`number` and :func:`one_of`. The docstring line of each field is its help text.
 
     Raises:
-        ExpertcastError: a value that its field does not allow (:func:`number`, :func:`one_of`).
+        ExpertcastError: a value lies outside its field's interval or choices.
     """
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, texts = getattr(self, each.name), each.metadata.get("texts")
-            if texts and value not in texts:
-                raise ExpertcastError(f"unknown {each.name}={value!r}: choose from {', '.join(texts)}")
+            value, choices = getattr(self, each.name), each.metadata.get("choices")
+            if choices and value not in choices:
+                raise ExpertcastError(f"unknown {each.name}={value!r}: choose from {', '.join(choices)}")
             interval = each.metadata.get("interval")
             if interval and value is not None and not _is_within(value, interval):
                 raise ExpertcastError(f"{each.name}={value}: give a number in {interval}")
@@ -66,12 +65,17 @@ def _is_within(value: float, interval: str) -> bool:
 
 
 class Policy(ABC):
-    """Base of every kind of policy: a name, and what it is made from."""
+    """Base class of all policies.
+
+    Args:
+        config: options of the policy, an instance of `config_class`.
+        shape: size of the cache.
+    """
 
     name: ClassVar[str]
     config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     config: PolicyConfig
-    """Of `config_class`: a policy that has options declares it so."""
+    """Options; a subclass with options narrows the type to its `config_class`."""
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         self.config, self.shape = config, shape
@@ -82,7 +86,7 @@ P = TypeVar("P", bound=Policy)
 
 @dataclass(frozen=True)
 class Choice(Generic[P]):
-    """A policy with its options, as written `name` or `name:option=value,option=value`."""
+    """A policy class with its options; its text form is `name` or `name:option=value,option=value`."""
 
     cls: type[P]
     config: PolicyConfig
@@ -92,40 +96,51 @@ class Choice(Generic[P]):
 
     @property
     def name(self) -> str:
-        """The policy's name, without its options."""
+        """Name of the policy, without options."""
         return self.cls.name
 
     def __str__(self) -> str:
-        """The shortest text that names it: options at their default are left out."""
+        """Return the text form, without options at their default."""
         options = options_text(self.config)
         return f"{self.name}:{options}" if options else self.name
 
     def make(self, shape: CacheShape) -> P:
-        """The policy itself, with nothing learnt."""
+        """Return a new policy."""
         return self.cls(self.config, shape)
 
 
 class PolicyRegistry(Registry[P]):
-    """The policies of one kind, in the order of tables."""
+    """Registry of the policies of one kind, in the order in which tables list them.
+
+    Example:
+        >>> from expertcast.runtime.policies import EVICTION, CacheShape
+        >>> choice = EVICTION.choose("importance:alpha=0.25")
+        >>> choice.name, choice.config.alpha, str(choice)
+        ('importance', 0.25, 'importance:alpha=0.25')
+        >>> policy = choice.make(CacheShape(layers=12, experts=64, top_k=4, slots=96))
+    """
 
     def __init__(self, kind: str, *classes: type[P]) -> None:
         super().__init__(kind)
         for cls in classes:
             self.register(cls)
 
-    def choose(self, given: str | Choice[P] | PolicyConfig) -> Choice[P]:
-        """The policy that a text, or a configuration of one, asks for.
+    def choose(self, policy: str | Choice[P] | PolicyConfig) -> Choice[P]:
+        """Return the policy that a text, a configuration or a choice names.
+
+        Args:
+            policy: `name`, `name:option=value,...`, the configuration of a policy, or a choice (returned as it is).
 
         Raises:
-            ExpertcastError: unknown name or option, or a value that does not fit.
+            ExpertcastError: the name or an option is unknown, or a value is not allowed.
         """
-        if isinstance(given, Choice):
-            return given
-        if isinstance(given, PolicyConfig):
+        if isinstance(policy, Choice):
+            return policy
+        if isinstance(policy, PolicyConfig):
             for cls in self.classes():
-                if cls.config_class is type(given):
-                    return Choice(cls, given)
-            raise ExpertcastError(f"{type(given).__name__} configures no {self.kind}: {self.allowed()}")
-        name, _, options = given.partition(":")
+                if cls.config_class is type(policy):
+                    return Choice(cls, policy)
+            raise ExpertcastError(f"{type(policy).__name__} does not configure a {self.kind}: {self.allowed()}")
+        name, _, options = policy.partition(":")
         cls = self.get(name)
         return Choice(cls, parse_options(options, cls.config_class, f"{self.kind} {name!r}"))

@@ -1,7 +1,7 @@
-"""The offline bounds: what could be kept if the future were known.
+"""Offline bounds: Belady's policy and the minimum number of misses with bypassing.
 
-An event is one layer of one forward, with all distinct experts it needs. L MoE layers, E routed experts per layer. An
-expert's key is layer * E + expert.
+An event is one layer of one step, as the list of distinct experts that it needs. L MoE layers, E routed experts per
+layer. The key of an expert is layer * E + expert.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ Events = Sequence[Sequence[int]]
 
 
 class Belady(ByPriority):
-    """Gives up the expert whose next use is farthest away; ties by LRU. O(log n). Needs :meth:`foresee`.
+    """Evicts the expert whose next use is farthest away; ties by LRU. O(log n).
 
-    No policy that loads on demand has fewer misses, as long as every event fits the slots and a missed expert must be
-    given one (forced admission); :func:`bypass_misses` is the bound without that.
+    Call :meth:`set_future` first. No policy that loads on demand has fewer misses if every event fits the slots and
+    every missed expert gets a slot. :func:`bypass_misses` is the bound without the second condition.
+
+    Source: Belady (1966).
     """
 
     name = "belady"
@@ -31,53 +33,62 @@ class Belady(ByPriority):
         self._events: Events | None = None
         self._nexts: list[list[int]] = []
         self._next: dict[int, int] = {}
-        """Event of each key's next use; keys that are not used again may be missing."""
+        """Event of each key's next use; may lack keys that are not used again."""
         self._event = 0
-        """Index of the event that starts next."""
+        """Index of the next event."""
 
-    def foresee(self, events: Events) -> None:
-        """The keys of every event to come, in order; each `start_layer` is one. A policy that rules over one layer is
-        given that layer's events, `events[layer::L]`."""
+    def set_future(self, events: Events) -> None:
+        """Set the keys of all future events in order; each call of `start_layer` is one event.
+
+        A policy that manages one layer receives the events of that layer, `events[layer::L]`.
+        """
         self._events, self._event = events, 0
         self._nexts, self._next = next_uses(events)
         for key in list(self._valid):
             self._access(key)
 
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        """
+        """Advance by one event.
+
         Raises:
-            ExpertcastError: the keys are not those that were foreseen.
+            ExpertcastError: the event differs from the one that `set_future` received.
         """
-        events, index = self._foreseen(), self._event
+        events, index = self._future(), self._event
         if index == len(events):
-            raise ExpertcastError(f"belady foresaw {index} events, and layer {layer} runs after them: foresee them all")
+            raise ExpertcastError(
+                f"layer {layer} runs after the {index} events that belady received: give all events to set_future()"
+            )
         if set(keys) != set(events[index]):
             raise ExpertcastError(
-                f"belady foresaw keys {sorted(events[index])} at event {index}, layer {layer} needs {sorted(keys)}: "
-                "foresee the events that are run (belady is for offline replays)"
+                f"belady received keys {sorted(events[index])} for event {index}, layer {layer} needs {sorted(keys)}: "
+                "give the events of this run to set_future() (belady is for offline replays)"
             )
         self._next.update(zip(events[index], self._nexts[index], strict=True))
         self._event += 1
 
     def victim(self, protected: Container[int]) -> int | None:
-        self._foreseen()
+        self._future()
         return super().victim(protected)
 
     def _priority(self, key: int) -> float:
         return -self._next.get(key, len(self._nexts))
 
-    def _foreseen(self) -> Events:
+    def _future(self) -> Events:
         if self._events is None:
             raise ExpertcastError(
-                "belady needs the future: give the events of a recorded trace to foresee(), or choose another eviction "
-                "policy (belady is for offline replays)"
+                "belady needs all future events: give those of a recorded trace to set_future(), or choose another "
+                "eviction policy (belady is for offline replays)"
             )
         return self._events
 
 
 def next_uses(events: Events) -> tuple[list[list[int]], dict[int, int]]:
-    """Index of the event after each event that needs each of its keys again, `len(events)` for never; and index of the
-    first event that needs each key."""
+    """Find the next use of every key of every event.
+
+    Returns:
+        For each event the index of the next event that needs each of its keys (`len(events)`: never), and the index of
+        the first event that needs each key.
+    """
     coming: dict[int, int] = {}
     nexts = []
     for index in range(len(events) - 1, -1, -1):
@@ -88,9 +99,23 @@ def next_uses(events: Events) -> tuple[list[list[int]], dict[int, int]]:
 
 
 def bypass_misses(events: Events, slots: int) -> list[int]:
-    """Misses of each event with the fewest in all, if a missed expert may be used from a staging place: after an event
-    any `slots` of the experts that were held or used stay. Keeping those whose next use is nearest is optimal.
-    O(n log n) in all uses."""
+    """Count the misses of each event under the optimal policy if a missed expert need not get a slot.
+
+    After each event the policy keeps any `slots` of the experts that were resident or used; to keep those whose next
+    use is nearest is optimal. O(n log n) in the total number of uses.
+
+    Args:
+        events: distinct keys of each event.
+        slots: number of slots.
+
+    Returns:
+        Number of misses of each event.
+
+    Example:
+        >>> from expertcast.runtime.policies.belady import bypass_misses
+        >>> bypass_misses([[0, 1], [2], [0, 1], [2]], slots=2)
+        [2, 1, 0, 1]
+    """
     nexts, _ = next_uses(events)
     held: dict[int, int] = {}
     farthest: list[tuple[int, int]] = []

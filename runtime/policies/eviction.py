@@ -1,8 +1,9 @@
-"""Eviction policies, which choose the expert that gives up its slot, and pre-eviction policies, which free slots early.
+"""Eviction policies, which select the expert to evict, and pre-eviction policies, which free slots early.
 
-A policy owns no tensor and starts no copy.
+A policy only decides: it owns no tensor and starts no copy.
 
-L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
+L MoE layers, E routed experts per layer, K experts per token, H rows of a forecast. The key of an expert is
+layer * E + expert.
 """
 
 from __future__ import annotations
@@ -27,104 +28,103 @@ from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.pools.states import State
 
 PROMPT_ROWS = 64
-"""Tokens of a prompt whose routing is told one by one."""
+"""Number of last tokens of a prompt that `see_routing` receives one by one."""
 
 
 class EvictionPolicy(Policy):
-    """The order in which resident experts are given up.
+    """Base class of eviction policies: the order in which resident experts are evicted.
 
-    The caller says what happens; `victim` only decides. For each layer of each forward the calls come in this order:
+    The cache reports each event to the policy; only `victim` decides. The calls for one step are, in order:
 
-        start_pass      once per forward, before its first layer
-        see_scores      the router's probabilities, only to policies that read them
-        see_routing     what each token of a prompt was given, only to policies that read it
-        start_layer     the layer's experts are known: the event that all of them belong to
-        insert, remove  experts get and lose slots: this layer's misses, then what is prefetched
-        touch           a forecast wants experts that have a slot already
+        start_pass      once, before the first layer
+        see_scores      per layer: probabilities of the router, if `reads_scores`
+        see_routing     per layer: experts of each token of a prompt, if `reads_routing`
+        start_layer     per layer: the experts that it needs
+        insert, remove  experts get and lose slots: misses of this layer first, then prefetches
+        touch           a forecast names experts that are resident
         use             the layer computes with its experts
     """
 
     offline: ClassVar[bool] = False
-    """Whether it must be told the future first: a bound for simulations, nothing to run a model with."""
+    """Whether the policy must know all future requests; such a policy runs in simulations only."""
     reads_scores: ClassVar[bool] = False
-    """Whether `see_scores` is called (costs a copy to the host on a device)."""
+    """Whether `see_scores` is called; on a device each call costs a copy to the host."""
     reads_routing: ClassVar[bool] = False
     """Whether `see_routing` is called."""
     reads_forecasts: ClassVar[bool] = False
     """Whether `see_forecast` is called."""
     reads_tokens: ClassVar[bool] = False
-    """Whether `see_tokens` is called, where there is a forecaster of the next tokens."""
+    """Whether `see_tokens` is called; this needs a forecaster of the next tokens."""
 
     def start_pass(self, fresh: bool) -> None:
-        """A forward starts; `fresh`: with new texts (a prefill)."""
+        """Note that a step starts; `fresh` if it reads new sequences (prefill)."""
 
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        """Layer `layer` computes with `keys` next (distinct; chosen experts after routing and misses are settled)."""
+        """Note the distinct experts that a layer computes with, after routing and misses are decided."""
 
     def see_scores(self, layer: int, probability_E: Sequence[float]) -> None:
-        """The router's softmax over all experts of a layer, mean over the step's tokens."""
+        """Note the softmax of a layer's router [E], mean over the tokens of the step."""
 
     def see_routing(self, layer: int, experts: Sequence[Sequence[int]]) -> None:
-        """Experts (0..E-1) of each of a prompt's last `PROMPT_ROWS` tokens, whose union `start_layer` names next."""
+        """Note the experts (0..E-1) of each of the last `PROMPT_ROWS` tokens of a prompt."""
 
     def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
-        """A forecast's softmax over all experts of a layer that has not run yet, mean over the step's tokens."""
+        """Note the softmax of a forecast for a later layer [E], mean over the tokens of the step."""
 
     def see_tokens(self, probability_HLE: Tensor) -> None:
-        """A token begins, and this is forecast: probability that an expert is used by it (h = 0) and by the h-th token
-        after it, [H, L, E]."""
+        """Note the probability that the starting token (h = 0) and the h-th token after it use an expert [H, L, E]."""
 
     @abstractmethod
     def insert(self, key: int, full: bool = True) -> None:
-        """The expert got a slot; `full`: in the model's own precision."""
+        """Note that an expert got a slot; `full` if it is in the precision of the model."""
 
     @abstractmethod
     def use(self, keys: Sequence[int]) -> None:
-        """A layer computes with these resident experts."""
+        """Note that a layer computes with these resident experts."""
 
     def touch(self, keys: Sequence[int]) -> None:
-        """A forecast wants these resident experts."""
+        """Note that a forecast names these resident experts."""
 
     @abstractmethod
     def remove(self, key: int) -> None:
-        """The expert lost its slot."""
+        """Note that an expert lost its slot."""
 
     @abstractmethod
     def clear(self) -> None:
-        """No expert has a slot any more. What was learnt of experts' use stays."""
+        """Forget which experts are resident; keep statistics of their use."""
 
     @abstractmethod
     def victim(self, protected: Container[int]) -> int | None:
-        """The resident expert to give up next, none of the protected ones; None when all are protected."""
+        """Return the resident expert to evict next, or None if all are protected."""
 
     def wanted(self) -> list[tuple[int, float]]:
-        """Experts without a slot to load while the link is idle, with their worth, best first."""
+        """Return (key, worth) of absent experts to load while the link is idle, best first."""
         return []
 
     def worth(self, key: int) -> float | None:
-        """Probability that the expert is used when its layer runs next; None: this policy does not know."""
+        """Return the probability that the next run of its layer uses an expert; None if the policy has no estimate."""
         return None
 
 
 class ByRecency(EvictionPolicy):
-    """Base of policies that give up groups of experts in an order, and of a group the one accessed longest ago.
+    """Base class of policies that order experts by group and, within a group, evict the least recently accessed.
 
-    An access, which is a copy or a use, is O(1). A decision looks at one expert per group, and at what is protected in
-    front of it.
+    An access is a copy or a use and takes O(1). A decision looks at one expert per group plus the protected experts
+    before it.
     """
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._groups: defaultdict[int, OrderedDict[int, int]] = defaultdict(OrderedDict)
-        """Residents by group, least recently accessed first, with the clock of that access; no group is empty."""
+        """Clock of the last access of each resident, by group, least recently accessed first; no group is empty."""
         self._clock = 0
 
     @abstractmethod
     def _group(self, key: int) -> int:
-        """The group of an expert; a resident's changes only between `remove` and `_access`."""
+        """Return the group of an expert. The group of a resident may change between `remove` and `_access` only."""
 
     def _order(self) -> Iterable[int]:
-        """Groups, those to give up first in front; empty ones may be among them."""
+        """Yield the groups in the order of eviction; groups may be empty."""
         return sorted(self._groups)
 
     def insert(self, key: int, full: bool = True) -> None:
@@ -150,7 +150,6 @@ class ByRecency(EvictionPolicy):
         return next((key for key in oldest if key is not None), None)
 
     def _oldest(self, group: int, protected: Container[int]) -> int | None:
-        """The group's expert accessed longest ago that is not protected."""
         for key in self._groups.get(group, ()):
             if key not in protected:
                 return key
@@ -163,18 +162,18 @@ class ByRecency(EvictionPolicy):
 
 
 class ByLayer(ByRecency):
-    """Base of policies that go by an expert's layer first: the layer that runs again last is given up first."""
+    """Base class of policies that first evict experts of the layer whose next run is farthest away."""
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._layer = 0
-        """The running one."""
+        """Running layer."""
 
     def _group(self, key: int) -> int:
         return key // self.shape.experts
 
     def _order(self) -> Iterable[int]:
-        """The running layer, whose needs are settled, the ones before it, then from the last down to the next one."""
+        """Yield the running layer, the layers before it, then the last layer down to the next one."""
         return (*range(self._layer, -1, -1), *range(self.shape.layers - 1, self._layer, -1))
 
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
@@ -182,29 +181,29 @@ class ByLayer(ByRecency):
 
 
 _Entry = tuple[float, int, int]
-"""Priority, stamp, key."""
+"""Priority, time of the access, key."""
 
 _SLACK = 64
-"""Outdated entries that a heap may hold before it is made anew, beside as many as there are valid ones."""
+"""A heap is rebuilt when its outdated entries exceed the valid ones by this number."""
 
 
 class ByPriority(EvictionPolicy):
-    """Base of policies that give up the expert with the lowest priority, of equals the one accessed longest ago.
+    """Base class of policies that evict the expert with the lowest priority; ties by LRU.
 
-    An access, which is a copy or a use, is O(log n). So is `victim` on average, per protected expert in front of the
-    one that it finds.
+    An access is a copy or a use and takes O(log n). `victim` takes O(log n) on average per protected expert that it
+    passes.
     """
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._heap: list[_Entry] = []
-        """Entries that are not in `_valid` any more are left in until they come to the top."""
+        """Entries that are no longer in `_valid` stay until they reach the top."""
         self._valid: dict[int, _Entry] = {}
         self._clock = 0
 
     @abstractmethod
     def _priority(self, key: int) -> float:
-        """Priority of an expert at its access; the lowest is evicted first."""
+        """Return the priority of an expert at its access; the lowest is evicted first."""
 
     def insert(self, key: int, full: bool = True) -> None:
         self._access(key)
@@ -243,40 +242,41 @@ class ByPriority(EvictionPolicy):
 
 @dataclass(slots=True)
 class Scores:
-    """A layer's scores, to rank its experts by and to compare them with other layers'."""
+    """Scores of the experts of a layer: value * scale + offset, comparable between layers."""
 
     value_E: Sequence[float]
+    """Values that order the experts within the layer [E]."""
     scale: float = 1.0
-    """0 where all have the same score: then the values only order them."""
+    """Factor; 0 if all experts of the layer have the same score."""
     offset: float = 0.0
 
     def of(self, expert: int) -> float:
-        """An expert's score, comparable between layers."""
+        """Return the score of an expert (0..E-1)."""
         return self.value_E[expert] * self.scale + self.offset
 
 
 class Rescored(EvictionPolicy):
-    """Base of policies that score all experts of a layer anew when something is learnt of the layer.
+    """Base class of policies that recompute the scores of all experts of a layer when the layer changes.
 
-    A layer is ranked anew when a victim is asked for, at most once per change however many victims are taken:
-    O(E log E) per layer that ran, O(E) where its order is much as it was. A decision then looks at the lowest of each
-    layer, O(L), and at what is protected in front of it. Equals stay as they were ranked before, new ones last.
+    `victim` ranks the changed layers once: O(E log E) each, O(E) if the order hardly changed. It then compares the
+    lowest expert of each layer, O(L), plus the protected experts before it. Ties keep their previous order; new
+    experts come last.
     """
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._changed = set(range(shape.layers))
-        """Layers whose ranking is out of date."""
+        """Layers whose ranking is outdated."""
         self._ranking: list[list[int]] = [[] for _ in range(shape.layers)]
-        """Residents (0..E-1) of each layer, those to give up first in front."""
+        """Residents (0..E-1) of each layer in the order of eviction."""
         self._scores = [Scores([0.0] * shape.experts) for _ in range(shape.layers)]
-        """By which the layers were ranked."""
+        """Scores that the current rankings follow."""
         self._lowest = [math.inf] * shape.layers
-        """Score of the first of each ranking."""
+        """Score of the first expert of each ranking."""
 
     @abstractmethod
     def _score(self, layer: int) -> Scores:
-        """Scores of the layer's experts; the lowest is evicted first."""
+        """Return the scores of a layer's experts; the lowest is evicted first."""
 
     def insert(self, key: int, full: bool = True) -> None:
         layer, expert = divmod(key, self.shape.experts)
@@ -287,7 +287,7 @@ class Rescored(EvictionPolicy):
             self._note_lowest(layer)
 
     def use(self, keys: Sequence[int]) -> None:
-        """Scores do not follow from what has a slot."""
+        """Do nothing: scores do not depend on which experts are resident."""
 
     def remove(self, key: int) -> None:
         layer, expert = divmod(key, self.shape.experts)
@@ -322,21 +322,21 @@ class Rescored(EvictionPolicy):
 
 
 class NextRun(Rescored):
-    """Base of policies by which the use of an expert is worth less the later its layer runs next.
+    """Base class of policies that value the use of an expert less the later its layer runs next.
 
-    As time passes all scores change alike, so a layer's experts are ranked anew when the layer has run.
+    Time changes all scores alike, so a layer is ranked again only after it has run.
     """
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._pass = 0
         self._next = [0] * shape.layers
-        """The pass in which each layer runs next."""
+        """Pass in which each layer runs next."""
 
     def start_pass(self, fresh: bool) -> None:
         self._pass += 1
         for layer, due in enumerate(self._next):
-            if due < self._pass:  # the pass before was cut short, or this policy rules over other layers
+            if due < self._pass:  # the previous pass was aborted, or this policy manages other layers
                 self._next[layer] = self._pass
                 self._changed.add(layer)
 
@@ -345,19 +345,19 @@ class NextRun(Rescored):
         self._changed.add(layer)
 
     def _due(self, layer: int) -> float:
-        """When the layer runs next, in passes."""
+        """Return the time of the layer's next run, in passes."""
         return self._next[layer] + layer / self.shape.layers
 
 
 class LRU(EvictionPolicy):
-    """Gives up the expert that was not used for the longest time. Every operation is O(1)."""
+    """Evicts the least recently used expert. Every operation is O(1)."""
 
     name = "lru"
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._order: OrderedDict[int, None] = OrderedDict()
-        """Residents, least recently used first."""
+        """Residents in the order of eviction."""
 
     def insert(self, key: int, full: bool = True) -> None:
         self._order[key] = None
@@ -381,19 +381,21 @@ class LRU(EvictionPolicy):
 
 
 class FIFO(LRU):
-    """Gives up the expert that has had its slot for longest, however often it was used: a baseline of ZipMoE's (section
-    5.1). Every operation is O(1)."""
+    """Evicts the expert that has been resident for longest. Every operation is O(1).
+
+    Source: a baseline of ZipMoE, section 5.1.
+    """
 
     name = "fifo"
 
     def use(self, keys: Sequence[int]) -> None:
-        """Use does not count."""
+        """Do nothing: use does not change the order."""
 
 
 class LFU(ByRecency):
-    """Gives up the expert that was used least often since the start; ties by LRU.
+    """Evicts the expert with the fewest uses since the start; ties by LRU.
 
-    The count goes on where it was when an expert comes back. A use is one step of its layer, however many tokens.
+    The count survives an eviction. One step of a layer counts as one use, whatever the number of tokens.
     """
 
     name = "lfu"
@@ -413,14 +415,13 @@ class LFU(ByRecency):
 
 
 class LFRU(LFU):
-    """Gives up the expert with the lowest f / (now - last + 1); ties by f, then by LRU.
+    """Evicts the expert with the lowest f / (now - last + 1); ties by f, then by LRU.
 
-    f counts its uses since the start and goes on where it was when an expert comes back; the clock counts layers that
-    ran, of those that this policy rules over. An insertion that no use follows (a prefetch) sets `last` alone. Of
-    experts with equal f the one accessed longest ago is lowest, so a decision looks at one expert per count there is.
+    f is the number of uses since the start and survives an eviction. The clock counts runs of the layers that this
+    policy manages. A prefetch sets `last` and leaves f. A decision looks at one expert per distinct f, since the least
+    recently accessed one has the lowest score among equal f.
 
-    Source: 2608.07911 compares it with Belady's bound in an event-atomic replay; the score, uses over age, is that of
-    tinyserve (vLLM pull request 37190).
+    Source: the score is that of tinyserve (vLLM pull request 37190); arXiv 2608.07911 compares it with Belady's bound.
     """
 
     name = "lfru"
@@ -445,15 +446,17 @@ class LFRU(LFU):
 
 
 class LHU(LFU):
-    """LFU that counts only uses while the expert was held in the model's own precision; without copies in a lower one
-    it is LFU."""
+    """Evicts the expert with the fewest uses at full precision; ties by LRU.
+
+    Without copies of lower precision this is LFU. Source: HOBBIT (2024).
+    """
 
     name = "lhu"
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._full: set[int] = set()
-        """Experts that came in the model's own precision when they came last."""
+        """Experts whose last copy was in the precision of the model."""
 
     def insert(self, key: int, full: bool = True) -> None:
         (self._full.add if full else self._full.discard)(key)
@@ -468,12 +471,12 @@ class LHU(LFU):
 
 
 class Score(Rescored):
-    """Gives up the expert with the lowest running mean of the router's probability, as a share of the highest one in
-    its layer.
+    """Evicts the expert with the lowest mean router probability, relative to the highest mean in its layer.
 
-    The mean is over all steps of the layer, whether the expert was chosen or held in them or not. A layer whose router
-    is sure of itself has a few high means and many very low ones: compared as they are, its experts would all go
-    before those of a layer that is not (trap 13 under row A27).
+    The mean is over all steps of the layer, also those that did not choose the expert. Relative means make layers
+    comparable: without them, a layer with a sharp router would lose nearly all its experts first.
+
+    Source: Zhu et al. (2025), as in SpecMD; the normalisation per layer is this project's.
     """
 
     name = "score"
@@ -482,7 +485,7 @@ class Score(Rescored):
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._sums = [[0.0] * shape.experts for _ in range(shape.layers)]
-        """[L][E] probabilities, summed over steps: as shares of the layer's highest they are what the means are."""
+        """Sum of probabilities over steps [L][E]; its ratios within a layer equal those of the means."""
 
     def see_scores(self, layer: int, probability_E: Sequence[float]) -> None:
         self._sums[layer] = list(map(add, self._sums[layer], probability_E))
@@ -495,16 +498,19 @@ class Score(Rescored):
 
 @dataclass(frozen=True, kw_only=True)
 class MarkingConfig(PolicyConfig):
+    """Options of :class:`Marking`."""
+
     seed: int = number(0, "[0, inf)")
-    """Of the draws."""
+    """Seed of the random draws."""
 
 
 class Marking(ByPriority):
-    """Gives up an expert drawn from those that were not used in the present phase (Fiat et al., Competitive paging
-    algorithms, 1991; a baseline of ZipMoE's). O(log n).
+    """Evicts a random expert among those that were not used in the current phase. O(log n).
 
-    A use marks an expert. When a marked one goes, because no other is left, the next phase begins: the marks set so far
-    count no longer. An expert that comes in without being used, by a prefetch, is not marked.
+    A use marks an expert; a prefetch does not. When only marked experts are left, one of them is evicted, all marks are
+    cleared and the next phase begins.
+
+    Source: Fiat et al. (1991), "Competitive paging algorithms"; a baseline of ZipMoE.
     """
 
     name = "marking"
@@ -516,7 +522,7 @@ class Marking(ByPriority):
         self._random = random.Random(config.seed)
         self._phase = 0
         self._drawn: dict[int, float] = {}
-        """Phase for which an expert is not marked, and its place among those of that phase."""
+        """Integer part: phase in which the expert is unmarked; fraction: its random place within that phase."""
 
     def insert(self, key: int, full: bool = True) -> None:
         self._drawn[key] = self._phase + self._random.random()
@@ -541,15 +547,18 @@ class Marking(ByPriority):
 
 @dataclass(frozen=True, kw_only=True)
 class FLDConfig(PolicyConfig):
-    """How far apart two layers are."""
+    """Options of :class:`FLD`."""
 
     distance: str = one_of("cyclic", "absolute")
-    """`cyclic`: layers until an expert's layer runs again. `absolute`: the difference of the layers' numbers, which
-    gives up the first layer's experts at the last layer, just before they are needed."""
+    """`cyclic`: number of layers until the expert's layer runs again. `absolute`: difference of the layer numbers; at
+    the last layer this evicts experts of the first layer just before they are needed."""
 
 
 class FLD(ByLayer):
-    """Gives up the expert whose layer is farthest from the running one; ties by LRU. O(L)."""
+    """Evicts the expert whose layer is farthest from the running one; ties by LRU. O(L).
+
+    Source: farthest layer distance, HOBBIT (2024).
+    """
 
     name = "fld"
     config_class = FLDConfig
@@ -568,20 +577,21 @@ class FLD(ByLayer):
 
 @dataclass(frozen=True, kw_only=True)
 class LeastStaleConfig(PolicyConfig):
-    """Which of several stale experts is given up."""
+    """Options of :class:`LeastStale`."""
 
     order: str = one_of("distance", "layer")
-    """Among stale experts, and then among current ones: `distance` gives up those whose layer runs again last, `layer`
-    those of the first layer, as the paper has it, which is LRU while the cache holds no more than one pass."""
+    """Order within the stale and within the current experts. `distance`: first those whose layer runs again last.
+    `layer`: first those of the lowest layer, as in the paper; equals LRU while the cache holds at most one pass."""
 
 
 class LeastStale(ByLayer):
-    """Gives up stale experts, those last accessed in an earlier pass, before current ones.
+    """Evicts stale experts, which were last accessed in an earlier pass, before current ones.
 
-    An access is a use, a copy or a forecast that wants the expert (trap 3 under row A27). The key, smallest first, is
-    (current, -((layer - running layer - 1) mod L), last access), or (current, layer, last access) for `order=layer`
-    (trap 2). O(L): a layer's stale experts are in front of its current ones, so that one order per layer serves as both
-    of the paper's heaps.
+    An access is a use, a copy or a forecast that names the expert. Experts are ordered by (current,
+    -((layer - running layer - 1) mod L), last access), or by (current, layer, last access) with `order=layer`; the
+    smallest is evicted. O(L).
+
+    Source: Least-Stale, SpecMD; order by distance is this project's.
     """
 
     name = "least_stale"
@@ -591,7 +601,7 @@ class LeastStale(ByLayer):
     def __init__(self, config: LeastStaleConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._began = 0
-        """The clock when the pass began: what was accessed then or before is stale."""
+        """Clock at the start of the pass; experts accessed then or before are stale."""
 
     def start_pass(self, fresh: bool) -> None:
         self._began = self._clock
@@ -614,28 +624,29 @@ class LeastStale(ByLayer):
         return range(self.shape.layers) if self.config.order == "layer" else super()._order()
 
 
-_HEAVY = 1e100
-"""A use's weight from which on a layer's weights are scaled down."""
+_MAX_WEIGHT = 1e100
+"""Weight of a use above which the weights of a layer are scaled down."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceConfig(PolicyConfig):
-    """How past use and forecast are weighed against each other."""
+    """Options of :class:`Importance`."""
 
     alpha: float = number(0.5, "[0, 1]")
-    """Share of past use; the rest is the forecast's (1: decayed counts alone, 0: forecasts alone)."""
+    """Weight of past use; the forecast has 1 - alpha."""
     gamma: float = number(0.9, "(0, 1]")
-    """What a use is worth after one more step of its layer, over 0 up to 1."""
+    """Factor by which a use decays per step of its layer."""
 
 
 class Importance(Rescored):
-    """Gives up the expert with the lowest s = alpha h + (1 - alpha) p; ties by h.
+    """Evicts the expert with the lowest s = alpha h + (1 - alpha) p; ties by h.
 
-    h is the decayed count of the expert's uses and p its probability in the forecast for its own layer (trap 2 under
-    row D13), both as shares of the layer's residents; with nothing to share all have the same share (trap 3). A layer's
-    last forecast stands until the next one: between runs of the layer it is the newest that is known. The sum over
-    residents is taken once per change of the layer's uses or forecast, as the paper ranks once and then evicts in
-    ascending order. The paper's window of T tokens is left out: at gamma 0.9 what lies 64 steps back weighs 0.001.
+    h is the decayed number of uses and p the probability in the latest forecast for the expert's layer, each divided by
+    its sum over the residents of the layer. If a sum is 0, all residents have the same share. The shares are computed
+    once per change of the layer's uses or forecast.
+
+    Source: ActiveEvict, eq. 8 to 13. Here h and p are of the same layer, and the window of T tokens is left out: with
+    gamma 0.9 a use weighs 0.001 after 64 steps.
     """
 
     name = "importance"
@@ -646,11 +657,11 @@ class Importance(Rescored):
     def __init__(self, config: ImportanceConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._use = [1.0] * shape.layers
-        """What a use weighs now: it grows by 1 / gamma per step, so that nothing else needs to decay."""
+        """Weight of a use now. It grows by 1 / gamma per step, so that earlier uses need no update."""
         self._hotness = [[0.0] * shape.experts for _ in range(shape.layers)]
-        """[L][E] weight of all uses."""
+        """Weight of all uses [L][E]."""
         self._forecast: dict[int, Sequence[float]] = {}
-        """[E] by layer, the last ones."""
+        """Latest forecast of each layer [E]."""
 
     def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
         self._forecast[layer] = probability_E
@@ -658,7 +669,7 @@ class Importance(Rescored):
 
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
         self._use[layer] /= self.config.gamma
-        if self._use[layer] > _HEAVY:
+        if self._use[layer] > _MAX_WEIGHT:
             self._hotness[layer] = [value / self._use[layer] for value in self._hotness[layer]]
             self._use[layer] = 1.0
 
@@ -682,20 +693,20 @@ class Importance(Rescored):
         return Scores([per_use * u + per_chance * p for u, p in zip(hotness_E, forecast_E, strict=True)], 1.0, equal)
 
 
-class Pooled(ByRecency):
-    """Gives up experts that only pass through a slot first, the one used longest ago, then full ones in the same order.
+class PoolEviction(ByRecency):
+    """Evicts experts outside pool F first, then experts of pool F; ties by LRU.
 
-    No name chooses it: it comes with the pools of :attr:`OffloadConfig.pools`, over all slots.
+    :attr:`OffloadConfig.pools` selects this policy; it has no name in the registry and manages all slots.
 
     Args:
-        pools: are told here of every use.
+        pools: pools of partial experts; this policy reports every use to them.
     """
 
     name = "pooled"
 
     def __init__(self, pools: Pools) -> None:
-        anything = CacheShape(layers=1, experts=pools.experts, top_k=1, slots=0)  # is not read
-        super().__init__(PolicyConfig(), anything)
+        unused = CacheShape(layers=1, experts=pools.experts, top_k=1, slots=0)
+        super().__init__(PolicyConfig(), unused)
         self._pools = pools
 
     def _group(self, key: int) -> int:
@@ -720,24 +731,27 @@ class Pooled(ByRecency):
 
 
 class PreEviction(Policy):
-    """How many slots should be free when a layer's routing becomes known; which experts go is the eviction policy's."""
+    """Base class of pre-eviction policies: how many slots are freed before the routing of a layer is known.
+
+    The eviction policy selects the experts.
+    """
 
     active: ClassVar[bool] = True
     """Whether `release_target` can be above 0."""
 
     @abstractmethod
     def release_target(self, probability_E: Sequence[float], predicted: Collection[int], resident: int) -> int:
-        """Slots that should be free, those that are free already among them.
+        """Return the number of slots that should be free, including those that are free already.
 
         Args:
-            probability_E: a forecast's softmax over the layer's experts, mean over the step's tokens.
-            predicted: the forecast's own experts, distinct.
-            resident: how many of these have a slot.
+            probability_E: softmax of the forecast [E], mean over the tokens of the step.
+            predicted: distinct experts that the forecast names.
+            resident: number of predicted experts that are resident.
         """
 
 
 class NoPreEviction(PreEviction):
-    """Slots are given up only for an expert that takes them."""
+    """Frees no slot in advance."""
 
     name = "none"
     active = False
@@ -748,22 +762,22 @@ class NoPreEviction(PreEviction):
 
 @dataclass(frozen=True, kw_only=True)
 class GapConfig(PolicyConfig):
-    """How many more slots than the forecast asks for are freed."""
+    """Options of :class:`Gap`."""
 
     tau: float = number(0.02, "[0, 1]")
-    """Neighbouring probabilities that differ by less than this are a tie: one slot more."""
+    """Consecutive probabilities that differ by less than this are a tie, which frees one more slot."""
     r_max: int = number(2, "[0, inf)")
-    """Most slots kept free because of ties at the boundary."""
+    """Maximum number of slots freed because of ties."""
     literal: bool = False
-    """Count every tie among the r_max gaps after the boundary, as the paper's equation does; false stops at the first
-    gap that is none."""
+    """Count every tie among the r_max gaps after the boundary, as in the paper; false: stop at the first larger gap."""
 
 
 class Gap(PreEviction):
-    """The predicted experts that have no slot, and one slot more for every near tie at the boundary (eq. 14 to 17).
+    """Frees a slot for each predicted expert that is absent, plus one for each tie after the k-th probability.
 
-    For one token k is the router's K. For several tokens k is the number of distinct experts that they are predicted to
-    use, and the boundary lies after the k-th expert by mean probability.
+    k is the number of distinct experts that the forecast names for the tokens of the step.
+
+    Source: ActiveEvict, eq. 14 to 17.
     """
 
     name = "gap"
@@ -789,72 +803,80 @@ SCOPES = ("global", "layer")
 
 
 class Eviction:
-    """The eviction policy over all slots (`global`), or one of its kind per layer over that layer's share (`layer`).
+    """Eviction by one policy for all slots (scope `global`) or one policy per layer (scope `layer`).
+
+    Args:
+        choice: the policy.
+        shape: size of the cache.
+        scope: `global` or `layer`.
 
     Raises:
-        ExpertcastError: a share that holds less than one token's experts.
+        ExpertcastError: the share of a layer holds fewer experts than one token needs.
     """
 
     def __init__(self, choice: Choice[EvictionPolicy], shape: CacheShape, scope: str = "global") -> None:
         self.shares = None if scope == "global" else layer_shares(shape)
-        """Slots of each layer; None: all slots are everybody's."""
+        """Number of slots of each layer; None: the layers share all slots."""
         if self.shares is None:
-            self._take([choice.make(shape)] * shape.layers)
+            self._set([choice.make(shape)] * shape.layers)
         else:
-            self._take([choice.make(replace(shape, slots=share, sharing=1)) for share in self.shares])
+            self._set([choice.make(replace(shape, slots=share, sharing=1)) for share in self.shares])
 
     @classmethod
-    def over_all(cls, policy: EvictionPolicy, layers: int) -> Self:
-        """One that was made already, over all slots."""
-        made = cls.__new__(cls)
-        made.shares = None
-        made._take([policy] * layers)
-        return made
+    def from_policy(cls, policy: EvictionPolicy, layers: int) -> Self:
+        """Return the eviction of all slots by an existing policy."""
+        eviction = cls.__new__(cls)
+        eviction.shares = None
+        eviction._set([policy] * layers)
+        return eviction
 
-    def _take(self, by_layer: list[EvictionPolicy]) -> None:
+    def _set(self, by_layer: list[EvictionPolicy]) -> None:
         first = by_layer[0]
         self.by_layer, self.policies = by_layer, [first] if self.shares is None else by_layer
         self.reads_scores, self.reads_routing = first.reads_scores, first.reads_routing
         self.reads_forecasts, self.reads_tokens = first.reads_forecasts, first.reads_tokens
 
     def start_pass(self, fresh: bool) -> None:
-        """A forward starts."""
+        """Call `start_pass` of every policy."""
         for policy in self.policies:
             policy.start_pass(fresh)
 
     def see_scores(self, layer: int, probability_E: Sequence[float]) -> None:
-        """Tell the layer's policy its router's probabilities."""
+        """Call `see_scores` of the layer's policy."""
         self.by_layer[layer].see_scores(layer, probability_E)
 
     def see_routing(self, layer: int, experts: Sequence[Sequence[int]]) -> None:
-        """Tell the layer's policy the experts of each token of a prompt."""
+        """Call `see_routing` of the layer's policy."""
         self.by_layer[layer].see_routing(layer, experts)
 
     def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
-        """Tell the layer's policy a forecast's probabilities."""
+        """Call `see_forecast` of the layer's policy."""
         self.by_layer[layer].see_forecast(layer, probability_E)
 
     def see_tokens(self, probability_HLE: Tensor) -> None:
-        """Tell every policy what is forecast of the next tokens."""
+        """Call `see_tokens` of every policy."""
         for policy in self.policies:
             policy.see_tokens(probability_HLE)
 
     def clear(self) -> None:
-        """No expert has a slot any more."""
+        """Call `clear` of every policy."""
         for policy in self.policies:
             policy.clear()
 
 
 def layer_shares(shape: CacheShape) -> list[int]:
-    """Slots of each layer, as equal as can be; the first layers get what is left over.
+    """Divide the slots evenly among layers; the first layers get the remainder.
+
+    Returns:
+        Number of slots of each layer.
 
     Raises:
-        ExpertcastError: a share holds less than one token's experts.
+        ExpertcastError: a share holds fewer experts than one token needs.
     """
     share, over = divmod(shape.slots, shape.layers)
     if share < shape.top_k:
         raise ExpertcastError(
-            f"slots={shape.slots} in {shape.layers} layers' shares leave {share} each, one token needs {shape.top_k}: "
+            f"slots={shape.slots} leave {share} for each of {shape.layers} layers, but a token needs {shape.top_k}: "
             f"give slots={shape.layers * shape.top_k} or more, or scope='global'"
         )
     return [share + (layer < over) for layer in range(shape.layers)]

@@ -1,10 +1,10 @@
-"""Evict by forecast: whose next use is farthest off, by a predictor of the coming tokens' routing.
+"""Eviction by a forecast of the routing of the next tokens.
 
-L MoE layers, E routed experts per layer. An expert's key is layer * E + expert. H is rows of a forecast: this token,
-the tokens after it one by one, and in the last row each token after those.
+L MoE layers, E routed experts per layer. The key of an expert is layer * E + expert. H rows of a forecast: the first is
+the current token, the next ones are the tokens after it, and the last one is every token after those.
 
-Source: SeqMoE (2609.12978) goes by the expected next use; its value, the discount and the loads on an idle link are
-this project's.
+Source: SeqMoE (2026, arXiv 2609.12978) evicts by the expected next use. The discounted value and the loads on an idle
+link are this project's.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from expertcast.runtime.policies.eviction import NextRun, Scores
 
 Numbers = npt.NDArray[np.float64]
 
-LEAST = 1e-9
-"""Probabilities below it count as this much: an expert is never certain not to come."""
+MIN_PROBABILITY = 1e-9
+"""Lower bound of probabilities: no expert is certain to stay unused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastConfig(PolicyConfig):
-    """What a later use is worth, and what is done with the time on an idle link."""
+    """Options of :class:`ForecastEviction`."""
 
     discount: float = number(0.8, "(0, 1)")
-    """What a use one token later is worth, against one now (0..1, neither included)."""
+    """Value of a use one token later, relative to a use now."""
     memory: int = number(100, "[1, inf)")
-    """Steps over which use is counted for where there is no forecast."""
+    """Number of steps over which use is averaged where there is no forecast."""
     idle_loads: int = number(1, "[0, inf)")
-    """Experts of coming tokens that one layer may load while the link is idle; 0: forecasts only evict. More delay
-    misses, which wait for copies in flight."""
+    """Maximum number of experts of later tokens that each layer loads while the link is idle; 0: none. Larger values
+    delay misses, which wait for copies in flight."""
 
 
 class ForecastEviction(NextRun):
-    """Gives up the expert with the lowest expected value of its next use, discount ** (tokens until then).
+    """Evicts the expert with the lowest expected discount ** (tokens until its next use).
 
-    Forecasts come by `see_tokens`. Before the first, after the start of new texts, and without a predictor, each
-    expert's share of its layer's recent steps stands in for the probability of every later use. All layers are ranked
-    anew after a new forecast.
+    `see_tokens` delivers the forecasts. Without a forecast, the probability of a use is the expert's share of recent
+    steps of its layer: before the first forecast, after new sequences start, and without a predictor. A new forecast
+    re-ranks all layers.
     """
 
     name = "forecast"
@@ -55,13 +55,13 @@ class ForecastEviction(NextRun):
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._share_LE: Numbers = np.full((shape.layers, shape.experts), shape.top_k / shape.experts)
-        """Share of a layer's recent steps in which an expert was used."""
+        """Share of recent steps of the layer that used an expert."""
         self._steps = [0] * shape.layers
         self._probability_HLE: Numbers | None = None
         self._log_value_HLE: Numbers | None = None
-        """Log of the expected discount ** (tokens from row h's on), for an expert that is not used before that row."""
-        self._made_in = 0
-        """The pass whose token is the forecast's first row."""
+        """Log of the expected discount ** (tokens after row h until the next use), given no use before row h."""
+        self._first_pass = 0
+        """Pass of the forecast's first row."""
 
     def start_pass(self, fresh: bool) -> None:
         super().start_pass(fresh)
@@ -80,7 +80,7 @@ class ForecastEviction(NextRun):
     def see_tokens(self, probability_HLE: Tensor) -> None:
         self._probability_HLE = probability_HLE.detach().cpu().double().numpy()
         self._log_value_HLE = np.log(next_use_value(self._probability_HLE, self.config.discount))
-        self._made_in = self._pass
+        self._first_pass = self._pass
         self._changed.update(range(self.shape.layers))
 
     def worth(self, key: int) -> float:
@@ -90,7 +90,7 @@ class ForecastEviction(NextRun):
         return float(self._row(self._probability_HLE, layer)[expert])
 
     def wanted(self) -> list[tuple[int, float]]:
-        """Only of layers that this policy rules over: those it has seen run."""
+        """Return absent experts to load, of layers that this policy has seen run."""
         layers = [layer for layer, steps in enumerate(self._steps) if steps]
         if not layers or not self.config.idle_loads:
             return []
@@ -109,36 +109,40 @@ class ForecastEviction(NextRun):
         return Scores(self._log_values(layer).tolist(), offset=self._lead(layer))
 
     def _lead(self, layer: int) -> float:
-        """Log of the discount from the first pass of all to the layer's next run: comparable between layers."""
+        """Return the log of the discount from the first pass to the layer's next run, comparable between layers."""
         return self._due(layer) * math.log(self.config.discount)
 
     def _log_values(self, layer: int) -> Numbers:
-        """Log of each expert's expected discounted next use [E], from the layer's next run on."""
+        """Return the log of the expected discounted next use [E], counted from the layer's next run."""
         if self._log_value_HLE is None:
             log_E: Numbers = np.log(endless_value(self._share_LE[layer], self.config.discount))
             return log_E
         return self._row(self._log_value_HLE, layer)
 
     def _row(self, table_HLE: Numbers, layer: int) -> Numbers:
-        row_E: Numbers = table_HLE[min(self._next[layer] - self._made_in, len(table_HLE) - 1), layer]
+        row_E: Numbers = table_HLE[min(self._next[layer] - self._first_pass, len(table_HLE) - 1), layer]
         return row_E
 
 
 def next_use_value(probability_HLE: Numbers, discount: float) -> Numbers:
-    """Expected discount ** (rows until the first use), counted from each row on, [H, L, E].
+    """Return the expected discount ** (rows until the first use), counted from each row [H, L, E].
 
-    The last row goes on for ever. V_h = p_h + (1 - p_h) discount V_{h+1}.
+    V_h = p_h + (1 - p_h) discount V_{h+1}. The last row repeats without end.
+
+    Args:
+        probability_HLE: probability of a use per row, layer and expert.
+        discount: value of a use one row later, between 0 and 1.
     """
     value_HLE = np.empty_like(probability_HLE)
     value_HLE[-1] = endless_value(probability_HLE[-1], discount)
     for row in range(len(value_HLE) - 2, -1, -1):
-        probability_LE = np.maximum(probability_HLE[row], LEAST)
+        probability_LE = np.maximum(probability_HLE[row], MIN_PROBABILITY)
         value_HLE[row] = probability_LE + (1 - probability_LE) * discount * value_HLE[row + 1]
     return value_HLE
 
 
 def endless_value(probability: Numbers, discount: float) -> Numbers:
-    """The same where each token uses the expert with one probability: p / (1 - discount (1 - p))."""
-    probability = np.maximum(probability, LEAST)
+    """Return p / (1 - discount (1 - p)): the value of :func:`next_use_value` for a constant probability p."""
+    probability = np.maximum(probability, MIN_PROBABILITY)
     value: Numbers = probability / (1 - discount * (1 - probability))
     return value

@@ -1,4 +1,4 @@
-"""Miss policies: what happens to experts that a layer needs and the device does not hold.
+"""Miss policies: how a layer treats the experts that it needs and that are not resident.
 
 T tokens, E routed experts per layer, K experts per token. Experts are numbered 0..E-1 within their layer.
 """
@@ -20,28 +20,28 @@ from expertcast.runtime.storage.layout import FULL, PRECISIONS, is_better
 
 @dataclass(slots=True, kw_only=True)
 class Lookup:
-    """One layer's routing against the cache."""
+    """Routing of one layer and the residents of the cache."""
 
     layer: int
     ids: Sequence[Sequence[int]]
-    """T rows of K experts, in the router's order."""
+    """Experts in the order of the router [T][K]."""
     weights: Sequence[Sequence[float]]
-    """Combine weights beside them."""
+    """Combine weights of the experts [T][K]."""
     probabilities: Callable[[], Sequence[Sequence[float]]]
-    """T rows of E: the router's softmax over all experts; a call costs a copy to the host on a device."""
+    """Returns the softmax of the router [T][E]; on a device each call costs a copy to the host."""
     held: Mapping[int, str]
-    """Experts of this layer that have a slot, with the precision of what lies in it."""
+    """Precision of each resident expert of the layer."""
     free: int
-    """Slots that hold nothing."""
+    """Number of empty slots."""
 
     def missing(self) -> set[int]:
-        """The experts that are routed to and have no slot."""
+        """Return the routed experts that are absent."""
         return {expert for row in self.ids for expert in row if expert not in self.held}
 
     def shares(self) -> dict[int, float]:
-        """The largest part of any token's combine weights that each routed expert has, times K: 1 is a token's mean.
+        """Return the importance of each routed expert: its largest share of any token's combine weights, times K.
 
-        Models scale their combine weights differently, or not at all; parts of a token's sum are alike in all of them.
+        The mean over the experts of a token is 1 for every model, whether it normalises the weights or not.
         """
         best: dict[int, float] = {}
         for row, weights in zip(self.ids, self.weights, strict=True):
@@ -52,38 +52,46 @@ class Lookup:
 
 
 @dataclass(slots=True, kw_only=True)
-class Verdict:
-    """What becomes of a layer's missing experts. Those that are not named are fetched in full precision."""
+class MissDecision:
+    """Treatment of the missing experts of a layer. Experts that it does not mention are loaded in full precision."""
 
     precision: dict[int, str] = field(default_factory=dict)
-    """Fetched at this precision; naming a held expert asks for it again unless what it holds is as good."""
+    """Precision to load an expert in. A resident expert is loaded again if this is better than what it has."""
     dropped: set[int] = field(default_factory=set)
-    """Not executed: their weight becomes 0, that of the others stays."""
+    """Experts that are not executed: their weight becomes 0, other weights stay."""
     substitute: dict[int, int] = field(default_factory=dict)
-    """Executed in their place, with the weight that the missing expert had; held ones only."""
+    """Resident expert that is executed instead of a missing one, with the weight of the missing one."""
 
 
 class MissPolicy(Policy):
-    """Decides per layer, once its routing is known."""
+    """Base class of miss policies, which decide per layer once its routing is known."""
 
     lossy: ClassVar[bool] = True
     """Whether the output may differ from the resident model's."""
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Copies beside the full ones that the store must hold."""
+        """Precisions that the store must hold in addition to the full one."""
         return tuple(level for level in getattr(self.config, "levels", ()) if level != FULL)
 
     @abstractmethod
-    def decide(self, lookup: Lookup) -> Verdict:
-        """Called when at least one expert that a layer needs is missing, or is held in less than full precision."""
+    def decide(self, lookup: Lookup) -> MissDecision:
+        """Return the treatment of missing experts.
+
+        The cache calls this if an expert that the layer needs is missing or resident in less than full precision.
+        """
 
 
 def check_levels(levels: Sequence[str], least: int, most: int = 1 + len(PRECISIONS)) -> None:
-    """Refuse precisions that a policy cannot choose among.
+    """Check the precisions that a policy chooses among.
+
+    Args:
+        levels: precisions, best first.
+        least: minimum number of precisions.
+        most: maximum number of precisions.
 
     Raises:
-        ExpertcastError: an unknown precision, an order other than best first, or too few or too many of them.
+        ExpertcastError: a precision is unknown, the order is not best first, or there are too few or too many.
     """
     text, allowed = "/".join(levels), "/".join((FULL, *PRECISIONS))
     known = all(level in (FULL, *PRECISIONS) for level in levels)
@@ -94,21 +102,21 @@ def check_levels(levels: Sequence[str], least: int, most: int = 1 + len(PRECISIO
 
 
 class Fetch(MissPolicy):
-    """Waits for every missing expert: the output is the resident model's."""
+    """Loads every missing expert in full precision and waits for it."""
 
     name = "fetch"
     lossy = False
 
-    def decide(self, lookup: Lookup) -> Verdict:
-        return Verdict()
+    def decide(self, lookup: Lookup) -> MissDecision:
+        return MissDecision()
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchLowestConfig(PolicyConfig):
-    """The precisions, of which the lowest is loaded."""
+    """Options of :class:`FetchLowest`."""
 
     levels: tuple[str, ...] = ("full", "int4")
-    """Precisions, best first; only the last one is loaded for a miss."""
+    """Precisions, best first; misses are loaded in the last one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +124,10 @@ class FetchLowestConfig(PolicyConfig):
 
 
 class FetchLowest(MissPolicy):
-    """The shortest copy for every miss. What is held stays as it is, whatever its precision."""
+    """Loads every missing expert in the lowest precision; resident experts keep theirs.
+
+    Source: SpecMD, fetch lowest bit.
+    """
 
     name = "fetch_lowest"
     config_class = FetchLowestConfig
@@ -126,18 +137,18 @@ class FetchLowest(MissPolicy):
     def precisions(self) -> tuple[str, ...]:
         return super().precisions[-1:]
 
-    def decide(self, lookup: Lookup) -> Verdict:
-        return Verdict(precision=dict.fromkeys(lookup.missing(), self.config.levels[-1]))
+    def decide(self, lookup: Lookup) -> MissDecision:
+        return MissDecision(precision=dict.fromkeys(lookup.missing(), self.config.levels[-1]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchPriorityConfig(PolicyConfig):
-    """The precisions, and which experts are important."""
+    """Options of :class:`FetchPriority`."""
 
     levels: tuple[str, ...] = ("full", "int8", "int4")
-    """Precisions, best first: the first for important experts, and for all of them where there is room."""
+    """Precisions, best first; important experts get the first one, and so do all experts while slots are free."""
     percentile: float = number(60.0, "[0, 100]")
-    """Experts whose gate score lies below this percentile of the run's misses are not important."""
+    """Percentile of the scores of recent misses from which an expert is important."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,14 +156,15 @@ class FetchPriorityConfig(PolicyConfig):
 
 
 class FetchPriority(MissPolicy):
-    """Loads misses in the highest precision and, under pressure, less important experts in lower ones.
+    """Loads missing experts in full precision or, if slots are short, less important ones in lower precisions.
 
-    Pressure: a layer misses more experts than there are free slots. An expert's score is its largest share of any
-    token's combine weights; its percentile is taken over the last 1024 misses. Experts below the percentile are spread
-    evenly over the lower levels: with two of them, the bottom 30 in 100 get the second. SpecMD gives the levels and
-    the 60th percentile, and says "under capacity constraints"; the rest is this project's.
+    Slots are short if a layer misses more experts than there are empty slots. The score of an expert is
+    :meth:`Lookup.shares`, and its percentile is over the last 1024 misses. Experts below the percentile are spread
+    evenly over the lower precisions; by default the lowest 30% get int4 and the next 30% int8. A resident expert of
+    lower precision that is important now is loaded again in the first one.
 
-    An expert that is held in a lower precision and is important now is asked for again in the first one.
+    Source: SpecMD, fetch priority, for the precisions and the 60th percentile "under capacity constraints"; the rest
+    is this project's.
     """
 
     name = "fetch_priority"
@@ -163,7 +175,7 @@ class FetchPriority(MissPolicy):
         super().__init__(config, shape)
         self._seen = RunningRank()
 
-    def decide(self, lookup: Lookup) -> Verdict:
+    def decide(self, lookup: Lookup) -> MissDecision:
         best = self.config.levels[0]
         by_expert = lookup.shares()
         missing = lookup.missing()
@@ -176,7 +188,7 @@ class FetchPriority(MissPolicy):
                 wanted[expert] = best
         for expert in missing:
             self._seen.add(by_expert[expert])
-        return Verdict(precision=wanted)
+        return MissDecision(precision=wanted)
 
     def _level(self, share: float) -> str:
         rank, cut = self._seen.rank(share), self.config.percentile / 100
@@ -185,7 +197,11 @@ class FetchPriority(MissPolicy):
 
 
 class RunningRank:
-    """Where a value lies among the last ones seen, in O(log n)."""
+    """Rank of a value among the most recent values, in O(log n).
+
+    Args:
+        window: number of recent values.
+    """
 
     def __init__(self, window: int = 1024) -> None:
         self._window = window
@@ -193,28 +209,28 @@ class RunningRank:
         self._sorted: list[float] = []
 
     def add(self, value: float) -> None:
-        """See a value; the oldest one is forgotten when there are more than the window holds."""
+        """Add a value; a full window drops its oldest one."""
         if len(self._values) == self._window:
             del self._sorted[bisect_left(self._sorted, self._values.popleft())]
         self._values.append(value)
         insort(self._sorted, value)
 
     def rank(self, value: float) -> float:
-        """Part of the values seen that are not above it, in [0, 1]; 1 before any was seen."""
+        """Return the share of recent values at or below `value`, 0 to 1; 1 if there are none."""
         return bisect_right(self._sorted, value) / len(self._sorted) if self._sorted else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CascadeConfig(PolicyConfig):
-    """The precisions, and the scores between which each of them is taken."""
+    """Options of :class:`Cascade`."""
 
     levels: tuple[str, ...] = ("full", "int4", "int2")
-    """Precisions, best first: for scores of `important` and more, below that, and below `minor`. With two of them,
-    all below `important` get the second."""
+    """Two or three precisions, best first. The first is for scores from `important`, the last of three for scores below
+    `minor`, and the second for all other scores."""
     important: float = 1.0
-    """Score from which an expert comes in the first precision; 1 is the mean of a token's experts."""
+    """Score from which an expert is loaded in the first precision; 1 is the mean over a token's experts."""
     minor: float = 0.25
-    """Score below which an expert comes in the last precision."""
+    """Score below which an expert is loaded in the last precision."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -227,24 +243,27 @@ class CascadeConfig(PolicyConfig):
 
 
 class Cascade(MissPolicy):
-    """Loads a missing expert in the precision that its score deserves (HOBBIT's cascade); never drops.
+    """Loads each missing expert in a precision that depends on its score.
 
-    The score is the expert's share of a token's combine weights times K, which has mean 1 for any model and any K. The
-    paper gives no thresholds: with 1 and 0.25 a third of what the reference model routes falls into each band.
-    An expert that is held in a lower precision than its score deserves now is asked for again."""
+    The score is :meth:`Lookup.shares`, with mean 1 for every model. A resident expert of lower precision than its
+    score demands is loaded again.
+
+    Source: precision cascade, HOBBIT (2024). The paper states no thresholds; the defaults put a third of the reference
+    model's routed experts into each band.
+    """
 
     name = "cascade"
     config_class = CascadeConfig
     config: CascadeConfig
 
-    def decide(self, lookup: Lookup) -> Verdict:
+    def decide(self, lookup: Lookup) -> MissDecision:
         wanted = {}
         for expert, share in lookup.shares().items():
             level = self._level(share)
             held = lookup.held.get(expert)
             if held is None or is_better(level, held):
                 wanted[expert] = level
-        return Verdict(precision=wanted)
+        return MissDecision(precision=wanted)
 
     def _level(self, share: float) -> str:
         config = self.config
@@ -254,28 +273,28 @@ class Cascade(MissPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class DropConfig(PolicyConfig):
-    """Which experts are never dropped."""
+    """Options of :class:`Drop`."""
 
     fetched: int = number(2, "[1, inf)")
-    """So many of a token's heaviest experts are always fetched."""
+    """Number of heaviest experts per token that are always loaded."""
 
 
 class Drop(MissPolicy):
-    """Skips missing experts that no token ranks among its heaviest; the others keep their weights.
+    """Skips missing experts that are not among the heaviest of any token; the others keep their weights.
 
-    The paper reports that models hold up against changes beyond rank 2, and gives no cut-off.
+    Source: SpecMD, drop priority. The paper states no cut-off and reports that quality holds for changes beyond rank 2.
     """
 
     name = "drop"
     config_class = DropConfig
     config: DropConfig
 
-    def decide(self, lookup: Lookup) -> Verdict:
-        return Verdict(dropped=low_ranked(lookup, self.config.fetched))
+    def decide(self, lookup: Lookup) -> MissDecision:
+        return MissDecision(dropped=low_ranked(lookup, self.config.fetched))
 
 
 def low_ranked(lookup: Lookup, fetched: int) -> set[int]:
-    """Missing experts that are not among any token's `fetched` heaviest."""
+    """Return the missing experts that are not among the `fetched` heaviest of any token."""
     heavy: set[int] = set()
     for row, weights in zip(lookup.ids, lookup.weights, strict=True):
         places = sorted(range(len(row)), key=lambda place: -weights[place])
@@ -285,65 +304,69 @@ def low_ranked(lookup: Lookup, fetched: int) -> set[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class DropCascadeConfig(CascadeConfig, DropConfig):
-    """What is never dropped, and the precisions of what is fetched."""
+    """Options of :class:`DropCascade`."""
 
 
 class DropCascade(Cascade):
-    """Drops as `drop` does, and loads the others as `cascade` does."""
+    """Skips the missing experts that `drop` skips and loads the others as `cascade` does.
+
+    Source: SpecMD, drop priority cascade.
+    """
 
     name = "drop_cascade"
     config_class = DropCascadeConfig
     config: DropCascadeConfig
 
-    def decide(self, lookup: Lookup) -> Verdict:
-        verdict = super().decide(lookup)
-        verdict.dropped = low_ranked(lookup, self.config.fetched)
-        for expert in verdict.dropped:
-            del verdict.precision[expert]
-        return verdict
+    def decide(self, lookup: Lookup) -> MissDecision:
+        decision = super().decide(lookup)
+        decision.dropped = low_ranked(lookup, self.config.fetched)
+        for expert in decision.dropped:
+            del decision.precision[expert]
+        return decision
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubstituteConfig(PolicyConfig):
-    """How much worse a substitute may be."""
+    """Options of :class:`Substitute`."""
 
     tolerance: float = number(0.5, "[0, 1]")
-    """Part of the missing expert's router probability that its substitute's may lack."""
+    """Maximum relative loss of router probability: a substitute has at least (1 - tolerance) times the probability of
+    the missing expert."""
 
 
 class Substitute(MissPolicy):
-    """Of the held experts that none of the missing one's tokens uses already, the likeliest; fetched if there is none.
+    """Executes a resident expert of similar router probability instead of a missing one, or loads the missing one.
 
-    Scores are router probabilities, their mean over the tokens that chose the missing expert. A substitute stands for
-    one expert of a token only; the heaviest missing experts choose first. The paper gives no tolerance: with half of
-    the score, about 45 in 100 misses of the reference model at a quarter of its experts find a substitute.
+    The substitute is the resident expert with the highest probability, averaged over the tokens that chose the missing
+    expert, among those that these tokens do not use yet. Missing experts choose in the order of their weight.
+
+    Source: Zhu et al. (2025), as in SpecMD. The paper states no tolerance; with 0.5 about 45% of the reference model's
+    misses find a substitute when a quarter of the experts is resident.
     """
 
     name = "substitute"
     config_class = SubstituteConfig
     config: SubstituteConfig
 
-    def decide(self, lookup: Lookup) -> Verdict:
+    def decide(self, lookup: Lookup) -> MissDecision:
         tokens = _tokens_of_missing(lookup)
         if not tokens:
-            return Verdict()
+            return MissDecision()
         probabilities = lookup.probabilities()
-        taken = [set(row) for row in lookup.ids]
+        used = [set(row) for row in lookup.ids]
         substitute = {}
         for expert in sorted(tokens, key=lambda key: (-max(tokens[key].values()), key)):
             rows = tokens[expert]
-            found = self._nearest(expert, set(lookup.held).difference(*(taken[t] for t in rows)), probabilities, rows)
+            found = self._nearest(expert, set(lookup.held).difference(*(used[t] for t in rows)), probabilities, rows)
             if found is not None:
                 substitute[expert] = found
                 for t in rows:
-                    taken[t].add(found)
-        return Verdict(substitute=substitute)
+                    used[t].add(found)
+        return MissDecision(substitute=substitute)
 
     def _nearest(
         self, missing: int, candidates: set[int], probabilities: Sequence[Sequence[float]], rows: Collection[int]
     ) -> int | None:
-        """The likeliest candidate, if it is likely enough."""
-
         def score(expert: int) -> float:
             return sum(probabilities[t][expert] for t in rows)
 
@@ -354,7 +377,7 @@ class Substitute(MissPolicy):
 
 
 def _tokens_of_missing(lookup: Lookup) -> dict[int, dict[int, float]]:
-    """The tokens (rows) that chose each missing expert, with the weights that they gave it."""
+    """Return, for each missing expert, its weight in each token (row) that chose it."""
     tokens: dict[int, dict[int, float]] = {expert: {} for expert in lookup.missing()}
     for t, (row, weights) in enumerate(zip(lookup.ids, lookup.weights, strict=True)):
         for expert, weight in zip(row, weights, strict=True):

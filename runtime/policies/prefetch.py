@@ -1,6 +1,6 @@
-"""Prefetch policies: which of a forecast's experts are requested, and in which order.
+"""Prefetch policies: the experts of a forecast to load, and their order.
 
-T tokens, E routed experts per layer, K experts per token.
+T tokens, E routed experts per layer, K experts per token, N experts in all.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from expertcast.predictors.view import overfetched
 from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry, number, one_of
 
 
-class Wanted:
-    """A forecast with what a selection may look at; `probability_TE` costs a softmax and, on a device, a copy."""
+class Candidates:
+    """A forecast whose ids and weights are on the host.
+
+    Args:
+        forecast: the forecast.
+        ids: experts that it names [T][K].
+        weights: their combine weights [T][K].
+    """
 
     def __init__(self, forecast: Forecast, ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> None:
-        self.forecast = forecast
-        self.ids = ids
-        """The forecast's own experts, T rows of K, on the host."""
-        self.weights = weights
+        self.forecast, self.ids, self.weights = forecast, ids, weights
 
     @property
     def layer(self) -> int:
@@ -38,85 +41,99 @@ class Wanted:
 
     @cached_property
     def probability_TE(self) -> Tensor:
-        """Softmax of the forecast's logits, float32 on the host."""
+        """Softmax of the logits, float32 on the host. The first access costs a softmax and a copy from the device."""
         return self.forecast.logits_TE.float().softmax(dim=-1).cpu()
 
 
 @dataclass(slots=True, kw_only=True)
-class Transfer:
-    """What a selection may know of the link and the cache when it chooses."""
+class LinkState:
+    """State of the link and the cache at the time of a prefetch decision."""
 
     copy_s: float
-    """Seconds that one expert's copy takes where nothing is said of it alone."""
+    """Seconds to copy one expert."""
     backlog_s: float
-    """Seconds until the link would begin a copy that is asked for now."""
+    """Seconds until the link can start another copy."""
     left_s: float
-    """Seconds until the target layer is expected to ask for its experts."""
+    """Seconds until the target layer is expected to need its experts."""
     free: int
-    """Slots that hold nothing."""
+    """Number of empty slots."""
     resident: Callable[[int], bool]
-    """Whether an expert of the target layer (0..E-1) has a slot."""
+    """Returns whether an expert of the target layer (0..E-1) is resident."""
     victim_worth: Callable[[], float]
-    """Probability that the expert which would be evicted next is used when its layer runs next; 0 for a free slot."""
+    """Returns the probability that the next victim is used in the next run of its layer; 0 if a slot is empty."""
     seconds_of: Callable[[int], float] | None = None
-    """Seconds that the copy of an expert of the target layer takes, where they differ: parts of it are in memory."""
+    """Returns the seconds to load an expert of the target layer, where this differs between experts because parts of
+    them are in memory."""
 
     def seconds(self, expert: int) -> float:
-        """That the copy of an expert of the target layer takes."""
+        """Return the seconds to load an expert of the target layer."""
         return self.copy_s if self.seconds_of is None else self.seconds_of(expert)
 
 
 class PrefetchPolicy(Policy):
-    """Chooses among a forecast's experts. Those that are resident already are protected, not copied."""
+    """Base class of prefetch policies, which select experts of a forecast.
 
-    reads_transfer: ClassVar[bool] = False
-    """Whether `transfer` is given to :meth:`experts`."""
+    Selected experts that are resident are protected from eviction; the others are loaded.
+    """
+
+    reads_link: ClassVar[bool] = False
+    """Whether :meth:`experts` receives the state of the link."""
     first: int | None = None
-    """Number of experts with the highest logits that are all it reads of one token's forecast, in their order; None: it
-    reads logits or weights."""
+    """For a forecast of one token: number of experts with the highest logits that the policy selects, in this order.
+    None if the selection depends on logits or weights."""
 
     @abstractmethod
-    def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
-        """Distinct experts (0..E-1) of the target layer, the one to copy first in front."""
+    def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
+        """Return distinct experts (0..E-1) of the target layer, in the order in which to load them."""
 
     def device_ids(self, forecast: Forecast) -> Tensor | None:
-        """Experts [N] chosen by tensor operations alone, for the link whose decisions are made on the device: each
-        token's first, each one's second ...; some may come twice. None: this policy cannot."""
+        """Select experts by tensor operations alone, for links that decide on the device.
+
+        Returns:
+            Experts [N], possibly repeated: the first choice of each token, then the second of each, and so on. None if
+            the policy does not support this.
+        """
         return None
 
     def see_routing(self, layer: int, ids: Sequence[int]) -> None:
-        """What a layer really needed (distinct experts), after a forecast for it: calibration is learnt from this."""
+        """Learn from the distinct experts that a layer needed, after a forecast for this layer."""
 
 
 def likeliest_first(chosen_TE: npt.NDArray[np.bool_], probability_TE: npt.NDArray[np.floating]) -> list[int]:
-    """Experts that are chosen for any token, by falling probability summed over tokens; equal ones by number."""
+    """Return the experts chosen for any token, by falling sum of probabilities over tokens; ties by number."""
     experts = np.flatnonzero(chosen_TE.any(axis=0))
     order = np.argsort(-probability_TE.sum(axis=0)[experts], kind="stable")
     return [int(expert) for expert in experts[order]]
 
 
 class NoPrefetch(PrefetchPolicy):
-    """Asks for nothing."""
+    """Loads nothing in advance."""
 
     name = "none"
 
-    def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
+    def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
         return []
 
 
-MOST_OVERFETCH = 65_536
+MAX_OVERFETCH = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopKConfig(PolicyConfig):
-    """How many experts are asked for."""
+    """Options of :class:`TopK`."""
 
-    overfetch: float = number(1.0, f"[1, {MOST_OVERFETCH}]")
-    """Experts asked for per token, as a multiple of K, rounded up (1.0: the forecast's own only)."""
+    overfetch: float = number(1.0, f"[1, {MAX_OVERFETCH}]")
+    """Number of experts per token, as a multiple of K, rounded up; 1.0: exactly the experts that the forecast names."""
 
 
 class TopK(PrefetchPolicy):
-    """The forecast's own ids by falling weight, then those within any token's budget by falling probability."""
+    """Loads the likeliest experts of each token, a multiple of K.
+
+    The K experts that the forecast names come first, by falling sum of weights over tokens. Further experts follow by
+    falling sum of probabilities.
+
+    Source: SpecMD, top-k prefetch with an overfetch factor.
+    """
 
     name = "top_k"
     config_class = TopKConfig
@@ -125,10 +142,10 @@ class TopK(PrefetchPolicy):
         super().__init__(config, shape)
         self.first = self._budget = overfetched(config.overfetch, shape.top_k, shape.experts)
 
-    def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
-        experts = by_weight(wanted.ids, wanted.weights)
+    def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
+        experts = by_weight(candidates.ids, candidates.weights)
         if self._budget > self.shape.top_k:
-            experts += self._further(wanted, set(experts))
+            experts += self._further(candidates, set(experts))
         return experts
 
     def device_ids(self, forecast: Forecast) -> Tensor:
@@ -138,14 +155,14 @@ class TopK(PrefetchPolicy):
         further_N = forecast.logits_TE.topk(self._budget, dim=-1).indices.t().reshape(-1)
         return torch.cat([ids_N, further_N])
 
-    def _further(self, wanted: Wanted, chosen: set[int]) -> list[int]:
-        probability_E = wanted.probability_TE.sum(dim=0).tolist()
-        ranked = wanted.probability_TE.topk(self._budget, dim=-1).indices.reshape(-1).tolist()
+    def _further(self, candidates: Candidates, chosen: set[int]) -> list[int]:
+        probability_E = candidates.probability_TE.sum(dim=0).tolist()
+        ranked = candidates.probability_TE.topk(self._budget, dim=-1).indices.reshape(-1).tolist()
         return sorted(set(ranked) - chosen, key=lambda expert: -probability_E[expert])
 
 
 def by_weight(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> list[int]:
-    """Experts by falling weight, summed over tokens."""
+    """Return the experts by falling sum of weights over tokens."""
     weight: dict[int, float] = {}
     for row_ids, row_weights in zip(ids, weights, strict=True):
         for expert, value in zip(row_ids, row_weights, strict=True):
@@ -155,27 +172,28 @@ def by_weight(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) 
 
 _BINS_PER_OCTAVE = 32
 _LOWEST, _HIGHEST = -22, 10
-"""Octaves between which relative scores are told apart."""
+"""Range of relative scores that the histogram resolves, in octaves."""
 _TINY = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
 class PercentileConfig(PolicyConfig):
-    """The percentile, and the scores that it is taken over."""
+    """Options of :class:`Percentile`."""
 
     percentile: float = number(80.0, "(0, 100)")
-    """Scores above this percentile are loaded."""
+    """Percentile of the scores at or above which experts are loaded."""
     over: str = one_of("history", "token", "mass")
-    """Scores it is taken over: those of all layers and tokens so far (history), or one token's E scores in one layer,
-    which always gives the same count (token). With `mass` it is the share of a token's probability to cover, in %."""
+    """Scores that the percentile refers to. `history`: all layers and tokens so far. `token`: the E scores of one
+    token, which selects a constant number of experts. `mass`: the percentage of a token's probability to cover."""
 
 
 class Percentile(PrefetchPolicy):
-    """Experts at or above a percentile of softmax scores, for any token, the likeliest first.
+    """Loads the experts whose softmax score reaches a percentile for any token, likeliest first.
 
-    Over the history scores are relative to that of the same forecast's K-th expert, so that 1 is the boundary in every
-    layer and for every token. By plain scores a sharp router's last experts count less than a flat one's fortieth.
-    (Reference model, 12.8 experts per token in the mean: recall .99 so, .92 with plain scores.)
+    With `over=history` a score is divided by that of the token's K-th expert, which makes layers and tokens
+    comparable. On the reference model, at 12.8 experts per token, this gives recall .99; plain scores give .92.
+
+    Source: Zhu et al. (2025), as in SpecMD; relative scores and `over=mass` are this project's.
     """
 
     name = "percentile"
@@ -186,11 +204,11 @@ class Percentile(PrefetchPolicy):
         super().__init__(config, shape)
         self._share = config.percentile / 100
         self._history = RunningQuantile()
-        # as many as lie at or above the linearly interpolated quantile of E distinct scores
+        # number of scores at or above the linearly interpolated quantile of E distinct scores
         self._count = shape.experts - math.ceil(round(self._share * (shape.experts - 1), 9))
 
-    def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
-        probability_TE = wanted.probability_TE.numpy()
+    def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
+        probability_TE = candidates.probability_TE.numpy()
         if self.config.over == "history":
             chosen_TE = self._above_history(probability_TE)
         else:
@@ -213,26 +231,26 @@ class Percentile(PrefetchPolicy):
     def _of_each_token(self, probability_TE: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
         order_TE = np.argsort(-probability_TE, axis=1, kind="stable")
         if self.config.over == "token":
-            taken_TE = np.broadcast_to(np.arange(self.shape.experts) < self._count, order_TE.shape)
+            ranks_TE = np.broadcast_to(np.arange(self.shape.experts) < self._count, order_TE.shape)
         else:
             ranked_TE = np.take_along_axis(probability_TE, order_TE, axis=1)
-            taken_TE = ranked_TE.cumsum(axis=1) - ranked_TE < self._share
+            ranks_TE = ranked_TE.cumsum(axis=1) - ranked_TE < self._share
         chosen_TE = np.zeros(order_TE.shape, dtype=bool)
-        np.put_along_axis(chosen_TE, order_TE, taken_TE, axis=1)
+        np.put_along_axis(chosen_TE, order_TE, ranks_TE, axis=1)
         return chosen_TE
 
 
 class RunningQuantile:
-    """Quantiles of all scores so far, to 2.2% of the score (1/32 octave).
+    """Quantiles of all scores so far, with a relative resolution of 2.2% (1/32 octave).
 
-    A histogram over the scores' logarithm: adding a score is O(1), a quantile one sum over its 1024 bins.
+    The scores are counted in a histogram of 1024 logarithmic bins. Adding a score is O(1).
     """
 
     def __init__(self) -> None:
         self._counts = np.zeros((_HIGHEST - _LOWEST) * _BINS_PER_OCTAVE, dtype=np.int64)
 
     def bins(self, scores: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
-        """Bin of each score (above 0; others count as the smallest)."""
+        """Return the bin of each score; scores of 0 get the lowest bin."""
         with np.errstate(divide="ignore"):
             octaves = np.log2(scores).clip(_LOWEST, _HIGHEST)
         bins = np.floor((octaves - _LOWEST) * _BINS_PER_OCTAVE).astype(np.int64)
@@ -240,11 +258,11 @@ class RunningQuantile:
         return clipped
 
     def add(self, bins: npt.NDArray[np.int64]) -> None:
-        """Count scores, each given by its bin."""
+        """Count the scores of these bins."""
         self._counts += np.bincount(bins.ravel(), minlength=len(self._counts))
 
     def bin_at(self, share: float) -> int:
-        """Bin of the smallest score at or above the quantile (0..1, linearly interpolated) of the scores so far."""
+        """Return the bin of the smallest score at or above a quantile (0 to 1, linearly interpolated)."""
         below = self._counts.cumsum()
         rank = math.ceil(round(share * (int(below[-1]) - 1), 9))
         return int(np.searchsorted(below, rank, side="right"))
@@ -253,42 +271,45 @@ class RunningQuantile:
 Array = npt.NDArray[np.float64]
 
 _MEMORY = 0.999
-"""What is kept, from one layer to the next, of the weight of earlier outcomes."""
+"""Factor by which the weight of earlier outcomes decays per layer."""
 _PRIOR = 1.0
-"""Weight of the start (slope 1, offset 0), in units of Fisher information."""
-_LEAST = 1e-12
+"""Weight of the initial slope and offset, in units of Fisher information."""
+_MIN_PROBABILITY = 1e-12
 
 
 class Calibration:
-    """Turns forecast logits into the probability that a step needs an expert.
+    """Online calibration of forecast logits to the probability that a step uses an expert.
 
-    A token's log-odds are slope * margin + offset, where the margin is how far the expert's logit lies above the
-    boundary, halfway between the forecast's K-th and K+1-th; a step needs what any of its tokens needs, taken as
-    independent. Slope and offset, one pair for the whole model, start as 1 and 0 and follow each layer's outcome by one
-    Newton step of logistic regression: it costs one pass over T x E and keeps no history.
+    The log-odds of a token are slope * margin + offset. The margin is the expert's logit minus the boundary, which is
+    the mean of the K-th and K+1-th logit. A step uses an expert if any of its tokens does; tokens count as independent.
+    Slope and offset are shared by all layers. They start at 1 and 0 and take one Newton step of logistic regression
+    per layer, in O(T E).
 
-    Forecasts of a predictor that was calibrated on validation bring a reading of their own for each layer pair: the
-    margin is then its log-odds, and what is learnt here is how the text at hand differs from the validation's.
+    If the predictor was calibrated on validation data, its log-odds replace the margin, and slope and offset adapt them
+    to the current input.
 
-    On the reference model the margin tells more than the log-odds whose probabilities sum to K (Brier score .0082
-    against .0113 after calibration, a distilled estimator's forecasts) and costs no search for their sum.
+    On the reference model with a distilled estimator, the margin gives a Brier score of .0082; log-odds whose
+    probabilities sum to K give .0113.
+
+    Args:
+        top_k: experts per token, K.
     """
 
     def __init__(self, top_k: int) -> None:
         self._top_k = top_k
         self.fit = np.array([1.0, 0.0])
-        """Slope and offset: log-odds per unit of margin, and of an expert at the boundary."""
+        """Slope and offset."""
         self._information = np.zeros((2, 2))
         self._margins: dict[int, Array] = {}
-        """[T, E] of the forecasts whose outcome is not known yet, by layer."""
+        """Margins of forecasts whose outcome is unknown [T, E], by layer."""
 
     def probability(self, layer: int, logits_TE: Tensor, log_odds: LogOdds | None = None) -> Array:
-        """[E] probability that at least one of the tokens needs the expert; remembered until `learn` says what came.
+        """Return the probability that at least one token uses each expert [E], and keep the forecast for `learn`.
 
         Args:
-            layer: the forecast's.
-            logits_TE: its logits.
-            log_odds: how its predictor's calibration reads them.
+            layer: target layer of the forecast.
+            logits_TE: logits of the forecast.
+            log_odds: calibration of the predictor for these logits.
         """
         margin_TE = _margin(logits_TE.float().cpu().numpy().astype(np.float64), self._top_k)
         if log_odds is not None:
@@ -299,7 +320,7 @@ class Calibration:
         return _any(self._of_tokens(margin_TE))
 
     def learn(self, layer: int, ids: Sequence[int]) -> None:
-        """The layer needed these experts (distinct); nothing is learnt without a forecast for it."""
+        """Update slope and offset with the distinct experts that a layer used, if there was a forecast for it."""
         margin_TE = self._margins.pop(layer, None)
         if margin_TE is None:
             return
@@ -331,135 +352,128 @@ def _margin(logits_TE: Array, top_k: int) -> Array:
 
 
 def _any(p_TE: Array) -> Array:
-    """[E]; exact for one token."""
+    """Return the probability that any token uses each expert [E]; exact for one token."""
     p_E: Array = p_TE[0] if len(p_TE) == 1 else 1 - np.prod(1 - p_TE, axis=0)
-    return p_E.clip(_LEAST, 1.0)
+    return p_E.clip(_MIN_PROBABILITY, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(PolicyConfig):
-    """The threshold, and the probability that is compared with it."""
+    """Options of :class:`Threshold`."""
 
     above: float = number(0.4, "[0, 1)")
-    """Experts with a higher probability than this are loaded (for softmax, .04 was best on the reference model)."""
+    """Probability above which experts are loaded; for softmax, .04 was best on the reference model."""
     of: str = one_of("use", "softmax")
-    """Probability that the step uses the expert, calibrated while the model runs (use), or the forecast's softmax with
-    any token, which depends on E and K (softmax)."""
+    """Probability that is compared. `use`: that the step uses the expert, calibrated while the model runs. `softmax`:
+    the maximum softmax over tokens, which depends on E and K."""
 
 
 class Calibrated(PrefetchPolicy):
-    """Base of policies that go by the calibrated probability that a step uses an expert."""
+    """Base class of policies that use the calibrated probability that a step uses an expert."""
 
-    reads_transfer = True  # the flow calls see_routing only beside it
+    reads_link = True  # see_routing is only called for policies that read the link
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._calibration = Calibration(shape.top_k)
 
-    def probability(self, wanted: Wanted) -> Array:
-        """[E] probability that the step uses an expert."""
-        return self._calibration.probability(wanted.layer, wanted.forecast.logits_TE, wanted.forecast.log_odds)
+    def probability(self, candidates: Candidates) -> Array:
+        """Return the probability that the step uses each expert [E]."""
+        forecast = candidates.forecast
+        return self._calibration.probability(candidates.layer, forecast.logits_TE, forecast.log_odds)
 
     def see_routing(self, layer: int, ids: Sequence[int]) -> None:
         self._calibration.learn(layer, ids)
 
 
 class Threshold(Calibrated):
-    """Experts above a probability, the likeliest first.
+    """Loads the experts whose probability exceeds a threshold, likeliest first.
 
-    Defaults are where precision and recall balance (highest F1) on the reference model: .83 and .91 with forecasts of
-    quasi-hidden states and of a distilled estimator; by softmax the best are .74 and .77, for a sharp router leaves
-    little to the experts that it takes last.
+    The default thresholds have the highest F1 score on the reference model: .83 with forecasts from quasi-hidden states
+    and .91 with a distilled estimator. The best F1 scores with softmax are .74 and .77.
     """
 
     name = "threshold"
     config_class = ThresholdConfig
     config: ThresholdConfig
 
-    def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
+    def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
         if self.config.of == "softmax":
-            probability_TE = wanted.probability_TE.numpy()
+            probability_TE = candidates.probability_TE.numpy()
         else:
-            probability_TE = self.probability(wanted)[None]
+            probability_TE = self.probability(candidates)[None]
         return likeliest_first(probability_TE > self.config.above, probability_TE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueConfig(PolicyConfig):
-    """What is never worth a copy, and what an eviction costs."""
+    """Options of :class:`Value`."""
 
     least: float = number(0.02, "(0, 1)")
-    """Experts that are less likely to be used than this are never loaded, whatever room there is."""
+    """Probability below which an expert is never loaded."""
     eviction: str = one_of("wrong", "always")
-    """When the evicted expert is charged for: for a wrong one only, as a miss would have evicted as well (wrong), or
-    for every copy (always)."""
+    """Copies that are charged for the evicted expert. `wrong`: only copies of experts that are not used, since a miss
+    evicts as well. `always`: every copy."""
 
 
 class Value(Calibrated):
-    """Loads the likeliest experts first, for as long as the next one's copy is worth it.
+    """Loads the likeliest experts while the expected saving of waiting time exceeds the expected cost.
 
-    A copy of `copy_s` seconds that begins after a backlog of b seconds, for a layer that asks in `left_s`, saves
-    copy_s - max(0, b + copy_s - left_s) seconds of waiting (at least 0: a copy that has not begun by then is no worse
-    than a miss, which overtakes it) if the expert is used. All copies move equally many bytes, so seconds per copy rank
-    them as seconds per byte do. Against the expected saving stand
+    A copy takes `copy_s` seconds and starts after `backlog_s`; the layer needs the expert in `left_s`. If the expert
+    is used, the copy saves copy_s - max(0, backlog_s + copy_s - left_s) seconds, at least 0. The costs are
 
-    - the expert that is evicted: the probability that it is used times copy_s where the copy is wrong, nothing for a
-      free slot;
-    - a copy that is wrong and still under way when the layer asks: the link cannot be taken from it, and it holds up
-      whatever is missed next by what is left of it. This is charged in full: a copy longer than a layer goes on into
-      the layers after it, whose misses nobody has forecast yet. A copy that is only queued is dropped.
+    - the eviction: copy_s times the probability that the victim is used; 0 for an empty slot;
+    - the delay of misses: a copy in flight cannot be cancelled, so an unused one blocks the link for the rest of its
+      time after `left_s`. Queued copies are dropped without cost.
 
-    On a link too slow for the time that is left nothing but near certainties are worth it, and nothing at all where
-    `left_s` is over before a copy could begin. What is not counted: with forecasts several layers ahead, a copy may
-    also hold up the layers in between; and the use of an expert after this step.
+    No expert is loaded if no copy can start within `left_s`. The estimate ignores delays of the layers in between, for
+    forecasts several layers ahead, and uses of an expert after this step. Each expert has its own copy time where parts
+    of experts are in memory.
 
-    Where parts of experts are kept in memory, each has seconds of its own: one that only has to be decoded is worth it
-    where one that must be read is not.
-
-    The forecast's own experts that are resident are named as well, so that they are protected.
+    The result includes resident experts that the forecast names, to protect them.
     """
 
     name = "value"
     config_class = ValueConfig
     config: ValueConfig
 
-    def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
-        assert transfer is not None, "reads_transfer asks for it"
-        p_E = self.probability(wanted)
-        own = {expert for row in wanted.ids for expert in row}
-        named = [expert for expert in own if transfer.resident(expert)]
-        named += self._worth_loading(p_E, transfer)
-        return sorted(named, key=lambda expert: (-p_E[expert], expert))
+    def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
+        assert link is not None, "required by reads_link"
+        p_E = self.probability(candidates)
+        named = {expert for row in candidates.ids for expert in row}
+        selected = [expert for expert in named if link.resident(expert)]
+        selected += self._worth_loading(p_E, link)
+        return sorted(selected, key=lambda expert: (-p_E[expert], expert))
 
-    def _worth_loading(self, p_E: Array, transfer: Transfer) -> list[int]:
-        if transfer.left_s <= transfer.backlog_s:
+    def _worth_loading(self, p_E: Array, link: LinkState) -> list[int]:
+        if link.left_s <= link.backlog_s:
             return []
         likely = [int(expert) for expert in np.argsort(-p_E, kind="stable") if p_E[expert] >= self.config.least]
-        absent = [expert for expert in likely if not transfer.resident(expert)]
-        worth = transfer.victim_worth() if len(absent) > transfer.free else 0.0
+        absent = [expert for expert in likely if not link.resident(expert)]
+        worth = link.victim_worth() if len(absent) > link.free else 0.0
         chosen: list[int] = []
-        backlog_s = transfer.backlog_s
+        backlog_s = link.backlog_s
         for expert in absent:
-            p, copy_s = float(p_E[expert]), transfer.seconds(expert)
-            lost_s = worth * transfer.copy_s if len(chosen) >= transfer.free else 0.0
+            p, copy_s = float(p_E[expert]), link.seconds(expert)
+            lost_s = worth * link.copy_s if len(chosen) >= link.free else 0.0
             if self.config.eviction == "wrong":
                 lost_s *= 1.0 - p
-            if saved_s(p, backlog_s, copy_s, transfer.left_s) > lost_s:
+            if saved_s(p, backlog_s, copy_s, link.left_s) > lost_s:
                 chosen.append(expert)
                 backlog_s += copy_s
-            elif transfer.seconds_of is None:
-                break  # probabilities fall and the backlog grows: none after it is worth it
+            elif link.seconds_of is None:
+                break  # probabilities fall and the backlog grows, so no later expert pays either
         return chosen
 
 
 def saved_s(p: float, backlog_s: float, copy_s: float, left_s: float) -> float:
-    """Seconds of waiting that a copy is expected to save.
+    """Return the expected reduction of waiting time by a copy, in seconds; negative if it delays other copies more.
 
     Args:
         p: probability that the expert is used.
-        backlog_s: until the copy would begin.
-        copy_s: that it takes.
-        left_s: until its layer asks.
+        backlog_s: seconds until the copy starts.
+        copy_s: seconds that the copy takes.
+        left_s: seconds until the layer needs the expert.
     """
     if backlog_s >= left_s:
         return 0.0

@@ -1,6 +1,6 @@
-"""Routing policies: which experts a layer executes, given what the cache holds.
+"""Routing policies: the experts that a layer executes, depending on the cache.
 
-T tokens, E routed experts per layer, K experts per token, J guarded experts per token.
+T tokens, E routed experts per layer, K experts per token, J experts per token that are always executed.
 """
 
 from __future__ import annotations
@@ -19,59 +19,67 @@ from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, P
 
 
 @dataclass(slots=True, kw_only=True)
-class Routed:
-    """What a router said, and what the cache holds."""
+class RouterOutput:
+    """Output of a layer's router, with the state of the cache."""
 
     layer: MoELayer
     logits_TE: Tensor
     ids_TK: Tensor
     weights_TK: Tensor
     cached_E: Tensor
-    """bool: the layer's experts that have a slot; on the device of the logits."""
+    """Whether each expert is resident (bool), on the device of the logits."""
     available: int
-    """Free slots that the layer's misses may take without evicting (C_avail, eq. 18 of ActiveEvict)."""
+    """Number of slots that misses of the layer can use without an eviction (C_avail in ActiveEvict, eq. 18)."""
 
 
 class RoutingPolicy(Policy):
-    """May choose other experts than the router; ids stay T x K, an expert that is not to run gets weight 0."""
+    """Base class of routing policies, which may replace the experts that the router chose.
+
+    The shape of ids and weights stays [T, K]; an expert with weight 0 is not executed.
+    """
 
     lossy: ClassVar[bool] = True
     """Whether the output may differ from the resident model's."""
 
     @abstractmethod
-    def route(self, routed: Routed) -> tuple[Tensor, Tensor] | None:
-        """(ids [T, K], weights [T, K]) to execute; None: the router's own. A place with weight 0 is not executed: it
-        may name any expert."""
+    def route(self, routed: RouterOutput) -> tuple[Tensor, Tensor] | None:
+        """Return (ids [T, K], weights [T, K]) to execute, or None for the router's own.
+
+        The expert id beside a weight of 0 is arbitrary.
+        """
 
 
 class Standard(RoutingPolicy):
-    """Leaves the routing as it is."""
+    """Executes the experts that the router chose."""
 
     name = "standard"
     lossy = False
 
-    def route(self, routed: Routed) -> None:
+    def route(self, routed: RouterOutput) -> None:
         del routed
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheAwareConfig(PolicyConfig):
-    """How strongly experts on the device are preferred."""
+    """Options of :class:`CacheAware`."""
 
     strength: float = number(0.2, "[0, inf)")
-    """Lambda: the bonus of an expert on the device, as a share of the logits' usual range; 0 leaves the routing."""
+    """Lambda: bonus of a resident expert, as a share of the mean range of the logits; 0 keeps the routing."""
     keep: int = number(1, "[0, inf)")
-    """Each token's first so many experts by weight are executed wherever they are."""
+    """Number of experts per token, heaviest first, that are executed whether they are resident or not."""
 
 
 class CacheAware(RoutingPolicy):
-    """z' = z + lambda * delta * [on the device]: z' chooses by the layer's own rule, z gives the weights.
+    """Adds a bonus to the logits of resident experts: z' = z + lambda * delta * [resident].
 
-    delta is the running mean, per layer, of the range max z - min z of a token's logits, this step's among them. Tokens
-    that z' routes as z does keep ids and weights to the bit.
+    The layer's routing rule chooses experts by z' and computes their weights from z. delta is the running mean per
+    layer of a token's logit range, max z - min z, including the current step. A token for which z' chooses the same
+    experts as z keeps its ids and weights bit for bit.
+
+    Source: Skliar et al. (2025); SpecMD, eq. 1.
 
     Raises:
-        ExpertcastError: more experts are kept than a token has.
+        ExpertcastError: `keep` exceeds the model's K.
     """
 
     name = "cache_aware"
@@ -83,10 +91,10 @@ class CacheAware(RoutingPolicy):
         if config.keep > shape.top_k:
             raise ExpertcastError(f"keep={config.keep}: a token has {shape.top_k} experts, give 0 to {shape.top_k}")
         self._range: dict[int, Tensor] = {}
-        """Mean range by layer, where the logits are."""
+        """Mean range of the logits by layer, on the device of the logits."""
         self._tokens: dict[int, int] = {}
 
-    def route(self, routed: Routed) -> tuple[Tensor, Tensor]:
+    def route(self, routed: RouterOutput) -> tuple[Tensor, Tensor]:
         logits_TE = routed.logits_TE.float()
         guard_TJ = routed.ids_TK.gather(-1, routed.weights_TK.topk(self.config.keep, dim=-1).indices)
         biased_TE = self._biased(logits_TE, routed.cached_E, routed.layer.index)
@@ -101,7 +109,7 @@ class CacheAware(RoutingPolicy):
     def _biased(self, logits_TE: Tensor, cached_E: Tensor, layer: int) -> Tensor:
         range_T1 = logits_TE.amax(dim=-1, keepdim=True) - logits_TE.amin(dim=-1, keepdim=True)
         bonus = self.config.strength * self._mean_range(layer, range_T1)
-        # a bonus above the token's own range puts every cached expert first; more would only cost precision
+        # a bonus above the token's own range already ranks every resident expert first; a larger one loses precision
         return logits_TE + torch.minimum(bonus, range_T1 + 1.0) * cached_E
 
     def _mean_range(self, layer: int, range_T1: Tensor) -> Tensor:
@@ -112,9 +120,9 @@ class CacheAware(RoutingPolicy):
 
 
 def _with_guard(chosen_TK: Tensor, guard_TJ: Tensor, biased_TE: Tensor) -> Tensor:
-    """The choice with the guarded experts in it, in place of those with the lowest logits.
+    """Replace the chosen experts with the lowest logits by guarded experts that the routing rule left out.
 
-    The layer's rule itself keeps them, ranked first, unless it chooses by something beside the logits.
+    This happens only to rules that use more than the logits, since guarded experts have the highest ones.
     """
     score_TE = torch.full_like(biased_TE, float("-inf"))
     score_TE = score_TE.scatter(-1, chosen_TK, biased_TE.gather(-1, chosen_TK))
@@ -126,24 +134,24 @@ def _with_guard(chosen_TK: Tensor, guard_TJ: Tensor, biased_TE: Tensor) -> Tenso
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig(PolicyConfig):
-    """How many experts a token executes."""
+    """Options of :class:`Budget`."""
 
     k_max: int | None = number(None, "[1, inf)")
-    """Most experts that a token executes (none: the model's K)."""
+    """Maximum number of experts that a token executes (none: the model's K)."""
 
 
 class Budget(RoutingPolicy):
-    """A token executes its first k experts by weight, k the largest whose misses fit the free slots, at least 1.
+    """Limits each token to its heaviest experts, such that the misses fit the available slots.
 
-    k = max{k <= k_max: u(k) <= available}, u(k) the experts among the first k that have no slot (eq. 18 to 21). The
-    tokens of a step share the free slots in their order; an expert that one of them brings in is no miss of the next.
-    The first expert runs even where nothing is free: eq. 20 leaves a token without any there.
+    k = max{k <= k_max: u(k) <= available}, with u(k) the number of absent experts among the k heaviest. The tokens of a
+    step share the available slots in order; an expert that one token loads is resident for the next one. At least one
+    expert is executed, also where eq. 20 allows none. If the router normalises the weights, those of the remaining
+    experts are normalised again (eq. 4).
 
-    Where the router makes a token's weights sum to a constant they do so over the experts that are left (eq. 4);
-    elsewhere those keep their weights. Not lossless, whatever the free slots save.
+    Source: ActiveEvict, eq. 4 and 18 to 21.
 
     Raises:
-        ExpertcastError: `k_max` above the model's K.
+        ExpertcastError: `k_max` exceeds the model's K.
     """
 
     name = "budget"
@@ -156,7 +164,7 @@ class Budget(RoutingPolicy):
             raise ExpertcastError(f"k_max={self._k_max}: a token has {shape.top_k} experts, give 1 to {shape.top_k}")
         self._renormalises: dict[int, bool] = {}
 
-    def route(self, routed: Routed) -> tuple[Tensor, Tensor] | None:
+    def route(self, routed: RouterOutput) -> tuple[Tensor, Tensor] | None:
         order_TK = routed.weights_TK.argsort(dim=-1, descending=True, stable=True)
         ranked = routed.ids_TK.gather(-1, order_TK).tolist()
         cached = set(routed.cached_E.nonzero().flatten().tolist())
@@ -164,7 +172,7 @@ class Budget(RoutingPolicy):
         if all(count == len(row) for count, row in zip(counts, ranked, strict=True)):
             return None
         count_T1 = torch.tensor(counts, device=order_TK.device)[:, None]
-        runs_TK = order_TK.argsort(dim=-1) < count_T1  # the inverse permutation: each place's rank
+        runs_TK = order_TK.argsort(dim=-1) < count_T1  # the inverse permutation is the rank of each expert
         weights_TK = routed.weights_TK.masked_fill(~runs_TK, 0.0)
         layer = routed.layer
         if layer.index not in self._renormalises:
@@ -178,7 +186,7 @@ class Budget(RoutingPolicy):
 
 
 def _counts(ranked: Sequence[Sequence[int]], cached: set[int], available: int, k_max: int) -> list[int]:
-    """How many of its experts, the heaviest first, each token executes. `cached` grows by what they bring in."""
+    """Return the number of experts, heaviest first, that each token executes; add the loaded experts to `cached`."""
     counts = []
     for row in ranked:
         count = 0

@@ -1,4 +1,4 @@
-"""One policy of each kind: what `offload`, the simulator and the command line take."""
+"""Selection of one policy of each kind, and presets of published systems."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Generic, overload
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies.base import CacheShape, Choice, P, PolicyConfig, PolicyRegistry
-from expertcast.runtime.policies.belady import Belady, bypass_misses
+from expertcast.runtime.policies.belady import Belady
 from expertcast.runtime.policies.eviction import (
     FIFO,
     FLD,
@@ -28,7 +28,7 @@ from expertcast.runtime.policies.eviction import (
 from expertcast.runtime.policies.forecast import ForecastEviction
 from expertcast.runtime.policies.miss import MISS, MissPolicy
 from expertcast.runtime.policies.next_use import NextUse
-from expertcast.runtime.policies.prefetch import MOST_OVERFETCH, PREFETCH, PrefetchPolicy
+from expertcast.runtime.policies.prefetch import MAX_OVERFETCH, PREFETCH, PrefetchPolicy
 from expertcast.runtime.policies.routing import ROUTING, RoutingPolicy
 
 EVICTION: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
@@ -50,13 +50,11 @@ EVICTION: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
 
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
 FORECASTS = (AUTO, ALWAYS, NEVER)
-"""Which forecasts are made."""
-
-__all__ = ["EVICTION", "LRU", "Belady", "EvictionPolicy", "bypass_misses"]
+"""Values of `OffloadConfig.forecasts`."""
 
 
-class Chosen(Generic[P]):
-    """A field that takes one of a registry's policies as text, configuration or choice, and holds the choice."""
+class PolicyField(Generic[P]):
+    """Descriptor of a dataclass field that accepts a policy as text, configuration or choice and stores the choice."""
 
     def __init__(self, registry: PolicyRegistry[P], default: str) -> None:
         self.registry, self.default = registry, default
@@ -71,43 +69,42 @@ class Chosen(Generic[P]):
     def __get__(self, instance: object, owner: type) -> Choice[P]: ...
 
     def __get__(self, instance: object | None, owner: type) -> Choice[P] | str:
-        """The choice; of the class, the default."""
+        """Return the choice of an instance, or the default text of the class."""
         if instance is None:
             return self.default
         choice: Choice[P] = vars(instance)[self._name]
         return choice
 
-    def __set__(self, instance: object, given: str | Choice[P] | PolicyConfig) -> None:
-        vars(instance)[self._name] = self.registry.choose(given)
+    def __set__(self, instance: object, policy: str | Choice[P] | PolicyConfig) -> None:
+        vars(instance)[self._name] = self.registry.choose(policy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """Which policies decide. A policy is given as `name`, `name:option=value,...` or by its configuration.
+    """One policy of each kind: `name`, `name:option=value,...` or the configuration of the policy.
 
     Raises:
-        ExpertcastError: an unknown policy, option or scope.
+        ExpertcastError: a policy, an option or the scope is unknown.
 
     Example:
-        >>> import expertcast
-        >>> expertcast.Policies(eviction="lfu", scope="layer").scope
-        'layer'
-        >>> expertcast.OffloadConfig(policies=expertcast.Policies(eviction="lfu")).mode
-        'exact'
+        >>> from expertcast.runtime.policies import Policies
+        >>> policies = Policies(eviction="lfu", prefetch="threshold:above=0.3", scope="layer")
+        >>> policies.eviction.name, policies.lossy
+        ('lfu', False)
     """
 
-    eviction: Chosen[EvictionPolicy] = Chosen(EVICTION, "lru")
-    """Which expert gives up its slot."""
-    prefetch: Chosen[PrefetchPolicy] = Chosen(PREFETCH, "top_k")
-    """Which of a forecast's experts are asked for; nothing is without a predictor."""
-    miss: Chosen[MissPolicy] = Chosen(MISS, "fetch")
-    """What becomes of experts that a layer needs and the device does not hold."""
-    routing: Chosen[RoutingPolicy] = Chosen(ROUTING, "standard")
-    """Which experts a layer executes."""
-    pre_eviction: Chosen[PreEviction] = Chosen(PRE_EVICTION, "none")
-    """Slots given up before a layer's routing is known."""
+    eviction: PolicyField[EvictionPolicy] = PolicyField(EVICTION, "lru")
+    """Policy that selects the expert to evict."""
+    prefetch: PolicyField[PrefetchPolicy] = PolicyField(PREFETCH, "top_k")
+    """Policy that selects the forecast experts to prefetch; unused without a predictor."""
+    miss: PolicyField[MissPolicy] = PolicyField(MISS, "fetch")
+    """Policy for experts that a layer needs and that have no slot."""
+    routing: PolicyField[RoutingPolicy] = PolicyField(ROUTING, "standard")
+    """Policy that selects the experts that a layer executes."""
+    pre_eviction: PolicyField[PreEviction] = PolicyField(PRE_EVICTION, "none")
+    """Policy that frees slots before the routing of a layer is known."""
     scope: str = "global"
-    """Experts of all layers compete for all slots (`global`), or each layer has an equal share (`layer`)."""
+    """`global`: experts of all layers compete for all slots; `layer`: each layer has an equal share of the slots."""
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
@@ -119,11 +116,15 @@ class Policies:
         return self.miss.cls.lossy or self.routing.cls.lossy
 
     def as_dict(self) -> dict[str, str]:
-        """Every policy as text."""
+        """Return the text form of every policy, by field name."""
         return {field.name: str(getattr(self, field.name)) for field in fields(self)}
 
     def make(self, shape: CacheShape) -> PolicySet:
-        """The policies themselves, with nothing learnt."""
+        """Return new policies for a cache.
+
+        Raises:
+            ExpertcastError: an option does not suit the model, or a layer's share is too small for one token.
+        """
         return PolicySet(
             eviction=Eviction(self.eviction, shape, self.scope),
             prefetch=self.prefetch.make(shape),
@@ -135,7 +136,7 @@ class Policies:
 
 @dataclass(slots=True, kw_only=True)
 class PolicySet:
-    """Policies at work in one run."""
+    """Policies of one run, with their state."""
 
     eviction: Eviction
     prefetch: PrefetchPolicy
@@ -145,32 +146,32 @@ class PolicySet:
 
     @property
     def evicts_by_forecasts(self) -> bool:
-        """Whether forecasts are read for more than prefetches."""
+        """Whether eviction or pre-eviction reads forecasts."""
         return self.eviction.reads_forecasts or self.pre_eviction.active
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A published system's policies, the predictor that it forecasts with, and what it was measured with where its
-    paper says so."""
+    """Policies and predictor of a published system, and the conditions of its published runs where they are known."""
 
     policies: Policies
     source: str
-    """Where the configuration comes from."""
+    """Paper and section that define the configuration."""
     predictor: str | None = "router_input"
+    """Name of the predictor; None: no forecasts."""
     capacity: float | None = None
-    """Share of all experts that fit on the device in the published runs."""
+    """Share of all experts that fit on the device in the published runs, 0 to 1."""
     bandwidth: float | None = None
-    """Bytes per second of the link there."""
+    """Bandwidth of the link in the published runs, bytes per second."""
     base_precision: str | None = None
-    """What experts are stored and copied in there."""
+    """Precision of the experts in the published runs."""
 
 
 def preset(name: str) -> Preset:
-    """A preset by its name.
+    """Return the preset of a name.
 
     Raises:
-        ExpertcastError: unknown name; the message lists the known ones.
+        ExpertcastError: the name is unknown.
     """
     if name not in PRESETS:
         raise ExpertcastError(f"unknown preset {name!r}: choose from {', '.join(PRESETS)}")
@@ -178,22 +179,22 @@ def preset(name: str) -> Preset:
 
 
 def published(name: str) -> tuple[float, float, str]:
-    """Capacity, bandwidth and base precision that a preset was published with (row A25).
+    """Return capacity (share of all experts), bandwidth (bytes/s) and precision of a preset's published runs.
 
     Raises:
-        ExpertcastError: unknown name, or its paper gives no such numbers.
+        ExpertcastError: the name is unknown, or the paper does not state these numbers.
     """
     found = preset(name)
     if found.capacity is None or found.bandwidth is None or found.base_precision is None:
-        known = ", ".join(each for each, made in PRESETS.items() if made.capacity is not None)
+        known = ", ".join(each for each in PRESETS if PRESETS[each].capacity is not None)
         raise ExpertcastError(
-            f"preset {name!r} was published without capacity, bandwidth and precision: {known} have them"
+            f"preset {name!r} was published without capacity, bandwidth and precision: choose from {known}"
         )
     return found.capacity, found.bandwidth, found.base_precision
 
 
 def _specmd(source: str, policies: Policies, predictor: str | None = "router_input") -> Preset:
-    """A row of SpecMD's Table 1: 5% of the experts, 4-bit experts, 5 GB/s (row A25)."""
+    """Return a configuration of SpecMD's Table 1: 5% of the experts, 4-bit experts, 5 GB/s."""
     return Preset(
         policies=policies, source=f"SpecMD Table 1, {source}", predictor=predictor,
         capacity=0.05, bandwidth=5e9, base_precision="int4",
@@ -206,26 +207,24 @@ def _activeevict(source: str, eviction: str = "importance", **changes: str) -> P
 
 
 PRESETS: dict[str, Preset] = {
-    "on_demand": Preset(policies=Policies(prefetch="none"), predictor=None, source="row D13: lru, nothing forecast"),
-    "moe_offloading": Preset(policies=Policies(scope="layer"), source="row D13: Eliseev and Mazur, per-layer lru"),
+    "on_demand": Preset(policies=Policies(prefetch="none"), predictor=None, source="baseline: lru without forecasts"),
+    "moe_offloading": Preset(policies=Policies(scope="layer"), source="Eliseev and Mazur (2023), lru per layer"),
     "moe_apex": Preset(
         policies=Policies(prefetch="top_k:overfetch=1.5", scope="layer"),
-        source="row D13: more of the router's experts; the paper gives no number, 1.5 K are ours",
+        source="MoE-APEX, 1.5 K experts per token; the paper states no number",
     ),
     "zero_infinity": Preset(
-        policies=Policies(eviction="fifo", prefetch=f"top_k:overfetch={MOST_OVERFETCH}"),
-        source="row E21: the next layer's experts whole, whatever is forecast; no router is waited for",
+        policies=Policies(eviction="fifo", prefetch=f"top_k:overfetch={MAX_OVERFETCH}"),
+        source="ZeRO-Infinity, all experts of the next layer whatever its router chooses",
     ),
-    "specmd_1": _specmd("Eliseev and Mazur", Policies()),
-    "specmd_2": _specmd("Zhu et al.", Policies(eviction="score", prefetch="percentile", miss="substitute")),
-    "specmd_3": _specmd("HOBBIT", Policies(eviction="lhu", miss="cascade")),
-    "specmd_4": _specmd(
-        "mixture of cache-conditional experts", Policies(prefetch="none", routing="cache_aware"), predictor=None
-    ),
-    "specmd_5": _specmd("the paper's own", Policies(eviction="least_stale", prefetch="percentile")),
-    "activeevict": _activeevict("ActiveEvict, rows D5 to D10"),
-    "activeevict_prediction_only": _activeevict("row D12: alpha 0", "importance:alpha=0.0"),
-    "activeevict_hotness_only": _activeevict("row D12: alpha 1", "importance:alpha=1.0"),
-    "activeevict_lru": _activeevict("row D12: lru decides what is released", "lru"),
-    "activeevict_fixed_top_k": _activeevict("row D12: pre-eviction without a routing budget", routing="standard"),
+    "specmd_1": _specmd("Eliseev and Mazur (2023)", Policies()),
+    "specmd_2": _specmd("Zhu et al. (2025)", Policies(eviction="score", prefetch="percentile", miss="substitute")),
+    "specmd_3": _specmd("HOBBIT (2024)", Policies(eviction="lhu", miss="cascade")),
+    "specmd_4": _specmd("Skliar et al. (2025)", Policies(prefetch="none", routing="cache_aware"), predictor=None),
+    "specmd_5": _specmd("Least-Stale", Policies(eviction="least_stale", prefetch="percentile")),
+    "activeevict": _activeevict("ActiveEvict, eq. 8 to 21"),
+    "activeevict_prediction_only": _activeevict("ActiveEvict ablation, forecast alone", "importance:alpha=0.0"),
+    "activeevict_hotness_only": _activeevict("ActiveEvict ablation, past use alone", "importance:alpha=1.0"),
+    "activeevict_lru": _activeevict("ActiveEvict ablation, lru eviction", "lru"),
+    "activeevict_fixed_top_k": _activeevict("ActiveEvict ablation, no routing budget", routing="standard"),
 }

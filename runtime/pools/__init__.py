@@ -1,4 +1,4 @@
-"""Experts in several states of readiness: what is kept how, what that takes, and in which order the rest is read.
+"""Planning of memory for partially loaded experts: states, pools, costs and the order of reads.
 
-After ZipMoE (rows E4 to E19). Nothing here reads, decodes or holds a weight: others do, and ask here what and when.
+These modules decide only; they read, decode and hold no weights. Source: ZipMoE, section 3.
 """

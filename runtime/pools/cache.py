@@ -1,6 +1,8 @@
-"""Pools of full, compressed and partial experts: which expert is kept in which state (ZipMoE, section 3.4).
+"""Pools of full, compressed and partial experts: the state in which each expert is kept.
 
-Each layer has pools F, C, S and E of its own, in bytes. Beside them stand the slots that a running layer computes with.
+Each layer has its own pools F, C, S and E, measured in bytes. The slots that a layer computes with are separate.
+
+Source: ZipMoE, section 3.4.
 """
 
 from __future__ import annotations
@@ -11,26 +13,27 @@ from collections.abc import Mapping, Sequence
 from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
 
 FADE = 0.97
-"""What a use still counts after one step of its layer: half after 23 steps. Recorded routing drifts from what it was at
-the start of a text, so that plain counts (a fade of 1, as in the paper) keep experts that are over."""
+"""Factor by which a use decays per step of its layer (half-life 23 steps). The paper uses plain counts, a factor of 1;
+these keep outdated experts, since routing drifts within a sequence."""
 _LARGEST = 1e100
 
 
 class Ranking:
-    """Counts of one layer's experts, which fade, and their order.
+    """Ranking of one layer's experts by their decayed number of uses; ties by number. O(log E) comparisons per use.
 
-    A count is O(log E) comparisons; of equals the expert with the smaller number ranks first. `fade` is above 0, and 1
-    for plain counts.
+    Args:
+        experts: experts of the layer, E.
+        fade: factor by which a use decays per step, in (0, 1].
     """
 
     def __init__(self, experts: int, fade: float = FADE) -> None:
         self._fade, self._gain = fade, 1.0
         self._entries = [(0.0, expert) for expert in range(experts)]
-        """By expert; the number is below zero, so that the order is the natural one."""
+        """Negated count and number of each expert: ascending order puts the most used first."""
         self._order = list(self._entries)
 
     def use(self, experts: Sequence[int]) -> None:
-        """One step of the layer, with distinct experts."""
+        """Count one step of the layer that uses these distinct experts."""
         self._gain /= self._fade
         if self._gain > _LARGEST:
             self._rescale()
@@ -41,11 +44,11 @@ class Ranking:
             insort(self._order, entry)
 
     def rank(self, expert: int) -> int:
-        """0 for the one used most."""
+        """Return the rank of an expert; 0 is the most used."""
         return bisect_left(self._order, self._entries[expert])
 
     def entry(self, expert: int) -> tuple[float, int]:
-        """What orders experts: the one used most has the smallest."""
+        """Return the sort key of an expert; the most used has the smallest."""
         return self._entries[expert]
 
     def _rescale(self) -> None:
@@ -59,22 +62,23 @@ _F, _C, _S, _E = range(len(POOLS))
 
 
 class PoolCache:
-    """The pools of one layer. An access costs a few searches in sorted lists.
+    """Pools of one layer.
 
-    A used expert goes into the first pool behind whose end its rank by use does not lie: r < S_F + ... + S_i + margin,
-    with S_i the experts that fit pool i. Behind the last pool nothing is kept. A pool that overflows gives its least
-    used expert to the next one, in what state its parts allow: to drop a part costs nothing, to get one back is a read.
-    A full expert has no compressed shards. It cannot become C or E; as S, its bytes taken apart, it waits in pool C
-    until it is used again.
+    A used expert of rank r goes into the first pool i with r < S_F + ... + S_i + margin, where S_i is the number of
+    experts that fit pool i. Without such a pool it is not kept. A pool that overflows moves its least used expert to
+    the next pool, in a state that the expert's parts allow: dropping a part is free, and regaining it needs a read. A
+    full expert has no compressed shards, so it cannot become C or E; it becomes S and stays in pool C until its next
+    use. An access costs a few searches in sorted lists.
 
-    The paper drops what overflows. Then F beside C is worse than either alone, because ranks change all the time.
+    Source: ZipMoE, section 3.4. The paper drops experts that overflow; this makes F and C together worse than either
+    alone, because ranks change all the time.
 
     Args:
-        experts: E, of the layer.
+        experts: experts of the layer, E.
         size: bytes of an expert's parts.
-        memory: bytes of each pool; one that is left out has none.
-        margin: experts by which a rank may be off (the paper's delta, which is the step of its planner's grid as well).
-        fade: of :class:`Ranking`.
+        memory: bytes of each pool; a missing pool has none.
+        margin: tolerance of the rank (the paper's delta, which is also the step of its planner's grid).
+        fade: decay of :class:`Ranking`.
     """
 
     def __init__(
@@ -82,20 +86,20 @@ class PoolCache:
     ) -> None:
         self._bytes = {state: size.held(state) for state in State}
         self._memory = [memory.get(state, 0) for state in POOLS]
-        fitting = [given // self._bytes[state] for given, state in zip(self._memory, POOLS, strict=True)]
+        fitting = [available // self._bytes[state] for available, state in zip(self._memory, POOLS, strict=True)]
         self._used = [pool for pool, count in enumerate(fitting) if count]
-        """Pools that hold anything at all, in order."""
+        """Pools that fit at least one expert, in order."""
         self._limits = [(pool, sum(fitting[: pool + 1]) + margin) for pool in self._used]
         self._ranking = Ranking(experts, fade)
         self._state = [State.M] * experts
         self._pool: list[int | None] = [None] * experts
         self._members: list[list[int]] = [[] for _ in POOLS]
-        """Experts, the least used one last."""
+        """Experts of each pool, most used first."""
         self._held = [0] * len(POOLS)
         """Bytes in each pool."""
 
     def state(self, expert: int) -> State:
-        """What is held of an expert."""
+        """Return the state of an expert."""
         return self._state[expert]
 
     @property
@@ -104,12 +108,12 @@ class PoolCache:
         return dict(zip(POOLS, self._held, strict=True))
 
     def use(self, experts: Sequence[int]) -> dict[int, State]:
-        """One step of the layer with distinct experts: count them, and keep what is worth it.
+        """Count a step with distinct experts and choose their new states.
 
-        All parts of an expert that was not found full are at hand behind the step, but for what was not read.
+        After the step, all parts of a used expert are in memory unless it was found full.
 
         Returns:
-            The new state of every expert whose state is another now, used or not.
+            New state of every expert whose state changed, used or not.
         """
         found = {expert: self._state[expert] for expert in experts}
         before = dict(found)
@@ -124,11 +128,11 @@ class PoolCache:
         return {expert: self._state[expert] for expert, old in before.items() if self._state[expert] is not old}
 
     def lose(self, expert: int) -> None:
-        """Nothing is held of an expert any more, for other reasons than use."""
+        """Remove an expert from its pool."""
         self._take_out(expert)
 
     def clear(self) -> None:
-        """Nothing is held any more; what was counted stays."""
+        """Remove all experts; keep the counts."""
         for expert in range(len(self._state)):
             self._take_out(expert)
 
@@ -143,12 +147,12 @@ class PoolCache:
         insort(self._members[pool], expert, key=self._ranking.entry)
 
     def _drive_out(self, pool: int, found: Mapping[int, State], before: dict[int, State]) -> None:
-        """Make a pool fit; what it gives up goes on to the next one.
+        """Move the least used experts of a pool to the next one until the pool fits its memory.
 
         Args:
-            pool: that something was put into.
-            found: states of the step's experts before it.
-            before: the same of all experts that the step has touched; the victims are added.
+            pool: index of the pool.
+            found: states of the used experts before the step.
+            before: states of all changed experts before the step; this adds the victims.
         """
         following = next((other for other in self._used if other > pool), None)
         while self._held[pool] > self._memory[pool]:
@@ -159,7 +163,7 @@ class PoolCache:
             if following is None:
                 continue
             if found.get(victim, State.F) is not State.F:
-                has = State.C  # just read and decoded: all of its parts are there
+                has = State.C  # just read and decoded: all parts are in memory
             lower = _lowered(has, following)
             if lower is not State.M:
                 self._put(victim, following, lower)
@@ -174,7 +178,7 @@ class PoolCache:
 
 
 def _lowered(state: State, pool: int) -> State:
-    """What an expert can be in a pool further down with the parts that it has."""
+    """Return the state that an expert can have in a later pool with the parts that it has."""
     if pool == _C and state is State.C:
         return State.C
     if pool == _E:
@@ -183,19 +187,19 @@ def _lowered(state: State, pool: int) -> State:
 
 
 class Pools:
-    """Which expert is to be held in which state. Calls come from the thread that runs the model, but for `state`.
+    """Pools of all layers. Only `state` may be called from threads other than the one that runs the model.
 
     Args:
-        layers: L.
-        experts: E.
+        layers: number of MoE layers, L.
+        experts: experts per layer, E.
         size: bytes of an expert's parts.
-        room: experts for which each state has room, of all layers together; layers share it as evenly as can be.
+        room: number of experts that fit each pool, over all layers; layers share it evenly.
     """
 
     def __init__(self, *, layers: int, experts: int, size: ExpertBytes, room: Mapping[State, int]) -> None:
         self.experts = experts
         self.room = {state: room.get(state, 0) for state in POOLS}
-        """Experts for which each state has room, of all layers together."""
+        """Number of experts that fit each pool, over all layers."""
         self._layers = []
         for layer in range(layers):
             shares = {state: _share(count, layer, layers) for state, count in self.room.items()}
@@ -203,15 +207,15 @@ class Pools:
             self._layers.append(PoolCache(experts, size=size, memory=memory))
         self._changed: list[tuple[int, State]] = []
         self.running: frozenset[int] = frozenset()
-        """Experts that the last layer ran with."""
+        """Experts that the last layer used."""
 
     def state(self, key: int) -> State:
-        """What is to be held of an expert."""
+        """Return the state in which an expert should be kept."""
         layer, expert = divmod(key, self.experts)
         return self._layers[layer].state(expert)
 
     def use(self, layer: int, keys: Sequence[int]) -> list[tuple[int, State]]:
-        """A layer runs with these experts (distinct): those that are to be held in another state now, with it."""
+        """Count a step of a layer with distinct experts and return (key, new state) of every changed expert."""
         first = layer * self.experts
         self.running = frozenset(keys)
         found = self._layers[layer].use([key - first for key in keys])
@@ -220,23 +224,22 @@ class Pools:
         return changed
 
     def lose(self, key: int) -> None:
-        """Nothing is held of an expert any more, for other reasons than use."""
+        """Remove an expert from its pool."""
         layer, expert = divmod(key, self.experts)
         self._layers[layer].lose(expert)
 
     def changes(self) -> list[tuple[int, State]]:
-        """Experts whose state is another one since this was asked last, with the new one; the last entry of an expert
-        counts."""
+        """Return (key, new state) of the changes since the last call; the last entry of an expert is valid."""
         changed, self._changed = self._changed, []
         return changed
 
     def clear(self) -> None:
-        """Nothing is held any more; what was counted stays."""
+        """Remove all experts; keep the counts."""
         self._changed.clear()
         for layer in self._layers:
             layer.clear()
 
 
 def _share(count: int, layer: int, layers: int) -> int:
-    """As equal as can be; what is left over goes to layers all over the model."""
+    """Divide a count evenly among layers, with the remainder spread over the model."""
     return count * (layer + 1) // layers - count * layer // layers

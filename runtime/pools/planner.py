@@ -1,6 +1,6 @@
-"""Which share of the memory each pool is given (ZipMoE, Algorithm 4).
+"""Planner of pools: the split of memory over pools with the least expected time (ZipMoE, Algorithm 4).
 
-R ranks, M most experts of a step, G hit patterns, N allocations; four pools in the order F, C, S, E.
+R ranks, M maximum number of experts in a step, G hit patterns, N allocations; four pools in the order F, C, S, E.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
 
 
 def estimate_makespan(found_4: npt.NDArray[np.generic], size: int, costs: Costs) -> Floats:
-    """Seconds until a layer's experts are ready, their computing left out (ZipMoE, Algorithm 3).
+    """Estimate the seconds until the experts of a layer are ready, without computing them (ZipMoE, Algorithm 3).
 
-    The larger of what the disk reads and of what the threads decode, where reading a shard counts as their work too: as
-    if a thread waited for the shards that it decodes.
+    This is the larger of the reading time of the disk and the decoding time of the threads. Decoding includes the
+    reading of shards, as if a thread waited for the shards that it decodes.
 
     Args:
-        found_4: experts found in F, C, S and E, numbers or means [..., 4]; the others are missing.
-        size: experts of the step.
-        costs: of the operations.
+        found_4: number of experts found in F, C, S and E, or mean numbers [..., 4]; the others are missing.
+        size: number of experts of the step.
+        costs: seconds per operation.
+
+    Returns:
+        Seconds [...].
     """
     full, both, mantissas, exponents = np.moveaxis(found_4, -1, 0)
     planes = size - full - both - mantissas
@@ -46,19 +49,19 @@ def estimate_makespan(found_4: npt.NDArray[np.generic], size: int, costs: Costs)
 
 
 _CELLS = 2**21
-"""Of the largest array that is made at once."""
+"""Maximum number of elements of a temporary array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """An allocation, the same for each layer."""
+    """Allocation of memory to pools, the same for every layer."""
 
     memory: dict[State, int]
     """Bytes of each pool, per layer."""
     experts: dict[State, int]
-    """Experts that fit each pool, per layer."""
+    """Number of experts that fit each pool, per layer."""
     expected_s: float
-    """Until a layer's experts are ready, in the mean."""
+    """Mean seconds until the experts of a layer are ready."""
 
 
 def plans(
@@ -69,17 +72,20 @@ def plans(
     memory: int,
     step: float = 0.05,
 ) -> list[Plan]:
-    """Every allocation of a grid with what it is expected to take, the best first.
+    """Evaluate all allocations of a grid.
 
     Args:
-        model: of the routing.
-        costs: of the operations.
+        model: statistics of the routing.
+        costs: seconds per operation.
         size: bytes of an expert's parts.
         memory: bytes for the pools of one layer.
-        step: of the grid, as a share of the memory (the paper's delta, which is its dispatch margin as well).
+        step: step of the grid as a share of the memory (the paper's delta, which is also its dispatch margin).
+
+    Returns:
+        Allocations by ascending expected time.
 
     Raises:
-        ExpertcastError: a step that does not divide 1.
+        ExpertcastError: 1 is not a multiple of `step`.
     """
     parts = round(1 / step) if step > 0 else 0
     if parts < 1 or abs(parts * step - 1) > 1e-9:
@@ -88,20 +94,25 @@ def plans(
     shares_N4 = np.array(list(_compositions(parts, 4)))
     counts_N4 = np.unique(_counts(shares_N4, parts, memory, bytes_4), axis=0)
     seconds_N = expected_makespans(model, costs, counts_N4)
-    made = []
+    found = []
     for index in np.argsort(seconds_N, kind="stable").tolist():
         counts = counts_N4[index].tolist()
         experts = dict(zip(POOLS, counts, strict=True))
         held = {state: count * size.held(state) for state, count in experts.items()}
-        made.append(Plan(memory=held, experts=experts, expected_s=float(seconds_N[index])))
-    return made
+        found.append(Plan(memory=held, experts=experts, expected_s=float(seconds_N[index])))
+    return found
 
 
 def expected_makespans(model: RankModel, costs: Costs, counts_N4: Counts) -> Floats:
-    """Mean seconds per layer [N] of pools that hold so many experts.
+    """Return the mean seconds per layer [N] for pools of these sizes.
 
-    Pools take ranks one after another. Not all of a pool's ranks are found in its own state, as the paper has it: what
-    an expert is found in is averaged over the ranks that it had when it was last used (:func:`found_states`).
+    Pools cover consecutive ranks. The paper assumes that every expert is found in the state of its rank's pool; here
+    the state is averaged over the ranks that experts had at their last use (:func:`found_states`).
+
+    Args:
+        model: statistics of the routing.
+        costs: seconds per operation.
+        counts_N4: number of experts that fit each pool.
     """
     sizes_M = model.sizes_M
     selection_R = fit_selection(model.inclusion_R, sizes_M)
@@ -122,16 +133,17 @@ def expected_makespans(model: RankModel, costs: Costs, counts_N4: Counts) -> Flo
 
 
 def found_states(moved_RR: Floats, ends_N4: Counts) -> Floats:
-    """Shares of states of used experts by the pool that their rank lies in [N, pool, state F C S E]; what is left of 1
-    is missing.
+    """Return the distribution of the states in which used experts are found, by the pool of their current rank.
 
-    An expert is put into the pool of its rank when it is used, and then only moves down, part by part: a full one has
-    no shards and can only become S, in pools C and S; one of C becomes S or, where there is no S pool, E.
+    A used expert enters the pool of its rank and then moves down only. A full one becomes S in pools C and S. One of
+    pool C becomes S or, without a pool S, E.
 
     Args:
-        moved_RR: how often experts are used that had one rank behind their last use and another one now, of
-            :class:`RankModel`.
-        ends_N4: rank behind the last of each pool.
+        moved_RR: probability of a use by the rank after the last use and the current rank (:class:`RankModel`).
+        ends_N4: first rank after each pool.
+
+    Returns:
+        Shares [N, pool, state F C S E]; the remainder to 1 is missing.
     """
     sums = np.zeros((moved_RR.shape[0] + 1, moved_RR.shape[1] + 1))
     sums[1:, 1:] = moved_RR.cumsum(axis=0).cumsum(axis=1)
@@ -151,7 +163,7 @@ def found_states(moved_RR: Floats, ends_N4: Counts) -> Floats:
 
 
 def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a sum of so many parts, in order."""
+    """Yield all ordered ways to write `total` as a sum of `parts` numbers."""
     if parts == 1:
         yield (total,)
         return
@@ -161,12 +173,11 @@ def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _counts(shares_N4: Counts, parts: int, memory: int, bytes_4: Counts) -> Counts:
-    """Whole experts in each pool [N, 4]; what is left over of a share goes to the next pool that has one."""
+    """Return whole experts per pool [N, 4]; the remainder of a share goes to the next pool with a share."""
     counts_N4 = np.zeros_like(shares_N4)
     over_N = np.zeros(len(shares_N4), dtype=np.int64)
     for pool in range(4):
-        given_N = shares_N4[:, pool] * memory // parts
-        over_N = over_N + given_N
+        over_N = over_N + shares_N4[:, pool] * memory // parts
         counts_N4[:, pool] = np.where(shares_N4[:, pool] > 0, over_N // bytes_4[pool], 0)
         over_N -= counts_N4[:, pool] * bytes_4[pool]
     return counts_N4

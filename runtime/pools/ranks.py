@@ -1,7 +1,7 @@
-"""How often experts of each rank are used, and the distribution of a step's experts that follows.
+"""Statistics of the use of experts by rank, and the distribution of a step's experts over pools.
 
-L MoE layers, R ranks (as many as experts), M most experts that one step of a layer uses, G hit patterns, four pools in
-the order F, C, S, E. A layer's experts are ranked by how often they were used before the step (ZipMoE, section 3.4).
+L MoE layers, R ranks (as many as experts), M maximum number of experts in a step of a layer, G hit patterns, four pools
+in the order F, C, S, E. Experts of a layer are ranked by their use before the step (ZipMoE, section 3.4).
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ _MOST_PATTERNS = 2**20
 
 
 def interval_hits(chances_R: Floats, most: int) -> Floats:
-    """Probability of 0, 1, ... `most` hits among the ranks from a up to b, b left out, each rank hit by itself
-    [a, b, hits]; zero where b < a (ZipMoE, Algorithm 2)."""
+    """Return the distribution of the number of hits in every range of ranks (ZipMoE, Algorithm 2).
+
+    Args:
+        chances_R: probability that each rank is hit, independently of the others.
+        most: maximum number of hits.
+
+    Returns:
+        Probability [a, b, hits] for ranks a to b - 1; zero where b < a.
+    """
     ranks = len(chances_R)
     found = np.zeros((ranks + 1, ranks + 1, most + 1))
     for end in range(ranks + 1):
@@ -36,14 +43,14 @@ def interval_hits(chances_R: Floats, most: int) -> Floats:
 
 
 def hit_patterns(most: int) -> Counts:
-    """Every (hits in F, C, S, E) of together `most` or fewer [G, 4].
+    """Return all combinations of hits in F, C, S and E with a sum of at most `most` [G, 4].
 
     Raises:
-        ExpertcastError: there are too many for a planner.
+        ExpertcastError: there are more than 2^20 combinations.
     """
     if math.comb(most + 4, 4) > _MOST_PATTERNS:
         raise ExpertcastError(
-            f"steps use up to {most} experts of a layer, too many to plan pools for: give routing of single texts"
+            f"steps use up to {most} experts of a layer, too many to plan pools for: give routing of single sequences"
         )
     patterns = np.zeros((1, 0), dtype=np.int64)
     for _ in range(4):
@@ -54,15 +61,15 @@ def hit_patterns(most: int) -> Counts:
 
 
 def pattern_chances(intervals: Floats, ends: Counts, patterns_G4: Counts, size: int) -> Floats:
-    """Probability of each hit pattern when a step uses `size` experts (ZipMoE, section 3.4 and Algorithm 4).
+    """Return the probability of each hit pattern if a step uses `size` experts (ZipMoE, section 3.4 and Algorithm 4).
 
-    Phi_M(size - hits) / Phi_N(size) times the pools' Phi(h); pools take ranks one after another.
+    This is Phi_M(size - hits) / Phi_N(size) times the product of Phi(h) over pools. Pools cover consecutive ranks.
 
     Args:
-        intervals: of :func:`interval_hits`.
-        ends: rank behind the last of each pool, in order [..., 4].
-        patterns_G4: as :func:`hit_patterns` makes them.
-        size: experts of the step, at most what `intervals` was made for.
+        intervals: result of :func:`interval_hits`.
+        ends: first rank after each pool [..., 4].
+        patterns_G4: result of :func:`hit_patterns`.
+        size: number of experts of the step, at most the `most` of `intervals`.
 
     Returns:
         [..., G]; 0 for patterns of more than `size` hits.
@@ -79,35 +86,35 @@ def pattern_chances(intervals: Floats, ends: Counts, patterns_G4: Counts, size: 
 
 
 _LEAST = 1e-6
-"""Inclusion probabilities are kept this far from 0 and from 1."""
+"""Minimum distance of inclusion probabilities from 0 and 1."""
 _ITERATIONS, _CLOSE = 500, 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """What a planner knows of the routing: the mean over layers."""
+    """Statistics of the routing, averaged over layers."""
 
     sizes_M: Floats
-    """Probability that a step uses 0, 1, ... M experts: one number for single tokens, many for batches."""
+    """Probability that a step uses 0, 1, ... M experts."""
     moved_RR: Floats
-    """Probability that a step uses the expert at a rank, by the rank that it had behind its last use [R + 1, the last
-    row for none] and the one that it has now."""
+    """Probability that a step uses an expert, by its rank after its last use (R + 1 rows, the last for no use) and its
+    current rank (R columns)."""
 
     @property
     def inclusion_R(self) -> Floats:
-        """f: probability that a step uses the expert at a rank."""
+        """Probability f that a step uses the expert of a rank."""
         inclusion_R: Floats = self.moved_RR.sum(axis=0)
         return inclusion_R
 
 
 def rank_model(routing: Routing) -> RankModel:
-    """Count at which rank each decoded token's experts were before it, as a cache that runs along sees them.
+    """Count the ranks of the experts of each decoded token, as a cache would see them.
 
     Args:
-        routing: prompts are counted in the ranking and not in the model, as they use nearly everything.
+        routing: recorded routing. Prompts update the ranking but are not counted, since they use nearly all experts.
 
     Raises:
-        ExpertcastError: no decoded steps.
+        ExpertcastError: the routing has no decoded tokens.
     """
     layers, experts = routing.layers, routing.experts
     rankings = [Ranking(experts) for _ in range(layers)]
@@ -131,13 +138,18 @@ def rank_model(routing: Routing) -> RankModel:
 
 
 def fit_selection(inclusion_R: Floats, sizes_M: Floats) -> Floats:
-    """Selection probabilities q [R] of independent draws that, given how many are drawn, include each rank as often as
-    observed: the distribution of largest entropy (ZipMoE, Theorem 3.2 and equations 23 and 24).
+    """Fit the selection probabilities q [R] of independent draws to observed inclusion probabilities.
 
-    w <- w f / f(w) by iterative proportional fitting, q = w / (1 + w). The paper prints w <- w f / R(k, N), which
-    diverges. Where steps use different numbers of experts, f(w) is the mean over the observed numbers; one w serves
-    them all, since a factor common to all of w changes nothing once the number is given. f is kept from 0 and 1, and
-    scaled to the mean number of experts where that leaves it below 1.
+    Conditional on the number of draws, the draws include each rank as often as observed; this is the distribution of
+    maximum entropy. Iterative proportional fitting repeats w <- w f / f(w), with q = w / (1 + w). If the number of
+    experts differs between steps, f(w) is the mean over the observed numbers.
+
+    Source: ZipMoE, Theorem 3.2 and eq. 23 and 24. The paper prints w <- w f / R(k, N), which diverges.
+
+    Args:
+        inclusion_R: observed probability f of each rank. It is clipped away from 0 and 1, and scaled to the mean number
+            of experts where this leaves it below 1.
+        sizes_M: probability of 0, 1, ... M experts in a step.
     """
     target_R = np.clip(inclusion_R, _LEAST, 1 - _LEAST)
     scaled_R = target_R * (sizes_M @ np.arange(len(sizes_M))) / target_R.sum()
@@ -154,10 +166,14 @@ def fit_selection(inclusion_R: Floats, sizes_M: Floats) -> Floats:
 
 
 def inclusion(selection_R: Floats, sizes_M: Floats) -> Floats:
-    """f(w) [R]: how often each rank is drawn, given how many are (equation 24), mean over the sizes.
+    """Return the probability f(w) that each rank is drawn [R], given the number of draws (ZipMoE, eq. 24).
 
-    Ranks before and behind each one are convolved: exact, and stable where dividing one factor out of the whole
-    polynomial is not.
+    The distributions of the ranks before and after each rank are convolved. This is exact and, unlike the division of
+    the whole polynomial by one factor, numerically stable.
+
+    Args:
+        selection_R: selection probabilities q.
+        sizes_M: probability of 0, 1, ... M draws; the result is the mean over them.
     """
     most = len(sizes_M) - 1
     intervals = interval_hits(selection_R, most)

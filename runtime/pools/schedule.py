@@ -1,13 +1,13 @@
-"""Cache-affinity scheduling: in which order a layer's experts are read and decoded (ZipMoE, Algorithm 1; row E7).
+"""Cache-affinity scheduling: the order in which the experts of a layer are read and decoded.
 
-Blocks follow one another. The base of each is an expert whose sign-mantissa plane must be read (Type I: M, E); it takes
-experts whose plane is in memory (Type II: S, C), then more of Type I, until decoding lags so far behind the disk that
-no thread would wait for the next block's shards. In a block shards are read before planes.
+The schedule is a sequence of blocks. Each block starts with an expert whose sign-mantissa plane must be read (Type I:
+states M and E). It then adds experts whose plane is in memory (Type II: S and C), then more of Type I, until decoding
+lags so far behind the disk that no thread would wait for the shards of the next block. Within a block, shards are read
+before planes.
 
-An expert is one tensor here, and how long it computes is left out: the runtime tells experts of a layer apart by
-neither. Where the paper is mended: an expert that is in a block is in no later one, and those of Type II that no base
-took make up the last block. The paper's "earliest position that adds no idle period" is no position: shards are alike
-and nobody waits who has something to do, so idle periods depend on which experts a block holds, never on their order.
+Source: ZipMoE, Algorithm 1, with these changes: an expert is one tensor, and its computing time is left out; an expert
+belongs to one block only; experts of Type II that remain form the last block. The paper's "earliest position that adds
+no idle period" is not used, since idle periods depend on the experts of a block and not on their order.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from expertcast.runtime.pools.states import Costs, State
 
 
 def makespan(states: Sequence[State], blocks: Sequence[Sequence[int]], costs: Costs) -> float:
-    """Seconds until all experts are there, with one disk and L threads that decode.
+    """Return the seconds until all experts are ready, with one disk and L decoding threads.
 
-    Both are work-conserving (ZipMoE, appendix A): the disk reads the shards and then the planes of one block after
-    another without a pause, and a free thread takes any shard that has been read. Shards are alike, so the end does not
-    depend on which one that is.
+    The disk reads block after block without a pause, shards before planes. A free thread takes any shard that has been
+    read (ZipMoE, appendix A).
 
     Args:
-        states: of the layer's experts.
-        blocks: places in `states`, of all experts but full ones.
-        costs: of the operations.
+        states: states of the layer's experts.
+        blocks: indices in `states` of all experts that are not full.
+        costs: seconds per operation.
     """
     clock, arrivals = 0.0, list[float]()
     for block in blocks:
@@ -45,7 +44,12 @@ def makespan(states: Sequence[State], blocks: Sequence[Sequence[int]], costs: Co
 
 
 def schedule(states: Sequence[State], costs: Costs) -> list[list[int]]:
-    """The blocks of one layer: places in `states`. Full experts need nothing and are left out."""
+    """Return the blocks of one layer as indices in `states`; full experts are left out.
+
+    Args:
+        states: states of the layer's experts.
+        costs: seconds per operation.
+    """
     first = deque(place for place, state in enumerate(states) if state.reads_mantissas)
     second = deque(place for place, state in enumerate(states) if state.decodes and not state.reads_mantissas)
     blocks = []
@@ -53,40 +57,40 @@ def schedule(states: Sequence[State], costs: Costs) -> list[list[int]]:
     while first:
         base = first.popleft()
         lag.add(states[base])
-        taken: tuple[list[int], list[int]] = ([], [base])
+        members: tuple[list[int], list[int]] = ([], [base])
         while (second or first) and not lag.large:
             place = (second or first).popleft()
             lag.add(states[place])
-            taken[states[place].reads_mantissas].append(place)
-        blocks.append(taken[0] + taken[1])
+            members[states[place].reads_mantissas].append(place)
+        blocks.append(members[0] + members[1])
         lag = Lag(costs, lag.read, lag.free)
     return [*blocks, list(second)] if second else blocks
 
 
 class Lag:
-    """How far decoding is behind the disk at the end of a block, of which only the numbers of reads and shards matter.
+    """Lag of decoding behind the disk at the end of a block.
 
     Args:
-        costs: of the operations.
-        start: when the disk is done with the block before.
-        free: when each thread is, sorted.
+        costs: seconds per operation.
+        start: time at which the disk finishes the previous block.
+        free: sorted times at which the threads become free.
     """
 
     def __init__(self, costs: Costs, start: float, free: list[float]) -> None:
         self._costs, self._start, self._before = costs, start, free
         self._held = self._read = 0
-        """Shards that are in memory already, and that are read."""
+        """Number of shards that are in memory, and number of shards that are read."""
         self.read = start
-        """When the disk is done."""
+        """Time at which the disk finishes the block."""
         self._free = list(free)
 
     @property
     def free(self) -> list[float]:
-        """When each thread is done, sorted."""
+        """Sorted times at which the threads finish."""
         return sorted(self._free)
 
     def add(self, state: State) -> None:
-        """Take an expert into the block."""
+        """Add an expert to the block."""
         costs = self._costs
         if state.reads_exponents:
             self.read += costs.ratio * costs.read_s
@@ -103,15 +107,15 @@ class Lag:
 
     @property
     def large(self) -> bool:
-        """Whether the l-th thread to be free, for all l up to K and L, is free no sooner than the l-th shard of the
-        next block can have been read (main text's "compute-bound"; row E8)."""
+        """Whether, for all l up to min(K, L), the l-th thread becomes free no earlier than the l-th shard of the next
+        block can be read ("compute-bound" in the main text of ZipMoE)."""
         many = min(self._costs.threads, self._costs.shards)
         return all(
             free - self.read >= count * self._costs.shard_s for count, free in enumerate(self.free[:many], start=1)
         )
 
     def _arrive(self, first: int, last: int) -> None:
-        """Decode the block's shards with these numbers, each from when it has been read."""
+        """Decode the shards `first` to `last` of the block, each after it has been read."""
         costs, free = self._costs, self._free
         for number in range(first, last + 1):
             heapq.heapreplace(free, max(free[0], self._start + number * costs.shard_s) + costs.decode_s)

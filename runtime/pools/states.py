@@ -1,7 +1,9 @@
-"""In which state an expert is held, what it still needs before it can run, and how many bytes it takes.
+"""States of an expert in memory, with the operations that each still needs and its bytes.
 
-A bf16 tensor lies on disk as two planes: signs and mantissas, a byte each, stored as they are, and exponents, a byte
-each, compressed in K shards (ZipMoE, section 3.2 and Figure 6; rows E4, E6 and E12).
+A bf16 tensor is stored on disk as two planes of one byte per element: signs and mantissas, uncompressed, and exponents,
+compressed in K shards.
+
+Source: ZipMoE, section 3.2 and Figure 6.
 """
 
 from __future__ import annotations
@@ -13,27 +15,27 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds of one disk and of the threads that decode, in the symbols of ZipMoE (section 3.3)."""
+    """Costs of one disk and several decoding threads, with the symbols of ZipMoE (section 3.3)."""
 
     read_s: float
-    """u: to read one expert's sign-mantissa plane."""
+    """u: seconds to read the sign-mantissa plane of one expert."""
     ratio: float
-    """rho: bytes of the compressed exponents as a share of their plane's."""
+    """rho: compressed size of the exponents as a share of their plane."""
     decode_s: float
-    """c: to decode one shard of an expert's exponents, and to put its share of the expert back together."""
+    """c: seconds to decode one shard of an expert and to rebuild its part of the expert."""
     shards: int = 1
-    """K, of each expert."""
+    """K: number of shards per expert."""
     threads: int = 1
-    """L, that decode."""
+    """L: number of decoding threads."""
 
     @property
     def shard_s(self) -> float:
-        """v = rho u / K: to read one shard."""
+        """v = rho u / K: seconds to read one shard."""
         return self.ratio * self.read_s / self.shards
 
 
 class State(Enum):
-    """What memory holds of an expert. The order is that of the pools, and of what is left to do."""
+    """Parts of an expert that are in memory, ordered by the work that remains."""
 
     F = "full"
     C = "compressed"
@@ -41,11 +43,11 @@ class State(Enum):
     E = "exponents"
     M = "missing"
 
-    __hash__ = object.__hash__  # members are unique; Enum's own hash is a Python call, made at every lookup
+    __hash__ = object.__hash__  # members are unique; Enum's own hash is a slow Python call at every lookup
 
     @property
     def reads_mantissas(self) -> bool:
-        """Whether the sign-mantissa planes must be read: the experts of Type I; C and S are Type II."""
+        """Whether the sign-mantissa plane must be read: true for Type I (E, M), false for Type II (C, S)."""
         return self is State.E or self is State.M
 
     @property
@@ -61,7 +63,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertBytes:
-    """Bytes of one expert's parts; all experts of a model have about the same."""
+    """Bytes of the parts of one expert, about the same for all experts of a model."""
 
     plane: int
     """Signs and mantissas: half of the expert."""
@@ -69,7 +71,7 @@ class ExpertBytes:
     """Compressed exponents, all shards."""
 
     def held(self, state: State) -> int:
-        """Bytes that an expert takes in a state (row E12)."""
+        """Return the bytes that an expert takes in a state."""
         planes = {State.F: 2, State.C: 1, State.S: 1}.get(state, 0)
         return planes * self.plane + self.exponents * (state in (State.C, State.E))
 
@@ -79,5 +81,5 @@ POOLS = (State.F, State.C, State.S, State.E)
 
 
 def pools_text(memory: Mapping[State, int]) -> str:
-    """Bytes of the pools beside the slots, as `C=2000000,E=300000`; those of full experts are the slots."""
+    """Return the text form of the pools other than F, such as `C=2000000,E=300000`, in bytes."""
     return ",".join(f"{state.name}={memory[state]}" for state in POOLS if state is not State.F and memory.get(state))

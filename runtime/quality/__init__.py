@@ -1,1 +1,1 @@
-"""What executed forecasts and lossy policies cost a model in quality."""
+"""Quality of a model with executed forecasts or lossy policies."""

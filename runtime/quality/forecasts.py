@@ -1,6 +1,6 @@
-"""What speculative execution costs the model: perplexity, agreement and KL against exact execution (row B18).
+"""Quality of speculative execution: perplexity, agreement and KL divergence against exact execution.
 
-N windows, B windows per batch, W tokens per window, T = B x W tokens, V vocabulary, L MoE layers, E routed experts
+N windows, B windows per batch, W tokens per window, T = B x W tokens, V vocabulary size, L MoE layers, E routed experts
 per layer, K experts per token.
 """
 
@@ -26,22 +26,26 @@ from expertcast.training.metrics import Agreement, Divergence, Perplexity, Recal
 
 EXACT = "exact"
 LOGITS = 1 << 27
-"""Of one forward at most: half a gigabyte, several times over."""
+"""Maximum number of logits per pass: half a gigabyte, of which there are several copies."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """One forward over [B, W]."""
+    """Results of one pass over a batch of windows."""
 
     log_probs_BWV: Tensor
     executed: list[Tensor]
-    """Per layer the executed ids [T, K]."""
+    """Executed ids of each layer [T, K]."""
     logits: list[Tensor]
-    """Per layer the router's logits [T, E]; of the exact pass only."""
+    """Router logits of each layer [T, E]; empty for speculative passes."""
 
 
 class RunScores:
-    """The metrics of one run on one domain."""
+    """Metrics of one run on one domain.
+
+    Args:
+        layers: number of MoE layers, L.
+    """
 
     def __init__(self, layers: int) -> None:
         # every process measures all windows
@@ -56,8 +60,12 @@ class RunScores:
         self.executed = Recall(layers)
 
     def add(self, run: Pass, exact: Pass, ids_BW: Tensor) -> None:
-        """Score a run of these windows against the exact model's (which may be scored itself): the distributions
-        after each token but the last of a window.
+        """Score a pass by its distributions after each token but the last of each window.
+
+        Args:
+            run: the pass; may be `exact` itself.
+            exact: pass of the exact model over the same windows.
+            ids_BW: token ids of the windows.
         """
         reference_TV = exact.log_probs_BWV[:, :-1].flatten(0, 1)
         scored_TV = reference_TV if run is exact else run.log_probs_BWV[:, :-1].flatten(0, 1)
@@ -69,12 +77,12 @@ class RunScores:
             self.executed.update(layer, ids_TK.to(reference_TV.device), true_TK.to(reference_TV.device))
 
     def as_dict(self) -> dict[str, float]:
-        """`perplexity`, `top1_agreement` and `kl`."""
+        """Return `perplexity`, `top1_agreement` and `kl`."""
         return {name: float(value) for name, value in self.language.compute().items()}
 
 
 def _report(parts: Mapping[str, RunScores]) -> Json:
-    """The scores of a run, given by domain: on all together, and on each."""
+    """Return the scores of a run over all domains, and by domain."""
     first, *others = parts.values()
     total = deepcopy(first)
     for part in others:
@@ -91,16 +99,16 @@ def _report(parts: Mapping[str, RunScores]) -> Json:
 
 @dataclass(slots=True, kw_only=True)
 class QualityRun:
-    """One way to execute the model; the arguments of :func:`expertcast.runtime.engine.front.speculate`."""
+    """Configuration of speculative execution: arguments of :func:`expertcast.runtime.engine.front.speculate`."""
 
     predictor: Predictor
-    """Whose forecasts are executed."""
+    """Predictor whose forecasts are executed."""
     layers: Sequence[int] | None = None
-    """Layers that execute their forecast (hybrid); None for all that have one."""
+    """Layers that execute their forecast (hybrid mode); None: all layers with a forecast."""
     true_weights: bool = False
-    """Whether executed experts get the true router's weights."""
+    """Whether executed experts get the weights of the true router."""
     ahead: int = 1
-    """Layers between a forecast and its target."""
+    """Number of layers between a forecast and its target."""
 
 
 def measure_quality(
@@ -111,26 +119,27 @@ def measure_quality(
     *,
     batch_size: int = 8,
 ) -> Json:
-    """Teacher-forced comparison of speculative runs with the exact model on the same windows.
+    """Compare speculative execution with the exact model on the same windows, with teacher forcing.
 
-    Every token of a window but the first is scored. Forecasts are executed at every position, prefill included,
-    chained from layer to layer. A predictor that reads the previous token's routing gets it from the exact run:
-    in one forward over a whole window the speculative one does not exist yet.
+    All tokens of a window but the first are scored. Forecasts are executed at every position, and each layer's forecast
+    is based on what the earlier layers executed. A predictor that reads the routing of the previous token gets that of
+    the exact run, because one pass processes the whole window.
 
     Args:
-        model: the model, which may be offloaded: whatever its mode, it runs by its own routers and these forecasts.
-        view: its norms and routers.
-        windows_by_domain: token ids [N, W] per domain.
-        runs: by name; `exact` is always measured and its name is taken.
-        batch_size: windows per forward at most; fewer where the vocabulary makes a forward's logits large.
+        model: resident or offloaded model; its offload mode is ignored.
+        view: norms and routers of the model.
+        windows_by_domain: token ids [N, W] by domain.
+        runs: configurations by name; the name `exact` is reserved.
+        batch_size: maximum number of windows per pass; fewer if the logits would exceed 2^27 values.
 
     Returns:
-        `tokens` scored, and `runs.<name>` with `perplexity`, `top1_agreement`, `kl` (nats per token, exact || run),
-        `executed_recall` (share of the exact run's experts that this run executed: `mean` and `per_layer` for layers
-        1..L-1) and `domains.<domain>` with the first three.
+        `tokens` (number of scored tokens), and `runs.<name>` with `perplexity`, `top1_agreement`, `kl` (nats per token,
+        exact || run), `executed_recall` (share of the exact run's experts that this run executed: `mean`, and
+        `per_layer` for layers 1 to L - 1), and `domains.<domain>` with the first three.
+        `runs.exact` is the exact model.
 
     Raises:
-        ExpertcastError: no windows, windows of fewer than two tokens, or a run called `exact`.
+        ExpertcastError: there are no windows, windows have fewer than two tokens, or a run is named `exact`.
     """
     _check(windows_by_domain, runs)
     scores = {name: {domain: RunScores(len(view)) for domain in windows_by_domain} for name in (EXACT, *runs)}
@@ -160,16 +169,19 @@ def measure_quality(
 
 
 def text_windows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, length: int, count: int) -> Tensor:
-    """The first windows of some texts, [N, length]; a window never spans two texts, shorter ends are left out.
+    """Tokenize texts and cut them into windows; a window lies within one text, and shorter ends are left out.
 
     Args:
-        tokenizer: turns the texts into tokens.
-        texts: read as far as needed.
-        length: tokens of a window.
-        count: windows at most.
+        tokenizer: tokenizer of the model.
+        texts: texts; read only as far as needed.
+        length: number of tokens of a window.
+        count: maximum number of windows.
+
+    Returns:
+        Token ids [N, length].
 
     Raises:
-        ExpertcastError: no text is as long as one window.
+        ExpertcastError: no text has `length` tokens.
     """
     windows: list[list[int]] = []
     for text in texts:
@@ -211,8 +223,12 @@ def _speculative(model: PreTrainedModel, view: MoEView, run: QualityRun, ids_BW:
 
 
 def previous_logits(logits: Sequence[Tensor], ids_BW: Tensor) -> Tensor:
-    """[T, L, E] router logits of the token before in the same window, NaN at each window's first: from those [T, E] of
-    each layer in a forward over `ids_BW`."""
+    """Return the router logits of the previous token of each window [T, L, E]; NaN for its first token.
+
+    Args:
+        logits: router logits of each layer [T, E].
+        ids_BW: token ids of the windows.
+    """
     stacked_TLE = torch.stack(list(logits), dim=1)
     shifted = stacked_TLE.view(*ids_BW.shape, *stacked_TLE.shape[1:]).roll(1, dims=1)
     shifted[:, 0] = float("nan")
@@ -227,9 +243,9 @@ def _log_probs(model: PreTrainedModel, ids_BW: Tensor) -> Tensor:
 
 def _check(windows_by_domain: Mapping[str, Tensor], runs: Mapping[str, QualityRun]) -> None:
     if EXACT in runs:
-        raise ExpertcastError(f"the name {EXACT!r} is taken by the exact run: choose another")
+        raise ExpertcastError(f"the name {EXACT!r} is reserved for the exact run: choose another")
     if not windows_by_domain:
-        raise ExpertcastError("no windows to measure quality on: give at least one domain")
+        raise ExpertcastError("windows_by_domain is empty: give at least one domain")
     for domain, windows_NW in windows_by_domain.items():
         if windows_NW.dim() != 2 or windows_NW.shape[0] < 1 or windows_NW.shape[1] < 2:
             raise ExpertcastError(

@@ -1,10 +1,10 @@
-"""What lossy policies cost a model: perplexity, agreement and KL of decoding with them (rows A24, D10).
+"""Quality of a model with lossy policies: perplexity, agreement and KL divergence while decoding.
 
-Texts are read as a deployment reads them: a prefill, then one decode step per token, the right token given each time.
-What acts in decode steps only, or depends on what a cache holds, costs nothing in one forward over a whole text.
+Sequences are processed as in deployment: a prefill, then one decode step per token, with the right token as input. One
+pass over a whole sequence would hide the effect of policies that act in decode steps or depend on the cache.
 
-N windows, B of them decoded together, W tokens per window, V vocabulary, K experts per token; S tokens of a text, T of
-them in a forward.
+N windows, B windows decoded together, W tokens per window, V vocabulary size, K experts per token, S tokens of a
+sequence, T tokens of a step.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def forwards(model: PreTrainedModel, ids_BS: Tensor, prefill: int, *, logits_to_keep: int = 0) -> Iterator[Tensor]:
-    """Logits [B, T, V] of each forward: one over the prefill, then one per token.
+    """Run a prefill and then one decode step per token, and yield the logits [B, T, V] of each.
 
     Args:
-        model: resident or offloaded.
-        ids_BS: the texts, all of one length.
-        prefill: tokens of each that the first forward takes together.
-        logits_to_keep: of the last so many tokens of a forward; 0: of all.
+        model: resident or offloaded model.
+        ids_BS: token ids of sequences of equal length.
+        prefill: number of tokens in the prefill.
+        logits_to_keep: number of last tokens of each step whose logits are computed; 0: all.
     """
     ids_BS = ids_BS.to(next(model.parameters()).device)
     cache = DynamicCache(config=model.config)
@@ -52,25 +52,30 @@ def forwards(model: PreTrainedModel, ids_BS: Tensor, prefill: int, *, logits_to_
             yield done.logits
 
 
-def read_texts(
-    model: PreTrainedModel, ids_BS: Tensor, prefill: int, *, prefilled: Callable[[], None] | None = None
+def decode_log_probs(
+    model: PreTrainedModel, ids_BS: Tensor, prefill: int, *, after_prefill: Callable[[], None] | None = None
 ) -> Tensor:
-    """Log probabilities [B, S - prefill + 1, V] of what follows the prefill and of what follows each token after it.
+    """Return the log probabilities of the next token after the prefill and after each later token.
 
     Args:
-        model, ids_BS, prefill: as for :func:`forwards`.
-        prefilled: called between the prefill and the first decode step.
+        model: resident or offloaded model.
+        ids_BS: token ids of sequences of equal length.
+        prefill: number of tokens in the prefill.
+        after_prefill: called between the prefill and the first decode step.
+
+    Returns:
+        Log probabilities [B, S - prefill + 1, V], float32.
     """
     steps = []
     for logits_B1V in forwards(model, ids_BS, prefill, logits_to_keep=1):
         steps.append(logits_B1V[:, -1].float().log_softmax(dim=-1))
-        if len(steps) == 1 and prefilled is not None:
-            prefilled()
+        if len(steps) == 1 and after_prefill is not None:
+            after_prefill()
     return torch.stack(steps, dim=1)
 
 
 Opener: TypeAlias = Callable[[OffloadConfig], OffloadedModel]
-"""Offloads a model."""
+"""Returns a model offloaded with a configuration."""
 
 
 def measure_policies(
@@ -81,33 +86,31 @@ def measure_policies(
     prefill: int = PREFILL,
     batch: int = 1,
 ) -> Json:
-    """Decode windows token by token, the right token given each time, with each set of policies and without any.
+    """Measure the quality of decoding with several offload configurations against the exact model.
 
-    What a lossy policy does depends on what the cache holds, so every token is a decode step of its own, and the
-    cache lives on from window to window. Copies are made at once: no decision depends on the speed of this machine.
-
-    A window is read as the simulator reads a document (:func:`expertcast.runtime.simulation.trace.prefilled`): a policy
-    that also leaves experts out of the prefill pays for it here with the prefill that it saves time in there.
+    Windows are decoded token by token, with the right token as input. The cache persists between windows, since lossy
+    policies depend on it. Copies take no time by default, so that no decision depends on the speed of the machine. The
+    length of the prefill follows the rule of the simulator (:func:`expertcast.runtime.simulation.trace.prefilled`).
 
     Args:
-        model: the model, its experts in memory; or what opens it, offloaded as it is told, for one that is larger.
-        windows_NW: token ids; every token of a window after the prefill is scored.
-        runs: how the model is offloaded, by name; where the link is left open, copies are made at once.
-        prefill: tokens of each window that are read at once; half of a window that is shorter than twice as many.
-        batch: windows decoded together; what is left over at the end is left out.
+        model: model with its experts in memory, or a function that returns an offloaded model for a configuration.
+        windows_NW: token ids [N, W]; all tokens after the prefill are scored.
+        runs: offload configurations by name; `link="auto"` means copies that take no time.
+        prefill: number of tokens in the prefill; half of a window shorter than twice this number.
+        batch: number of windows decoded together; an incomplete last batch is left out.
 
     Returns:
-        `tokens` scored, `prefill` and `batch` as they were, and `runs.<name>` with `perplexity`, `top1_agreement`, `kl`
-        (nats per token, exact || run), `executed_recall` (share of the exact run's experts that were executed),
-        `hit_rate`, `misses`, `skipped` and `bytes` (moved per scored token); `exact` is always among them.
+        `tokens` (number of scored tokens), `prefill`, `batch`, and `runs.<name>` with `perplexity`, `top1_agreement`,
+        `kl` (nats per token, exact || run), `executed_recall` (share of the exact run's experts that were executed),
+        `hit_rate`, and `misses`, `skipped` and `bytes` per scored token; `runs.exact` is the exact model.
 
     Raises:
-        ExpertcastError: fewer windows than a batch, or windows without a token to score.
+        ExpertcastError: there are fewer windows than a batch, or the windows have fewer than 3 tokens.
     """
     if windows_NW.dim() != 2 or prefill < 1 or windows_NW.shape[1] < 3 or not 1 <= batch <= windows_NW.shape[0]:
         raise ExpertcastError(
-            f"windows of shape {list(windows_NW.shape)} with prefill={prefill}, batch={batch}: give a batch of windows "
-            "or more, each of 3 tokens or more, and numbers from 1"
+            f"windows of shape {list(windows_NW.shape)} with prefill={prefill}, batch={batch}: give at least one batch "
+            "of windows of 3 tokens or more, and prefill and batch from 1"
         )
     prefill = prefilled(windows_NW.shape[1], prefill)
     windows = [rows_BW for rows_BW in torch.split(windows_NW, batch) if len(rows_BW) == batch]
@@ -132,22 +135,22 @@ def _passes(
     prefill: int,
     bar: Progress,
 ) -> _Run:
-    """The pass of each batch of windows, and the counters of all decode steps."""
+    """Return the results of each batch of windows, and the counts of all decode steps."""
     totals: Counter[str] = Counter()
     passes = []
     if config.link == "auto":
-        every = ALWAYS if config.forecasts == AUTO else config.forecasts  # auto would leave all out over such a link
-        config = replace(config, link=InstantLink(), bandwidth=None, latency=0.0, forecasts=every)
+        forecasts = ALWAYS if config.forecasts == AUTO else config.forecasts  # `auto` makes none over such a link
+        config = replace(config, link=InstantLink(), bandwidth=None, latency=0.0, forecasts=forecasts)
     with opener(config) as offloaded:
         for ids_BW in windows:
             with _recorded(offloaded.view) as executed:
 
-                def forget(rows_of_layers: list[list[Tensor]] = executed) -> None:
+                def discard_prefill(rows_of_layers: list[list[Tensor]] = executed) -> None:
                     for rows in rows_of_layers:
                         rows.clear()
                     offloaded.reset_stats()
 
-                log_probs_BSV = read_texts(offloaded.model, ids_BW, prefill, prefilled=forget)
+                log_probs_BSV = decode_log_probs(offloaded.model, ids_BW, prefill, after_prefill=discard_prefill)
             totals.update(asdict(offloaded.stats.total))
             passes.append(Pass(log_probs_BSV, [torch.cat(rows) for rows in executed], []))
             bar.update()
@@ -156,7 +159,7 @@ def _passes(
 
 @contextmanager
 def _recorded(view: MoEView) -> Iterator[list[list[Tensor]]]:
-    """Per layer the ids [T, K] that its experts are called with."""
+    """Collect the ids [T, K] that the experts of each layer are called with."""
     executed: list[list[Tensor]] = [[] for _ in view]
     with ExitStack() as stack:
         for layer in view:
@@ -171,7 +174,7 @@ def _recorded(view: MoEView) -> Iterator[list[list[Tensor]]]:
 def _result(windows: Sequence[Tensor], run: _Run, exact: _Run, prefill: int) -> dict[str, float]:
     scores = RunScores(len(run[0][0].executed))
     for ids_BW, passed, reference in zip(windows, run[0], exact[0], strict=True):
-        # the first distribution is over the token after the prefill; its own row of ids is never looked at
+        # the first distribution is over the token after the prefill, so the first id is not scored
         scores.add(passed, reference, ids_BW[:, prefill - 1 :].to(passed.log_probs_BWV.device))
     counts, tokens = run[1], sum(ids_BW[:, prefill:].numel() for ids_BW in windows)
     return {
@@ -187,21 +190,21 @@ def _result(windows: Sequence[Tensor], run: _Run, exact: _Run, prefill: int) -> 
 def harness_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, prefill: int = PREFILL, **options: Any
 ) -> HFLM:
-    """A model for `lm_eval.simple_evaluate(model=...)` of EleutherAI's harness (row B18).
+    """Return a model for `lm_eval.simple_evaluate(model=...)` of EleutherAI's evaluation harness.
 
-    The harness's own `HFLM(pretrained=model)` takes an offloaded model too, but scores likelihoods with one forward
-    over context and answer. To the runtime that is a prefill, in which what acts in decode steps costs nothing. This
-    class reads the second half of each text token by token.
+    The harness's own `HFLM(pretrained=model)` also accepts an offloaded model, but computes likelihoods in one pass
+    over context and answer. The runtime treats this as a prefill, which hides the effect of policies that act in decode
+    steps. The returned model decodes the second half of each sequence token by token.
 
     Args:
-        model: offloaded for as long as the evaluation runs; of :func:`expertcast.load_offloaded`, its `.model`.
-        tokenizer: the model's.
-        prefill: tokens of each text that are read at once when a likelihood is asked for, half of a text that is
-            shorter than twice as many; the others are decode steps. Generation is transformers' own.
-        options: further ones of the harness's `HFLM`, such as `batch_size`.
+        model: model that stays offloaded during the evaluation, such as `.model` of :func:`expertcast.load_offloaded`.
+        tokenizer: tokenizer of the model.
+        prefill: number of tokens in the prefill of a likelihood; half of a sequence shorter than twice this number.
+            Does not affect generation.
+        options: further arguments of the harness's `HFLM`, such as `batch_size`.
 
     Raises:
-        ExpertcastError: the harness is not installed, or a prefill of no token.
+        ExpertcastError: the harness is not installed, or `prefill` is below 1.
     """
     if prefill < 1:
         raise ExpertcastError(f"prefill={prefill}: give 1 token or more")
@@ -214,7 +217,7 @@ def harness_model(
         """Likelihoods from a prefill and decode steps."""
 
         def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-            """Logits [B, S, V]; shorter texts of a batch are filled up on the right, where nobody looks."""
+            """Return logits [B, S, V]; shorter sequences are padded on the right, which the harness ignores."""
             assert attn_mask is None, "an encoder-decoder model"
             return torch.cat(list(forwards(self.model, inps, max(1, prefilled(inps.shape[1], prefill)))), dim=1)
 

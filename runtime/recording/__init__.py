@@ -1,1 +1,1 @@
-"""What is seen of a run: counters, spans, timelines, layer times."""
+"""Observation of runs: statistics, spans, timelines and layer times."""

@@ -1,6 +1,6 @@
-"""Costs and values learned while they change, and how much of the time may go into trying what is not the best.
+"""Running estimates of changing quantities, and the schedule of trials of options that are not the best.
 
-Drafts and forecasts are both chosen by what they cost and gave so far; nothing here knows of either.
+The governors of drafts and of forecasts both use these.
 """
 
 from __future__ import annotations
@@ -9,19 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 OUTLIER = 3.0
-"""Longer times count as so many times the expected one: a disturbance says nothing of the next cycle, and a lasting
-change is learned all the same."""
+"""Maximum value of an observation as a multiple of its expected value: bounds the effect of single disturbances."""
 
 
 class RunningSums:
-    """A mean of observations, each of which counts `keep` times as much as the one after it.
-
-    It is asked at every layer of every step: two numbers, no list.
+    """Weighted sum of observations and their total weight, for exponentially decaying means.
 
     Args:
-        keep: above 0, below 1.
-        weight: of what is known before the first observation.
-        total: what is known then, times its weight.
+        keep: factor by which earlier weights decay per observation, in (0, 1).
+        weight: weight of the prior.
+        total: value of the prior times its weight.
     """
 
     __slots__ = ("_keep", "total", "weight")
@@ -30,34 +27,37 @@ class RunningSums:
         self._keep, self.weight, self.total = keep, weight, total
 
     def fade(self, share: float) -> None:
-        """Multiply the weight of all observations so far."""
+        """Multiply the weight of all observations so far by `share`."""
         self.weight, self.total = self.weight * share, self.total * share
 
     def limit(self, weight: float) -> None:
-        """Limit the weight of all observations so far."""
+        """Reduce the total weight of all observations to `weight` at most."""
         if self.weight > weight:
             self.fade(weight / self.weight)
 
     def add(self, weight: float, total: float) -> None:
-        """One observation more, its value times its weight as `total`; earlier ones do not fade by it."""
+        """Add an observation without decaying earlier ones; `total` is its value times its weight."""
         self.weight, self.total = self.weight + weight, self.total + total
 
 
 class RunningMean(RunningSums):
-    """A mean of numbers above 0.
+    """Decaying mean of positive numbers, robust against outliers.
 
-    The very first counts little as soon as there is a second: what runs for the first time is not what it will be. From
-    the third on none counts as more than `OUTLIER` times the mean.
+    The first observation has a small weight, since first runs are slow. From the third on, values are limited to
+    `OUTLIER` times the mean.
+
+    Args:
+        keep: factor by which earlier weights decay per observation, in (0, 1).
     """
 
     FIRST = 0.2
-    """Weight of the first."""
+    """Weight of the first observation."""
 
     def __init__(self, keep: float = 0.9) -> None:
         super().__init__(keep)
 
     def observe(self, value: float) -> None:
-        """One more."""
+        """Add an observation."""
         weight = self.weight
         if not weight:
             self.weight, self.total = self.FIRST, self.FIRST * value
@@ -69,39 +69,39 @@ class RunningMean(RunningSums):
 
     @property
     def value(self) -> float | None:
-        """None before there was an observation."""
+        """Mean; None before the first observation."""
         return self.total / self.weight if self.weight else None
 
 
 class Share(RunningSums):
-    """A running mean of shares; a prior stands for the first observations, and fades as they do.
+    """Decaying mean of a share, with a prior that decays like an observation.
 
     Args:
-        prior: of the share.
-        firmness: what the prior counts for, in wholes.
-        keep: as of :class:`RunningSums`.
+        prior: prior value of the share.
+        firmness: weight of the prior.
+        keep: factor by which earlier weights decay per observation, in (0, 1).
     """
 
     def __init__(self, prior: float, *, firmness: float = 1.0, keep: float = 0.99) -> None:
         super().__init__(keep, firmness, firmness * prior)
 
     def observe(self, part: float, whole: float = 1.0) -> None:
-        """One more `part` of a `whole`."""
+        """Add an observation of `part` out of `whole`."""
         self.fade(self._keep)
         self.add(whole, part)
 
     @property
     def value(self) -> float:
-        """part / whole."""
+        """Mean share."""
         return self.total / self.weight
 
 
 class RunningLine:
-    """A least-squares line through points; flat where they do not say otherwise.
+    """Least-squares line through decaying points, with a ridge penalty on the slope.
 
     Args:
-        keep: as of :class:`RunningSums`.
-        ridge: how much evidence a slope needs, in squared steps of x.
+        keep: factor by which earlier weights decay per point, in (0, 1).
+        ridge: penalty of the slope, in squared units of x.
     """
 
     def __init__(self, keep: float, ridge: float) -> None:
@@ -110,18 +110,18 @@ class RunningLine:
         """Weighted sums of 1, x, y, x^2 and x y."""
 
     def observe(self, x: float, y: float) -> None:
-        """One more point."""
+        """Add a point."""
         point = (1.0, x, y, x * x, x * y)
         self._sums = [self._keep * total + new for total, new in zip(self._sums, point, strict=True)]
 
     def limit(self, weight: float) -> None:
-        """Limit the weight of all observations so far."""
+        """Reduce the total weight of all points to `weight` at most."""
         own = self._sums[0]
         if own > weight:
             self._sums = [total * (weight / own) for total in self._sums]
 
     def at(self, xs: Sequence[float]) -> list[float]:
-        """y at each x; 0 before there was a point."""
+        """Return y at each x; 0 before the first point."""
         weight, x, y, xx, xy = self._sums
         if not weight:
             return [0.0] * len(xs)
@@ -130,15 +130,14 @@ class RunningLine:
 
 
 class PositionMeans:
-    """Means by position, each drawn towards that of the position before it, the first towards a prior.
+    """Decaying means by position; the prior of each position is the mean of the previous one.
 
-    Old observations fade with every cycle, at all positions: one that is not reached any more falls back to what the
-    one before it does.
+    Every cycle decays all positions, so a position that is no longer reached returns to the mean of the previous one.
 
     Args:
-        prior: of position 0.
-        keep: what a cycle leaves of the observations before it.
-        firmness: observations that the value of the position before counts for.
+        prior: prior value of position 0.
+        keep: factor by which earlier weights decay per cycle, in (0, 1).
+        firmness: weight of the prior.
     """
 
     def __init__(self, prior: float, *, keep: float, firmness: float) -> None:
@@ -146,24 +145,24 @@ class PositionMeans:
         self._means: list[RunningSums] = []
 
     def start_cycle(self) -> None:
-        """Let the observations of earlier cycles fade."""
+        """Decay the observations of earlier cycles."""
         for mean in self._means:
             mean.fade(self._keep)
 
     def limit(self, weight: float) -> None:
-        """Limit the weight of all observations so far, at each position."""
+        """Scale all weights so that none exceeds `weight`."""
         heaviest = max((mean.weight for mean in self._means), default=0.0)
         for mean in self._means:
             mean.fade(min(1.0, weight / heaviest))
 
     def observe(self, position: int, value: float) -> None:
-        """One observation at a position."""
+        """Add an observation at a position."""
         while len(self._means) <= position:
             self._means.append(RunningSums(self._keep))
         self._means[position].add(1.0, value)
 
     def values(self, count: int, doubt: float = 0.0) -> list[float]:
-        """Means of the first `count` positions, which are shares, less `doubt` standard errors each."""
+        """Return the means of the first `count` positions, each reduced by `doubt` standard errors of a share."""
         value, found = self._prior, []
         for position in range(count):
             mean = self._means[position] if position < len(self._means) else RunningSums(self._keep)
@@ -176,67 +175,68 @@ class PositionMeans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What could be done next, and what it is expected to give."""
+    """Expected yield and time of a possible next cycle."""
 
     tokens: float = 1.0
+    """Expected number of tokens."""
     doubt: float = 0.0
-    """How far `tokens` falls one standard error lower: large where little was measured."""
+    """Standard error of `tokens`."""
     seconds: float = 0.0
-    """0: not known yet."""
+    """Expected seconds; 0: unknown."""
 
     @property
     def name(self) -> str:
-        """What is varied has the same name in all variations."""
+        """Name of the option; variations of an option share it."""
         raise NotImplementedError
 
     @property
     def rate(self) -> float:
-        """Tokens per second; 0 before anything is known."""
+        """Tokens per second; 0 if the time is unknown."""
         return self.rate_within(0.0)
 
     def rate_within(self, errors: float) -> float:
-        """Tokens per second with `errors` standard errors added to the tokens."""
+        """Return the tokens per second with `errors` standard errors added to the tokens."""
         return (self.tokens + errors * self.doubt) / self.seconds if self.seconds else 0.0
 
 
 LOSS = 0.0075
-"""Share of all seconds that trying again may lose; the first cycles, when nothing is known, are not counted."""
+"""Maximum share of all time that trials may lose; initial measurements do not count."""
 FIRST_PAUSE = 8
-"""Cycles from one trial to the next; twice as many after every trial that found nothing better than was known."""
+"""Number of cycles between trials of an option; doubles after every trial without a gain of `BETTER`."""
 BETTER = 1.1
-"""A trial that finds so much more than was known is followed by another soon."""
+"""Relative gain of a trial that resets the pause."""
 NEAR = 0.1
-"""Another option that may be better than the best, and loses this share of its seconds at most, costs nothing."""
+"""Maximum loss, as a share of its time, at which a trial of a possibly better option is free."""
 HOPE = 0.5
-"""Standard errors by which an option may be better than measured: if it then is the best, it waits for no pause."""
+"""Standard errors by which an option may be better than measured; if it then is the best, it is tried at once."""
 
 
 class Trials:
-    """Decides which option that is not the best is tried again, and keeps the account of what trials cost."""
+    """Schedule of trials of options that are not the best, with a limit on the time that they lose."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Seconds that all cycles took so far."""
+        """Seconds of all cycles so far."""
         self.lost_s = 0.0
-        """Seconds that trials took beyond what the best would have taken for the same tokens."""
+        """Seconds of trials beyond the time of the best option for the same tokens."""
         self._cycle = 0
         self._pauses: dict[str, int] = {}
         self._due: dict[str, int] = {}
 
     def spent(self, seconds: float) -> None:
-        """A cycle was run, of whatever kind."""
+        """Add the seconds of a cycle."""
         self.seconds += seconds
         self._cycle += 1
 
     def next(self, best: Option, others: Mapping[str, Option]) -> str | None:
-        """The key of the option to try now; None: no trial is due.
+        """Return the key of the option to try now, or None.
 
-        A trial that is expected to gain is free. So is another option that may be as good as the best within the error
-        of what was measured: bad luck in its first cycles must not keep the better one out.
+        A trial with an expected gain is free. So is a trial of another option that may equal the best within the error
+        of measurement, so that bad luck in its first cycles does not exclude it.
 
         Args:
             best: the best option.
-            others: all others, and variations of the best.
+            others: all other options, and variations of the best, by key.
         """
         losses = {key: own.seconds - own.tokens / best.rate for key, own in others.items()}
         for key in sorted(others, key=losses.__getitem__):
@@ -251,18 +251,18 @@ class Trials:
         return None
 
     def tried(self, key: str, gain: float, lost_s: float) -> None:
-        """A trial is over.
+        """Record the result of a trial.
 
         Args:
-            key: what was tried.
-            gain: tokens per second that it is believed to give now, over what it was believed to give before.
-            lost_s: seconds that it took more than the best would have; below 0 if it was better.
+            key: key of the tried option.
+            gain: ratio of its estimated rates after and before the trial.
+            lost_s: seconds beyond the time of the best option for the same tokens; negative for a gain.
         """
         pause = FIRST_PAUSE if gain >= BETTER else 2 * self._pauses.get(key, FIRST_PAUSE)
         self._pauses[key], self._due[key] = pause, self._cycle + pause
         self.lost_s = max(0.0, self.lost_s + lost_s)
 
     def won(self, key: str) -> None:
-        """It is the best: when it no longer is, its pause begins anew."""
+        """Note that an option is the best; this resets its pause."""
         self._pauses.pop(key, None)
         self._due.pop(key, None)

@@ -1,8 +1,8 @@
-"""What an offloaded run spends its time on: spans of the compute stream, and of the link.
+"""Observers of an offloaded run, and a recorder of the time spans of its compute stream and its link.
 
-The runtime says what it goes over to (`enter`); one state lasts until the next. On the CPU a state is what the model's
-thread does. On CUDA it is what the stream does, from events: `policy` is then the time in which the device waits for
-the host.
+The runtime reports each change of state (`enter`); a state lasts until the next one. On the CPU the states are those of
+the thread that runs the model. On CUDA they are those of the compute stream, measured by events; `policy` is then time
+in which the device waits for the host.
 """
 
 from __future__ import annotations
@@ -23,79 +23,82 @@ from torch import Tensor
 from expertcast.data.machine import with_index
 from expertcast.predictors.messages import ExpertcastError
 
-# Observers: engine, cache and link call them, and depend on nothing that they do.
+# Observers. Engine, cache and link call them and do not depend on what they do.
 #
-# T tokens, D hidden size, E routed experts per layer. An expert's key is layer * E + expert.
+# T tokens, D hidden size, E routed experts per layer. The key of an expert is layer * E + expert.
 
 State = Literal["compute", "forecast", "wait", "policy"]
 
 
 class Observer:
-    """Does nothing with all it is told; subclasses take what they are for.
+    """Base class of observers; subclasses override the events that they need.
 
-    All calls but :meth:`copied` come from the thread that runs the model, in the order of events. What is handed over
-    belongs to the runtime: copy what is to be kept.
+    All methods but :meth:`copied` are called by the thread that runs the model, in the order of events. Arguments
+    belong to the runtime; copy what you keep.
     """
 
     def attached(self, experts: int) -> None:
-        """An offload of a model with E routed experts per layer begins."""
+        """An offload starts of a model with E = `experts` routed experts per layer."""
 
     def enter(self, state: State, layer: int) -> None:
-        """From here on the compute stream is in `state`, for `layer`."""
+        """The compute stream enters `state` at `layer`."""
 
     def routed(self, layer: int, residual_TD: Tensor, logits_TE: Tensor) -> None:
-        """A router has run; no policy has had its word."""
+        """A router has run; policies have not changed its choice yet."""
 
     def needed(self, layer: int, keys: Sequence[int]) -> None:
-        """What a layer executes is known and about to be requested (distinct keys)."""
+        """A layer will execute these distinct experts, which are requested next."""
 
     def asked(self, layer: int, keys: Sequence[int]) -> None:
-        """A forecast asks for experts of a later layer, most needed first; or the last layer, for the next token."""
+        """A forecast made at `layer` requests experts of a later layer or of the next token, most needed first."""
 
     def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
-        """A copy was under way.
+        """A copy has finished.
 
         Args:
-            key: the expert; -1 for a call of the device's own link, which moves several.
-            layer: whose expert it is.
-            start: when it began, by `time.perf_counter`, or by :meth:`device_time` on CUDA.
-            end: when it had arrived.
-            urgent: a layer was waiting for it, no forecast.
+            key: key of the expert; -1 for a call of a link on the device, which moves several.
+            layer: layer of the expert.
+            start: start time in seconds of `time.perf_counter`, or of :meth:`device_time` on CUDA.
+            end: time of arrival, on the same clock.
+            urgent: whether a layer waited for the copy; false for copies of forecasts.
         """
 
     def expanded(self, key: int, seconds: float) -> None:
-        """A copy in lower precision was expanded to the full block, in so many seconds of the model's thread."""
+        """A copy of lower precision was expanded to full precision in `seconds` of the thread that runs the model."""
 
     def device_time(self, event: torch.cuda.Event) -> float:
-        """Seconds of a finished CUDA event on this observer's clock; 0 where it keeps none."""
+        """Return the seconds of a finished CUDA event on this observer's clock; 0 without a clock."""
         del event
         return 0.0
 
 
-def check_observers(given: object) -> None:
-    """
+def check_observers(observers: object) -> None:
+    """Check the value of the option `observers`.
+
     Raises:
-        ExpertcastError: not a list of observers.
+        ExpertcastError: it is not a list of observers.
     """
-    if not isinstance(given, Sequence) or not all(isinstance(each, Observer) for each in given):
+    if not isinstance(observers, Sequence) or not all(isinstance(each, Observer) for each in observers):
         raise ExpertcastError(
-            f"observers={reprlib.repr(given)}: give a list of Observer objects, such as [Recorder('cpu')]"
+            f"observers={reprlib.repr(observers)}: give a list of Observer objects, such as [Recorder('cpu')]"
         )
 
 
 class Observers(Observer):
-    """Several at once, told in their order.
+    """Several observers, called in order.
 
-    An event goes straight to those that listen to it: to one of them it is a plain call, to none of them next to
-    nothing.
+    An event calls only the observers that override it, so an event with one listener costs one call.
+
+    Args:
+        observers: the observers.
     """
 
     def __init__(self, observers: Iterable[Observer]) -> None:
         self._observers = tuple(observers)
         for event in _EVENTS:
-            hear = [hears for observer in self._observers if (hears := heard(observer, event)) is not None]
-            if hear:
-                self.__dict__[event] = hear[0] if len(hear) == 1 else _each(hear)
+            listeners = [found for observer in self._observers if (found := listener(observer, event)) is not None]
+            if listeners:
+                self.__dict__[event] = listeners[0] if len(listeners) == 1 else _call_all(listeners)
 
     def device_time(self, event: torch.cuda.Event) -> float:
         return max((observer.device_time(event) for observer in self._observers), default=0.0)
@@ -104,51 +107,52 @@ class Observers(Observer):
 _EVENTS = [name for name, value in vars(Observer).items() if isfunction(value) and name != "device_time"]
 
 
-def heard(observer: Observer, event: str) -> Callable[..., None] | None:
-    """What is called for an event; None where nobody listens, so that a hot path need call nothing."""
-    hears: Callable[..., None] = getattr(observer, event)
-    return None if getattr(hears, "__func__", hears) is getattr(Observer, event) else hears
+def listener(observer: Observer, event: str) -> Callable[..., None] | None:
+    """Return the method of an observer for an event, or None if the observer does not override it."""
+    method: Callable[..., None] = getattr(observer, event)
+    return None if getattr(method, "__func__", method) is getattr(Observer, event) else method
 
 
-def _each(listening: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    def tell(*args: object) -> None:
-        for hears in listening:
-            hears(*args)
+def _call_all(listeners: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    def call(*args: object) -> None:
+        for each in listeners:
+            each(*args)
 
-    return tell
+    return call
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One state of the compute stream, or one copy.
-
-    `layer` is the MoE layer it belongs to: attention and router count to the layer whose experts follow, what
-    comes after the last experts to layer L.
-    """
+    """One state of the compute stream, or one copy."""
 
     state: str
-    """`compute`, `forecast`, `wait` (for copies), `policy` (the runtime's own host work), or `copy`."""
+    """`compute`, `forecast`, `wait` (for copies), `policy` (host work of the runtime), or `copy`."""
     layer: int
+    """MoE layer. Attention and router belong to the layer of the next experts; L after the last experts."""
     start: float
+    """Start in seconds, on one clock for all spans of a recorder."""
     end: float
-    """Seconds on one clock for all spans of a recorder."""
+    """End in seconds."""
     step: int
-    """Forward since the recording began; -1 for copies."""
+    """Number of the step since the recording began; -1 for copies."""
     urgent: bool = False
-    """A copy that a layer was waiting for, no forecast's."""
+    """Whether a layer waited for the copy; false for copies of forecasts."""
     expert: int = -1
-    """That a copy moved, as a number within its layer."""
+    """Expert (0..E-1) that the copy moved."""
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """Duration in seconds."""
         return self.end - self.start
 
 
 class Recorder(Observer):
-    """Collects spans of one offloaded run; give it to :func:`expertcast.offload` among `observers`.
+    """Observer that records the spans of one offloaded run; pass it to :func:`expertcast.offload` in `observers`.
 
-    `step_start` and `step_end` come from whoever runs the forwards: time between two steps is nobody's.
+    The caller of the model marks steps by :meth:`step_start` and :meth:`step_end`; time between steps is not recorded.
+
+    Args:
+        device: device of the model.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -161,19 +165,19 @@ class Recorder(Observer):
         self._origin: torch.cuda.Event | None = None
 
     def clear(self) -> None:
-        """Forget everything recorded so far."""
+        """Delete all spans."""
         self._marks.clear()
         self._copies.clear()
         self._step = -1
-        self._origin = None  # CUDA's times are single precision: near their origin they are fine enough
+        self._origin = None  # CUDA event times have single precision, which is accurate near their origin
 
     def step_start(self) -> None:
-        """A forward starts."""
+        """Mark the start of a step."""
         self._step += 1
         self.enter("compute", 0)
 
     def step_end(self) -> None:
-        """The forward's last kernels have been launched."""
+        """Mark the end of a step, after its last kernels are launched."""
         self._mark("", -1)
 
     def attached(self, experts: int) -> None:
@@ -189,7 +193,7 @@ class Recorder(Observer):
         return float(self._base().elapsed_time(event)) / 1e3
 
     def spans(self) -> Sequence[Span]:
-        """Spans of the compute stream in order of time. Synchronises a CUDA device."""
+        """Return the spans of the compute stream in order of time; this synchronises a CUDA device."""
         if self._cuda and self._marks:
             torch.cuda.synchronize(self._device)
         times = [self._seconds(mark[3]) for mark in self._marks]
@@ -200,11 +204,11 @@ class Recorder(Observer):
         ]
 
     def copies(self) -> Sequence[Span]:
-        """Copies, in the order in which they ended."""
+        """Return the spans of copies in the order of their end."""
         return list(self._copies)
 
     def steps(self) -> list[tuple[float, float]]:
-        """(start, end) of each forward."""
+        """Return (start, end) of each step in seconds."""
         bounds: dict[int, tuple[float, float]] = {}
         for span in self.spans():
             start, _ = bounds.get(span.step, (span.start, span.end))
@@ -223,7 +227,7 @@ class Recorder(Observer):
         return self._origin
 
     def _event_now(self) -> torch.cuda.Event:
-        """Recorded on the compute stream of the recorder's device, which need not be the current one."""
+        """Record an event on the compute stream of the recorder's device, which may not be the current device."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))  # type: ignore[no-untyped-call]
         return event
@@ -239,41 +243,40 @@ class Recorder(Observer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Medians over decode steps, in seconds, in the order in which they pass; each list has one entry per MoE layer."""
+    """Median times of the parts of a decode step in seconds, in their order; each list has one entry per MoE layer."""
 
     before_s: list[float]
-    """Attention and router, and whatever came before."""
+    """Attention and router, and everything before them."""
     request_s: list[float]
-    """The runtime's own work until the misses have been asked for."""
+    """Work of the runtime until the misses are requested."""
     forecast_s: list[float]
-    """Making a forecast; 0 without a predictor."""
+    """Computation of the forecast; 0 without a predictor."""
     prefetch_s: list[float]
-    """The runtime's own work until the forecast's experts have been asked for."""
+    """Work of the runtime until the forecast experts are requested."""
     launch_s: list[float]
-    """From there to the wait for copies."""
+    """Time between the prefetch requests and the wait for copies."""
     experts_s: list[float]
-    """From the end of the wait until the layer's experts are done and given back."""
+    """Time from the end of the wait until the experts are computed and released."""
     tail_s: float
-    """What follows the last MoE layer."""
+    """Time after the last MoE layer."""
     late_s: float = 0.0
-    """Per step, what the run took beyond the event model's account of it, such as threads that wake up late."""
+    """Additional time per step that the event model does not explain, such as late wake-ups of threads."""
 
     @property
     def compute_s(self) -> list[float]:
-        """[L] seconds of a layer that no copy has to be waited for; the tail counts to the last."""
+        """Seconds of each layer without waiting for copies [L]; the last one includes the tail."""
         columns = (self.before_s, self.request_s, self.forecast_s, self.prefetch_s, self.launch_s, self.experts_s)
         layers = [sum(values) for values in zip(*columns, strict=True)]
         return [*layers[:-1], layers[-1] + self.tail_s]
 
 
 def layer_times(recorder: Recorder) -> LayerTimes:
-    """Each layer's own times from a recorded run: medians over its steps, waits for copies left out.
+    """Compute the median times of each layer from a recorded run, without waits for copies.
 
-    Disturbances make a sum of medians smaller than the median of sums: all are stretched alike until they add up to the
-    median step.
+    A sum of medians is smaller than the median of sums, so all times are scaled to add up to the median step.
 
     Raises:
-        ExpertcastError: nothing was recorded.
+        ExpertcastError: the recorder has no spans.
     """
     samples: dict[tuple[str, int], list[float]] = defaultdict(list)
     steps: dict[int, float] = defaultdict(float)
@@ -282,7 +285,7 @@ def layer_times(recorder: Recorder) -> LayerTimes:
             samples[part, layer].append(seconds)
             steps[step] += seconds
     if not samples:
-        raise ExpertcastError("nothing was recorded: offload(..., observers=[Recorder(device)]) and run decode steps")
+        raise ExpertcastError("no steps were recorded: offload(..., observers=[Recorder(device)]) and run decode steps")
     typical = {place: statistics.median(seconds) for place, seconds in samples.items()}
     stretch = statistics.median(steps.values()) / sum(typical.values())
     layers = max(layer for _, layer in samples)
@@ -290,11 +293,11 @@ def layer_times(recorder: Recorder) -> LayerTimes:
         f"{part}_s": [stretch * typical.get((part, layer), 0.0) for layer in range(layers)]
         for part in ("before", "request", "forecast", "prefetch", "launch", "experts")
     }
-    return LayerTimes(**columns, tail_s=stretch * typical["before", layers], late_s=0.0)
+    return LayerTimes(**columns, tail_s=stretch * typical["before", layers])
 
 
 def _parts(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds of each of a layer's times, by the order of states that the engine goes through."""
+    """Return the seconds of each part of a layer, from the order of the engine's states."""
     part, parts = "before", dict[str, float]()
     for span in spans:
         if span.state == "wait":

@@ -1,4 +1,4 @@
-"""Counts of one offloaded run, per MoE layer and in total."""
+"""Statistics of an offloaded run, per MoE layer and in total."""
 
 from __future__ import annotations
 
@@ -12,107 +12,111 @@ from expertcast.predictors.messages import Json
 
 @dataclass(slots=True)
 class LayerStatistics:
-    """What happened at one MoE layer. A request is one distinct expert that a step of the layer needs."""
+    """Statistics of one MoE layer."""
 
     requests: int = 0
+    """Number of distinct experts that the layer needed, summed over steps."""
     hits: int = 0
-    """Requests whose expert had a slot, arrived or on its way, when the layer's routing was known."""
+    """Requests of experts that had a slot when the routing was known, including copies in flight."""
     misses: int = 0
-    """Requests whose copy was started only then; dropped and substituted experts are none."""
+    """Requests whose copy started after the routing was known; without dropped and substituted experts."""
     collisions: int = 0
-    """Misses of experts that were evicted earlier in the same forward."""
+    """Misses of experts that were evicted earlier in the same step."""
     evicted: int = 0
-    """Experts that gave their slot to another one."""
+    """Number of evictions."""
     skipped: int = 0
-    """Experts that the router chose and a lossy policy left out or replaced."""
+    """Experts that the router chose and that a lossy policy dropped or substituted."""
     prefetched: int = 0
-    """Copies asked for by a forecast, the dropped ones left out."""
+    """Copies requested by forecasts, without dropped ones."""
     prefetched_used: int = 0
-    """Of these, requested before they lost their slot (counted once per copy)."""
+    """Prefetched copies whose expert was requested before its eviction; each copy counts once."""
     prefetched_in_time: int = 0
-    """Of the used ones, arrived before compute came to wait for them."""
+    """Used prefetched copies that arrived before the layer waited for them."""
     dropped: int = 0
-    """Copies asked for by a forecast that were taken back before they started: `prefetched` does not count them."""
+    """Copies requested by forecasts and cancelled before they started; not part of `prefetched`."""
     bytes_moved: int = 0
-    """Bytes of this layer's experts, store to slots."""
+    """Bytes of this layer's experts copied from the store to slots."""
     waited_s: float = 0.0
-    """Seconds the layer's compute was blocked on copies, those that its own thread makes, with pages read from a disk,
-    among them (host time; CUDA streams wait on the device, see the link)."""
+    """Seconds that the layer waited for copies (host time; on CUDA the streams wait on the device, see the link).
+    Includes copies and disk reads by the thread that runs the model."""
     steps: int = 0
-    """Times the layer ran."""
+    """Number of times the layer ran."""
     chunks: int = 0
-    """Kernel calls; more than steps when a step's experts did not fit the slots."""
+    """Number of kernel calls; exceeds `steps` if the experts of a step did not fit the slots."""
 
 
 class RunStatistics:
-    """Counts that the engine and its cache keep: `layers[l]` of layer l, `as_dict` with totals.
+    """Statistics of a run: `layers[l]` for layer l, `total` for all layers.
 
     Args:
-        layers: MoE layers of the model.
+        layers: number of MoE layers.
     """
 
     reports: Sequence[Callable[[], Json]] = ()
-    """Further entries for :meth:`as_dict`, from those who keep them."""
+    """Functions that return further entries of :meth:`as_dict`."""
     uncounted: frozenset[str] = frozenset()
-    """Fields of a layer's statistics that stay 0, for nobody sees what they count."""
+    """Fields of the layers' statistics that this runtime cannot count; they stay 0."""
     keepers: Sequence[WeakMethod[Callable[[], AbstractContextManager[None]]]] = ()
-    """Entered around whatever is set to zero, for those who count on, as long as they live; see :meth:`resetting`."""
+    """Context managers entered around every reset, for observers that keep counting; see :meth:`resetting`."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerStatistics() for _ in range(layers)]
 
     @contextmanager
     def resetting(self) -> Iterator[None]:
-        """Inside, counters of the run are set to zero: `keepers` have seen what they were."""
-        with ExitStack() as told:
+        """Enter all `keepers`; reset counters inside this context."""
+        with ExitStack() as stack:
             for keeper in filter(None, (reference() for reference in self.keepers)):
-                told.enter_context(keeper())
+                stack.enter_context(keeper())
             yield
 
     def reset(self) -> None:
-        """Set everything to zero."""
+        """Set all counts to 0."""
         with self.resetting():
             self.layers[:] = [LayerStatistics() for _ in self.layers]
 
     @property
     def total(self) -> LayerStatistics:
-        """All layers together."""
+        """Sum over all layers."""
         return LayerStatistics(
             **{f.name: sum(getattr(layer, f.name) for layer in self.layers) for f in fields(LayerStatistics)}
         )
 
     @property
     def waited_s(self) -> float:
-        """Seconds that compute was blocked on copies, at all layers."""
+        """Seconds that all layers waited for copies."""
         return sum(layer.waited_s for layer in self.layers)
 
     @property
     def hit_rate(self) -> float:
-        """hits / requests; 0 when nothing ran."""
+        """hits / requests; 0 without requests."""
         total = self.total
         return total.hits / total.requests if total.requests else 0.0
 
     @property
     def prefetch_precision(self) -> float | None:
-        """prefetched_used / (prefetched + dropped): of the copies that forecasts asked for, those a layer used.
+        """prefetched_used / (prefetched + dropped): share of the requested copies that a layer used; None without any.
 
-        What is dropped counts, for it was asked for: a layer takes a queued copy back when it does not need the expert,
-        so that without it most wrong forecasts on a slow link would be left out. Experts that a forecast named and that
-        had a slot already, or for which no slot could be had, are no copies. None where nothing was asked for.
+        Dropped copies count, because layers cancel queued copies of experts that they do not need; on a slow link these
+        are most of the wrong forecasts. Forecast experts that were resident, or that got no slot, do not count.
         """
         total = self.total
         return share(total.prefetched_used, total.prefetched + total.dropped)
 
     @property
     def issued_precision(self) -> float | None:
-        """prefetched_used / prefetched: the same of the copies that were made; the wrong ones cost the link time."""
+        """prefetched_used / prefetched: share of the executed copies that a layer used; None without any."""
         total = self.total
         return share(total.prefetched_used, total.prefetched)
 
     def as_dict(self) -> Json:
-        """Totals, `hit_rate`, `prefetch_precision` and `issued_precision`, with `per_layer` beside them; `drift` and
-        `forecast_recall` of :class:`expertcast.runtime.engine.drift.DriftMonitor` (`drift` is None where nothing can be
-        said: no forecasts, a predictor without metrics, books on the device), and `refit` where they are refitted."""
+        """Return all statistics as plain values.
+
+        - the totals, `hit_rate`, `prefetch_precision`, `issued_precision`, and `per_layer`
+        - `drift` and `forecast_recall` of :class:`expertcast.runtime.engine.drift.DriftMonitor`; `drift` is None
+          without forecasts, for a predictor without metrics, and for a cache on the device
+        - `refit`, if the predictor is refitted during the run
+        """
         values = {
             **asdict(self.total),
             "hit_rate": self.hit_rate,
@@ -126,5 +130,5 @@ class RunStatistics:
 
 
 def share(part: int, whole: int) -> float | None:
-    """None where there is nothing to have a share of."""
+    """Return part / whole, or None if `whole` is 0."""
     return part / whole if whole else None

@@ -1,7 +1,7 @@
-"""What recorded runs look like over time: a Chrome trace, and a picture of a few decode steps (Fig. 2, Fig. 7).
+"""Timelines of recorded runs: Chrome traces, and pictures of a few decode steps.
 
-The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing: one process per run, one row for the compute stream,
-one for the link; each run begins at 0.
+A trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. Each run is a process that starts at 0, with one row
+for the compute stream and one for the link.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _FORECAST, _WAIT, _HOST = "#e8871e", "#d1495b", "#d9d9d9"
 
 
 def chrome_trace(recorders: Mapping[str, Recorder]) -> Json:
-    """The runs in the JSON object form of the trace event format; times in microseconds.
+    """Return the runs in the JSON object form of the trace event format, with times in microseconds.
 
     Args:
-        recorders: by name of the run.
+        recorders: recorders by name of the run.
     """
     events: list[Json] = []
     for process, (name, recorder) in enumerate(recorders.items(), start=1):
@@ -47,26 +47,35 @@ def chrome_trace(recorders: Mapping[str, Recorder]) -> Json:
 
 
 def write_timeline(path: str | Path, recorders: Mapping[str, Recorder]) -> None:
-    """Write :func:`chrome_trace` to a file, whole or not at all.
+    """Write :func:`chrome_trace` to a file, atomically.
+
+    Args:
+        path: path of the JSON file.
+        recorders: recorders by name of the run.
 
     Raises:
-        ExpertcastError: the folder does not exist or cannot be written.
+        ExpertcastError: the folder does not exist or is not writable.
     """
     write_where_told(Path(path), json.dumps(chrome_trace(recorders), allow_nan=False).encode())
 
 
 def draw_steps(recorders: Mapping[str, Recorder], png_path: str | Path, *, steps: int = 2) -> None:
-    """Draw a few decode steps of each run (those of median length) below each other on one time scale, as PNG.
+    """Draw consecutive decode steps of median duration of each run on one time scale, as a PNG file.
 
-    Each run has a row for compute and one for the link; a layer has one colour in both. Copies that a layer waited for
-    stand out from those of forecasts by hatching.
+    Each run has a row for compute and one for the link; a layer has the same colour in both. Copies of misses are
+    hatched.
+
+    Args:
+        recorders: recorders by name of the run.
+        png_path: path of the PNG file.
+        steps: number of steps to draw.
 
     Raises:
-        ExpertcastError: a run with fewer steps, no run, or a path that cannot be written.
+        ExpertcastError: there is no run, a run has fewer steps, or the path is not writable.
     """
     windows = {name: _window(name, recorder, steps) for name, recorder in recorders.items()}
     if not windows:
-        raise ExpertcastError("there is no recorded run to draw: give recorders by name")
+        raise ExpertcastError("recorders is empty: give at least one recorder by name")
     from matplotlib.figure import Figure
 
     layers = max(span.layer for spans, _, _ in windows.values() for span in spans)  # what follows them is layer L
@@ -86,7 +95,7 @@ def draw_steps(recorders: Mapping[str, Recorder], png_path: str | Path, *, steps
 
 
 def _labels(process: int, name: str) -> list[Json]:
-    """Metadata events: what Perfetto writes beside the rows, and their order."""
+    """Return metadata events with the labels and the order of the rows in Perfetto."""
     labels = [("process_name", 0, {"name": name}), ("process_sort_index", 0, {"sort_index": process})]
     for thread, row in _ROW_NAMES.items():
         labels += [("thread_name", thread, {"name": row}), ("thread_sort_index", thread, {"sort_index": thread})]
@@ -102,7 +111,7 @@ def _event(label: str, span: Span, process: int, thread: int, origin: float) -> 
 
 
 def _span_labels(spans: Sequence[Span]) -> list[str]:
-    """Names by what the layer is at: compute comes first for its attention, and after a wait for its experts."""
+    """Return labels of spans: a layer computes attention before its wait, and experts after it."""
     labels: list[str] = []
     last, before, waited = max((span.layer for span in spans), default=0), (-1, -1), False
     for span in spans:
@@ -127,7 +136,7 @@ def _copy_label(copy: Span) -> str:
 
 
 def _window(name: str, recorder: Recorder, steps: int) -> tuple[list[Span], list[Span], float]:
-    """Spans and copies of the steps in a row that take the median time, from 0 on, and how long they take."""
+    """Return spans and copies of the consecutive steps of median duration, shifted to 0, and their duration."""
     bounds = recorder.steps()
     if steps < 1 or len(bounds) < steps:
         raise ExpertcastError(f"steps={steps}, run {name!r} has {len(bounds)} recorded steps: draw 1 to that many")
@@ -142,7 +151,7 @@ def _window(name: str, recorder: Recorder, steps: int) -> tuple[list[Span], list
 
 
 def _draw_run(axis: Axes, spans: list[Span], copies: list[Span], layers: int, length_s: float) -> None:
-    """Row 1 (above): compute; row 0: link."""
+    """Draw a run: compute above, the link below."""
     for layer in range(layers + 1):
         colour = _colour(layer, layers)
         _bars(axis, [s for s in spans if s.state == "compute" and s.layer == layer], 1, colour)
@@ -168,7 +177,7 @@ def _bars(
 
 
 def _name_layers(axis: Axes, spans: Sequence[Span], row: int, length_s: float) -> None:
-    """A layer's number on its spans, where there is room; copies of one layer in a row count as one."""
+    """Write the number of the layer on its spans where it fits; adjacent copies of a layer get one number."""
     joined: list[Span] = []
     for span in sorted(spans, key=attrgetter("start")):
         if joined and joined[-1].layer == span.layer and span.start - joined[-1].end < 0.002 * length_s:
@@ -183,7 +192,7 @@ def _name_layers(axis: Axes, spans: Sequence[Span], row: int, length_s: float) -
 
 
 def _colour(layer: int, layers: int) -> ColorType:
-    """One colour per layer; neighbours differ in lightness too. What follows the last layer is grey."""
+    """Return the colour of a layer; neighbours differ in lightness too, and time after the last layer is grey."""
     from matplotlib import colormaps
 
     if layer >= layers:

@@ -1,10 +1,9 @@
-"""Recorded routing through a cache of so many bytes, with experts of any size and the runtime's eviction policies.
+"""Replay of recorded routing through a cache measured in bytes, for experts of different sizes.
 
-A layer of a forward is one event: its misses are counted against what was held before, all of them come in, and only
-then experts that it does not need are given up until the rest fits. Slots, links and time are left to
-:mod:`expertcast.runtime.simulation.simulator`, whose slots are all of one size.
+Each layer of each step is one event: its misses are counted and loaded, and then experts that it does not need are
+evicted until the rest fits. :mod:`expertcast.runtime.simulation.simulator` has slots of one size, links and times.
 
-L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
+L MoE layers, E routed experts per layer, K experts per token. The key of an expert is layer * E + expert.
 """
 
 from __future__ import annotations
@@ -24,19 +23,20 @@ from expertcast.runtime.policies.eviction import PROMPT_ROWS, Eviction, Eviction
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One layer of one forward."""
+    """One layer of one step."""
 
     layer: int
     fresh: bool
+    """Whether the step is a prefill."""
     rows: list[list[int]]
     """Experts of each token."""
     keys: list[int]
-    """Distinct, the one used last behind all others."""
+    """Distinct keys in the order of their last use."""
 
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """Of prompts or of decoded tokens."""
+    """Counts of prompts or of decode steps; fields ending in `_L` are by layer."""
 
     steps: int = 0
     requests: int = 0
@@ -47,20 +47,20 @@ class ReplayCounts:
 
     @property
     def hits(self) -> float:
-        """Share of the requests; 1 where there are none."""
+        """Hit rate; 1 without requests."""
         return 1 - self.misses / self.requests if self.requests else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay counted."""
+    """Counts of a replay."""
 
     decode: ReplayCounts
     prompt: ReplayCounts
 
 
 def forwards_of(routing: Routing) -> list[list[Event]]:
-    """The events of each forward, in order; layers that did not run have none."""
+    """Return the events of each step in order; layers that did not run have none."""
     forwards = []
     for step in routing.steps():
         events = []
@@ -82,28 +82,27 @@ def replay(
     memory: int,
     scope: str = "global",
 ) -> Replayed:
-    """Run forwards through an empty cache.
+    """Replay steps through an empty cache.
 
-    An event that alone needs more than the cache holds, as prompts do, keeps all of it until the next one. The policy
-    is told of `memory` as slots of the mean size. `belady` gives up the expert whose next use is farthest off, whatever
-    its size: the fewest misses where all have one size, a strong yardstick and no bound where they differ (that optimum
-    is NP-hard).
+    An event that needs more than the cache holds, such as a prompt, keeps all its experts until the next event. The
+    policy's number of slots is `memory` divided by the mean size of an expert. `belady` ignores sizes: it has the
+    minimum number of misses if all experts have the same size, and is no bound otherwise.
 
     Args:
-        forwards: of :func:`forwards_of`.
-        choice: the policy.
-        bytes_LE: of each expert.
-        top_k: K
-        memory: bytes of the cache.
-        scope: `global`, or `layer` for an equal share of the bytes each.
+        forwards: result of :func:`forwards_of`.
+        choice: eviction policy.
+        bytes_LE: bytes of each expert.
+        top_k: experts per token, K.
+        memory: size of the cache in bytes.
+        scope: `global`, or `layer` for an equal share of the bytes per layer.
 
     Raises:
-        ExpertcastError: a policy that reads more than routing, or less memory than a token's experts of one layer take.
+        ExpertcastError: the policy reads more than routing, or the memory does not hold one token's experts of a layer.
     """
     layers, experts = bytes_LE.shape
     if choice.cls.reads_scores:
         raise ExpertcastError(
-            f"{choice.name} reads the router's scores of all experts, which routing does not hold: choose another"
+            f"{choice.name} reads the router's scores, which recorded routing lacks: choose another eviction policy"
         )
     least = top_k * int(bytes_LE.max())
     share = memory if scope == "global" else memory // layers
@@ -118,7 +117,7 @@ def replay(
     for layer, policy in enumerate(cache.eviction.policies):
         if isinstance(policy, Belady):
             events = itertools.chain.from_iterable(forwards)
-            policy.foresee([event.keys for event in events if scope == "global" or event.layer == layer])
+            policy.set_future([event.keys for event in events if scope == "global" or event.layer == layer])
     counts = {fresh: ReplayCounts(requests_L=[0] * layers, misses_L=[0] * layers) for fresh in (False, True)}
     for forward in forwards:
         if forward:
@@ -130,7 +129,13 @@ def replay(
 
 
 class ByteCache:
-    """What is held, in bytes, by one budget or by one for each layer."""
+    """Cache with one budget in bytes, or one per layer.
+
+    Args:
+        eviction: eviction policy with its scope.
+        bytes_LE: bytes of each expert.
+        share: bytes of each budget.
+    """
 
     def __init__(self, eviction: Eviction, bytes_LE: Ids, share: int) -> None:
         self.eviction, self._share = eviction, share
@@ -139,7 +144,7 @@ class ByteCache:
         self._used = [0] * len(eviction.policies)
 
     def run(self, event: Event, counts: ReplayCounts) -> None:
-        """One event, counted."""
+        """Run one event and add it to the counts."""
         eviction, held, sizes, keys = self.eviction, self._held, self._bytes, event.keys
         budget = 0 if eviction.shares is None else event.layer
         policy = eviction.by_layer[event.layer]

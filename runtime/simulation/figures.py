@@ -1,8 +1,8 @@
-"""Figures of a sweep: hits and time per token against capacity, collisions per layer, quality against speed.
+"""Figures of a sweep: hits and time per token by capacity, collisions per layer, quality against speed.
 
-They read the rows that :func:`expertcast.runtime.simulation.sweep.sweep` gives. Colours are Okabe and Ito's, which stay
-apart for colour-blind readers; a set of policies has the same colour and marker in every figure, and `forecast` the
-widest line. Policies whose lines would lie on each other are one, and the legend names them all.
+The input is the rows of :func:`expertcast.runtime.simulation.sweep.sweep`. Colours are those of Okabe and Ito, which
+colour-blind readers can distinguish. A set of policies has the same colour and marker in every figure; `forecast` has
+the widest line. Policies with the same line are drawn once, and the legend names all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rows = Sequence[Json]
 
 
 class Style(NamedTuple):
-    """How a set of policies is drawn."""
+    """Line and marker of a set of policies."""
 
     colour: str
     marker: str
@@ -32,10 +32,10 @@ class Style(NamedTuple):
     width: float = 1.5
     size: float = 5.0
     order: float = 2.0
-    """What has more is drawn over what has less."""
+    """Drawing order: higher values are drawn on top."""
 
     def drawn(self, scale: float = 1.0) -> Json:
-        """The same for matplotlib's `plot`, lines and markers scaled."""
+        """Return the keyword arguments for matplotlib's `plot`, with scaled lines and markers."""
         return {
             "color": self.colour, "marker": self.marker, "linestyle": self.line, "linewidth": scale * self.width,
             "markersize": scale * self.size, "zorder": self.order,
@@ -45,21 +45,21 @@ class Style(NamedTuple):
 GREY = "#767676"
 _COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A89600", GREY)
 _LINES = ("-", "--", "-.")
-"""Of the first policies, of those for whom the colours begin anew, and so on."""
+"""Line styles; the next one is used when all colours are used."""
 _WIDTHS = ((2.4, 7.5, 2.1), (1.8, 5.5, 2.2), (1.2, 4.0, 2.3))
-"""Width, size of markers and order, in turns: where lines meet for a part of their way, the thin lies on the wide."""
+"""Line width, marker size and drawing order, used in turns: thin lines are drawn over wide ones."""
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 BOUNDS = {"belady": Style("#222222", ""), "belady_bypass": Style("#222222", "", ":")}
 _FORECAST = "forecast"
 _FORECAST_COLOUR = "#D55E00"
 _FORECAST_MARKERS = ("*", "d", "8", "H")
-_UNSEEN = 0.002
-"""Of what an axis reaches over: lines that are nowhere farther apart are one to the eye."""
+_INVISIBLE = 0.002
+"""Maximum distance of lines that look the same, as a share of the range of the axis."""
 _NAMES = ("prefetch", "predictor", "miss", "routing", "pre_eviction", "scope")
 
 
 def labelled(results: Rows) -> list[Json]:
-    """The rows with `label`, the eviction policy and whatever else differs among the rows, and its `style`."""
+    """Add `label` and `style` to each row; the label is the eviction policy and all settings that differ."""
     others = [row for row in results if row["eviction"] not in BOUNDS]
     differing = [name for name in _NAMES if len({row.get(name) for row in others}) > 1]
     styles: dict[str, Style] = {}
@@ -76,7 +76,7 @@ def labelled(results: Rows) -> list[Json]:
 
 
 def _style(forecast: bool, taken: Iterable[Style]) -> Style:
-    """One of its own, beside those that are taken."""
+    """Return a style that differs from those in `taken`."""
     before = sum((style.colour == _FORECAST_COLOUR) == forecast and bool(style.marker) for style in taken)
     if forecast:
         line = _LINES[before % len(_LINES)]
@@ -88,19 +88,20 @@ def _style(forecast: bool, taken: Iterable[Style]) -> Style:
 
 
 def one_line_each(rows: Rows, value: Callable[[Json], Sequence[float]]) -> list[Json]:
-    """The rows of labels whose lines lie apart. Of labels on one line, the rows of one of them stay (of `forecast` if
-    it is among them), and their `label` names all: `lfu = lhu`, or `lfu ≈ lhu` where they differ by less than is seen.
-    A bound keeps its own line.
+    """Merge labels whose lines look the same; bounds keep their own lines.
+
+    One label's rows stay (those of `forecast` if present), and their new label names all: `lfu = lhu` for equal values,
+    `lfu ≈ lhu` for values that differ invisibly.
 
     Args:
-        rows: labelled.
-        value: what is drawn of a row: so many numbers on one axis.
+        rows: rows with labels.
+        value: returns the numbers that are drawn for a row.
     """
     series: dict[str, dict[tuple[float, float], Sequence[float]]] = {}
     for row in rows:
         series.setdefault(row["label"], {})[row["capacity"], row["bandwidth"]] = value(row)
     every = [number for points in series.values() for numbers in points.values() for number in numbers]
-    unseen = _UNSEEN * (max(every, default=0.0) - min(every, default=0.0))
+    unseen = _INVISIBLE * (max(every, default=0.0) - min(every, default=0.0))
     bounds = {row["label"] for row in rows if row["eviction"] in BOUNDS}
     groups: list[list[str]] = []
     for label in series:
@@ -118,7 +119,7 @@ def one_line_each(rows: Rows, value: Callable[[Json], Sequence[float]]) -> list[
 def _farthest(
     one: Mapping[tuple[float, float], Sequence[float]], other: Mapping[tuple[float, float], Sequence[float]]
 ) -> float:
-    """The greatest distance of two lines; infinite where they are not of the same places."""
+    """Return the maximum distance of two lines; infinity if they have different points."""
     if one.keys() != other.keys():
         return math.inf
     return max(abs(a - b) for place in one for a, b in zip(one[place], other[place], strict=True))
@@ -126,12 +127,20 @@ def _farthest(
 
 _LEGEND_WIDTH, _LINE_INCHES = 30, 0.18
 _TICK_GAP = 0.1
-"""Of the axis: numbers on it that are closer are turned, so that they do not overlap."""
+"""Minimum distance of horizontal tick labels, as a share of the axis; closer labels are rotated."""
 _EXACT = {"miss": "fetch", "routing": "standard"}
 
 
 def write_figures(results: Rows, folder: Path) -> list[Path]:
-    """Write the figures that the rows have something for; returns their paths."""
+    """Write the figures of a sweep as PNG files.
+
+    Args:
+        results: rows of a sweep.
+        folder: existing folder for the files.
+
+    Returns:
+        Paths of the files: hits, times and collisions, and quality against speed if the rows have a perplexity.
+    """
     drawn = {"hit_rate": hit_rates(results), "tpot": token_times(results), "collisions": collisions(results)}
     if any(row.get("perplexity") is not None for row in results):
         drawn["pareto"] = pareto(results)
@@ -141,7 +150,7 @@ def write_figures(results: Rows, folder: Path) -> list[Path]:
 
 
 def hit_rates(results: Rows) -> Figure:
-    """Hits against capacity at the first bandwidth, Belady's bounds on top."""
+    """Draw the hit rate by capacity at the first bandwidth, with Belady's bounds."""
     rows = one_line_each(_first_bandwidth(labelled(results)), lambda row: [row["hit_rate"]])
     figure, (axis,) = panels(1)
     _lines(axis, rows, "hit_rate", 1.0)
@@ -150,7 +159,7 @@ def hit_rates(results: Rows) -> Figure:
 
 
 def token_times(results: Rows) -> Figure:
-    """Median time per token against capacity, a panel per bandwidth."""
+    """Draw the median time per token by capacity, one panel per bandwidth."""
     rows = one_line_each(labelled(results), lambda row: [row["tpot_s"]])
     bandwidths = _distinct(rows, "bandwidth")
     figure, axes = panels(len(bandwidths))
@@ -163,8 +172,10 @@ def token_times(results: Rows) -> Figure:
 
 
 def collisions(results: Rows) -> Figure:
-    """Misses of experts evicted earlier in the same pass, per layer: a column per capacity, over all accesses above and
-    over misses below (Fig. 5 and 9 of SpecMD; trap 8 of the definitions)."""
+    """Draw the misses of experts evicted in the same step, by layer (SpecMD, Fig. 5 and 9).
+
+    There is one column per capacity; rates are relative to requests in the upper row and to misses in the lower one.
+    """
     shares = ("collision_rate", "collision_share")
     rows = one_line_each(
         _without_bounds(_first_bandwidth(labelled(results))),
@@ -187,8 +198,10 @@ def collisions(results: Rows) -> Figure:
 
 
 def pareto(results: Rows) -> Figure:
-    """Perplexity against speed relative to fetching every miss, a panel per capacity; the line joins what nothing beats
-    in both (Fig. 7 of SpecMD)."""
+    """Draw perplexity against speed relative to loading every miss, one panel per capacity (SpecMD, Fig. 7).
+
+    A line joins the points of the Pareto frontier.
+    """
     rows = _without_bounds(_first_bandwidth(labelled(results)))
     rows = [row for row in rows if row["perplexity"] is not None]
     best = {key: min(row[key] for row in rows) for key in ("tpot_s", "perplexity")}
@@ -211,7 +224,7 @@ def pareto(results: Rows) -> Figure:
 
 
 def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(speed, perplexity) points that no other is at least as fast and as good as, by falling speed."""
+    """Return the (speed, perplexity) points of the Pareto frontier by falling speed."""
     best: list[tuple[float, float]] = []
     for speed, perplexity in sorted(set(points), key=lambda point: (-point[0], point[1])):
         if not best or perplexity < best[-1][1]:
@@ -220,7 +233,7 @@ def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _lines(axis: Axes, rows: Rows, key: str, unit: float) -> None:
-    """A line per label over capacity."""
+    """Draw one line per label by capacity."""
     for label, style in _styles(rows).items():
         points = sorted((row["capacity"], unit * row[key]) for row in rows if row["label"] == label)
         xs, ys = zip(*points, strict=True)
@@ -236,7 +249,7 @@ def _lines(axis: Axes, rows: Rows, key: str, unit: float) -> None:
 
 
 def panels(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure with so many axes side by side, and room for a legend."""
+    """Return a figure with `count` axes side by side and space for a legend."""
     figure = Figure(figsize=(2.8 + 4.2 * max(1, count), 4.4), layout="constrained")
     return figure, list(figure.subplots(1, max(1, count), squeeze=False)[0])
 
@@ -267,7 +280,7 @@ def _distinct(rows: Rows, key: str) -> list[float]:
 
 
 def _plain(axis: Axes) -> None:
-    """No box, a light grid."""
+    """Remove the frame and add a light grid."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(color="#DDDDDD", linewidth=0.6)
     axis.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""What a simulation runs on, and what it took."""
+"""Configuration and results of a simulation."""
 
 from __future__ import annotations
 
@@ -16,45 +16,44 @@ from expertcast.runtime.storage.layout import FULL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What computes and what copies."""
+    """Layer times and link of a simulated machine."""
 
     times: LayerTimes
-    """Of a decode step of one text. More experts than K, of a prefill or a batch, take their part longer: a layer's
-    experts are bound by reading their weights."""
+    """Times of a decode step of one sequence. The time of experts grows with their number, since it is bound by reading
+    their weights."""
     block_bytes: Mapping[str, int]
-    """Of one expert, by precision; `full` is among them."""
+    """Bytes of one expert by precision, including `full`."""
     bandwidth: float
-    """Bytes per second."""
+    """Bandwidth of the link or the disk, bytes per second."""
     latency: float = 0.0
     """Seconds per copy."""
     expand_s: float = 0.0
-    """Seconds of the model's thread per copy in lower precision."""
+    """Seconds to expand a copy of lower precision, in the thread that runs the model."""
     write_back: float = 0.0
-    """Share of a copy that giving up an expert takes on the link; 0 where the host keeps all weights, as the runtime's
-    store does."""
+    """Time of an eviction on the link, as a share of a copy; 0 if the host keeps all weights, as the store does."""
     window: int = 1
-    """Forecasts' copies that have been handed to the link and can no longer be overtaken; a disk knows its own."""
+    """Number of prefetch copies that the link has accepted and misses cannot overtake; a disk sets its own."""
     blocking: bool = False
-    """The link copies in the model's own thread, as the instant link does."""
+    """Whether copies run in the thread that runs the model."""
     prefill: LayerTimes | None = None
-    """Of prefills; None: as of a decode step."""
+    """Times of prefills; None: those of a decode step."""
     base: str = FULL
-    """What the experts are that `block_bytes` calls full: the model's own precision, or packed ones."""
+    """Precision of the experts that `block_bytes` calls full."""
     stored: Stored | None = None
-    """Experts lie on a disk, whose rate `bandwidth` is; None: in memory behind a link."""
+    """Form of the experts on a disk; None: they are in host memory."""
 
     @property
     def copy_s(self) -> float:
-        """Seconds of one expert among others back to back."""
+        """Seconds per expert of consecutive copies."""
         if self.stored is not None:
             return self.latency + self.stored.copy_s(self.bandwidth)
         return self.latency + self.block_bytes[FULL] / self.bandwidth
 
     def link(self) -> VirtualLink:
-        """A link at which nothing has been asked for.
+        """Return a new idle link.
 
         Raises:
-            ExpertcastError: no bandwidth, or a negative latency.
+            ExpertcastError: the bandwidth is not positive, or the latency is negative.
         """
         if self.stored is not None:
             return VirtualDisk(self.stored, self.bandwidth, self.latency, block_bytes=self.block_bytes)
@@ -66,79 +65,82 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One simulation."""
+    """Configuration of one simulation."""
 
     policies: Policies
     slots: int
-    """Experts that fit on the device."""
+    """Number of slots."""
     machine: Machine
     predictor: str | None = None
-    """Whose hints of the trace are given; None loads on demand."""
+    """Name of the forecasts in the trace; None: load on demand."""
     bypass: bool = False
-    """Belady's bound without forced admission, in place of the eviction policy."""
+    """Use the bound of :func:`.simulator.simulate_bypass` instead of the eviction policy."""
     cache: bool = True
-    """Keep experts until their slot is needed; else slots are given back as soon as a layer has run."""
+    """Keep experts until their slot is needed; false: free slots as soon as a layer has run."""
     carry: bool = True
-    """Without a cache, ask at the last layer for what the first layers needed, on behalf of the next token."""
+    """Without a cache: the last layer requests the previous experts of the first layers for the next token."""
 
     @property
     def pooled(self) -> bool:
-        """Whether pools decide who stays in a slot, and not the eviction policy."""
+        """Whether pools, and not the eviction policy, select the residents."""
         return self.machine.stored is not None and any(self.machine.stored.pools.values())
 
-    def timed(self, times: LayerTimes) -> Case:
-        """The same with other layer times."""
+    def with_times(self, times: LayerTimes) -> Case:
+        """Return a copy with other layer times."""
         return replace(self, machine=replace(self.machine, times=times))
 
 
 @dataclass(slots=True, kw_only=True)
 class Simulation:
-    """What a trace took."""
+    """Result of one simulation."""
 
     decode: RunStatistics
+    """Statistics of decode steps."""
     prefill: RunStatistics
+    """Statistics of prefills."""
     steps_s: list[float] = field(default_factory=list)
-    """Seconds of each decode step, of whatever text."""
+    """Seconds of each decode step, of all sequences."""
     prefills_s: list[float] = field(default_factory=list)
-    """Seconds of each prefill: until the first token."""
+    """Seconds of each prefill."""
     waits_s: list[list[float]] = field(default_factory=list)
-    """[step][L] seconds that each layer waited for copies, where they were asked for."""
+    """Seconds that each layer waited for copies [step][L]; empty unless requested."""
     bytes_read: int = 0
-    """From the disk in decode steps."""
+    """Bytes read from the disk in decode steps."""
     prefill_bytes_read: int = 0
+    """Bytes read from the disk in prefills."""
 
     @property
     def tpot_s(self) -> float:
-        """Median over the decode steps, as the benchmark reports it."""
+        """Median seconds of a decode step (time per output token)."""
         return statistics.median(self.steps_s)
 
     @property
     def ttft_s(self) -> float:
-        """Median over the prefills."""
+        """Median seconds of a prefill (time to first token)."""
         return statistics.median(self.prefills_s)
 
     @property
     def wait_s(self) -> float:
-        """Seconds of waiting per decode step, median."""
+        """Median seconds of waiting for copies per decode step; needs `waits_s`."""
         return statistics.median(map(sum, self.waits_s))
 
     @property
     def hit_rate(self) -> float:
-        """Of the decode steps."""
+        """Hit rate of the decode steps."""
         return self.decode.hit_rate
 
     @property
     def copies(self) -> float:
-        """Experts copied per decode step."""
+        """Mean number of experts copied per decode step."""
         total = self.decode.total
         return (total.misses + total.prefetched) / len(self.steps_s)
 
 
 def check_slots(slots: int, top_k: int) -> None:
-    """Refuse a cache that cannot hold what one token needs of a layer.
+    """Check that the slots hold the experts of one token at one layer.
 
     Raises:
-        ExpertcastError: fewer slots than one token needs (trap 12 of the definitions).
+        ExpertcastError: there are fewer slots than one token needs.
     """
     if slots < top_k:
         raise ExpertcastError(
@@ -147,10 +149,14 @@ def check_slots(slots: int, top_k: int) -> None:
 
 
 def constant_times(layers: int, layer_s: float | Sequence[float]) -> LayerTimes:
-    """Layer times from nothing but each layer's own seconds: half before its experts are known, half in them.
+    """Return layer times from the total seconds of each layer: half before the routing is known, half in the experts.
+
+    Args:
+        layers: number of MoE layers, L.
+        layer_s: seconds of every layer, or of each layer [L].
 
     Raises:
-        ExpertcastError: neither one number nor one per layer, or one that is not above 0.
+        ExpertcastError: the number of values is neither 1 nor L, or a value is not positive.
     """
     each = [layer_s] * layers if isinstance(layer_s, (int, float)) else list(layer_s)
     each = each * layers if len(each) == 1 else each
@@ -163,23 +169,24 @@ def constant_times(layers: int, layer_s: float | Sequence[float]) -> LayerTimes:
 
 
 def no_times(layers: int) -> LayerTimes:
-    """Layers that take no time."""
-    nothing = [0.0] * layers
+    """Return layer times of 0 seconds."""
+    zeros = [0.0] * layers
     return LayerTimes(
-        before_s=nothing, request_s=nothing, forecast_s=nothing, prefetch_s=nothing, launch_s=nothing,
-        experts_s=nothing, tail_s=0.0,
-    )  # fmt: skip
+        before_s=zeros, request_s=zeros, forecast_s=zeros, prefetch_s=zeros, launch_s=zeros, experts_s=zeros, tail_s=0.0
+    )
 
 
 def summary(done: Simulation) -> Json:
-    """Counts and times of a run, of its decode steps unless they say `prefill` or `ttft`.
+    """Return the counts and times of a simulation as plain values.
 
-    `collision_rate` is over all accesses, `collision_share` over misses (trap 8 of the definitions);
-    `prefetch_precision` is the share of the copies that forecasts asked for which a layer used, whether they were made
-    or `dropped`; `issued_precision` the same of those that were made (`prefetched`). `prefetch_recall` is the share of
-    all used copies that came by prefetch; `redundant` the share of copies that need not have been made: prefetched and
-    never used, or loaded again in the pass that had evicted them (row D11). `read_per_step` are
-    bytes from the disk, None where there is none.
+    All entries are of decode steps, except `prefill` and `ttft_*`.
+
+    - `collision_rate`, `collision_share`: misses of experts evicted in the same step, relative to requests and misses
+    - `prefetch_precision`: share of the copies requested by forecasts that a layer used; `issued_precision`: the same
+      without copies that were dropped before they started
+    - `prefetch_recall`: share of all used copies that were prefetched
+    - `redundant`: share of copies that were never used, or that replaced an eviction in the same step (ActiveEvict)
+    - `read_per_step`: bytes read from the disk; None without a disk
     """
     total, steps = done.decode.total, max(1, len(done.steps_s))
     used = total.prefetched_used
@@ -253,18 +260,22 @@ COLUMNS = (
 _UNITS = {
     "bandwidth": 1e-9, "bytes_per_step": 1e-6, "read_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3, "blocking_s": 1e3,
 }  # fmt: skip
-_DULL = {
+_OMITTED = {
     "prefetch": "none", "miss": "fetch", "routing": "standard", "pre_eviction": "none", "scope": "global",
     "base_precision": "full",
 }  # fmt: skip
 
 
 def table(results: Sequence[Json]) -> list[tuple[str, ...]]:
-    """Rows of text, headings first; columns in which nothing is said are left out."""
+    """Return the rows of a text table, headings first; columns with default values only are left out.
+
+    Args:
+        results: rows of :func:`.sweep.sweep`.
+    """
     shown = [
         (key, title, form)
         for key, title, form in COLUMNS
-        if any(result.get(key) not in (None, _DULL.get(key)) for result in results)
+        if any(result.get(key) not in (None, _OMITTED.get(key)) for result in results)
     ]
     rows = [tuple(title for _, title, _ in shown)]
     rows += [tuple(_cell(result, key, form) for key, _, form in shown) for result in results]

@@ -1,11 +1,11 @@
-"""A runtime in virtual time: the flow, the books and the policies of the real one over a link that counts seconds.
+"""Simulator: the runtime's flow, cache and policies in virtual time, over a link that counts seconds.
 
-A layer goes through the same events as in :class:`expertcast.runtime.engine.engine.HostEngine`:
+A layer passes the same events as in :class:`expertcast.runtime.engine.engine.HostEngine`:
 
     compute     | before | request | forecast | prefetch | launch | wait ... | experts |
     link                           [ miss ][ miss ][ forecast ][ forecast ] ...
 
-T tokens, L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
+T tokens, L MoE layers, E routed experts per layer, K experts per token. The key of an expert is layer * E + expert.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.links.virtual import VirtualDisk
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.belady import Belady, bypass_misses
-from expertcast.runtime.policies.eviction import PROMPT_ROWS, Eviction, Pooled, layer_shares
+from expertcast.runtime.policies.eviction import PROMPT_ROWS, Eviction, PoolEviction, layer_shares
 from expertcast.runtime.recording.recorder import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, check_slots
-from expertcast.runtime.simulation.trace import ForecastSource, Forward, ReplayedTokens, Trace, asked_for
+from expertcast.runtime.simulation.trace import ForecastSource, Forward, ReplayedTokens, Trace, request_order
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 
 
-def foretell(trace: Trace, eviction: Eviction) -> None:
-    """Give policies that need the future all events that will come; one that rules over a layer gets that layer's."""
+def set_future(trace: Trace, eviction: Eviction) -> None:
+    """Pass all future events to offline policies; a policy of one layer receives the events of its layer."""
     events = [keys for forward in trace.forwards for keys in forward.keys]
     for index, policy in enumerate(eviction.policies):
         if isinstance(policy, Belady):
-            policy.foresee(events if eviction.shares is None else events[index :: trace.shape.layers])
+            policy.set_future(events if eviction.shares is None else events[index :: trace.shape.layers])
 
 
 def simulate_bypass(trace: Trace, slots: int, machine: Machine, scope: str = "global") -> Simulation:
-    """The fewest misses of any policy that loads on demand and need not keep what it has just used.
+    """Simulate the minimum number of misses if used experts need not stay in a slot.
 
-    Times are of a layer that asks for its misses, waits for them all and computes.
+    Each layer requests its misses, waits for all of them, and computes.
 
     Args:
-        trace: what the routers say.
-        slots: experts that fit on the device.
-        machine: what computes and what copies.
-        scope: who shares the slots, as in :class:`expertcast.runtime.policies.Policies`.
+        trace: recorded routing.
+        slots: number of slots.
+        machine: times of the layers and the link.
+        scope: `global` or `layer`, as in :class:`expertcast.runtime.policies.Policies`.
     """
     layers = trace.shape.layers
     misses = _misses(trace, slots, scope)
@@ -70,7 +70,7 @@ def simulate_bypass(trace: Trace, slots: int, machine: Machine, scope: str = "gl
 
 
 def _misses(trace: Trace, slots: int, scope: str) -> list[int]:
-    """Of each event of each forward."""
+    """Return the number of misses of each event."""
     shape = trace.shape
     events = [keys for forward in trace.forwards for keys in forward.keys]
     cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
@@ -83,15 +83,19 @@ def _misses(trace: Trace, slots: int, scope: str) -> list[int]:
 
 
 _Costs = tuple[list[float], list[float], list[float], list[float], float]
-"""Seconds of the model's thread: per layer until the request, for asking for a forecast, for the launch and for each
-expert; and after the last layer."""
+"""Seconds of the thread that runs the model: by layer until the request, for forecast and prefetch, for the launch, and
+per expert; and after the last layer."""
 
 
 class VirtualRuntime:
-    """Slots, link, flow and clock of one run.
+    """Slots, link, flow and clock of one simulated run.
+
+    Args:
+        trace: recorded routing and forecasts.
+        case: policies, slots and machine.
 
     Raises:
-        ExpertcastError: policies that read more than the trace holds.
+        ExpertcastError: a policy reads more than the trace holds.
     """
 
     def __init__(self, trace: Trace, case: Case) -> None:
@@ -104,11 +108,11 @@ class VirtualRuntime:
         if trace.tokens_ahead is not None and policies.eviction.reads_tokens:
             tokens_ahead = ReplayedTokens(trace.tokens_ahead)
         self.link = machine.link()
-        pool = SlotPool(_layout(machine.block_bytes[FULL]), slots, torch.device("meta"))  # books without memory
+        pool = SlotPool(_layout(machine.block_bytes[FULL]), slots, torch.device("meta"))  # allocates no memory
         if isinstance(self.link, VirtualDisk):
             self.link.keep_parts(pool, shape, passing=1 if case.predictor is None and tokens_ahead is None else 2)
         if self.link.pools is not None:
-            policies.eviction = Eviction.over_all(Pooled(self.link.pools), shape.layers)
+            policies.eviction = Eviction.from_policy(PoolEviction(self.link.pools), shape.layers)
         self.residency = ExpertCache(
             pool, self.link, policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=case.cache
         )
@@ -120,34 +124,35 @@ class VirtualRuntime:
             carry=source.ahead if source is not None and carries else 0,
             tokens_ahead=tokens_ahead,
         )  # fmt: skip
-        self._routes = trace.known_routes() if self.flow.reads_logits or self.flow.decides else None
+        self._routes = trace.require_routes() if self.flow.reads_logits or self.flow.decides else None
         early = case.policies.prefetch.name != "none" or policies.pre_eviction.active
         self._forecasts = source if early or policies.eviction.reads_forecasts else None
         self._carries_at = shape.layers - 1 if carries else -1
-        """The layer that asks on behalf of the next token."""
+        """Layer that requests experts for the next token; -1: none."""
         self._decode = _costs(machine.times, shape.top_k)
         self._prefill = _costs(machine.prefill or machine.times, shape.top_k)
         self._late_s = machine.times.late_s
 
     def run(self, forward: Forward) -> float:
-        """One forward; returns its seconds."""
+        """Run one step and return its seconds."""
         link, flow = self.link, self.flow
-        until_request_s, ask_s, launch_s, expert_s, end_s = self._prefill if forward.fresh else self._decode
+        until_request_s, forecast_s, launch_s, expert_s, end_s = self._prefill if forward.fresh else self._decode
         start = link.now
         if forward.fresh:
             self.residency.abandon()
         flow.start_pass(forward.fresh, None if flow.tokens_ahead is None else self.trace.token_ids(forward))
-        told = forward.fresh and self.trace.routes is not None and self.policies.eviction.reads_routing
+        shows_routing = forward.fresh and self.trace.routes is not None and self.policies.eviction.reads_routing
         for layer, keys in enumerate(forward.keys):
             link.spend(until_request_s[layer])
             precision: Mapping[int, str] | None = None
             if self._routes is not None:
-                keys, precision = self._look(layer, forward, keys)
-            if told:
-                self._tell(layer, forward)
+                keys, precision = self._route(layer, forward, keys)
+            if shows_routing:
+                rows_TK = self.trace.require_routes().ids[layer][forward.rows]
+                self.policies.eviction.see_routing(layer, rows_TK[-PROMPT_ROWS:].tolist())
             chunks = flow.begin(layer, keys, precision)
             if self._forecasts is not None and not forward.fresh:
-                self._ask(self._forecasts, layer, forward, ask_s[layer])
+                self._prefetch(self._forecasts, layer, forward, forecast_s[layer])
             flow.finish(layer)
             link.spend(launch_s[layer])
             self._compute(layer, expert_s[layer], chunks, precision)
@@ -157,13 +162,13 @@ class VirtualRuntime:
     def _compute(
         self, layer: int, expert_s: float, chunks: list[list[int]], precision: Mapping[int, str] | None
     ) -> None:
-        """A layer's experts run.
+        """Compute the experts of a layer.
 
         Args:
-            layer: whose they are.
-            expert_s: seconds of one expert.
-            chunks: keys, of which the first have been requested.
-            precision: of those that need not come in full.
+            layer: the layer.
+            expert_s: seconds per expert.
+            chunks: keys of each chunk; the first chunk is requested already.
+            precision: precision of the experts that are not loaded in full.
         """
         residency, last = self.residency, len(chunks) - 1
         for index, chunk in enumerate(chunks):
@@ -175,8 +180,8 @@ class VirtualRuntime:
             self.link.spend(expert_s * len(chunk))
             residency.release(chunk)
 
-    def _look(self, layer: int, forward: Forward, keys: list[int]) -> tuple[list[int], Mapping[int, str] | None]:
-        """The router's scores to those who read them, and what policies make of its choice: keys and precisions."""
+    def _route(self, layer: int, forward: Forward, keys: list[int]) -> tuple[list[int], Mapping[int, str] | None]:
+        """Pass the router's scores to the policies and return the keys and precisions that they decide on."""
         flow, routes, rows = self.flow, self._routes, forward.rows
         assert routes is not None
         logits_TE = routes.logits[layer][rows]
@@ -188,42 +193,56 @@ class VirtualRuntime:
         if not decision.changed:
             return keys, None
         first = layer * self.trace.shape.experts
-        return asked_for([first + expert for row in decision.ids for expert in row]), decision.precision
+        return request_order([first + expert for row in decision.ids for expert in row]), decision.precision
 
-    def _tell(self, layer: int, forward: Forward) -> None:
-        """What each token of a prompt was given, to a policy that reads it."""
-        rows_TK = self.trace.known_routes().ids[layer][forward.rows]
-        self.policies.eviction.see_routing(layer, rows_TK[-PROMPT_ROWS:].tolist())
-
-    def _ask(self, forecasts: ForecastSource, layer: int, forward: Forward, ask_s: float) -> None:
-        """A decode step's forecast takes its time, as does what the last layer asks for on the next token's behalf."""
+    def _prefetch(self, forecasts: ForecastSource, layer: int, forward: Forward, forecast_s: float) -> None:
+        """Spend the time of a forecast, or of the requests for the next token, and prefetch the forecast experts."""
         due = forecasts.due(layer, forward)
         if due or layer == self._carries_at:
-            self.link.spend(ask_s)
+            self.link.spend(forecast_s)
         if due:
-            forecasts.ask(layer, forward, self.flow)
+            forecasts.submit(layer, forward, self.flow)
 
 
 def simulate(trace: Trace, case: Case, *, waits: bool = False) -> Simulation:
-    """Run a whole trace.
+    """Simulate a trace in virtual time.
 
-    Lossy policies change what is loaded and computed, not the recorded routing of later layers and tokens: what they
-    cost in quality is measured with a model (:func:`expertcast.runtime.measure_quality`).
+    Lossy policies change what is loaded and computed, but not the recorded routing of later layers and tokens. Their
+    effect on quality needs a model: :func:`expertcast.runtime.quality.policies.measure_policies`.
 
     Args:
-        trace: what the routers say, and forecasts of it.
-        case: how it is run.
-        waits: keep how long each layer of each decode step waited.
+        trace: recorded routing, with forecasts.
+        case: policies, slots and machine.
+        waits: record the wait of each layer in each decode step.
+
+    Returns:
+        Counts and times of prefills and decode steps.
 
     Raises:
-        ExpertcastError: fewer slots than one token needs, a link without bandwidth, or policies that read more than the
-            trace holds.
+        ExpertcastError: there are fewer slots than one token needs, the bandwidth is not positive, or a policy reads
+            more than the trace holds.
+
+    Example:
+        >>> from expertcast.predictors.view import ModelShape
+        >>> from expertcast.runtime.policies import Policies
+        >>> from expertcast.runtime.simulation.machine import Case, Machine, constant_times
+        >>> from expertcast.runtime.simulation.simulator import simulate
+        >>> from expertcast.runtime.simulation.trace import Forward, Trace
+        >>> keys = [[[0, 1], [4, 5]], [[0, 1], [4, 5]], [[0, 2], [4, 5]]]  # forward, layer: keys layer * 4 + expert
+        >>> forwards = [Forward(fresh=index == 0, rows=slice(index, index + 1), keys=each)
+        ...             for index, each in enumerate(keys)]
+        >>> shape = ModelShape(layers=2, hidden=8, experts=4, top_k=2)
+        >>> machine = Machine(times=constant_times(2, 1e-3), block_bytes={"full": 1_000_000}, bandwidth=1e9)
+        >>> policies = Policies(eviction="lru", prefetch="none")
+        >>> result = simulate(Trace(shape=shape, forwards=forwards), Case(policies=policies, slots=4, machine=machine))
+        >>> result.decode.total.hits, result.decode.total.misses
+        (7, 1)
     """
     check_slots(case.slots, trace.shape.top_k)
     if case.bypass:
         return simulate_bypass(trace, case.slots, case.machine, case.policies.scope)
     runtime = VirtualRuntime(trace, case)
-    foretell(trace, runtime.policies.eviction)
+    set_future(trace, runtime.policies.eviction)
     layers = trace.shape.layers
     done = Simulation(decode=RunStatistics(layers), prefill=RunStatistics(layers))
     waited_s = [0.0] * layers

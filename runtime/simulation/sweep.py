@@ -1,7 +1,4 @@
-"""Many simulations of one trace on all cores: policies x capacities x bandwidths, with Belady's bounds beside them.
-
-L MoE layers, E routed experts per layer, K experts per token.
-"""
+"""Sweeps: simulations of one trace with many policies, capacities and bandwidths, on all cores."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from expertcast.data.machine import usable_processors
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.policies.base import CacheShape
-from expertcast.runtime.policies.eviction import Pooled
+from expertcast.runtime.policies.eviction import PoolEviction
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, check_slots, summary
 from expertcast.runtime.simulation.simulator import simulate
@@ -31,17 +28,21 @@ CAPACITIES = (0.01, 0.05, 0.10, 0.25, 0.45)
 """Shares of all experts that fit on the device."""
 BELADY, BYPASS = "belady", "belady_bypass"
 EXACT = "exact"
-_LEAST = 4
-"""Cases that are worth the start of a process."""
+_CASES_PER_PROCESS = 4
+"""Minimum number of cases per process."""
 Quality = Callable[[Mapping[str, Case]], Mapping[str, Json]]
-"""`perplexity`, `agreement` and `kl` of lossy cases by name, and of the exact model as `exact`."""
+"""Returns `perplexity`, `agreement` and `kl` of lossy cases by name, and of the exact model as `exact`."""
 
 
 def slots_of(capacity: float, shape: ModelShape) -> int:
-    """floor(share x bytes of all experts / bytes of one) (trap 11 of the definitions).
+    """Return the number of slots for a capacity, rounded down.
+
+    Args:
+        capacity: share of all experts that fit on the device, in (0, 1].
+        shape: shape of the model.
 
     Raises:
-        ExpertcastError: no share of 1 or less.
+        ExpertcastError: the capacity is out of range.
     """
     if not 0 < capacity <= 1:
         raise ExpertcastError(f"capacity={capacity:g}: give the share of all experts that fits, such as 0.25")
@@ -49,8 +50,7 @@ def slots_of(capacity: float, shape: ModelShape) -> int:
 
 
 def with_bounds(cases: Sequence[Case]) -> list[Case]:
-    """The same with Belady's bounds behind them, for every scope, number of slots and machine: loading on demand with
-    forced admission, and with bypass."""
+    """Append Belady's bounds, with forced admission and with bypass, for every scope, number of slots and machine."""
     places: list[tuple[str, int, Machine]] = []
     for case in cases:
         place = (case.policies.scope, case.slots, case.machine)
@@ -67,22 +67,22 @@ def sweep(
     trace: Trace, cases: Sequence[Case], *, processes: int | None = None, quality: Quality | None = None,
     progress: bool = False,
 ) -> Json:  # fmt: skip
-    """Run all cases.
+    """Simulate all cases.
 
     Args:
-        trace: that all run.
-        cases: what is run.
-        processes: None: one per core, but none for a few cases; 1: this one.
-        quality: asked once, in this process, for all lossy cases that differ in more than the machine, with experts in
-            the model's own precision: of others nothing is known. None: of none.
-        progress: show a bar on standard error.
+        trace: recorded routing, with forecasts.
+        cases: configurations to simulate.
+        processes: number of processes; 1: this process only; None: one per core, fewer for few cases.
+        quality: measures the quality of lossy cases; called once, in this process, for cases whose experts have the
+            precision of the model. Cases that differ only in the machine are measured once. None: no quality.
+        progress: show a progress bar on standard error.
 
     Returns:
-        `results`: a row per case in the order given (see :func:`expertcast.runtime.simulation.machine.summary`), and
-        `skipped`: cases that cannot run, with the `reason`, such as fewer slots than one token needs.
+        `results`: one row per case, in order (see :func:`expertcast.runtime.simulation.machine.summary`); `skipped`:
+        cases that cannot run, with the `reason`.
 
     Raises:
-        ExpertcastError: what a simulation refuses.
+        ExpertcastError: a simulation raises it, see :func:`.simulator.simulate`.
     """
     shape, runnable, skipped = trace.shape, [], []
     for case in cases:
@@ -91,7 +91,7 @@ def sweep(
             runnable.append(case)
         else:
             skipped.append({**_heading(case, shape), "reason": reason})
-    count = processes or min(usable_processors(), -(-len(runnable) // _LEAST))
+    count = processes or min(usable_processors(), -(-len(runnable) // _CASES_PER_PROCESS))
     rows = list(
         Progress("simulating", total=len(runnable), unit="run", steps=_rows(trace, runnable, count), shown=progress)
     )
@@ -109,21 +109,23 @@ def sweep(
 
 
 def _rows(trace: Trace, cases: Sequence[Case], processes: int) -> Iterator[Json]:
-    """The row of each case, in their order; after an error nothing further is begun."""
+    """Yield the row of each case in order; an error stops further cases."""
     if processes <= 1:
         yield from (summary(simulate(trace, case)) for case in cases)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace"
         torch.save(trace, path)
-        ignoring = signal.SIGINT, signal.SIG_IGN  # a terminal sends it to all processes: this one ends the others
+        ignoring = signal.SIGINT, signal.SIG_IGN  # a terminal sends Ctrl-C to all processes; this one stops the others
         with ProcessPoolExecutor(processes, _context(), signal.signal, ignoring) as pool:
             yield from pool.map(partial(_run_saved, path), cases)
 
 
 def _context() -> BaseContext:
-    """New processes that share nothing with this one, whose libraries have threads; where that can be, one imports for
-    all the others."""
+    """Return a context whose processes are not forked from this one, since its libraries have threads.
+
+    A fork server, where available, imports the libraries once for all processes.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -137,18 +139,16 @@ def _run_saved(path: Path, case: Case) -> Json:
 
 @cache
 def _saved(path: Path) -> Trace:
-    """Read once per process; all processes share the tensors' memory."""
+    """Load the trace once per process; all processes share the memory of its tensors."""
     torch.set_num_threads(1)
     trace: Trace = torch.load(path, mmap=True, weights_only=False)
     return trace
 
 
 def refusal(case: Case, shape: ModelShape) -> str | None:
-    """Why a case cannot run; None if it can."""
+    """Return why a case cannot run, or None if it can."""
     if case.policies.eviction.name == BELADY and case.policies.lossy:
-        return (
-            "belady foresees what the routers choose, lossy policies execute other experts: run them with another one"
-        )
+        return "belady needs the experts in advance, but lossy policies change them: choose another eviction policy"
     if case.pooled and (case.policies.eviction.name != "lru" or case.policies.scope != "global" or case.policies.lossy):
         return "pools decide what stays in a slot: leave eviction, scope and lossy misses out"
     try:
@@ -160,11 +160,11 @@ def refusal(case: Case, shape: ModelShape) -> str | None:
 
 
 def _heading(case: Case, shape: ModelShape) -> Json:
-    """What was run, in the words of the command line."""
+    """Return the configuration of a case, with the names of the command line."""
     words = case.policies.as_dict()
     return {
         **words,
-        "eviction": BYPASS if case.bypass else Pooled.name if case.pooled else words["eviction"],
+        "eviction": BYPASS if case.bypass else PoolEviction.name if case.pooled else words["eviction"],
         "prefetch": "none" if case.predictor is None else words["prefetch"],
         "predictor": case.predictor,
         "slots": case.slots,

@@ -1,7 +1,7 @@
-"""Routing as the forwards of a runtime: prefills and decode steps, all experts of a layer in one event.
+"""Recorded routing as a sequence of prefills and decode steps.
 
-T tokens, B sequences decoded together, L MoE layers, E routed experts per layer, K experts per token, D hidden size.
-An expert's key is layer * E + expert.
+T tokens, B sequences decoded together, L MoE layers, E routed experts per layer, K experts per token, D hidden size,
+H rows of a forecast of the next tokens. The key of an expert is layer * E + expert.
 """
 
 from __future__ import annotations
@@ -21,80 +21,81 @@ from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.engine.forecasting import TokenForecasts
 
 PREFILL = 64
-"""Tokens of each document that are prefilled; half of a document that is shorter than twice as many."""
+"""Number of tokens of each document in its prefill; half of a document shorter than twice this number."""
 FEW_IDS = 512
-"""Up to so many ids the runtime asks for experts in the routers' order, beyond in that of their numbers."""
+"""Maximum number of ids for which the runtime requests experts in the order of the routers; otherwise by number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """One forward of the model."""
+    """One step of the model."""
 
     fresh: bool
-    """A prefill of new texts; else a decode step."""
+    """Whether it is a prefill of new sequences; otherwise a decode step."""
     sequences: int = 1
-    """B"""
+    """Number of sequences, B."""
     rows: slice | Tensor
-    """What belongs to it of the trace's routes and forecasts: its tokens, one sequence after another."""
+    """Rows of its tokens in the routes and forecasts of the trace, one sequence after another."""
     keys: list[list[int]]
-    """[L] distinct keys that each layer needs by its router, in the order in which the runtime asks for them."""
+    """Distinct keys that the router of each layer chose [L], in the order of the requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routes:
-    """What the policies that look further than keys read, for all tokens of a trace; per layer."""
+    """Router outputs for all tokens of a trace, one tensor per layer, for policies that read more than keys."""
 
     view: MoEView | None = None
-    """Whose routers route; needed by policies that have them route anew."""
+    """Routers of the model, for policies that route again."""
     logits: list[Tensor]
-    """[T, E]"""
+    """Router logits [T, E]."""
     ids: list[Tensor]
-    """[T, K]"""
+    """Chosen experts [T, K]."""
     weights: list[Tensor]
-    """[T, K]"""
+    """Combine weights [T, K]."""
     residual: list[Tensor]
-    """[T, D], or [T, 0] where they were not asked for."""
+    """Residual stream [T, D], or [T, 0] if it is not recorded."""
     token_T: Tensor | None = None
-    """The tokens' own ids; None where they are not known."""
+    """Token ids; None if they are not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """A predictor's forecasts for all tokens of a trace, made from the recorded routing (teacher-forced)."""
+    """Forecasts of a predictor for all tokens of a trace, computed from the recorded routing (teacher forcing)."""
 
     ahead: int
-    """Layers between a forecast and its target."""
+    """Number of layers between a forecast and its target."""
     forecasts: dict[int, Forecast]
-    """By target layer, with [T, ...] tensors."""
+    """Forecasts by target layer, with tensors [T, ...]."""
 
     def due(self, layer: int, forward: Forward) -> bool:
-        """Whether a forecast is made at this layer."""
+        """Return whether this layer makes a forecast."""
         return layer + self.ahead in self.forecasts
 
-    def ask(self, layer: int, forward: Forward, flow: LayerFlow) -> None:
-        """Tell the flow of the forecast that is due at this layer."""
+    def submit(self, layer: int, forward: Forward, flow: LayerFlow) -> None:
+        """Pass the forecast of this layer to the flow."""
         forecast = self.forecasts[layer + self.ahead][forward.rows]
         flow.hint(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Forecasts of one text as the keys that a run asked for, most needed first; selections have had their word."""
+    """Prefetch requests of a recorded run of one sequence, after the selection by its prefetch policy."""
 
     ahead: int = 1
+    """Number of layers between a forecast and its target."""
     steps: Sequence[Mapping[int, Sequence[int]]]
-    """Per row of the trace, keys by target layer; layers without a forecast are left out."""
+    """Keys by target layer, most needed first, for each row of the trace; layers without requests are missing."""
 
     def due(self, layer: int, forward: Forward) -> bool:
-        """As :meth:`Hints.due`."""
+        """Return whether this layer makes requests."""
         return layer + self.ahead in self._step(forward)
 
-    def ask(self, layer: int, forward: Forward, flow: LayerFlow) -> None:
-        """As :meth:`Hints.ask`."""
+    def submit(self, layer: int, forward: Forward, flow: LayerFlow) -> None:
+        """Prefetch the recorded keys of this layer."""
         flow.residency.prefetch(self._step(forward)[layer + self.ahead])
 
     def _step(self, forward: Forward) -> Mapping[int, Sequence[int]]:
-        assert isinstance(forward.rows, slice), "asked keys are those of one text"
+        assert isinstance(forward.rows, slice), "recorded prefetches belong to one sequence"
         row: int = forward.rows.start
         return self.steps[row]
 
@@ -104,21 +105,21 @@ ForecastSource = Hints | Asked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The routing of some texts, in the order in which a runtime would see it."""
+    """Routing of sequences in the order in which a runtime processes it."""
 
     shape: ModelShape
     forwards: list[Forward]
     routes: Routes | None = None
-    """None: a decoding seen from outside, for policies that look at keys alone."""
+    """Router outputs; None: keys only."""
     hints: Mapping[str, ForecastSource] = field(default_factory=dict)
-    """By predictor."""
+    """Forecasts by name of the predictor."""
     tokens_ahead: Sequence[Tensor | None] | None = None
-    """Of each forward, the forecast [H, L, E] of the tokens that follow, where one is due; in half precision, for they
-    are compared with each other, and there are many. None: eviction policies get none."""
+    """Forecast of the next tokens for each forward [H, L, E] in half precision, None for forwards without one; None:
+    no such forecasts."""
 
     @property
     def decode(self) -> list[Forward]:
-        """The decode steps."""
+        """Decode steps."""
         return [forward for forward in self.forwards if not forward.fresh]
 
     @property
@@ -127,36 +128,43 @@ class Trace:
         return len(self.decode)
 
     def token_ids(self, forward: Forward) -> Tensor | None:
-        """The ids [B, S] of a forward's tokens, where they are known; None for prompts of different lengths as well."""
+        """Return the token ids of a forward [B, S]; None if they are not recorded or the lengths differ."""
         if self.routes is None or self.routes.token_T is None:
             return None
         token_T = self.routes.token_T[forward.rows]
         return None if len(token_T) % forward.sequences else token_T.view(forward.sequences, -1)
 
-    def looking_ahead(self, follower: TokenForecasts, *, progress: bool = False) -> Trace:
-        """The same with forecasts of the next tokens, made once for all simulations; the residuals, which they are made
-        from, are left out."""
-        routes, due, made = self.known_routes(), list[int | None](), list[Tensor]()
+    def with_token_forecasts(self, follower: TokenForecasts, *, progress: bool = False) -> Trace:
+        """Return a copy with forecasts of the next tokens and without residuals.
+
+        Args:
+            follower: computes the forecasts.
+            progress: show a progress bar on standard error.
+
+        Raises:
+            ExpertcastError: the trace has no router outputs.
+        """
+        routes, due, forecasts = self.require_routes(), list[int | None](), list[Tensor]()
         for forward in Progress("forecasts", unit="forward", steps=self.forwards, shown=progress):
             probability_HLE = follower.start(forward.fresh, self.token_ids(forward))
-            due.append(None if probability_HLE is None else len(made))
+            due.append(None if probability_HLE is None else len(forecasts))
             if probability_HLE is not None:
-                made.append(probability_HLE.half())
+                forecasts.append(probability_HLE.half())
             for layer in range(self.shape.layers):
                 residual_TD, logits_TE = routes.residual[layer][forward.rows], routes.logits[layer][forward.rows]
                 follower.see(layer, residual_TD, logits_TE, forward.sequences)
-        table_NHLE = torch.stack(made) if made else ()  # one storage, which processes share
+        table_NHLE = torch.stack(forecasts) if forecasts else ()  # one storage, which processes share
         return replace(
             self,
             routes=replace(routes, residual=[residual_TD[:, :0] for residual_TD in routes.residual]),
             tokens_ahead=[None if row is None else table_NHLE[row] for row in due],
         )
 
-    def known_routes(self) -> Routes:
-        """What policies read that look further than keys.
+    def require_routes(self) -> Routes:
+        """Return the router outputs.
 
         Raises:
-            ExpertcastError: the trace has keys alone.
+            ExpertcastError: the trace has keys only.
         """
         if self.routes is None:
             raise ExpertcastError("this trace holds no router logits, which these policies read: record them")
@@ -167,18 +175,18 @@ def trace_of(
     shape: ModelShape, routes: Routes, document_T: Tensor, *, prefill: int = PREFILL, batch: int = 1,
     hints: Mapping[str, ForecastSource] | None = None,
 ) -> Trace:  # fmt: skip
-    """Texts one after another or `batch` at a time, each prefilled and then decoded to its end.
+    """Build a trace in which each document is prefilled and then decoded to its end, `batch` documents at a time.
 
     Args:
-        shape: the model's.
-        routes: of all T tokens.
-        document_T: names each token's document; neighbours belong together.
-        prefill: tokens of each document that are prefilled; half of a shorter one.
-        batch: documents decoded together, until the shortest of them ends.
-        hints: forecasts by predictor, for all T tokens.
+        shape: shape of the model.
+        routes: router outputs of all T tokens.
+        document_T: document of each token; the tokens of a document are contiguous.
+        prefill: number of tokens of each document in its prefill; half of a shorter document.
+        batch: number of documents decoded together, until the shortest ends.
+        hints: forecasts by name of the predictor, for all T tokens.
 
     Raises:
-        ExpertcastError: too few documents of two tokens or more.
+        ExpertcastError: there are fewer than `batch` documents of two tokens or more.
     """
     groups = list(_groups(document_T, batch))
     if not groups:
@@ -197,13 +205,19 @@ def trace_of(
 
 
 def prefilled(length: int, prefill: int) -> int:
-    """How many of a text's `length` tokens are read at once, of which `prefill` are asked for: half of a text that is
-    shorter than twice as many. Runs that say what a policy costs in quality read texts by the same rule."""
+    """Return the number of tokens in the prefill of a sequence: `prefill`, or half of a shorter sequence.
+
+    Measurements of quality use the same rule.
+
+    Args:
+        length: number of tokens of the sequence.
+        prefill: requested number of tokens.
+    """
     return min(prefill, length // 2)
 
 
-def asked_for(keys: Sequence[int]) -> list[int]:
-    """Distinct keys of a layer's T x K ids, in the order in which the runtime asks for them."""
+def request_order(keys: Sequence[int]) -> list[int]:
+    """Return the distinct keys of a layer's T x K ids in the order in which the runtime requests them."""
     return list(dict.fromkeys(keys)) if len(keys) <= FEW_IDS else sorted(set(keys))
 
 
@@ -212,12 +226,12 @@ def _forward(keys_LTK: list[list[list[int]]], rows: slice | Tensor, sequences: i
         keys = [keys_TK[rows.start] for keys_TK in keys_LTK]
     else:
         chosen = rows.tolist()
-        keys = [asked_for([key for row in chosen for key in keys_TK[row]]) for keys_TK in keys_LTK]
+        keys = [request_order([key for row in chosen for key in keys_TK[row]]) for keys_TK in keys_LTK]
     return Forward(fresh=fresh, sequences=sequences, rows=rows, keys=keys)
 
 
 def _groups(document_T: Tensor, batch: int) -> Iterator[list[range]]:
-    """Rows of `batch` documents at a time; what is left over at the end is left out."""
+    """Yield the rows of `batch` documents at a time, without an incomplete last group."""
     _, counts = torch.unique_consecutive(document_T, return_counts=True)
     documents, start = [], 0
     for count in counts.tolist():
@@ -229,54 +243,58 @@ def _groups(document_T: Tensor, batch: int) -> Iterator[list[range]]:
 
 
 class ReplayedTokens:
-    """Gives the forecasts of a trace's next tokens, forward by forward, from its beginning."""
+    """Forecasts of the next tokens from a trace, in place of a predictor.
+
+    Args:
+        forecasts: forecast of each forward, in order.
+    """
 
     def __init__(self, forecasts: Sequence[Tensor | None]) -> None:
         self._forecasts = iter(forecasts)
 
     def start(self, fresh: bool, token_BS: Tensor | None = None) -> Tensor | None:
-        """A forward starts: its forecast, whatever `fresh` and `token_BS` are; or None."""
+        """Return the forecast of the next forward, or None if it has none."""
         forecast_HLE = next(self._forecasts)
         return None if forecast_HLE is None else forecast_HLE.float()
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """All that follows from `layer`, `residual_TD`, `logits_TE` and `sequences` is in the forecasts."""
+        """Do nothing: the forecasts are recorded."""
 
 
 _CHUNK = 2048
-"""Tokens routed and forecast at a time."""
+"""Number of tokens processed at once."""
 _COLUMNS = ("logits", "ids", "weights", "residual")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """Which texts of a dataset are taken, and how they are decoded."""
+    """Selection of documents of a trace dataset, and how they are decoded."""
 
     split: str = "test"
-    """Its documents: train, validation, test or all."""
+    """Split of the documents: train, validation, test or all."""
     tokens: int | None = None
-    """Only the first so many tokens of the split."""
+    """Maximum number of tokens, from the start of the split."""
     prefill: int = PREFILL
-    """Tokens of each document that are prefilled; half of a shorter one."""
+    """Number of tokens of each document in its prefill; half of a shorter document."""
     batch: int = 1
-    """Documents decoded together, until the shortest of them ends."""
+    """Number of documents decoded together, until the shortest ends."""
 
 
 def load_trace(
     traces: TraceDataset, texts: Texts | None = None, *, predictors: Mapping[str, Predictor] | None = None,
     ahead: int = 1, residuals: bool = False,
 ) -> Trace:  # fmt: skip
-    """The documents of a split, one after another or some at a time, each prefilled and then decoded to its end.
+    """Load the routing of a trace dataset for simulations.
 
     Args:
-        traces: recorded routing.
-        texts: what of it; None: the default :class:`Texts`.
-        predictors: by name, bound to the traces' view; their forecasts are hints in decode steps.
-        ahead: layers between these forecasts and their targets.
-        residuals: keep the residual stream, which forecasts for the next tokens are made from.
+        traces: trace dataset.
+        texts: selection of documents; None: the defaults of :class:`Texts`.
+        predictors: predictors by name, bound to the view of the dataset; their forecasts are hints in decode steps.
+        ahead: number of layers between a forecast and its target.
+        residuals: keep the residual stream, which forecasts of the next tokens need.
 
     Raises:
-        ExpertcastError: a number out of range, or too few documents of two tokens or more.
+        ExpertcastError: a number is out of range, or there are too few documents of two tokens or more.
     """
     texts, predictors = texts or Texts(), predictors or {}
     if texts.prefill < 1 or texts.batch < 1:
@@ -310,7 +328,7 @@ def load_trace(
 def _part(
     rows: TraceBatch, view: MoEView, predictors: Mapping[str, Predictor], ahead: int, residuals: bool
 ) -> tuple[Routes, Tensor, dict[str, dict[int, Forecast]]]:
-    """Of some rows of a trace, their routes, documents, and forecasts by predictor and target layer."""
+    """Return routes, documents, and forecasts by predictor and target layer for some rows of a dataset."""
     ids, weights = route_all(view, rows.logits_TLE)
     states = [rows.state(view, layer) for layer in range(len(view) - ahead)] if predictors else []
     forecasts = {
@@ -326,5 +344,5 @@ def _part(
 
 
 def _joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Per layer the rows of all parts, in memory of their own."""
+    """Concatenate the rows of all parts, layer by layer."""
     return [torch.cat(list(columns)) for columns in zip(*parts, strict=True)]

@@ -216,7 +216,7 @@ def _recall(trace: Trace, name: str) -> float:
     """Return the mean recall@k of a trace's hints over their target layers."""
     from expertcast.runtime.simulation.trace import Hints
 
-    hints, routes = trace.hints[name], trace.known_routes()
+    hints, routes = trace.hints[name], trace.require_routes()
     assert isinstance(hints, Hints)
     hits = [
         (routes.ids[layer][:, :, None] == forecast.topk_ids_TK[:, None]).any(dim=2).float().mean()

@@ -387,7 +387,7 @@ def run(options: Options) -> Outcome:
         return policy_quality(options, str(model), runs, prefill=texts.prefill, batch=texts.batch, fitted=fitted)
 
     found = sweep(
-        trace if follower is None else trace.looking_ahead(follower, progress=True),
+        trace if follower is None else trace.with_token_forecasts(follower, progress=True),
         with_bounds(cases) if options.sweep else cases,
         processes=options.processes,
         quality=None if model is None else measured,

@@ -154,7 +154,7 @@ def test_expected_and_measured() -> None:
     )
     assert got["on_demand"]["expected_tpot_s"] == got["on_demand"]["model_tpot_s"] == 16.0
     assert (got["on_demand"]["tpot_s"], got["on_demand"]["relative_error"]) == (20.0, pytest.approx(-0.2))
-    later = replace(found, case=found.case.timed(replace(TIMES, late_s=2.0)))
+    later = replace(found, case=found.case.with_times(replace(TIMES, late_s=2.0)))
     late = advice_errors(later, {"a": runs["on_demand"]}, {"a": 18.0})["a"]
     assert (late["relative_error"], late["expected_tpot_s"], late["model_tpot_s"]) == (0.0, 18.0, 16.0)
     assert got["cached"]["relative_error"] == 0.0

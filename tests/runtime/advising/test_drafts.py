@@ -16,7 +16,7 @@ from expertcast.runtime.advising.drafts import DraftTraits, advise_drafts
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
-from expertcast.runtime.simulation.trace import Forward, Trace, asked_for, prefilled
+from expertcast.runtime.simulation.trace import Forward, Trace, prefilled, request_order
 from expertcast.runtime.storage.layout import FULL
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
@@ -38,7 +38,7 @@ def routed_trace(ids_TLK: Tensor, experts: int, prompt: int = 64) -> Trace:
     forwards = []
     for start, stop in spans:
         columns = zip(*keys_TLK[start:stop], strict=True)
-        keys = [asked_for([key for row in column for key in row]) for column in columns]
+        keys = [request_order([key for row in column for key in row]) for column in columns]
         forwards.append(Forward(fresh=not start, rows=slice(start, stop), keys=keys))
     return Trace(shape=ModelShape(layers=layers, experts=experts, top_k=top_k, hidden=0), forwards=forwards)
 

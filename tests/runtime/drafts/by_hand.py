@@ -61,5 +61,5 @@ def step(tokens: int, width: int, experts: int, top_k: int, seed: int = 0) -> tu
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Of norms, relative."""
+    """Return the relative distance by norm."""
     return float((found.float() - expected.float()).norm() / expected.float().norm())

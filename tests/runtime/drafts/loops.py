@@ -28,7 +28,7 @@ LENGTHS = (3, None)
 
 
 def tiny(family: str, dtype: torch.dtype = torch.float32, vocabulary: int = 4096, **own: Any) -> PreTrainedModel:
-    """A random model of the family whose windows are small; texts end by their length alone."""
+    """Return a random model of the family with small windows; sequences end by their length only."""
     config = tiny_config(family)
     text = config.get_text_config(decoder=True)
     small = dict.fromkeys(("sliding_window", "sliding_window_size"), 8)
@@ -54,7 +54,7 @@ def prompt(rows: int = 1, length: int = 5, vocabulary: int = 4096, seed: int = 1
 
 
 def padded(rows: int, vocabulary: int = 4096) -> dict[str, Tensor]:
-    """Texts of 6, 5, 4 and 3 tokens, padded on the left."""
+    """Return prompts of 6, 5, 4 and 3 tokens, padded on the left."""
     ids_BS, mask_BS = prompt(rows, 6, vocabulary), torch.ones(rows, 6, dtype=torch.long)
     for row in range(rows):
         ids_BS[row, :row], mask_BS[row, :row] = 0, 0
@@ -63,7 +63,7 @@ def padded(rows: int, vocabulary: int = 4096) -> dict[str, Tensor]:
 
 @contextmanager
 def cycles_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cycle]]:
-    """The cycles that are run inside, as the governor is told of them."""
+    """Collect the cycles that the governor observes."""
     found: list[Cycle] = []
     observe = Governor.observe
 
@@ -77,20 +77,20 @@ def cycles_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cycle]]:
 
 
 class Scripted(Proposer):
-    """Proposes what a text goes on with, or, from some of its columns on, what it does not.
+    """Proposes the continuation of known sequences, optionally with wrong tokens at the end.
 
     Args:
-        texts_BS: whole texts without padding, prompts included.
-        right: of each proposal so many tokens are right, the others wrong; None: all.
-        vocabulary: V
+        texts_BS: whole sequences without padding, including the prompts.
+        right: number of right tokens at the start of each proposal; None: all.
+        vocabulary: vocabulary size, V.
     """
 
     def __init__(self, texts_BS: Tensor, right: int | None, vocabulary: int = 4096) -> None:
         self._texts, self._right, self._vocabulary = texts_BS, right, vocabulary
 
-    def propose(self, text_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-        length = text_1S.shape[1]
-        row = next(text_S for text_S in self._texts if torch.equal(text_S[:length], text_1S[0]))
+    def propose(self, ids_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
+        length = ids_1S.shape[1]
+        row = next(text_S for text_S in self._texts if torch.equal(text_S[:length], ids_1S[0]))
         ids_m = row[length : length + most].clone()
         if self._right is not None:
             ids_m[self._right :] = (ids_m[self._right :] + 1) % self._vocabulary
@@ -110,7 +110,7 @@ def script(offloaded: OffloadedModel, texts_BS: Tensor, right: int | None, vocab
 
 
 def check_books(offloaded: OffloadedModel) -> None:
-    """Nothing is running, kept or asked for; slots, policies and copies agree."""
+    """Check that no draft runs, no expert is protected or requested, and slots, policies and copies agree."""
     residency, engine = offloaded.residency, offloaded._engine
     assert engine.stage is None
     assert engine.ahead is None
@@ -137,7 +137,7 @@ def repeating(length: int = 9, seed: int = 3) -> Tensor:
 
 
 def prepared(model: PreTrainedModel, **options: Any) -> GenerationConfig:
-    """As `generate` prepares it."""
+    """Return a configuration as `generate` prepares it."""
     config, _ = model._prepare_generation_config(GenerationConfig(pad_token_id=0, **options))
     model._prepare_special_tokens(config, True, device=torch.device("cpu"))
     return config

@@ -26,7 +26,7 @@ Accept = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, torch.Generator
 
 
 def chain(vocabulary: int, seed: int, kept: int | None = None) -> Tensor:
-    """Logits [V, V] of the next token by the last; of each row only the `kept` largest are finite."""
+    """Return logits of the next token by the last one [V, V]; only the `kept` largest of each row are finite."""
     logits_VV = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed)) * 1.2
     if kept is not None:
         least_V1 = logits_VV.topk(kept).values[:, -1:]
@@ -65,7 +65,7 @@ def sequences(
 
 
 def p_value(counts: Tensor, expected: Tensor) -> float:
-    """That counts of these expectations come from their distribution. Cells of fewer than 5 expected are one cell."""
+    """Return the p-value of a chi-squared test of the counts. Cells with fewer than 5 expected are joined."""
     expected = expected.double()
     if bool(counts[expected == 0].any()):
         return 0.0
@@ -140,7 +140,7 @@ def test_as_many_stand_as_the_distributions_share(draft: str) -> None:
 @pytest.mark.parametrize("known", [(5,), (5, 2), (5, 2, 5)])
 @pytest.mark.parametrize("draft", ["sampled", "likeliest"])
 def test_known_text_stands_though_the_model_never_says_it(known: tuple[int, ...], draft: str) -> None:
-    """Token 5 has probability 0 everywhere; what follows the known tokens is the model's."""
+    """Token 5 has probability 0 everywhere; after known tokens the model decides."""
     p_VV = chain(6, 1).index_fill(1, torch.tensor([5]), -torch.inf)
     q_VV = chain(6, 2) if draft == "sampled" else None
     ids_BN, accepted_B = sequences(accept_sampled, p_VV, q_VV, 3, known)

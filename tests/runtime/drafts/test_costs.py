@@ -1,4 +1,4 @@
-"""What drafts cost and give: hand-worked, and against sums that were written otherwise."""
+"""Costs and yield of drafts: cases worked out by hand, and independent implementations."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_a_cycle_by_hand() -> None:
         Cycle(draft="int4", drafted=2, accepted=(1,), passes_s=(0.004, 0.002), verify_s=0.0165, waited_s=0.0035,
               growth=(6, 2)), verify.values(3), 0.001,
     )  # fmt: skip
-    # that cycle itself: 6 copies in the first pass leave 2 ms of them; 2 more in the next: 2 ms are left again.
-    # Verification of 13 ms hides all but the first layer's share, .5 ms: 6 + 13 + .5 = 19.5 of 22.5 ms. 3 ms remain,
-    # which the draft foresaw nothing of.
+    # The cycle itself: 6 copies in the first pass leave 2 ms of them; 2 more in the next: 2 ms are left again.
+    # Verification of 13 ms hides all but the first layer's share, .5 ms: 6 + 13 + .5 = 19.5 of 22.5 ms. 3 ms remain
+    # for experts that the draft did not predict.
     assert model.report(1)["rest_s"] == pytest.approx([0.003])
     # n = 0: 11. n = 1: 4 + 12 + 2/4. n = 2: 19.5; n = 3, with 30 new ones: 30 ms are left, of which 14 * 3/4 hide
     assert model.seconds(3, verify.values(4), 0.001, (6, 2, 30)) == pytest.approx(

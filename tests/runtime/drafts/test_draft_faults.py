@@ -38,7 +38,7 @@ class _Streamer(BaseStreamer):  # type: ignore[misc]
         self._raises()
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _module(layer: int, which: str) -> Place:

@@ -19,7 +19,7 @@ from tests.runtime.conftest import refused
 from tests.runtime.drafts.loops import LENGTHS, SLOTS, check_books, cycles_of, padded, prompt, script, tiny
 
 VOCABULARY = 64
-"""So few that texts repeat themselves, and end."""
+"""Small, so that sequences repeat themselves, and end."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def offloaded() -> Iterator[OffloadedModel]:
 
 
 def both(offloaded: OffloadedModel, draft: str, length: int | None, **given: Any) -> tuple[Any, Any]:
-    """What comes out with a draft, and without."""
+    """Return the outputs with a draft and without."""
     given = {"max_new_tokens": 12, "do_sample": False} | given
     drafted = offloaded.generate(**given, draft=draft, draft_length=length)
     check_books(offloaded)
@@ -41,7 +41,7 @@ def both(offloaded: OffloadedModel, draft: str, length: int | None, **given: Any
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_next", "lfm2_moe"])
 def test_rows_of_a_batch_end_where_they_would(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of different length, padded on the left; the end of a text is what each row says at another step."""
+    """Prompts of different lengths, padded on the left; each row generates the end token at another step."""
     given: dict[str, Any] = dict(padded(4, VOCABULARY))
     with offload(tiny(family, vocabulary=VOCABULARY), slots=SLOTS) as offloaded:
         whole = offloaded.generate(**given, max_new_tokens=12, do_sample=False, draft="none")[:, 6:]
@@ -67,9 +67,9 @@ def test_what_rows_know_ahead_is_not_judged(offloaded: OffloadedModel, monkeypat
     class Half(Proposer):
         """Right on the first row."""
 
-        def propose(self, text_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-            length = text_1S.shape[1]
-            row = 0 if torch.equal(text_1S[0], whole[0, :length]) else 1
+        def propose(self, ids_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
+            length = ids_1S.shape[1]
+            row = 0 if torch.equal(ids_1S[0], whole[0, :length]) else 1
             ids_m = (whole[row, length : length + most] + row) % VOCABULARY
             return ids_m[None], None
 
@@ -130,7 +130,7 @@ def test_stop_strings(reference_model: PreTrainedModel, reference_tokenizer: Any
         for length in LENGTHS:
             asked = {"tokenizer": reference_tokenizer, "draft": "resident", "draft_length": length}
             assert torch.equal(offloaded.generate(**stopped, **asked), expected)
-        with pytest.raises(ExpertcastError, match="stop_strings need the tokenizer"):
+        with pytest.raises(ExpertcastError, match="stop_strings need a tokenizer"):
             offloaded.generate(**stopped, draft="resident")
     assert expected.shape[1] < given["input_ids"].shape[1] + 30
 
@@ -253,7 +253,7 @@ def test_the_same_tokens_whatever_the_offload(kind: str) -> None:
         ({"draft": "early_exit:depth=1"}, "depth"),
         ({"draft": "auto", "draft_length": 2}, "leave the length out"),
         ({"draft": "speculate"}, "offload the model with a predictor"),
-        ({"draft": Policies()}, "lose nothing"),
+        ({"draft": Policies()}, "lossless policies"),
         ({"num_beams": 2}, "num_beams"),
         ({"use_cache": False}, "use_cache=False"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),

@@ -24,13 +24,13 @@ from tests.runtime.drafts.loops import SLOTS, cycles_of, prompt, tiny
 
 @dataclass(frozen=True)
 class Draft:
-    """How one draft truly is."""
+    """True properties of one draft."""
 
     acceptance: tuple[float, ...]
-    """Of each position; the last also of those after it."""
+    """Acceptance of each position; the last value also holds for later ones."""
     pass_s: float
     growth: tuple[float, ...] = (0.0,)
-    """Mean new experts by position; the last also of those after it."""
+    """Mean number of new experts by position; the last value also holds for later ones."""
     missed: float = 0.0
     """Mean experts per verified token that it did not foresee: each is copied while its layer waits."""
 
@@ -134,7 +134,7 @@ class Run:
         draft = world.drafts[name]
         passes: list[float] = []
         fresh = iter(range(world.layers * world.experts))
-        while not passes or self.governor.goes_on(choice, self.buffer):
+        while not passes or self.governor.should_continue(choice, self.buffer):
             passes.append(draft.pass_s * self._noise())
             position = len(passes) - 1
             self.buffer.put(position, [next(fresh) for _ in range(new[position])], ())
@@ -150,8 +150,10 @@ class Run:
         )  # fmt: skip
 
     def _verification(self, passes: list[float], new: list[int], compute_s: float) -> tuple[float, float]:
-        """Seconds of an exact pass that begins after the draft passes, and those it waits: copies of a position are
-        asked for when its pass begins, and copied in the order of their layers as far as they have not begun."""
+        """Return the seconds of an exact pass after the draft passes, and the seconds that it waits.
+
+        Copies of a position are requested when its pass starts. Copies that have not started run by layer.
+        """
         world, layers = self.world, self.world.layers
         now, waiting = 0.0, [0.0] * layers
         for own_s, count in zip(passes, new, strict=True):
@@ -354,14 +356,16 @@ def test_a_draft_stops_where_new_experts_cost_more_than_tokens_are_worth() -> No
         n = max(choice.length, 2)
         governor.observe(_cycle(choice.draft, n if choice.draft else 0, accepted=n, growth=(1,) * n))
     buffer = LookaheadBuffer(256)
-    assert governor.goes_on(choice, buffer), "the first token is always drafted"
+    assert governor.should_continue(choice, buffer), "the first token is always drafted"
     buffer.put(0, [0], ())
-    assert governor.goes_on(choice, buffer)
+    assert governor.should_continue(choice, buffer)
     buffer.put(1, range(1, 60), ())
-    assert governor.goes_on(choice, buffer), "the cycle has to bring these 59 experts now, and more tokens share them"
+    assert governor.should_continue(choice, buffer), (
+        "the cycle has to bring these 59 experts now, and more tokens share them"
+    )
     for position in range(2, choice.longest):
         buffer.put(position, [0], ())
-        assert governor.goes_on(choice, buffer) == (position + 1 < choice.longest)
+        assert governor.should_continue(choice, buffer) == (position + 1 < choice.longest)
 
 
 def test_the_limit_of_a_cycle_bounds_its_length_but_leaves_one() -> None:
@@ -413,7 +417,7 @@ def test_a_report_is_plain_values() -> None:
     found = json.loads(json.dumps(run.governor.report()))
     assert sum(found["lengths"].values()) == 100
     assert found["seconds"] == pytest.approx(run.seconds)
-    assert found["reasons"][0] == {"cycle": 0, "reason": "trying none: too few steps to judge it"}
+    assert found["reasons"][0] == {"cycle": 0, "reason": "trying none: too few measurements"}
     assert Governor(4, 1e-3).report()["predicted_over_actual"] is None
 
 

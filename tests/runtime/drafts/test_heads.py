@@ -1,4 +1,4 @@
-"""Heads for later tokens, read from tiny checkpoints, against transformers' own `generate(use_mtp=True)`."""
+"""MtpHeads for later tokens, read from tiny checkpoints, against transformers' own `generate(use_mtp=True)`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import expertcast
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.drafts.acceptance import accept_greedy
 from expertcast.runtime.drafts.cache import SharedCache
-from expertcast.runtime.drafts.proposals import Heads, HeadsDraft
+from expertcast.runtime.drafts.proposals import MtpHeads, MtpProposer
 from tests.families.models import tiny_model
 from tests.families.table import tiny_config
 from tests.runtime.conftest import refused
@@ -27,10 +27,9 @@ PROMPT = torch.randint(10, 4096, (1, 9), generator=torch.Generator().manual_seed
 
 
 def checkpoint(family: str, heads: int, folder: Path, reads: str = "token") -> Path:
-    """A tiny model's checkpoint, its heads behind its layers as published ones have them.
+    """Write the checkpoint of a tiny model with its heads after its layers, as in published checkpoints.
 
-    Where heads read the last token, which says the next above all, a draft is right now and then; where they read the
-    past, every token of it shows in the draft.
+    Heads that read the last token are right sometimes. Heads that read the past depend on every token of it.
     """
     config = tiny_config(family)
     config.num_mtp_layers = heads
@@ -59,7 +58,7 @@ def checkpoint(family: str, heads: int, folder: Path, reads: str = "token") -> P
 
 
 def loaded(folder: Path) -> PreTrainedModel:
-    """The model; what its class ignores are heads behind this few layers."""
+    """Load the model; the heads come after fewer layers than the tensors that its class ignores by default."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return with_heads(model)
 
@@ -71,13 +70,13 @@ def with_heads(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def decoded(
-    model: PreTrainedModel, draft: HeadsDraft, lengths: list[int]
+    model: PreTrainedModel, draft: MtpProposer, lengths: list[int]
 ) -> tuple[list[tuple[list[int], list[int]]], Tensor]:
     """Text and draft of each cycle, and the text: greedy, with a shared cache; a length of 0 drafts nothing."""
     output = model(input_ids=PROMPT, use_cache=True, output_hidden_states=-1)
     cache = SharedCache(output.past_key_values)
     text = torch.cat([PROMPT, output.logits[:, -1:].argmax(dim=-1)], dim=1)
-    draft.saw(output.hidden_states[-1])
+    draft.see_hidden(output.hidden_states[-1])
     cycles = []
     for most in lengths:
         drafted = text[:, :0]
@@ -91,7 +90,7 @@ def decoded(
         ids, accepted = accept_greedy(output.logits, drafted)
         stands = int(accepted[0]) + 1
         cache.roll_back(start + stands)
-        draft.saw(output.hidden_states[-1][:, :stands])
+        draft.see_hidden(output.hidden_states[-1][:, :stands])
         text = torch.cat([text, ids[:, :stands]], dim=1)
     return cycles, text
 
@@ -114,8 +113,8 @@ def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_drafts_are_transformers_own(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     cycles, output = recorded(monkeypatch, MTPCandidateGenerator, model, PROMPT, use_mtp=True)
     expected = [cycle for cycle in cycles if cycle[1]]  # the first pass has nothing to draft from
-    heads = Heads(model)
-    cycles, text = decoded(model, HeadsDraft(heads), [heads.length] * len(expected))
+    heads = MtpHeads(model)
+    cycles, text = decoded(model, MtpProposer(heads), [heads.length] * len(expected))
     assert cycles == expected
     grown = {len(after) - len(before) for (before, _), (after, _) in pairwise(cycles)}
     assert len(grown) > 1, "drafts are sometimes right"
@@ -124,35 +123,35 @@ def test_drafts_are_transformers_own(monkeypatch: pytest.MonkeyPatch, model: Pre
 
 def test_a_draft_is_that_of_a_text_read_at_once(deep: PreTrainedModel) -> None:
     """Whatever was drafted before, and however many tokens came without a draft."""
-    heads = Heads(deep)
+    heads = MtpHeads(deep)
     text = torch.randint(10, 4096, (1, 40), generator=torch.Generator().manual_seed(5))
     hidden = deep(input_ids=text, output_hidden_states=-1).hidden_states[-1]
 
-    def said(draft: HeadsDraft, length: int) -> tuple[Tensor, Tensor]:
+    def said(draft: MtpProposer, length: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(length)
         ids, logits = draft.propose(text[:, :length], heads.length)
         assert logits is not None
         return ids, logits
 
-    draft, seen = HeadsDraft(heads, do_sample=True), 0
+    draft, seen = MtpProposer(heads, do_sample=True), 0
     for length in (2, 3, 9, 10, 11, 13, 14, 19, 20, 24, 25, 26, 40):
         for end in range(seen + 1, length):
-            draft.saw(hidden[:, end - 1 : end])
+            draft.see_hidden(hidden[:, end - 1 : end])
         seen = length - 1
-        fresh = HeadsDraft(heads, do_sample=True)
-        fresh.saw(hidden[:, :seen])
+        fresh = MtpProposer(heads, do_sample=True)
+        fresh.see_hidden(hidden[:, :seen])
         for one, other in zip(said(draft, length), said(fresh, length), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
 def test_sampled_drafts_come_with_what_they_were_drawn_from(model: PreTrainedModel) -> None:
     """At a temperature of 0.5 the first head's logits are twice what they are."""
-    heads = Heads(model)
+    heads = MtpHeads(model)
     hidden = model(input_ids=PROMPT[:, :-1], output_hidden_states=-1).hidden_states[-1]
-    plain, cold = (HeadsDraft(heads, True, LogitsProcessorList(each)) for each in ([], [TemperatureLogitsWarper(0.5)]))
+    plain, cold = (MtpProposer(heads, True, LogitsProcessorList(each)) for each in ([], [TemperatureLogitsWarper(0.5)]))
     said = []
     for draft in (plain, cold):
-        draft.saw(hidden)
+        draft.see_hidden(hidden)
         ids, logits = draft.propose(PROMPT, heads.length)
         assert logits is not None
         assert (ids.shape, logits.shape) == ((1, heads.length), (1, heads.length, 4096))
@@ -161,38 +160,38 @@ def test_sampled_drafts_come_with_what_they_were_drawn_from(model: PreTrainedMod
 
 
 def test_heads_of_an_offloaded_model(tmp_path: Path) -> None:
-    """They have their own experts in memory, and draft what the resident model's draft."""
+    """Heads of an offloaded model keep their experts in memory and propose the same tokens as the resident model's."""
     folder = checkpoint("glm4_moe", 1, tmp_path)
     model = loaded(folder)
-    expected, whole = decoded(model, HeadsDraft(Heads(model)), [1] * 6)
+    expected, whole = decoded(model, MtpProposer(MtpHeads(model)), [1] * 6)
     with expertcast.load_offloaded(str(folder), slots=5, dtype="fp32") as offloaded:
-        draft = HeadsDraft(Heads(with_heads(offloaded.model)))
+        draft = MtpProposer(MtpHeads(with_heads(offloaded.model)))
         cycles, text = decoded(offloaded.model, draft, [1] * 6)
     assert cycles == expected
     assert torch.equal(text, whole)
 
 
 def test_hidden_states_must_be_those_of_the_text(model: PreTrainedModel) -> None:
-    draft = HeadsDraft(Heads(model))
-    with pytest.raises(RuntimeError, match="hidden states of 0 tokens for a text of 9"):
+    draft = MtpProposer(MtpHeads(model))
+    with pytest.raises(RuntimeError, match="hidden states of 0 tokens for a sequence of 9"):
         draft.propose(PROMPT, 1)
-    draft.saw(torch.zeros(1, 9, 32))
-    with pytest.raises(RuntimeError, match="hidden states of 9 tokens for a text of 9"):
+    draft.see_hidden(torch.zeros(1, 9, 32))
+    with pytest.raises(RuntimeError, match="hidden states of 9 tokens for a sequence of 9"):
         draft.propose(PROMPT, 1)
 
 
 def test_models_without_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExpertcastError, match="a Qwen3MoeForCausalLM has no heads for later tokens"):
-        Heads(tiny_model("qwen3_moe"))
+        MtpHeads(tiny_model("qwen3_moe"))
     AutoModelForCausalLM.from_config(tiny_config("glm4_moe")).save_pretrained(tmp_path)
     model = loaded(tmp_path)
     with refused(r"heads for later tokens cannot be read: .+missing"):
-        Heads(model)
+        MtpHeads(model)
 
 
 @pytest.mark.parametrize(("family", "heads"), [("glm4_moe", 1), ("deepseek_v3", 3)])
 def test_heads_draft_and_the_text_stays(family: str, heads: int, tmp_path: Path) -> None:
-    """In fixed lengths and governed, one text and two with padding; each token's hidden state is shown once."""
+    """Fixed and governed lengths, one sequence and two with padding; each hidden state is passed once."""
     model = loaded(checkpoint(family, heads, tmp_path))
     both = torch.cat([PROMPT, PROMPT.flip(1)])
     mask = torch.ones_like(both)

@@ -31,7 +31,7 @@ NEW = 10
 
 
 def plain(offloaded: OffloadedModel, ids_BS: Tensor, new: int = NEW) -> Tensor:
-    """What the model says by itself."""
+    """Generate without a draft."""
     said: Tensor = offloaded.generate(ids_BS, max_new_tokens=new, do_sample=False, draft=NONE)
     return said
 
@@ -134,7 +134,7 @@ def test_whether_a_model_fits_is_asked_once() -> None:
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
 def test_bf16_differs_at_ties_alone(family: str) -> None:
-    """Where a token differs first, the two that the exact model's own step has there lie within rounding.
+    """At the first token that differs, the exact logits of the two candidates are equal up to rounding.
 
     bf16 has 8 bits: the logits of a pass over several tokens may differ from a step's by a unit of the largest one's
     last place, 2**-8 of it.

@@ -90,7 +90,7 @@ def test_length_changes_every_cycle(model: PreTrainedModel, assistant: PreTraine
 
 
 def test_another_text_is_another_draft(model: PreTrainedModel, assistant: PreTrainedModel) -> None:
-    """What the text turned out to be is what the draft goes on from, however far back they part."""
+    """A draft continues the settled sequence, however early it differs from the earlier proposal."""
     proposer = Assistant(model, assistant, prepared(model, do_sample=False, eos_token_id=None))
     proposer.propose(prompt(), 3)
     for seed in (4, 5):
@@ -127,11 +127,11 @@ def test_another_vocabulary_needs_tokenizers(model: PreTrainedModel) -> None:
         Assistant(model, model, config, None, tokenizer, tokenizer)
 
 
-def test_assistants_that_cannot_go_back_are_refused(model: PreTrainedModel) -> None:
+def test_assistants_that_cannot_be_rolled_back_are_refused(model: PreTrainedModel) -> None:
     config = prepared(model, do_sample=False)
-    with pytest.raises(ExpertcastError, match="Qwen3NextForCausalLM cannot take tokens back: pass an assistant"):
+    with pytest.raises(ExpertcastError, match="Qwen3NextForCausalLM cannot be rolled back: pass an assistant"):
         Assistant(model, tiny_family("qwen3_next"), config)
-    with pytest.raises(ExpertcastError, match="MiniMaxForCausalLM cannot take tokens back: pass an assistant"):
+    with pytest.raises(ExpertcastError, match="MiniMaxForCausalLM cannot be rolled back: pass an assistant"):
         Assistant(model, tiny_family("minimax"), config).propose(prompt(), 2)
 
 

@@ -25,10 +25,10 @@ PROMPT, DRAFTED, WINDOW = 3, 4, 8
 """The prompt is shorter than a convolution's kernel; windows fill on the way."""
 
 FORGETFUL = ["jamba"]
-"""Their passes over several tokens do not read the recurrent state."""
+"""Families whose passes over several tokens do not read the recurrent state."""
 
 TOLERANCE = 3e-5
-"""Of the largest logit."""
+"""Relative to the largest logit."""
 
 SPARSE = {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}
 
@@ -106,7 +106,7 @@ class Fed:
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in {*REFUSED, *FORGETFUL}])
 def test_goes_back_to_every_number_of_accepted_tokens(family: str) -> None:
     fed = Fed(built(family))
-    fed.cache.refuse_unfit(fed.model, lambda: fed.feed(fed.text[:, :2]))
+    fed.cache.check_verifiable(fed.model, lambda: fed.feed(fed.text[:, :2]))
     for each, accepted in ((False, 0), (True, 1), (False, 2), (True, 3), (False, 4), (True, 0), (False, 1)):
         fed.go_on(accepted, each)
     assert fed.cache.length == PROMPT + 11 + 7 * 2
@@ -123,8 +123,8 @@ def test_sparse_blocks_go_back() -> None:
 @pytest.mark.parametrize("family", FORGETFUL)
 def test_a_model_that_forgets_is_refused(family: str) -> None:
     fed = Fed(built(family))
-    with refused("forgets its past in a pass over several tokens"):
-        fed.cache.refuse_unfit(fed.model, lambda: fed.feed(fed.text[:, :2]))
+    with refused("ignores its state"):
+        fed.cache.check_verifiable(fed.model, lambda: fed.feed(fed.text[:, :2]))
     start = fed.cache.length
     assert start == PROMPT
     fed.same(fed.feed(fed.text[:, start : start + 1]), start)
@@ -171,12 +171,12 @@ def test_further_back_than_the_mark_is_refused() -> None:
     fed = Fed(built("qwen3_moe"))
     start = fed.cache.mark()
     fed.feed(fed.text[:, start : start + 4])
-    with pytest.raises(RuntimeError, match="mark first"):
+    with pytest.raises(RuntimeError, match="cannot roll back to"):
         fed.cache.roll_back(start - 1)
-    with pytest.raises(RuntimeError, match="mark first"):
+    with pytest.raises(RuntimeError, match="cannot roll back to"):
         fed.cache.roll_back(start + 5)
     fed.cache.roll_back(start + 2)
-    with pytest.raises(RuntimeError, match="mark first"):
+    with pytest.raises(RuntimeError, match="cannot roll back to"):
         fed.cache.roll_back(start + 1)
 
 
@@ -186,11 +186,11 @@ def test_time_steps_that_passes_alone_limit_are_refused() -> None:
     for part in fed.model.modules():
         if hasattr(part, "time_step_limit"):
             part.time_step_limit = (0.001, float("inf"))
-    with pytest.raises(ExpertcastError, match="NemotronHMamba2Mixer limits its time steps in passes over several"):
-        fed.cache.refuse_unfit(fed.model, lambda: fed.feed(fed.text[:, :2]))
+    with pytest.raises(ExpertcastError, match="NemotronHMamba2Mixer limits its time steps"):
+        fed.cache.check_verifiable(fed.model, lambda: fed.feed(fed.text[:, :2]))
 
 
-def test_caches_that_cannot_go_back_are_refused() -> None:
+def test_caches_that_cannot_be_rolled_back_are_refused() -> None:
     config = tiny_config("qwen3_moe")
     for cache in (StaticCache(config=config, max_cache_len=16), QuantizedCache("fp8", config), ((),)):
         with pytest.raises(ExpertcastError, match="cannot be rolled back: for drafts leave out cache_implementation"):
@@ -239,7 +239,7 @@ def test_whatever_a_cache_adds_comes_back(fed: int) -> None:
     after = own.found()
     assert cache.roll_back(3 + fed) == 3 + fed, "everything stands"
     assert own.found() == after
-    with pytest.raises(RuntimeError, match="mark first"):
+    with pytest.raises(RuntimeError, match="cannot roll back to"):
         cache.roll_back(2 + fed)
 
 
@@ -265,10 +265,10 @@ def test_states_that_are_not_read_are_refused(forgets: bool, size: float) -> Non
     own.states[1]["last"].fill_(size)  # type: ignore[index, call-overload]
     before, cache = own.found(), SharedCache(own)
     if forgets:
-        with pytest.raises(ExpertcastError, match="a Linear forgets its past"):
-            cache.refuse_unfit(model, lambda: own.feed(2, forgets=True))
+        with pytest.raises(ExpertcastError, match="a Linear ignores its state"):
+            cache.check_verifiable(model, lambda: own.feed(2, forgets=True))
     else:
-        cache.refuse_unfit(model, lambda: own.feed(2))
+        cache.check_verifiable(model, lambda: own.feed(2))
     assert own.found() == before
 
 

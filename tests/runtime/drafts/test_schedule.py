@@ -1,4 +1,4 @@
-"""Loading ahead of a verification: hand-worked cases of what is asked for, and of what is given up for it.
+"""Prefetch for verification: loads and evictions in cases worked out by hand.
 
 Model: 3 layers of 8 experts, 2 per token. Keys are layer * 8 + expert; 1.3 stands for expert 3 of layer 1, key 11.
 """
@@ -114,10 +114,10 @@ def test_phases_follow_the_bandwidth() -> None:
 
 
 def test_what_is_given_up() -> None:
-    """4 slots: 0.7 (used first) and 1.7 are nobody's, 2.1 and 1.1 are in the window. 0.1, 0.2 and 0.3 are wanted.
+    """4 slots: 0.7 (used first) and 1.7 are unprotected, 2.1 and 1.1 are in the window. 0.1, 0.2 and 0.3 are requested.
 
-    0.1 takes 0.7's slot (least recently used), 0.2 takes 1.7's, 0.3 takes 2.1's (the farthest of the window). 1.2 may
-    take nothing: 1.1 is as near, and what is nearer stays.
+    0.1 evicts 0.7 (least recently used), 0.2 evicts 1.7, 0.3 evicts 2.1 (the farthest of the window). 1.2 evicts no
+    expert: 1.1 is of the same layer, and experts of nearer layers stay.
     """
     schedule, residency, link = made(4)
     hold(residency, link, [7, 15, 17, 9])

@@ -17,7 +17,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import Forecast
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.policies import LRU, PREFETCH, CacheShape, EvictionPolicy, Policies
-from expertcast.runtime.policies.prefetch import Wanted
+from expertcast.runtime.policies.prefetch import Candidates
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
 from expertcast.runtime.simulation.machine import Case
@@ -661,7 +661,7 @@ def test_slots_lie_on_their_device() -> None:
 
 def _experts(selection: str, forecast: Forecast) -> list[int]:
     policy = PREFETCH.choose(selection).make(CacheShape(layers=4, experts=8, top_k=2, slots=8))
-    return policy.experts(Wanted(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist()), None)
+    return policy.experts(Candidates(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist()), None)
 
 
 def test_prefetch_order() -> None:

@@ -1,7 +1,7 @@
-"""What eviction policies are tested with: each in its slowest form, and recorded routing through the runtime's books.
+"""Reference implementations of eviction policies, and recorded routing run through the runtime's cache.
 
-In the slowest form all residents are sorted by the documented key at each decision. L layers, E experts per layer. A
-key is layer * E + expert.
+A reference sorts all residents by the documented key at each decision. L layers, E experts per layer. A key is
+layer * E + expert.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from expertcast.runtime.storage.slots import SlotPool
 from tests.runtime.engine.evictions import eviction
 
 Order = Callable[["History", int], tuple[float, ...]]
-"""A resident's place in the order in which experts are given up, the smallest first."""
+"""Returns the sort key of a resident; the smallest is evicted first."""
 
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """All that has happened."""
+    """All events of a run."""
 
     layers: int
     experts: int
     events: Sequence[Sequence[int]] = ()
-    """The future, for those who may know it."""
+    """Future events, for offline policies."""
     time: int = 0
     forward: int = 0
     layer: int = 0
     event: int = 0
-    """Events started."""
+    """Number of events started."""
     residents: dict[int, bool] = field(default_factory=dict)
-    """With whether they are held in full."""
+    """Whether each resident is in full precision."""
     inserted: dict[int, int] = field(default_factory=dict)
     """Time of the last insertion."""
     accessed: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Time and forward of the last insertion or use."""
     event_of: dict[int, int] = field(default_factory=dict)
-    """Events started by the last insertion or use."""
+    """Number of events started by the last insertion or use."""
     wanted: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Time and forward of the last forecast for a resident."""
     uses: list[tuple[int, int, bool]] = field(default_factory=list)
-    """Key, how many events its layer had before, and whether it was held in full."""
+    """Key, number of earlier events of its layer, and whether it was in full precision."""
     steps: dict[int, int] = field(default_factory=dict)
-    """Events of each layer."""
+    """Number of events of each layer."""
     scores: dict[int, list[Sequence[float]]] = field(default_factory=dict)
     forecast: dict[int, Sequence[float]] = field(default_factory=dict)
     learnt: list[int] = field(default_factory=list)
@@ -190,7 +190,7 @@ ORDERS: dict[str, Order] = {
 }
 
 
-# Recorded routing through the books, one layer after another
+# Recorded routing through the cache, one layer after another
 
 BLOCK = ALIGNMENT
 """Bytes of one expert."""
@@ -224,10 +224,10 @@ def cache(policy: str, *, layers: int, experts: int, slots: int, top_k: int = 2,
 
 
 def run(residency: ExpertCache, forwards: Sequence[Sequence[Visit]], low: Sequence[int] = ()) -> LayerStatistics:
-    """Returns the totals.
+    """Return the totals.
 
     Args:
-        low: keys that are held in int4 only.
+        low: keys of experts that are only available in int4.
     """
     tell(residency, forwards)
     for forward in forwards:
@@ -238,12 +238,12 @@ def run(residency: ExpertCache, forwards: Sequence[Sequence[Visit]], low: Sequen
 
 
 def tell(residency: ExpertCache, forwards: Sequence[Sequence[Visit]]) -> None:
-    """The future, to policies that need it."""
+    """Set the future events of offline policies."""
     eviction = residency.eviction
     events = [visit.needs for forward in forwards for visit in forward]
     for layer, policy in enumerate(eviction.policies):
         if isinstance(policy, Belady):
-            policy.foresee(events if eviction.shares is None else events[layer :: len(forwards[0])])
+            policy.set_future(events if eviction.shares is None else events[layer :: len(forwards[0])])
 
 
 def step(residency: ExpertCache, layer: int, visit: Visit, low: Sequence[int] = ()) -> None:

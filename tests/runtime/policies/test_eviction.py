@@ -212,11 +212,12 @@ def test_bypass() -> None:
 
 
 def test_a_forecast_marks_as_current() -> None:
-    """Least-Stale with prefetches, trap 3. Forward 1 uses a0, b1 before b0, and c0: four slots.
+    """Least-Stale with prefetches: a forecast makes a stale resident current.
 
-    Forward 2: a0 hits; b1 is wanted, and current now. At b, b2 is missing: b0 and c0 are stale, b is farther than c, so
-    b0 goes, not b1, which was used before it. Then c1 is prefetched: c0, the last stale one, goes. At c, c0 is missing:
-    all are current, c is farthest but c1 is needed, then comes b: b1, wanted at a, before b2, used at b.
+    Four slots. Forward 1 uses a0, b1 before b0, and c0. Forward 2: a0 hits; a forecast names b1, which is current now.
+    At b, b2 is missing: b0 and c0 are stale, b is farther than c, so b0 goes, not b1, which was used before it. Then c1
+    is prefetched: c0, the last stale one, goes. At c, c0 is missing: all are current, c is farthest but c1 is needed,
+    then comes b: b1, named at a, before b2, used at b.
     """
     first = [Visit(needs=[0]), Visit(needs=[4, 3]), Visit(needs=[6])]
     second = [Visit(needs=[0], wants=[4]), Visit(needs=[5], wants=[7]), Visit(needs=[6, 7])]
@@ -264,7 +265,7 @@ def test_importance_follows_the_forecast() -> None:
 
 
 Check = Callable[[EvictionPolicy, History, Container[int]], int | None]
-"""Asks for a victim and says what is right."""
+"""Requests a victim; returns the one that the reference expects."""
 
 SEEDS = st.integers(0, 2**32)
 SCORED = ["score", "importance", "importance:alpha=0", "importance:alpha=1,gamma=1", "importance:gamma=1e-15"]
@@ -290,7 +291,7 @@ class Storm:
         ]  # fmt: skip
         if isinstance(self.policy, Belady):
             self.history.events = [keys for forward in forwards for keys in forward]
-            self.policy.foresee(self.history.events)
+            self.policy.set_future(self.history.events)
         for forward in forwards:
             self.policy.start_pass(fresh=False)
             self.history.forward += 1
@@ -358,12 +359,12 @@ class Storm:
         )
 
     def _probabilities(self) -> list[float]:
-        """With zeros and equals among them."""
+        """Draw scores that include zeros and equal values."""
         return [self.choose.choice([0.0, 0.125, self.choose.random()]) for _ in range(self.experts)]
 
 
 class Ranked:
-    """Scores of layers, taken anew when a victim is asked for and something was learnt of the layer since."""
+    """Scores of layers, recomputed when a victim is requested and the layer has changed since."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -480,8 +481,7 @@ def filled(seed: int) -> EvictionPolicy:
 
 
 def test_phases_against_sets() -> None:
-    """What was used since the phase began stays while there is anything else; when nothing else is left, a new phase
-    begins with all that was held."""
+    """Experts used in the current phase stay while there are others; without others a new phase begins."""
     choose = random.Random(0)
     policy, held, marked, phases = filled(3), set(range(6)), set[int](), 0
     for _ in range(2000):
@@ -502,7 +502,7 @@ def test_phases_against_sets() -> None:
 
 
 def test_every_expert_is_as_likely() -> None:
-    """Of four that are not marked, over 2,000 seeds: within four standard deviations of 500."""
+    """Each of four unmarked experts is drawn within four standard deviations of 500 times in 2,000 seeds."""
     drawn: Counter[int | None] = Counter()
     for seed in range(2000):
         policy = filled(seed)
@@ -559,7 +559,7 @@ def _fewest(events: Sequence[Sequence[int]], slots: int, *, forced: bool) -> int
 
 
 def _kept(held: frozenset[int], keys: frozenset[int], slots: int, forced: bool) -> list[frozenset[int]]:
-    """All that may be held after an event: not more than was there or came, and with `forced` all that it needs."""
+    """Return all possible sets of residents after an event; they include all needed experts if `forced`."""
     must = keys if forced else frozenset()
     others = sorted((held | keys) - must)
     room = slots - len(must)
@@ -639,7 +639,7 @@ def _belady() -> Belady:
 
 
 def test_belady_without_a_future() -> None:
-    message = "belady needs the future: give the events of a recorded trace to foresee()"
+    message = "give those of a recorded trace to set_future()"
     with pytest.raises(ExpertcastError, match=re.escape(message)):
         _belady().start_layer(0, [1])
     policy = _belady()
@@ -650,21 +650,21 @@ def test_belady_without_a_future() -> None:
 
 def test_with_another_future() -> None:
     policy = _belady()
-    policy.foresee([[1, 2], [5]])
+    policy.set_future([[1, 2], [5]])
     policy.start_layer(0, [2, 1])
-    with pytest.raises(ExpertcastError, match=re.escape("foresaw keys [5] at event 1, layer 1 needs [4, 6]")):
+    with pytest.raises(ExpertcastError, match=re.escape("received keys [5] for event 1, layer 1 needs [4, 6]")):
         policy.start_layer(1, [6, 4])
     policy.start_layer(1, [5])
-    with pytest.raises(ExpertcastError, match="foresaw 2 events, and layer 0 runs after them"):
+    with pytest.raises(ExpertcastError, match="layer 0 runs after the 2 events"):
         policy.start_layer(0, [1])
 
 
 def test_a_new_future_counts_for_what_is_held() -> None:
     policy = _belady()
-    policy.foresee([[1], [5], [2]])
+    policy.set_future([[1], [5], [2]])
     for key in (1, 2):
         policy.insert(key)
     assert policy.victim(()) == 2
-    policy.foresee([[2], [5], [1]])
+    policy.set_future([[2], [5], [1]])
     assert policy.victim(()) == 1
     assert policy.victim({1}) == 2

@@ -26,9 +26,9 @@ def made(
 
 
 def test_value_of_the_next_use() -> None:
-    """One expert with p = 0, 0.5 and then 0.25 for ever, a token later worth half.
+    """One expert with p = 0, 0.5 and then always 0.25; the discount is one half.
 
-    For ever: 0.25 / (1 - 0.5 * 0.75) = 0.4. Before: 0.5 + 0.5 * 0.5 * 0.4 = 0.6. Before that: 0 + 1 * 0.5 * 0.6 = 0.3.
+    Always: 0.25 / (1 - 0.5 * 0.75) = 0.4. Before: 0.5 + 0.5 * 0.5 * 0.4 = 0.6. Before that: 0 + 1 * 0.5 * 0.6 = 0.3.
     """
     assert endless_value(np.array([0.25, 1.0]), 0.5).tolist() == pytest.approx([0.4, 1.0])
     value_HLE = next_use_value(np.array([0.0, 0.5, 0.25]).reshape(3, 1, 1), 0.5)

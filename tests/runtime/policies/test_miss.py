@@ -12,7 +12,7 @@ from torch import Tensor
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.policies.base import CacheShape
-from expertcast.runtime.policies.miss import MISS, Lookup, MissPolicy, RunningRank, Verdict
+from expertcast.runtime.policies.miss import MISS, Lookup, MissDecision, MissPolicy, RunningRank
 from expertcast.runtime.storage.layout import FULL, PRECISIONS, is_better
 from expertcast.runtime.storage.slots import SlotState
 from tests.families.models import tiny_model
@@ -65,13 +65,13 @@ def test_shares_do_not_depend_on_the_scale_of_the_weights() -> None:
 
 
 def test_fetch() -> None:
-    assert policy("fetch").decide(lookup(IDS, WEIGHTS, {0: "full"})) == Verdict()
+    assert policy("fetch").decide(lookup(IDS, WEIGHTS, {0: "full"})) == MissDecision()
 
 
 def test_fetch_lowest() -> None:
     """1 and 3 are missing; 2 is held as int2, which is below the lowest level, and stays."""
     found = policy("fetch_lowest").decide(lookup(IDS, WEIGHTS, {0: "full", 2: "int2"}))
-    assert found == Verdict(precision={1: "int4", 3: "int4"})
+    assert found == MissDecision(precision={1: "int4", 3: "int4"})
     assert policy("fetch_lowest:levels=int8/int4/int2").precisions == ("int2",)
 
 
@@ -80,21 +80,25 @@ def test_fetch_priority() -> None:
     priority = policy("fetch_priority")
     assert priority.precisions == ("int8", "int4")
     # two misses, two free slots: no pressure. Seen after this: 1.6 1.2
-    assert priority.decide(lookup(IDS, WEIGHTS, {2: "full", 3: "full"}, free=2)) == Verdict(
+    assert priority.decide(lookup(IDS, WEIGHTS, {2: "full", 3: "full"}, free=2)) == MissDecision(
         precision={0: "full", 1: "full"}
     )
     # 2 (0.8) and 3 (0.4) have rank 0/2 among the misses before this one. Seen after this: 0.4 0.8 1.2 1.6
-    assert priority.decide(lookup(IDS, WEIGHTS, {0: "full", 1: "full"})) == Verdict(precision={2: "int4", 3: "int4"})
+    assert priority.decide(lookup(IDS, WEIGHTS, {0: "full", 1: "full"})) == MissDecision(
+        precision={2: "int4", 3: "int4"}
+    )
     # ranks 4/4, 3/4, 2/4, 1/4
-    assert priority.decide(lookup(IDS, WEIGHTS, {})) == Verdict(precision={0: "full", 1: "full", 2: "int8", 3: "int4"})
+    assert priority.decide(lookup(IDS, WEIGHTS, {})) == MissDecision(
+        precision={0: "full", 1: "full", 2: "int8", 3: "int4"}
+    )
 
 
 def test_fetch_priority_asks_again_for_what_is_important_now() -> None:
-    """Seen: 1.6 1.2 0.8 0.4. Nothing is missing; 1 has rank 3/4 and is asked for in full, 3 has rank 1/4 and stays."""
+    """Scores so far: 1.6 1.2 0.8 0.4. No expert is missing; 1 has rank 3/4 and is loaded in full, 3 has rank 1/4."""
     priority = policy("fetch_priority")
     priority.decide(lookup(IDS, WEIGHTS, {}, free=4))
     found = priority.decide(lookup(IDS, WEIGHTS, {0: "full", 1: "int4", 2: "full", 3: "int4"}))
-    assert found == Verdict(precision={1: "full"})
+    assert found == MissDecision(precision={1: "full"})
 
 
 def test_fetch_priority_with_a_lower_best_level() -> None:
@@ -102,7 +106,7 @@ def test_fetch_priority_with_a_lower_best_level() -> None:
     priority = policy("fetch_priority:levels=int8/int4/int2")
     assert priority.precisions == ("int8", "int4", "int2")
     found = priority.decide(lookup(IDS, WEIGHTS, {0: "int8", 1: "int4", 2: "full"}, free=1))
-    assert found == Verdict(precision={1: "int8", 3: "int8"})
+    assert found == MissDecision(precision={1: "int8", 3: "int8"})
 
 
 def test_cascade() -> None:
@@ -110,40 +114,44 @@ def test_cascade() -> None:
     cascade = policy("cascade:minor=0.5")
     assert cascade.precisions == ("int4", "int2")
     found = cascade.decide(lookup(IDS, WEIGHTS, {0: "full", 1: "int4"}))
-    assert found == Verdict(precision={1: "full", 2: "int4", 3: "int2"})
+    assert found == MissDecision(precision={1: "full", 2: "int4", 3: "int2"})
     # 3 is held better than it deserves, 2 worse
     found = cascade.decide(lookup(IDS, WEIGHTS, {0: "full", 1: "full", 2: "int2", 3: "int4"}))
-    assert found == Verdict(precision={2: "int4"})
+    assert found == MissDecision(precision={2: "int4"})
 
 
 def test_cascade_takes_the_best_of_several_tokens() -> None:
     """Expert 3 has share 0.4 with the first token and 1.6 with the second."""
     found = policy("cascade").decide(lookup([*IDS, [3, 4, 5, 6]], WEIGHTS * 2, dict.fromkeys((0, 1, 2, 4, 5), "full")))
-    assert found == Verdict(precision={3: "full", 6: "int4"})
+    assert found == MissDecision(precision={3: "full", 6: "int4"})
 
 
 def test_cascade_with_two_levels() -> None:
     """HOBBIT's int2 for int8: below the mean everything gets the second."""
     cascade = policy("cascade:levels=int8/int2")
-    assert cascade.decide(lookup(IDS, WEIGHTS, {})) == Verdict(precision={0: "int8", 1: "int8", 2: "int2", 3: "int2"})
+    assert cascade.decide(lookup(IDS, WEIGHTS, {})) == MissDecision(
+        precision={0: "int8", 1: "int8", 2: "int2", 3: "int2"}
+    )
 
 
 def test_drop() -> None:
     """Ranks 0..3; 1 and 3 are missing, and 3 is beyond the two that are always fetched."""
-    assert policy("drop").decide(lookup(IDS, WEIGHTS, {0: "full", 2: "full"})) == Verdict(dropped={3})
-    assert policy("drop:fetched=1").decide(lookup(IDS, WEIGHTS, {0: "full", 2: "full"})) == Verdict(dropped={1, 3})
+    assert policy("drop").decide(lookup(IDS, WEIGHTS, {0: "full", 2: "full"})) == MissDecision(dropped={3})
+    assert policy("drop:fetched=1").decide(lookup(IDS, WEIGHTS, {0: "full", 2: "full"})) == MissDecision(dropped={1, 3})
     # the second token has 3 as its second: fetched for both
-    assert policy("drop").decide(lookup([*IDS, [4, 3, 5, 6]], WEIGHTS * 2, {0: "full"})) == Verdict(dropped={2, 5, 6})
+    assert policy("drop").decide(lookup([*IDS, [4, 3, 5, 6]], WEIGHTS * 2, {0: "full"})) == MissDecision(
+        dropped={2, 5, 6}
+    )
     assert policy("drop").precisions == ()
 
 
 def test_drop_cascade() -> None:
     """1 (share 1.2) is held as int2 and deserves full; 2 is held as it should be; 3 is missing, of rank 3."""
     found = policy("drop_cascade").decide(lookup(IDS, WEIGHTS, {0: "full", 1: "int2", 2: "int4"}))
-    assert found == Verdict(precision={1: "full"}, dropped={3})
+    assert found == MissDecision(precision={1: "full"}, dropped={3})
     # 1 is missing with rank 1: fetched, in the precision of a share of 1.2 against 1.5
     found = policy("drop_cascade:important=1.5").decide(lookup(IDS, WEIGHTS, {0: "full"}))
-    assert found == Verdict(precision={1: "int4"}, dropped={2, 3})
+    assert found == MissDecision(precision={1: "int4"}, dropped={2, 3})
 
 
 def test_substitute() -> None:
@@ -154,10 +162,10 @@ def test_substitute() -> None:
     probabilities = [[0.3, 0.25, 0.15, 0.08, 0.10, 0.04, 0.07, 0.01]]
     held = {0: "full", 2: "full", 4: "int4", 5: "full"}
     made = lookup(IDS, WEIGHTS, held, probabilities=probabilities)
-    assert policy("substitute").decide(made) == Verdict(substitute={3: 4})
+    assert policy("substitute").decide(made) == MissDecision(substitute={3: 4})
     # with 0.6 of the score to lose, 1 needs .10 and takes 4; for 3, which needs .032, 5 is left
-    assert policy("substitute:tolerance=0.6").decide(made) == Verdict(substitute={1: 4, 3: 5})
-    assert policy("substitute:tolerance=0").decide(made) == Verdict(substitute={3: 4}), "4 scores above 3"
+    assert policy("substitute:tolerance=0.6").decide(made) == MissDecision(substitute={1: 4, 3: 5})
+    assert policy("substitute:tolerance=0").decide(made) == MissDecision(substitute={3: 4}), "4 scores above 3"
 
 
 def test_substitute_for_two_tokens() -> None:
@@ -167,13 +175,13 @@ def test_substitute_for_two_tokens() -> None:
     """
     probabilities = [[0.4, 0.3, 0.1, 0.2], [0.0, 0.4, 0.4, 0.2]]
     made = lookup([[0, 1], [1, 2]], [[0.5, 0.5]] * 2, {0: "full", 2: "full", 3: "full"}, probabilities=probabilities)
-    assert policy("substitute", experts=4, top_k=2).decide(made) == Verdict(substitute={1: 3})
+    assert policy("substitute", experts=4, top_k=2).decide(made) == MissDecision(substitute={1: 3})
 
 
 def test_no_scores_are_read_where_nothing_is_missing() -> None:
     made = lookup(IDS, WEIGHTS, dict.fromkeys(range(4), "int8"))
     made.probabilities = lambda: pytest.fail("costs a copy to the host")
-    assert policy("substitute").decide(made) == Verdict()
+    assert policy("substitute").decide(made) == MissDecision()
 
 
 def test_running_rank() -> None:
@@ -185,7 +193,7 @@ def test_running_rank() -> None:
     assert [running.rank(value) for value in (0.5, 1.0, 2.5, 4.0)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
 
 
-# What every verdict keeps to, on lookups drawn at random; and what is refused
+# Properties of all decisions, on random lookups; and refused options
 
 
 TEXTS = [
@@ -266,10 +274,10 @@ def _expected(offloaded: OffloadedModel, key: int, precision: str) -> Tensor:
     ],
 )
 def test_slots_hold_what_the_books_say(miss: str, family: str, cache: bool) -> None:
-    """Every expert in a slot is its full block, or the expansion of its copy, in the precision that is on the books.
+    """Every slot holds the full block of its expert, or the expansion of its copy, in the recorded precision.
 
-    Forecasts' copies (in full) and misses' (in any precision) arrive in any order, are dropped, promoted, and noticed
-    by a wait or a sweep; prefill runs in chunks.
+    Copies of forecasts (full) and of misses (any precision) arrive in any order, are dropped, promoted, and noticed by
+    a wait or a sweep; prefill runs in chunks.
     """
     model = tiny_model(family)
     link = EmulatedLink(2e9, jitter=2e-4, seed=3)

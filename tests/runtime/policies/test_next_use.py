@@ -1,4 +1,4 @@
-"""The online forecast of next uses: it learns, it is the same every time, it does not grow."""
+"""The online model of next uses: it learns, is deterministic, and has constant memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_it_closes_some_of_the_gap_on_real_routing() -> None:
 
 
 def test_what_follows_what_is_learnt() -> None:
-    """In a cycle the expert used last comes back last: recency fails, what follows what does not."""
+    """In a cycle the expert used last returns last: LRU fails, the model of successors does not."""
     routing = made(0, 200, cycle=True)
     assert hits(routing, "next_use:hedge=false", 0.5) > hits(routing, "lru", 0.5) + 0.2
 
@@ -118,7 +118,7 @@ def test_features_by_a_loop() -> None:
 
 
 def test_weights_are_those_of_the_newton_steps() -> None:
-    """One step per visit on features from before it; nothing is learnt from what has not happened yet."""
+    """One step per visit on features from before it; the future has no influence."""
     choose = random.Random(7)
     visits = [choose.sample(range(6), 2) for _ in range(12)]
     model, use = UsageModel(experts=6, top_k=2, horizon=2, prior=3.0), LayerUse(6, 2)

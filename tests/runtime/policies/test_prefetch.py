@@ -22,12 +22,12 @@ from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.prefetch import (
     PREFETCH,
     Calibration,
+    Candidates,
+    LinkState,
     Percentile,
     PrefetchPolicy,
     RunningQuantile,
-    Transfer,
     Value,
-    Wanted,
     saved_s,
 )
 from expertcast.training.metrics import budget
@@ -35,15 +35,15 @@ from expertcast.training.metrics import budget
 # Forecasts and links made by hand
 
 
-def wanted(logits_TE: Tensor, top_k: int, layer: int = 1) -> Wanted:
+def wanted(logits_TE: Tensor, top_k: int, layer: int = 1) -> Candidates:
     """A forecast whose own experts are those with the highest logits."""
     probability_TE = logits_TE.float().softmax(dim=-1)
     weights_TK, ids_TK = probability_TE.topk(top_k, dim=-1)
     forecast = Forecast(layer=layer, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
-    return Wanted(forecast, ids_TK.tolist(), weights_TK.tolist())
+    return Candidates(forecast, ids_TK.tolist(), weights_TK.tolist())
 
 
-def of_probabilities(rows: list[list[float]], top_k: int, layer: int = 1) -> Wanted:
+def of_probabilities(rows: list[list[float]], top_k: int, layer: int = 1) -> Candidates:
     """A forecast with these softmax probabilities."""
     return wanted(torch.tensor(rows).log(), top_k, layer)
 
@@ -56,8 +56,8 @@ def transfer(
     free: int = 0,
     worth: float = 0.0,
     resident: Collection[int] = (),
-) -> Transfer:
-    return Transfer(
+) -> LinkState:
+    return LinkState(
         copy_s=copy_s,
         backlog_s=backlog_s,
         left_s=left_s,
@@ -67,7 +67,7 @@ def transfer(
     )
 
 
-# How many experts an overfetch factor stands for: one rule in runtime, simulator and evaluation (row A20)
+# Number of experts of an overfetch factor: one rule in runtime, simulator and evaluation
 
 
 EXPERTS = 32
@@ -111,7 +111,7 @@ def _logits(seed: int, tokens: int, experts: int, scale: float = 1.0) -> Tensor:
 
 @pytest.mark.parametrize(("experts", "count"), [(8, 2), (16, 4), (60, 12), (64, 13), (128, 26)])
 def test_one_tokens_percentile_is_a_count(experts: int, count: int) -> None:
-    """Trap 6: over one token's own E scores the 80th percentile leaves the same number of experts, always."""
+    """The 80th percentile of one token's E scores always selects the same number of experts."""
     policy = _made("percentile:over=token", experts, 2)
     for seed in range(5):
         logits_1E = _logits(seed, 1, experts, scale=0.1 + seed)
@@ -277,7 +277,7 @@ def test_every_expert_is_needed_where_all_are_chosen() -> None:
 
 
 def test_a_calibrated_forecast_is_where_it_starts() -> None:
-    """Its own reading comes first, and what is learnt online is how the text differs from the validation's."""
+    """The predictor's calibration is the start, and online learning adapts it to the current sequence."""
     logits_TE = torch.tensor([[3.0, 1.0, 0.0, -2.0]])
     log_odds = LogOdds(2.0, 0.5, -1.0)
     calibration = Calibration(2)
@@ -294,7 +294,7 @@ def test_a_calibrated_forecast_is_where_it_starts() -> None:
 
 @pytest.mark.parametrize("selection", ["threshold", "value"])
 def test_selections_read_it(selection: str) -> None:
-    """As the logits stand the first expert is likely; a reading by which none is leaves nothing worth a copy."""
+    """The first expert is likely by its logit; with a calibration that makes all unlikely no copy pays."""
     shape = CacheShape(layers=2, experts=4, top_k=1, slots=8)
     plain = wanted(torch.tensor([[2.0, 0.0, -9.0, -9.0]]), 1)
     flat = wanted(torch.tensor([[2.0, 0.0, -9.0, -9.0]]), 1)
@@ -354,7 +354,7 @@ def _value(text: str = "value") -> Value:
     return policy
 
 
-def _chosen(given: Transfer, text: str = "value") -> list[int]:
+def _chosen(given: LinkState, text: str = "value") -> list[int]:
     return _value(text).experts(wanted(LOGITS, 2), given)
 
 

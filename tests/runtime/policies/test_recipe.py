@@ -1,4 +1,4 @@
-"""docs/add-a-policy.md, followed to the letter."""
+"""Run the code of docs/add-a-policy.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "add-a-policy.md"
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What the page's code defines once it has run; the registry is put back."""
+    """Run the code of the page and return its names; restore the registry afterwards."""
     monkeypatch.setattr(EVICTION, "_classes", dict(EVICTION._classes))
     module = ModuleType("policy_recipe")  # dataclasses look their module up
     monkeypatch.setitem(sys.modules, "policy_recipe", module)

@@ -14,21 +14,21 @@ from torch import Tensor
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.view import MoELayer, renormalises, weights_over
 from expertcast.runtime.policies.base import CacheShape
-from expertcast.runtime.policies.routing import ROUTING, Routed, RoutingPolicy, _counts
+from expertcast.runtime.policies.routing import ROUTING, RouterOutput, RoutingPolicy, _counts
 from tests.families.models import CONFIGS, tiny_model
 
-# Routers of every family, and the routings they give
+# Routers of every family, and their routing
 
 
 def router_of(family: str, dtype: torch.dtype = torch.float32) -> MoELayer:
     return find_moe_layers(tiny_model(family, dtype))[0]
 
 
-def routed(layer: MoELayer, logits_TE: Tensor, cached: Collection[int], available: int = 0) -> Routed:
+def routed(layer: MoELayer, logits_TE: Tensor, cached: Collection[int], available: int = 0) -> RouterOutput:
     ids_TK, weights_TK = layer.route(logits_TE)
     cached_E = torch.zeros(layer.num_experts, dtype=torch.bool)
     cached_E[list(cached)] = True
-    return Routed(
+    return RouterOutput(
         layer=layer,
         logits_TE=logits_TE,
         ids_TK=ids_TK,
@@ -39,7 +39,7 @@ def routed(layer: MoELayer, logits_TE: Tensor, cached: Collection[int], availabl
 
 
 def logits(layer: MoELayer, tokens: int, seed: int = 0) -> Tensor:
-    """As the layer's own router gives them."""
+    """Return the logits of the layer's own router."""
     hidden_TD = torch.randn(tokens, layer.hidden_size, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         return layer.router_logits(hidden_TD.to(next(layer.router.parameters()).dtype))
@@ -50,8 +50,8 @@ def policy_of(text: str, layer: MoELayer) -> RoutingPolicy:
     return ROUTING.choose(text).make(shape)
 
 
-def rerouted(text: str, given: Routed) -> tuple[Tensor, Tensor]:
-    """What the policy makes of a routing that it changes, or leaves as new tensors."""
+def rerouted(text: str, given: RouterOutput) -> tuple[Tensor, Tensor]:
+    """Return the ids and weights that the policy executes; a copy if it keeps the routing."""
     changed = policy_of(text, given.layer).route(given)
     assert changed is not None
     return changed
@@ -264,8 +264,8 @@ def test_enough_room_is_standard(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_weights_by_the_familys_rule(family: str, dtype: torch.dtype) -> None:
-    """Nothing free: of two experts that are missing the heavier one runs, with all of the weight where weights sum to a
-    constant, with its own elsewhere. Tokens that keep both keep their weights to the bit."""
+    """Without free slots the heavier of two missing experts runs: with the weight of both where the router normalises,
+    else with its own. Tokens that keep both experts keep their weights bit for bit."""
     layer = router_of(family, dtype)
     assert renormalises(layer) == (family in RENORMALISED)
     given = routed(layer, logits(layer, 30), {0, 1, 2, 3})

@@ -1,6 +1,6 @@
-"""Policies as they are chosen: refused options, presets, and the runtime with each of them.
+"""Selection of policies: refused options, presets, and the runtime with each policy.
 
-Lossless policies leave every bit; lossy ones say what they did.
+Lossless policies keep every bit; lossy ones report what they changed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_bad_policies(arguments: dict[str, Any], message: str) -> None:
         Policies(**arguments)
 
 
-# Presets: published systems with the settings they were published with (row A25)
+# Presets: published systems with the settings of their published runs
 
 SPECMD = [f"specmd_{number}" for number in range(1, 6)]
 
@@ -87,12 +87,12 @@ def test_what_specmd_was_measured_with(name: str) -> None:
         assert published(name) == (made.capacity, made.bandwidth, made.base_precision) == (0.05, 5e9, "int4")
         return
     assert (made.capacity, made.bandwidth, made.base_precision) == (None, None, None)
-    with pytest.raises(ExpertcastError, match=f"{name}.*: {', '.join(SPECMD)} have them"):
+    with pytest.raises(ExpertcastError, match=f"{name}.*: choose from {', '.join(SPECMD)}"):
         published(name)
 
 
 def test_specmds_table() -> None:
-    """Its five rows: prefetching, eviction, miss handling and routing."""
+    """The five configurations of SpecMD's Table 1: prefetch, eviction, miss handling and routing."""
     rows = {
         name: (each.prefetch.name, each.eviction.name, each.miss.name, each.routing.name)
         for name, each in ((name, PRESETS[name].policies) for name in SPECMD)

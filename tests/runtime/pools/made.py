@@ -44,11 +44,11 @@ def skewed(choose: random.Random, *, tokens: int, layers: int, experts: int, top
 
 
 Found = tuple[int, ...]
-"""How many experts of a step were found in each state, in the order of :class:`State`."""
+"""Number of experts of a step that were found in each state, in the order of :class:`State`."""
 
 
 def replay_pools(routing: Routing, *, size: ExpertBytes, memory: Mapping[State, int]) -> Counter[Found]:
-    """How often a layer of a decoded token found its experts in which states. Prompts go through the pools uncounted.
+    """Count the states in which layers of decoded tokens found their experts. Prompts use the pools uncounted.
 
     Args:
         memory: bytes of each pool of one layer.

@@ -40,7 +40,7 @@ def disk(bandwidth: float, threads: int) -> Costs:
 
 
 def test_makespan_by_hand() -> None:
-    """Row E18: 6 experts, one in each pool and two missing; u = 4, v = 1, c = 2, K = 2, L = 2.
+    """ZipMoE, Algorithm 3: 6 experts, one in each pool and two missing; u = 4, v = 1, c = 2, K = 2, L = 2.
 
     Planes of E and the missing: 3. Shards of S and the missing: 2 x 3. Decoded are all but F: 2 x 5.
     """
@@ -66,7 +66,7 @@ def test_ranks_by_hand() -> None:
 
 
 def test_states_that_are_found_against_a_loop() -> None:
-    """What moves down keeps what it can, for every pair of ranks."""
+    """An expert that moves to a later pool keeps all parts that fit, for every pair of ranks."""
     random_ = np.random.default_rng(0)
     ranks = 6
     moved_RR = random_.random((ranks + 1, ranks))
@@ -164,7 +164,7 @@ def draws(weights_R: np.ndarray, size: int) -> dict[tuple[int, ...], float]:
 
 
 def test_hits_of_intervals_against_enumeration() -> None:
-    """Row E15."""
+    """ZipMoE, Algorithm 2."""
     chances_R = np.random.default_rng(0).random(RANKS)
     found = interval_hits(chances_R, RANKS)
     for first, last in combinations(range(RANKS + 1), 2):
@@ -178,7 +178,7 @@ def test_hits_of_intervals_against_enumeration() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 3, 5])
 def test_hit_patterns_against_enumeration(size: int) -> None:
-    """Row E16, with an empty pool, a full one, and pools that leave nothing missing."""
+    """Hit patterns (ZipMoE, section 3.4) with an empty pool, a full one, and pools that hold all experts."""
     chances_R = np.random.default_rng(2).random(RANKS)
     patterns = hit_patterns(5)
     assert len(patterns) == 126
@@ -207,7 +207,7 @@ def test_inclusion_against_enumeration(sizes: list[float]) -> None:
 
 @pytest.mark.parametrize("sizes", [[0] * 8 + [1], [0] * 6 + [1 / 7] * 7, [0, 1]], ids=["8", "6 to 12", "1"])
 def test_fitted_draws_include_each_rank_as_often_as_observed(sizes: list[float]) -> None:
-    """Row E17: from very unequal draws, for one number of experts and for a mixture."""
+    """Fitting (ZipMoE, Theorem 3.2) from unequal draws, for one number of experts and for a mixture."""
     chances_R = 1 / (1 + np.exp(-np.random.default_rng(4).normal(0, 2.5, 64)))
     sizes_M = np.array(sizes)
     observed_R = inclusion(chances_R, sizes_M)

@@ -87,7 +87,7 @@ def scheduled(states: list[State], costs: Costs) -> float:
 
 
 def test_never_above_the_proven_multiple_of_the_optimum() -> None:
-    """Row E10. What the scheduler gains is there too: one expert after another is further from the optimum."""
+    """ZipMoE, Theorem 3.1. Scheduling in blocks also gains: one expert after another is further from the optimum."""
     choose = random.Random(1)
     found, plain = [], []
     while len(found) < INSTANCES:
@@ -151,7 +151,7 @@ def test_blocks_by_hand() -> None:
     """u = 4, K = 1, v = 1, c = 6, one thread. The base is M (0), the first of Type I.
 
     With it alone the thread is free at 1 + 6 = 7, the disk at 1 + 4 = 5: a lag of 2, at least v: it is a block. Next is
-    E (2): thread 13, disk 9: a block. Nothing of Type I is left: C (1) and S (3) are the last block.
+    E (2): thread 13, disk 9: a block. No expert of Type I is left: C (1) and S (3) are the last block.
     """
     states = [M, C, E, S, F]
     assert schedule(states, Costs(read_s=4, ratio=0.25, decode_s=6)) == [[0], [2], [1, 3]]

@@ -1,4 +1,4 @@
-"""Quality of speculative runs: against sums written out here, and against what must hold."""
+"""Quality of speculative runs: against an independent implementation, and order relations that must hold."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_must_hold(
     reference_traces: TraceDataset,
     windows: dict[str, Tensor],
 ) -> None:
-    """Executing nothing costs nothing; knowing more costs less; true weights and fewer layers are gentler."""
+    """No executed forecasts change nothing; better forecasts, true weights and fewer layers lose less."""
     shape = reference_view.shape
     quasi = QuasiHidden(PredictorConfig(), shape)
     quasi.set_defaults(reference_traces.defaults)

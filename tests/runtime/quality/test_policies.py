@@ -1,5 +1,7 @@
-"""What lossy policies cost, on texts that are read as the simulator reads them (row D10); EleutherAI's harness on an
-offloaded model, with tasks of one file and no network."""
+"""Quality with lossy policies, with prefills as in the simulator; EleutherAI's harness on an offloaded model.
+
+The harness's tasks are local files.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadConfig
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality import policies as quality
-from expertcast.runtime.quality.policies import harness_model, measure_policies, read_texts
+from expertcast.runtime.quality.policies import decode_log_probs, harness_model, measure_policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import PREFILL, Routes, Trace, trace_of
@@ -36,8 +38,7 @@ SLOTS = 5
 
 @pytest.fixture(scope="module")
 def one_layer() -> PreTrainedModel:
-    """Of one MoE layer: no routing that follows can be changed by what it leaves out, so that the simulator, which
-    replays recorded routing, must count what the runtime counts."""
+    """Return a model with one MoE layer. Lossy policies cannot change its routing, so runtime and simulator agree."""
     config = copy.deepcopy(CONFIGS["qwen3_moe"])
     config.num_hidden_layers = 1
     torch.manual_seed(0)
@@ -132,7 +133,7 @@ def test_read_token_by_token_as_in_one_forward(one_layer: PreTrainedModel, windo
         whole = one_layer(input_ids=windows, use_cache=False).logits.log_softmax(-1)
     told: list[bool] = []
     for prefill in (1, 8, 40):
-        got = read_texts(one_layer, windows, prefill, prefilled=lambda: told.append(True))
+        got = decode_log_probs(one_layer, windows, prefill, after_prefill=lambda: told.append(True))
         torch.testing.assert_close(got, whole[:, prefill - 1 :], atol=1e-4, rtol=1e-4)
     assert len(told) == 3
 
@@ -196,7 +197,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def resident(reference_fp32: PreTrainedModel, reference_tokenizer: Any, run: Run) -> dict[str, Any]:
-    """By the harness's own HFLM."""
+    """Return results of the harness's own HFLM."""
     from lm_eval.models.huggingface import HFLM
 
     return run(HFLM(pretrained=reference_fp32, tokenizer=reference_tokenizer, batch_size=2))
@@ -224,7 +225,7 @@ def likelihoods(found: dict[str, Any]) -> list[list[float]]:
 def test_the_harness_takes_an_offloaded_model_as_it_is(
     reference_fp32: PreTrainedModel, reference_tokenizer: Any, run: Run, resident: dict[str, Any]
 ) -> None:
-    """Its own HFLM: the resident model's answers, which are those worked out here."""
+    """The harness's own HFLM on an offloaded model gives the resident model's results."""
     from lm_eval.models.huggingface import HFLM
 
     expected = by_hand(reference_fp32, reference_tokenizer)
@@ -241,7 +242,7 @@ def test_the_harness_takes_an_offloaded_model_as_it_is(
 def test_likelihoods_in_decode_steps(
     reference_fp32: PreTrainedModel, reference_tokenizer: Any, run: Run, resident: dict[str, Any]
 ) -> None:
-    """What is executed in decode steps only costs nothing in one forward, and something token by token."""
+    """Speculation in decode steps changes likelihoods that are computed token by token, but not those of one pass."""
     from lm_eval.models.huggingface import HFLM
 
     steps = run(harness_model(reference_fp32, reference_tokenizer, batch_size=2))

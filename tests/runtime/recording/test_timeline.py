@@ -132,7 +132,7 @@ def test_bad_input(tmp_path: Path) -> None:
     recorder = MadeRecorder(spans_of(STATES))
     with pytest.raises(ExpertcastError, match="steps=2, run 'a' has 1 recorded"):
         draw_steps({"a": recorder}, tmp_path / "a.png")
-    with pytest.raises(ExpertcastError, match="no recorded run"):
+    with pytest.raises(ExpertcastError, match="recorders is empty"):
         draw_steps({}, tmp_path / "a.png")
     for write in (write_timeline, lambda path, given: draw_steps(given, path, steps=1)):
         with pytest.raises(ExpertcastError, match="cannot write"):

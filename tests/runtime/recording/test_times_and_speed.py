@@ -70,7 +70,7 @@ def test_disturbances_here_and_there_add_up_to_the_median_step() -> None:
 
 
 def test_nothing_recorded() -> None:
-    with pytest.raises(ExpertcastError, match="nothing was recorded"):
+    with pytest.raises(ExpertcastError, match="no steps were recorded"):
         times_of(MadeRecorder([]))
 
 
@@ -93,7 +93,7 @@ def test_recorded_decoding_leaves_the_prefill_out(reference_model: PreTrainedMod
 
 @pytest.mark.parametrize("latency", [0.0, 2e-3])
 def test_speed_of_the_emulated_link(reference_model: PreTrainedModel, one: dict[str, Any], latency: float) -> None:
-    """The link cannot be faster than it was told to be, and the run does not notice the measurement."""
+    """The measured speed does not exceed the configured one, and the measurement does not change the run."""
     recorder = Recorder()
     with offload(reference_model, bandwidth=5e7, latency=latency, slots=60, observers=[recorder]) as offloaded:
         record(offloaded, one["input_ids"], 2, recorder)
@@ -108,7 +108,7 @@ def test_speed_of_the_emulated_link(reference_model: PreTrainedModel, one: dict[
 
 
 def test_speed_of_other_links() -> None:
-    """Of one that is given as an object too; one that is not known cannot be measured."""
+    """The speed of a link given as an object is measured too; that of an unknown link cannot be."""
     model = tiny_model("qwen3_moe")
     for link, least, most in (("instant", 1e6, math.inf), (EmulatedLink(1e8), 0, 1e8)):
         with offload(model, link=link) as offloaded:
@@ -139,7 +139,7 @@ def test_speed_of_a_cuda_link(reference_model: PreTrainedModel) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system keeps what it has read")
 def test_copies_in_the_models_thread_are_waited_for(tmp_path: Path) -> None:
-    """Their pages come from the disk meanwhile: nothing else says so where a mapped store is read on demand."""
+    """Copies include the page reads of a mapped store, which no other count shows."""
 
     class Told(Observer):
         def __init__(self) -> None:

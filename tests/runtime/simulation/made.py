@@ -1,4 +1,4 @@
-"""Traces made by hand: what each token needs, layer by layer."""
+"""Small traces with given routing."""
 
 from __future__ import annotations
 
@@ -27,10 +27,15 @@ def trace(
     batch: int = 1,
     hints: Mapping[int, Sequence[Sequence[int]]] | None = None,
 ) -> Trace:
-    """
+    """Return a trace.
+
     Args:
-        documents: tokens of each; None: one.
-        hints: per target layer a forecast for each token, one layer ahead, by a predictor called `made`.
+        needed: experts of each token at each layer.
+        experts: experts per layer, E.
+        documents: number of tokens of each document; None: one document.
+        prefill: number of tokens in the prefill of each document.
+        batch: number of documents decoded together.
+        hints: forecast experts of each token by target layer, one layer ahead, by a predictor named `made`.
     """
     ids_TLK = torch.tensor(needed)
     count, layers, top_k = ids_TLK.shape

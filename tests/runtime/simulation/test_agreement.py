@@ -71,7 +71,7 @@ def test_same_counts(reference_model: PreTrainedModel, prompt_ids: Tensor, polic
 
 
 def test_same_forecasts_of_tokens(reference_model: PreTrainedModel, prompt_ids: Tensor) -> None:
-    """Both sides look ahead with the same predictor, of random weights. Loads while the link is idle, or when a token
+    """Runtime and simulator use the same predictor with random weights. Loads while the link is idle, or when a token
     begins, would depend on time."""
     view = find_moe_layers(reference_model)
     torch.manual_seed(0)
@@ -120,17 +120,17 @@ def counts_of_both(
     name = None if predictor is None else predictor.name
     trace = _trace(view, seen, prompt_ids[0], decoding.tokens, predictor)
     if isinstance(config.next_token, NextToken):
-        trace = trace.looking_ahead(NextTokenTracker(config.next_token))
+        trace = trace.with_token_forecasts(NextTokenTracker(config.next_token))
     case = Case(policies=policies, slots=slots, machine=machine, predictor=name, cache=config.cache)
     return measured, _counts(simulate(trace, case).decode)
 
 
 class _Seen(Observer):
-    """What the routers said, before any policy had its word; and seconds of each expansion of a packed copy."""
+    """Records the outputs of the routers before any policy, and the seconds of each expansion of a packed copy."""
 
     def __init__(self) -> None:
         self.calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Per layer the residual [T, D] and the logits [T, E] of each of its calls."""
+        """Residual [T, D] and logits [T, E] of each call, by layer."""
         self.expanding_s: list[float] = []
 
     def routed(self, layer: int, residual_TD: Tensor, logits_TE: Tensor) -> None:
@@ -155,7 +155,7 @@ def _of_top_k(times: LayerTimes, stats: RunStatistics, top_k: int) -> LayerTimes
 
 @torch.no_grad()
 def _trace(view: MoEView, seen: _Seen, prompt_T: Tensor, decoded: list[int], predictor: Predictor | None) -> Trace:
-    """The routing of a decoding as its routers chose by their logits."""
+    """Return the routing of a run, from the logits of its routers."""
     residual, logits = (
         [torch.cat([call[part] for call in seen.calls[layer]]) for layer in range(len(view))] for part in (0, 1)
     )
@@ -196,7 +196,7 @@ READ = ("requests", "hits", "misses", "collisions", "evicted", "bytes_moved")
 
 @contextmanager
 def bytes_of_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """What the system was asked for, read by read."""
+    """Collect the number of bytes of each read request to the operating system."""
     counted: list[int] = []
     own = os.preadv
 

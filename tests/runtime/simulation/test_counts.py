@@ -1,7 +1,7 @@
-"""Exact counts of every miss, routing, prefetch and pre-eviction policy on traces worked out by hand; those of the
-eviction policies are in tests/runtime/policies/test_eviction.py.
+"""Exact counts of every miss, routing, prefetch and pre-eviction policy on traces worked out by hand.
 
-All evict by lru. One decode step per token after the first, which is prefilled.
+Counts of the eviction policies are in tests/runtime/policies/test_eviction.py. All evict by lru. The first
+token is prefilled; each later one is a decode step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.training.synthetic import tiny_view
 
 BYTES = {"full": 8, "int8": 4, "int4": 2, "int2": 1}
 Counts = tuple[int, int, int, int, int, int]
-"""Hits, misses, collisions, evicted, skipped, bytes; of the decode steps."""
+"""Hits, misses, collisions, evicted, skipped and bytes of the decode steps."""
 
 # One layer of five experts, K = 3, three slots. Weights .7 .25 .05: 2.1, .75 and .15 times a token's mean. The router's
 # probabilities are .4 .3 .1 for its choice, .08 and .02 for the others.
@@ -58,7 +58,7 @@ MISSES: dict[str, Counts] = {
     "substitute": (7, 2, 0, 2, 2, 16),
 }
 
-# One layer of a Qwen3-MoE with eight experts, K = 2, three slots; logits are 0 where nothing is said.
+# One layer of a Qwen3-MoE with eight experts, K = 2, three slots; logits that are not listed are 0.
 #
 #   t0   0: 8   1: 7
 #   t1   2: 8   3: 6   1: 5
@@ -88,7 +88,7 @@ ROUTINGS: dict[str, Counts] = {
 #
 # Four slots hold keys 0 and 4 after t0. Selections, the experts that are copied, and what layer 1 misses:
 # none           -                           5 (free), 7 (free), 6 (for 4)
-# top_k          1 (free); 2 (free); -       -, 7 (for 4), -; key 7 is resident when t3 asks for it
+# top_k          1 (free); 2 (free); -       -, 7 (for 4), -; key 7 is resident when t3 needs it
 # overfetch 2    1 2 (free); -; 0            -, 7 (for 4), 6 (for 5): t3's 0 took the slot of key 6, the oldest for it
 #                                            came in t1, unused, before 5 was used: a collision
 # percentile     1 2 (free); -; 0            scores over the first expert's: of the 4, 8 and 12 so far the 60th
@@ -143,7 +143,7 @@ def test_first_prefetches(prefetch: str, prefetched: int) -> None:
 
 @pytest.mark.parametrize(("pre_eviction", "counts"), {"none": (2, 2, 0, 1, 0, 16), "gap": (1, 3, 1, 2, 0, 24)}.items())
 def test_pre_eviction(pre_eviction: str, counts: Counts) -> None:
-    """Keys 0 and 4 are held after t0, in three slots; nothing is prefetched.
+    """Keys 0 and 4 are resident after t0, in three slots; there is no prefetch.
 
     none: t1 misses 1 (free slot) and 5 (for 0), t2 hits both.
     gap: t1 misses 1, its forecast of 5 gives up 0, 5 takes that slot. t2 hits 1, its forecast of 6 gives up 4, which is

@@ -11,12 +11,12 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.forecasters import resolve_predictor
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.simulation.trace import FEW_IDS, Hints, Texts, Trace, asked_for, load_trace
+from expertcast.runtime.simulation.trace import FEW_IDS, Hints, Texts, Trace, load_trace, request_order
 from tests.runtime.simulation import made
 
 
 def rows_of(trace: Trace) -> list[list[int]]:
-    count = len(trace.known_routes().ids[0])
+    count = len(trace.require_routes().ids[0])
     return [torch.arange(count)[forward.rows].tolist() for forward in trace.forwards]
 
 
@@ -41,8 +41,8 @@ def test_keys_are_a_union_in_the_runtimes_order() -> None:
     assert [forward.keys for forward in trace.forwards] == [[[3, 1], [6, 4]], [[1, 0], [7, 5]]]
     both = made.trace([[[3, 1], [2, 0]], [[1, 0], [3, 2]], [[0, 1], [0, 1]], [[0, 1], [0, 1]]], experts=4, prefill=2)
     assert both.forwards[0].keys == [[3, 1, 0], [6, 4, 7]]
-    assert asked_for([2, 1] * (FEW_IDS // 2)) == [2, 1]
-    assert asked_for([2, 1] * (FEW_IDS // 2) + [0]) == [0, 1, 2]
+    assert request_order([2, 1] * (FEW_IDS // 2)) == [2, 1]
+    assert request_order([2, 1] * (FEW_IDS // 2) + [0]) == [0, 1, 2]
 
 
 def test_of_a_trace_dataset(reference_traces: TraceDataset) -> None:
@@ -52,7 +52,7 @@ def test_of_a_trace_dataset(reference_traces: TraceDataset) -> None:
     trace = load_trace(
         reference_traces, Texts(tokens=300, prefill=16), predictors={"next_norm": predictor}, residuals=True
     )
-    hints, routes = trace.hints["next_norm"], trace.known_routes()
+    hints, routes = trace.hints["next_norm"], trace.require_routes()
     assert isinstance(hints, Hints)
     (batch,) = list(reference_traces.batches("test", 300, max_tokens=300))
     for layer in (0, 7):

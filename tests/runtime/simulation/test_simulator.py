@@ -70,7 +70,7 @@ def test_belady_by_hand() -> None:
 
 
 def test_bypass_keeps_what_comes_sooner() -> None:
-    """One layer, two slots, K = 1, experts 0 1 | 2 0 1: bypass uses 2 and keeps 0 and 1, forced gives one up."""
+    """One layer, two slots, K = 1, experts 0 1 | 2 0 1: bypass keeps 0 and 1, forced admission evicts one."""
     trace = made.trace([[[0]], [[1]], [[2]], [[0]], [[1]]], experts=3, prefill=2)
     assert simulate(trace, Policies(eviction="belady"), 2, made.machine(1)).decode.total.misses == 2
     assert simulate_bypass(trace, 2, made.machine(1)).decode.total.misses == 1
@@ -122,7 +122,7 @@ def test_zero_infinity_brings_whole_layers() -> None:
 
 def test_wrong_forecasts_hold_up_the_link() -> None:
     """A forecast is under way when the miss comes: t1 hits layer 0 at 1 s, prefetches key 5 until 4; layer 1 is routed
-    at 3 s and its miss of key 4 goes behind it, 4 to 7; done at 8 s. The copy of 5 was for nothing."""
+    at 3 s and its miss of key 4 goes behind it, 4 to 7; done at 8 s. The copy of 5 was not needed."""
     trace = made.trace([[[0], [0]], [[0], [1]]], experts=3, hints={1: [[0], [2]]})
     done = simulate(trace, Policies(), 6, made.machine(2), predictor="made")
     assert done.steps_s == [8.0]
@@ -133,7 +133,7 @@ def test_wrong_forecasts_hold_up_the_link() -> None:
 def test_dropped_forecasts_count_for_precision() -> None:
     """K = 3, two layers of 2 s, a copy 3 s. The prefill brings experts 2, 3 and 4 of layer 1. A second later t1
     forecasts 0, 1 and 2 for it: 2 is there, 0 is copied, 1 queued. Layer 1 is routed at 3 s and needs 0, 3 and 4: the
-    copy of 1 is dropped. One of two copies that were asked for is used, and one of one that was made."""
+    copy of 1 is dropped. One of two requested copies is used, and one of one executed copy."""
     trace = made.trace([[[0, 1, 2], [2, 3, 4]], [[0, 1, 2], [0, 3, 4]]], experts=5, hints={1: [[0, 1, 2]] * 2})
     done = simulate(trace, Policies(), 10, made.machine(2), predictor="made")
     total = done.decode.total
@@ -144,7 +144,7 @@ def test_dropped_forecasts_count_for_precision() -> None:
 
 
 def test_a_layers_experts_are_one_event() -> None:
-    """K = 2, two slots, one layer: 0 1 | 1 2. Asked one after another, 0 would go for 2 too, but the event keeps 1."""
+    """K = 2, two slots, one layer: 0 1 | 1 2. The requests of t1 are one event: 2 evicts 0, and 1 is a hit."""
     done = simulate(made.trace([[[0, 1]], [[1, 2]]], experts=3), Policies(), 2, made.machine(1))
     assert (done.decode.total.hits, done.decode.total.misses) == (1, 1)
     assert done.steps_s == [1.0 + 3.0 + 1.0]
@@ -188,7 +188,7 @@ def test_evictions_go_back_over_the_link() -> None:
 
 
 def _lru(trace: Trace, slots: int, *, copy_s: float, layer_s: float) -> tuple[tuple[int, int, int], list[float]]:
-    """Hits, misses and collisions of all decode steps, and each step's seconds; a list in order of use, no books."""
+    """Return hits, misses and collisions of all decode steps, and the seconds of each step, from a list by use."""
     order: list[int] = []
     hits = misses = collisions = 0
     steps_s: list[float] = []
@@ -219,7 +219,7 @@ def _lru(trace: Trace, slots: int, *, copy_s: float, layer_s: float) -> tuple[tu
 
 
 def _parts(keys: Sequence[int], order: Sequence[int], slots: int) -> list[list[int]]:
-    """A prefill's chunks: half the slots, the missing ones first; the next is asked for before the last is done."""
+    """Return the chunks of a prefill: half the slots each, missing experts first."""
     ordered = sorted(keys, key=lambda key: (key in order, key))
     size = max(1, slots // 2)
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
@@ -250,7 +250,7 @@ Ids = list[list[int]]
 
 
 def routing(seed: int) -> tuple[list[Ids], dict[int, Ids]]:
-    """What each token needs at each layer, [T][L][K], and forecasts that are right three times out of four."""
+    """Return random experts [T][L][K], and forecasts that are right three times out of four."""
     choose = random.Random(seed)
     needed = [[choose.sample(range(EXPERTS), TOP_K) for _ in range(LAYERS)] for _ in range(TOKENS)]
     hints: dict[int, Ids] = {layer: [] for layer in range(1, LAYERS)}
@@ -274,7 +274,7 @@ def closed_form(needed: list[Ids], hints: dict[int, Ids], copies: float, first: 
 
 
 def _routing(layer: int, ids: Sequence[Sequence[int]]) -> Forecast:
-    """Experts by falling weight."""
+    """Return the experts by falling weight."""
     weights_TK = torch.arange(TOP_K, 0, -1).float().expand(len(ids), -1)
     logits_TE = torch.zeros(len(ids), EXPERTS).scatter(1, torch.tensor(ids), weights_TK)
     return Forecast(layer=layer, logits_TE=logits_TE, topk_ids_TK=torch.tensor(ids), topk_weights_TK=weights_TK)
@@ -283,7 +283,7 @@ def _routing(layer: int, ids: Sequence[Sequence[int]]) -> Forecast:
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 1.3, 2.0, 3.0, 5.0])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_it_counts_what_the_simulator_counts(ratio: float, seed: int) -> None:
-    """A decode without a cache, all forecast experts asked for in their order: `prefetched_in_time` of the link."""
+    """Without a cache, with all forecast experts requested in order: the link's `prefetched_in_time` agrees."""
     needed, hints = routing(seed)
     trace = made.trace(needed, experts=EXPERTS, hints=hints)
     layer_s, copy_s = 1.0, ratio / TOP_K

@@ -1,4 +1,4 @@
-"""Sweeps: what is run, what is left out, and that neither processes nor their number change a result."""
+"""Sweeps: cases that run, cases that are skipped, and results that do not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_result_does_not_depend_on_processes() -> None:
 
 
 class EveryOther:
-    """Tokens are said to need the experts 0, 1, 2 ... with a falling probability, every other one with a rising one."""
+    """Forecasts experts 0, 1, 2 ... with falling probability, and for every other token with rising probability."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[bool, int]] = []
@@ -74,7 +74,7 @@ class EveryOther:
 
 def test_next_tokens_are_forecast_once() -> None:
     trace, follower = made.random_trace(4, tokens=30), EveryOther()
-    ahead = trace.looking_ahead(follower)
+    ahead = trace.with_token_forecasts(follower)
     assert follower.calls == [(forward.fresh, layer) for forward in trace.forwards for layer in range(-1, 3)]
     policies, machine = Policies(eviction="forecast"), made.machine(3)
     direct = summary(simulate(ahead, policies, 6, machine))
@@ -108,7 +108,7 @@ def test_belady_and_lossy_policies_do_not_go_together() -> None:
 
 
 def test_capacity_is_a_share_of_bytes() -> None:
-    """Trap 11: floor(share x experts); 0.29 x 100 is 28.999... in binary, and 29 experts."""
+    """The number of slots is floor(share x experts); 0.29 x 100 is 28.999... in binary, and 29 experts."""
     shape = ModelShape(layers=10, experts=10, top_k=2, hidden=4)
     assert [slots_of(share, shape) for share in (0.01, 0.29, 0.299, 1.0)] == [1, 29, 29, 100]
     for share in (0.0, 1.5):
@@ -117,7 +117,7 @@ def test_capacity_is_a_share_of_bytes() -> None:
 
 
 def test_quality_is_asked_for_lossy_policies(tmp_path: Path) -> None:
-    """Once, and not once more for the second machine."""
+    """Quality is measured once, not again for the second machine."""
     asked: list[Mapping[str, Case]] = []
 
     def quality(wanted: Mapping[str, Case]) -> dict[str, dict[str, float]]:
@@ -136,7 +136,7 @@ def test_quality_is_asked_for_lossy_policies(tmp_path: Path) -> None:
 
 
 def test_quality_is_that_of_the_models_own_precision() -> None:
-    """The same policies with experts in int4 have another quality, which nobody measured."""
+    """The same policies with experts in int4 have another quality, which is unknown."""
     lossy = Case(policies=Policies(miss="drop"), slots=4, machine=made.machine(3))
     exact = replace(lossy, policies=Policies())
     packed = [replace(case, machine=replace(case.machine, base="int4")) for case in (lossy, exact)]
