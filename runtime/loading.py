@@ -7,6 +7,7 @@ of the model once (until it is on its device).
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -94,12 +95,12 @@ def load_offloaded(
         # experts without weights: what the store takes the place of, and what a closed model is left with
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
         forms = _packed_forms(config.experts, sources, view)
-        for layer in view:
-            make_packed(layer.experts, layer.num_experts, forms)
-            make_packed(model.get_submodule(layer.experts_name), layer.num_experts, forms)
+        for layer, own in zip(view, forms, strict=True):
+            make_packed(layer.experts, layer.num_experts, own)
+            make_packed(model.get_submodule(layer.experts_name), layer.num_experts, own)
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
-        if forms:  # codes lie as this processor's kernel reads them
-            lie = ", ".join(f"{name} {each}" for name, each in forms.items())
+        if forms[0]:  # codes lie as this processor's kernel reads them
+            lie = ", ".join(f"{name} {each}" for name, each in forms[0].items())
             fingerprint += f" {config.experts} {lie} {torch.backends.cpu.get_cpu_capability()}"
         made = make_store(config, view, target, fingerprint)
         reader = _Reader(sources, len(view), source.name, shipped)
@@ -191,26 +192,26 @@ def _mxfp4_dequantizer(settings: Mapping[str, Any]) -> HfQuantizer:
     return AutoHfQuantizer.from_config(Mxfp4Config.from_dict({**settings, "dequantize": True}), pre_quantized=True)
 
 
-def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Forms:
-    """How the experts are packed, by their parameters' names; none where they are expanded.
+def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Sequence[Forms]:
+    """Return the forms of packed experts by layer and parameter's name, empty for expanded ones.
 
     Raises:
-        ExpertcastError: `packed`, and the checkpoint does not ship them so.
+        ExpertcastError: `packed`, and the checkpoint ships plain floats, or forms that cannot be held.
     """
     if experts in (PACKED, "auto"):
         try:
             forms = sources.forms()
-        except ExpertcastError:
+        except ExpertcastError as error:
             if experts == PACKED:
                 raise
-            return {}
+            if sources.quantised:
+                warnings.warn(f"experts are expanded: {error}", stacklevel=3)
+            return [{}] * len(view)
         sources.coded = True
         return forms
     bits, first = EXPERTS_BITS.get(experts), view[0]
-    if bits is None:
-        return {}
-    found = matrices(first.experts, first.num_experts)
-    return {name: form_for(first.experts, matrix, bits) for name, matrix in found.items()}
+    found = {} if bits is None else matrices(first.experts, first.num_experts)
+    return [{name: form_for(first.experts, matrix, bits or 0) for name, matrix in found.items()}] * len(view)
 
 
 def _as_shipped(
