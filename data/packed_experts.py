@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from types import EllipsisType
-from typing import Any, NamedTuple, NoReturn, cast
+from types import EllipsisType, MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from expertcast.predictors.messages import ExpertcastError, Json
 
@@ -389,17 +390,6 @@ class PackedMatrix:
         """Itself: it knows its outputs."""
         return self
 
-    def __getitem__(self, _experts: object) -> NoReturn:
-        """Other experts implementations look single matrices up.
-
-        Raises:
-            ExpertcastError: always.
-        """
-        raise ExpertcastError(
-            "experts in 4 or 8 bits run only with experts implementation 'grouped_mm': "
-            "call model.set_experts_implementation('grouped_mm')"
-        )
-
     def products(self, rows_PI: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
         """One product in bf16 per group (expert, rows), the groups' rows in order: [P, N] in the rows' dtype."""
         parts, outputs, start = self.parts(), [], 0
@@ -481,10 +471,10 @@ def weight_bits(experts: nn.Module) -> float:
 def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
     """Replace a module's matrices by packed ones, not filled, on the device of the matrices.
 
-    The model's experts implementation becomes `grouped_mm`, the only one that multiplies by them.
+    The module then runs transformers' grouped kernel, whichever of transformers' kernels the model names.
     """
     if forms:
-        experts.config._experts_implementation = "grouped_mm"  # type: ignore[union-attr]
+        experts.forward = MethodType(_grouped, experts)
     transposed = bool(getattr(experts, "is_transposed", False))
     for name, form in forms.items():
         matrix = experts._parameters.pop(name)
@@ -493,6 +483,15 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
             empty = torch.empty(count, *shape, dtype=dtype, device=matrix.device)
             experts.register_parameter(name + end, nn.Parameter(empty, requires_grad=False))
         experts.__dict__[name] = PackedMatrix(experts, name, form, transposed, matrix.dtype)
+
+
+def _grouped(experts: nn.Module, *args: Any) -> Tensor:
+    """Run the function that the model names, the grouped kernel in place of transformers' others."""
+    name = experts.config._experts_implementation  # type: ignore[union-attr]
+    named = ALL_EXPERTS_FUNCTIONS.get_interface(name, grouped_mm_experts_forward)
+    of_transformers = named.__module__ == grouped_mm_experts_forward.__module__
+    output: Tensor = (grouped_mm_experts_forward if of_transformers else named)(experts, *args)
+    return output
 
 
 def packed_matrices(experts: nn.Module) -> dict[str, PackedMatrix]:

@@ -87,14 +87,16 @@ def load_offloaded(
         skeleton.to(wanted or files.dtype)
         view = find_moe_layers(skeleton)
         mxfp4 = form is not None and form.method == MXFP4
-        sources = ExpertSources(skeleton, view, files, _mxfp4_dequantizer(form.settings) if form and mxfp4 else None)
+        dequantizer = _mxfp4_dequantizer(form.settings) if form and mxfp4 else None
+        with _one_line(source.name):
+            sources = ExpertSources(skeleton, view, files, dequantizer)
+            forms = _packed_forms(config.experts, sources, view)
         shipped = _as_shipped(config, sources, len(view), form, source.name)
         if shipped is not None and form is not None and config.codec == form.codec:
             config = replace(config, codec=shipped.codec)
         model = _load_others(skeleton, sources, files, source).to(target)
         # experts without weights: what the store takes the place of, and what a closed model is left with
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
-        forms = _packed_forms(config.experts, sources, view)
         for layer, own in zip(view, forms, strict=True):
             make_packed(layer.experts, layer.num_experts, own)
             make_packed(model.get_submodule(layer.experts_name), layer.num_experts, own)
@@ -132,27 +134,18 @@ class _Reader:
     _bar: Progress | None = None
 
     def __call__(self, layer: int, views: dict[str, Tensor]) -> None:
-        with self._one_line():
+        with _one_line(self._model_id):
             self._sources.read_layer(layer, views)
         self._step()
 
     def shipped(self, layer: int, expert: int) -> Shipped:
         """One expert as its checkpoint ships it; called from several threads."""
         assert self._shipped is not None
-        with self._one_line():
+        with _one_line(self._model_id):
             read = self._shipped.expert(layer, expert)
         if expert == 0:
             self._step()
         return read
-
-    @contextmanager
-    def _one_line(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, ExpertcastError):
-                raise
-            raise _failure(self._model_id, error) from error
 
     def _step(self) -> None:
         if self._bar is None:
@@ -255,5 +248,10 @@ def _check_memory(store: ExpertStore, slots: int) -> None:
         )
 
 
-def _failure(name: str, error: Exception) -> ExpertcastError:
-    return ExpertcastError(f"cannot load model {name!r}: {first_line(error)}")
+@contextmanager
+def _one_line(name: str) -> Iterator[None]:
+    """Name the model in what goes wrong while its files are read."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ExpertcastError(f"cannot load model {name!r}: {first_line(error)}") from error

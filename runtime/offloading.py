@@ -619,8 +619,7 @@ def offload(
         pack_experts(view, config.experts)
     if config.experts in EXPERTS_BITS:
         warnings.warn(
-            f"the model's experts are rounded to {config.experts}, and stay so when it is closed, with experts "
-            "implementation 'grouped_mm'",
+            f"the model's experts are rounded to {config.experts}, and stay so when the offload is closed",
             stacklevel=2,
         )
     bound, checkpoint = resolve_predictor(config.resolved_predictor(), view)

@@ -26,7 +26,7 @@ from typing import Any
 TRACES, ESTIMATOR, FREE, NEXT_TOKEN = "traces", "estimator", "quasi_hidden", "next_token"
 STORE, CONFIG, DATA = "store", "config", "data"
 PACKED_STORE = "packed_store"
-QUANTISED = "gguf", "gptq", "awq", "compressed"
+QUANTISED = "gguf", "gguf_k", "gptq", "awq", "compressed", "fp8"
 """Checkpoints whose experts stay packed. Their files have no digests."""
 ARTEFACTS = (TRACES, ESTIMATOR, FREE, NEXT_TOKEN, STORE, CONFIG, DATA, PACKED_STORE, *QUANTISED)
 CONFIG_FILE = "offload.json"
@@ -109,11 +109,11 @@ def make_quantised(made: Path, seed: int) -> None:
             {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups},
         ),
     }
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64}
     for name, (pack, settings) in packed.items():
         folder, _ = checkpoint(made / f"{name}.both", pack, sizes, **settings)
         Path(folder).rename(made / name)
-    fp8("qwen3_moe", made / "fp8", **sizes)
+    fp8("qwen3_moe", made / "fp8", **sizes)  # FP8, and Q2_K below, are held as they are shipped
     for name, kind, other, width in (("gguf", "Q4_0", "Q8_0", 64), ("gguf_k", "Q2_K", "Q4_K", 256)):
         (made / name).mkdir()
         model = tiny("qwen3_moe", hidden_size=width, moe_intermediate_size=width // 2 if width < 256 else width)

@@ -2,8 +2,8 @@
 
     python scripts/mutate_artefacts.py --count 2000 --seed 0 --json faults.json
 
-An artefact (traces, checkpoints, expert stores, quantised models, a file of options, texts) is copied, one of its files is changed, and
-up to two operations open it, each in a fork of this process with a limit of time and memory. What may come out:
+An artefact (traces, checkpoints, expert stores, quantised models, a file of options, texts) is copied, one of its files
+is changed, and up to two operations open it, each in a fork of this process with a limit of time and memory. Outcomes:
 
     right       the same result as of the undamaged files, compared exactly
     edited      another result of a file that people edit, that has no digest, or whose digest was made anew on purpose
@@ -322,7 +322,9 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append(row)
                 if row.outcome in BAD or args.only is not None:
                     what = f"{row.file}: {row.change}; {row.operation}: {row.outcome}, {row.line!a}"
-                    print(f"--seed {args.seed} --only {case} --artefacts {' '.join(args.artefacts)}: {what}", flush=True)
+                    print(
+                        f"--seed {args.seed} --only {case} --artefacts {' '.join(args.artefacts)}: {what}", flush=True
+                    )
     by_file = counts(rows)
     print(table(by_file))
     if args.json:

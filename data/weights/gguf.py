@@ -136,10 +136,7 @@ class GgufFile(WeightFiles):
 
     def _read(self, path: str) -> dict[str, _Stored]:
         file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
-        return {
-            each.name: _Stored(each.name, _rows(file, each), each.tensor_type)
-            for each in _tensors(path)
-        }
+        return {each.name: _Stored(each.name, _rows(file, each), each.tensor_type) for each in _tensors(path)}
 
     def shipped(self, name: str) -> ShippedWeight | None:
         """Return the tensors of the file that make up a parameter; None where one is plain floats."""

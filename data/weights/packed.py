@@ -230,32 +230,37 @@ def _gptq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
     # version 1 stores zeros less one
     older = (settings.get("checkpoint_format") or settings.get("format") or GPTQ) == GPTQ
 
+    def index_C() -> Tensor:
+        """Return the group of each column."""
+        if indices is None:
+            return ordered_C()
+        found_C = indices[...].long()
+        if not 0 <= int(found_C.min()) <= int(found_C.max()) < groups:
+            raise ExpertcastError(f"the checkpoint's {parts.stem}.g_idx names a group that is not there")
+        return found_C
+
     def ordered_C() -> Tensor:
         return torch.arange(columns) // (columns // groups)
 
-    def read() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def read() -> tuple[Tensor, Tensor, Tensor]:
         code_RC = unpacked(codes[...].T, bits)
         zero_RG = unpacked(zeros[...], bits).T
         if older:
             zero_RG = (zero_RG + 1) & (2**bits - 1)
-        index_C = ordered_C() if indices is None else indices[...].long()
-        if not 0 <= int(index_C.min()) <= int(index_C.max()) < groups:
-            raise ExpertcastError(f"the checkpoint's {parts.stem}.g_idx names a group that is not there")
-        return code_RC, zero_RG.float(), scales[...].float().T, index_C
+        return code_RC, zero_RG.float(), scales[...].float().T
 
     def make(part: Part) -> Tensor:
-        code_RC, zero_RG, scale_RG, index_C = read()
-        return (code_RC.float() - zero_RG[:, index_C]).mul_(scale_RG[:, index_C])[part]
+        (code_RC, zero_RG, scale_RG), group_C = read(), index_C()
+        return (code_RC.float() - zero_RG[:, group_C]).mul_(scale_RG[:, group_C])[part]
 
     def coded(part: Part) -> Coded:
-        code_RC, zero_RG, scale_RG, _ = read()
+        code_RC, zero_RG, scale_RG = read()
         return Coded(bits, code_RC, scale_RG, (MIDDLE[bits] - zero_RG) * scale_RG)[part]
 
     def coding() -> Coding | None:
         # a configuration need not say that inputs are ordered by activation
-        if groups > 1 and indices is not None:
-            if settings.get("desc_act") or columns % groups or not torch.equal(indices[...].long(), ordered_C()):
-                return None
+        if columns % groups or not torch.equal(index_C(), ordered_C()):
+            return None
         return Coding.within(bits, columns // groups, symmetric=False)
 
     return ComputedTensor((rows, columns), "F32", make, coding, coded)
@@ -325,6 +330,7 @@ def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
         return Coded(bits, code_RC, scale, None if symmetric else zero)[part]
 
     symmetric = bits == 4 and zeros is None
+
     def coding() -> Coding | None:
         return None if indices is not None else Coding.within(bits, columns // wide, symmetric)
 

@@ -46,7 +46,15 @@ from expertcast.data.packed_experts import (
 )
 from expertcast.data.source import FP8, MXFP4
 from expertcast.data.weights.blocks import CODINGS, coded_mxfp4
-from expertcast.data.weights.files import ComputedTensor, HeldTensor, Part, ShippedWeight, TensorFile, WeightFiles, dtype_named
+from expertcast.data.weights.files import (
+    ComputedTensor,
+    HeldTensor,
+    Part,
+    ShippedWeight,
+    TensorFile,
+    WeightFiles,
+    dtype_named,
+)
 from expertcast.data.weights.packed import Fp8Tensor
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
@@ -148,7 +156,7 @@ class ExpertSources:
         """Split a layer into the experts that are converted at once; one portion, None, where they are inseparable."""
         if not self.separable(group):
             return [None]
-        step = at_once(self.parameters[group.target]) if self.coded else 1
+        step = at_once(self.parameters[group.target]) if packed_matrices(self._modules[0]) else 1
         return [slice(first, min(first + step, self._experts)) for first in range(0, self._experts, step)]
 
     def forms(self) -> list[Forms]:
@@ -220,7 +228,9 @@ class ExpertSources:
         if {len(names) for names in group.sources.values()} != {1}:
             return [(file, ...) for file in files]
         if any(file.get_shape()[:1] != [self._experts] for file in files):
-            raise ExpertcastError(f"{group.target} cannot be split by experts as it is shipped: give experts='expanded'")
+            raise ExpertcastError(
+                f"{group.target} cannot be split by experts as it is shipped: give experts='expanded'"
+            )
         return [(file, slice(expert, expert + 1)) for file in files]
 
     def local(self, layer: int) -> dict[str, str]:

@@ -188,7 +188,6 @@ _BNB: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 _OTHER_KINDS = {"blk__0__ffn_down_exps__weight": "Q4_K", "blk__1__ffn_up_exps__weight": "Q3_K"}
 AS_SHIPPED: dict[str, Callable[[Path], str]] = {
     "fp8 in blocks": partial(fp8, "qwen3_moe"),
-    "fp8 in cut blocks": partial(fp8, "qwen3_moe", block=(24, 24)),
     "fp8, exponents as scales": partial(fp8, "mixtral", scale_fmt="ue8m0"),
     "fp8, one scale": partial(fp8, "mixtral", block=None),
     "compressed fp8, channels": _compressed_fp8("channel"),
@@ -245,9 +244,7 @@ def _plain(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("make", [_plain, _gguf("F16")], ids=["plain", "F16"])
-def test_what_is_not_packed(
-    make: Callable[[Path], str], tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_what_is_not_packed(make: Callable[[Path], str], tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """One line that says what else to give; `auto` expands without a word."""
     path = make(tmp_path)
     with pytest.raises(ExpertcastError, match=r"experts='packed' takes .* give experts='expanded', 'int4' or 'int8'"):
@@ -264,9 +261,8 @@ def test_experts_in_several_forms(tmp_path: Path) -> None:
     path = _packed_once(makers, quant_method="gptq", bits=4, group_size=32, dynamic={})(tmp_path)
     with pytest.raises(ExpertcastError, match=r"different forms: give experts='expanded'"):
         load_offloaded(path, device="cpu", slots=6, experts="packed")
-    with (
-        pytest.warns(UserWarning, match="experts are expanded"),
-        load_offloaded(path, device="cpu", slots=6, experts="auto") as offloaded,
-    ):
+    with pytest.warns(UserWarning, match="experts are expanded"):
+        offloaded = load_offloaded(path, device="cpu", slots=6, experts="auto")
+    with offloaded:
         assert not packed_matrices(offloaded.view[0].experts)
         assert greedy(offloaded, IDS, 2)[0].shape[1] == 7
