@@ -26,15 +26,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from expertcast.predictors.messages import ExpertcastError, Json
 
 GROUPS = (256, 128, 64, 32)
 """What torch's kernels take."""
 CODES, SCALES = "_codes", "_scales"
-MANY_ROWS = 192
-"""From so many rows on an expert's weights are expanded and multiplied in bf16, which then takes less time."""
+MANY_ROWS = {4: 384, 8: 112}
+"""Rows of one expert, by bits, from which expanding its weights and multiplying in bf16 takes less time; fixed, since
+the choice changes bits. Measured: benchmarks/packed.md."""
 
 # Codes and scales of one matrix
 
@@ -198,9 +198,9 @@ class PackedForm:
     def multiply(self, rows_PI: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         """Multiply rows [P, I] by one expert's matrix in bf16; return bf16 [P, N]."""
         rows_PI = rows_PI.bfloat16()
-        if len(rows_PI) >= MANY_ROWS and not rows_PI.is_cuda:
-            return rows_PI @ self.expand(codes, scales).T
         bits, group, symmetric = self.coding
+        if len(rows_PI) >= MANY_ROWS[bits] and not rows_PI.is_cuda:
+            return rows_PI @ self.expand(codes, scales).T
         pairs = _pairs(scales) if symmetric else scales
         if bits == 4:
             return product(rows_PI, codes, group, pairs)
@@ -487,6 +487,8 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
 
 def _grouped(experts: nn.Module, *args: Any) -> Tensor:
     """Run the function that the model names, the grouped kernel in place of transformers' others."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
     name = experts.config._experts_implementation  # type: ignore[union-attr]
     named = ALL_EXPERTS_FUNCTIONS.get_interface(name, grouped_mm_experts_forward)
     of_transformers = named.__module__ == grouped_mm_experts_forward.__module__

@@ -25,7 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from expertcast.data.machine import available_memory, torch_device, torch_dtype
 from expertcast.data.models import form_of, meta_model, model_of, open_weights
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import Forms, form_for, make_packed, matrices
+from expertcast.data.packed_experts import Forms, ShippedForm, form_for, make_packed, matrices
 from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress, first_line
@@ -200,8 +200,15 @@ def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Sequen
             if sources.quantised:
                 warnings.warn(f"experts are expanded: {error}", stacklevel=3)
             return [{}] * len(view)
-        sources.coded = True
-        return forms
+        slow = next((each for each in forms[0].values() if isinstance(each, ShippedForm)), None)
+        if experts == PACKED or slow is None:
+            sources.coded = True
+            return forms
+        warnings.warn(
+            f"experts are expanded: no kernel multiplies by them {slow}; experts='packed' takes less memory and more time",
+            stacklevel=3,
+        )
+        return [{}] * len(view)
     bits, first = EXPERTS_BITS.get(experts), view[0]
     found = {} if bits is None else matrices(first.experts, first.num_experts)
     return [{name: form_for(first.experts, matrix, bits or 0) for name, matrix in found.items()}] * len(view)

@@ -116,7 +116,7 @@ def make_quantised(made: Path, seed: int) -> None:
     fp8("qwen3_moe", made / "fp8", **sizes)  # FP8, and Q2_K below, are held as they are shipped
     for name, kind, other, width in (("gguf", "Q4_0", "Q8_0", 64), ("gguf_k", "Q2_K", "Q4_K", 256)):
         (made / name).mkdir()
-        model = tiny("qwen3_moe", hidden_size=width, moe_intermediate_size=width // 2 if width < 256 else width)
+        model = tiny("qwen3_moe", hidden_size=width, moe_intermediate_size=width, vocab_size=260)
         for parameter in model.parameters():
             parameter.data *= 1 + seed
         write(made / name / GGUF_FILE, model, kind, others={"blk.0.ffn_down_exps.weight": other})
@@ -124,7 +124,7 @@ def make_quantised(made: Path, seed: int) -> None:
 
 
 def _run_quantised(folder: Path, **options: Any) -> Any:
-    """Three tokens of a quantised checkpoint with a few of its experts in slots, and the digest of their logits."""
+    """Two tokens of a quantised checkpoint with a few of its experts in slots, and the digest of their logits."""
     import torch
 
     from expertcast.runtime.loading import load_offloaded
@@ -132,7 +132,7 @@ def _run_quantised(folder: Path, **options: Any) -> Any:
     model = folder / GGUF_FILE if folder.name.startswith("gguf") else folder
     with load_offloaded(model, device="cpu", dtype="bf16", experts="packed", slots=6, **options) as offloaded:
         written = offloaded.generate(
-            torch.tensor([[5, 9, 2, 77, 31]]), attention_mask=torch.ones(1, 5, dtype=torch.long), max_new_tokens=3,
+            torch.tensor([[5, 9, 2, 77, 31]]), attention_mask=torch.ones(1, 5, dtype=torch.long), max_new_tokens=2,
             do_sample=False, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         logits = {str(number): each for number, each in enumerate(written.logits)}

@@ -48,7 +48,7 @@ def test_order_is_that_of_torch(bits: int, outputs: int) -> None:
             assert torch.equal(own.flatten(), expected.flatten())
 
 
-@pytest.mark.parametrize("rows", [1, 7, 200])
+@pytest.mark.parametrize("rows", [1, 7, 400])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_products(bits: int, symmetric: bool, rows: int) -> None:
