@@ -205,7 +205,8 @@ def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Sequen
             sources.coded = True
             return forms
         warnings.warn(
-            f"experts are expanded: no kernel multiplies by them {slow}; experts='packed' takes less memory and more time",
+            f"experts are expanded: no kernel multiplies by them {slow}; experts='packed' takes less memory and "
+            "more time",
             stacklevel=3,
         )
         return [{}] * len(view)
