@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,14 @@ def open_weights(
     files = SafetensorsFiles(source)
     try:
         if form is not None and form.method == FP8:
-            files.tensors = join_scales(files.tensors, form.settings.get("weight_block_size"))
+            files.join(partial(join_scales, block=form.settings.get("weight_block_size")))
         elif form is not None and form.method == BITSANDBYTES:
-            files.tensors = join_bnb(files.tensors)
+            files.join(join_bnb)
         elif form is not None and form.method != MXFP4:
-            files.tensors = join_packed(files.tensors, form.method, form.settings)
+            files.join(partial(join_packed, method=form.method, settings=form.settings))
+    except ExpertcastError as error:
+        files.close()
+        raise ExpertcastError(f"cannot load model {source.name!r}: {error}") from error
     except BaseException:
         files.close()
         raise

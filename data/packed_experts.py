@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from types import EllipsisType
-from typing import Any, NamedTuple, NoReturn
+from types import EllipsisType, MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,9 @@ from expertcast.predictors.messages import ExpertcastError, Json
 GROUPS = (256, 128, 64, 32)
 """What torch's kernels take."""
 CODES, SCALES = "_codes", "_scales"
-MANY_ROWS = 192
-"""From so many rows on an expert's weights are expanded and multiplied in bf16, which then takes less time."""
+MANY_ROWS = {4: 384, 8: 112}
+"""Rows of one expert, by bits, from which expanding its weights and multiplying in bf16 takes less time; fixed, since
+the choice changes bits. Measured: benchmarks/packed.md."""
 
 # Codes and scales of one matrix
 
@@ -51,6 +52,9 @@ class Coding(NamedTuple):
     """G"""
     symmetric: bool
     """Whether every zero is 0."""
+
+    def __str__(self) -> str:
+        return f"int{self.bits}, groups of {self.group}, {'symmetric' if self.symmetric else 'with zeros'}"
 
     @classmethod
     def over(cls, codings: Iterable[Coding]) -> Coding:
@@ -143,36 +147,31 @@ class PackedForm:
         ExpertcastError: the kernel takes no such matrix.
     """
 
-    bits: int
-    """4 or 8."""
-    group: int
-    """G"""
-    symmetric: bool
-    """Whether every zero is 0."""
+    coding: Coding
     outputs: int
     """N"""
     inputs: int
     """I"""
 
     def __post_init__(self) -> None:
-        if self.outputs % 16 or self.inputs % self.group or self.group not in GROUPS or self.bits not in (4, 8):
+        bits, group, _ = self.coding
+        if self.outputs % 16 or self.inputs % group or group not in GROUPS or bits not in MIDDLE:
             raise ExpertcastError(
-                f"a matrix of {self.outputs} outputs and {self.inputs} inputs cannot be packed in {self.bits} bits by "
-                f"groups of {self.group}: outputs must be a multiple of 16, inputs one of the group, 32 to 256; "
+                f"a matrix of {self.outputs} outputs and {self.inputs} inputs cannot be packed in {bits} bits by "
+                f"groups of {group}: outputs must be a multiple of 16, inputs of the group, the group 32 to 256; "
                 "give experts='expanded'"
             )
 
     def __str__(self) -> str:
-        kind = "symmetric" if self.symmetric else "with zeros"
-        return f"int{self.bits}, groups of {self.group}, {kind}"
+        return str(self.coding)
 
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what holds one expert's matrix, by the end of its name."""
         halves = (self.outputs, self.inputs // 2)
-        groups = (self.inputs // self.group, self.outputs)
+        groups = (self.inputs // self.coding.group, self.outputs)
         return {
-            CODES: ((2, *halves) if self.bits == 8 else halves, torch.uint8),
-            SCALES: (groups if self.symmetric else (*groups, 2), torch.bfloat16),
+            CODES: ((2, *halves) if self.coding.bits == 8 else halves, torch.uint8),
+            SCALES: (groups if self.coding.symmetric else (*groups, 2), torch.bfloat16),
         }
 
     @property
@@ -182,8 +181,8 @@ class PackedForm:
 
     def encode(self, matrices_ENI: Coded, codes: Tensor, scales: Tensor) -> None:
         """Write some experts' matrices into their parts [E, ...], on the device that multiplies by them."""
-        fitted = matrices_ENI.fitted(Coding(self.bits, self.group, self.symmetric))
-        if self.bits == 8:
+        fitted = matrices_ENI.fitted(self.coding)
+        if fitted.bits == 8:
             _pack(fitted.codes >> 4, codes[:, 0])
             _pack(fitted.codes & 15, codes[:, 1])
         else:
@@ -194,29 +193,69 @@ class PackedForm:
             return
         scales[..., 0].copy_(scale_EJN)
         # both halves of 8 bits take the same zero, the high ones 16 times
-        scales[..., 1].copy_(fitted.zeros.mT / (1 if self.bits == 4 else 17))
+        scales[..., 1].copy_(fitted.zeros.mT / (1 if fitted.bits == 4 else 17))
 
     def multiply(self, rows_PI: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        """bf16 [P, N] of bf16 rows [P, I]."""
-        if len(rows_PI) >= MANY_ROWS and not rows_PI.is_cuda:
+        """Multiply rows [P, I] by one expert's matrix in bf16; return bf16 [P, N]."""
+        rows_PI = rows_PI.bfloat16()
+        bits, group, symmetric = self.coding
+        if len(rows_PI) >= MANY_ROWS[bits] and not rows_PI.is_cuda:
             return rows_PI @ self.expand(codes, scales).T
-        pairs = _pairs(scales) if self.symmetric else scales
-        if self.bits == 4:
-            return product(rows_PI, codes, self.group, pairs)
-        return product(rows_PI * 16, codes[0], self.group, pairs).add_(product(rows_PI, codes[1], self.group, pairs))
+        pairs = _pairs(scales) if symmetric else scales
+        if bits == 4:
+            return product(rows_PI, codes, group, pairs)
+        return product(rows_PI * 16, codes[0], group, pairs).add_(product(rows_PI, codes[1], group, pairs))
 
     def expand(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The weights bf16 [N, I] that the parts stand for."""
-        scale, zero = (scales, None) if self.symmetric else scales.unbind(-1)
-        code = _unpacked(codes if self.bits == 4 else codes[1], self.outputs, self.inputs).to(torch.int16)
-        if self.bits == 8:
+        """Return the weights bf16 [N, I] of one expert's matrix."""
+        bits, group, symmetric = self.coding
+        scale, zero = (scales, None) if symmetric else scales.unbind(-1)
+        code = _unpacked(codes if bits == 4 else codes[1], self.outputs, self.inputs).to(torch.int16)
+        if bits == 8:
             code = code + 16 * _unpacked(codes[0], self.outputs, self.inputs).to(torch.int16)
-        share = 1 if self.bits == 4 else 17
-        steps_NJG = torch.unflatten(code - MIDDLE[self.bits], -1, (-1, self.group))
-        weights_NJG = steps_NJG * scale.T.float().unsqueeze(-1)
+        weights_NJG = torch.unflatten(code - MIDDLE[bits], -1, (-1, group)) * scale.T.float().unsqueeze(-1)
         if zero is not None:
-            weights_NJG += share * zero.T.float().unsqueeze(-1)
+            weights_NJG += (1 if bits == 4 else 17) * zero.T.float().unsqueeze(-1)
         return weights_NJG.flatten(-2).bfloat16()
+
+
+@dataclass(frozen=True, slots=True)
+class ShippedForm:
+    """One matrix of every expert of a layer as the bytes of the checkpoint, expanded for each product.
+
+    The product has the bits of the expanded model's.
+    """
+
+    outputs: int
+    """N"""
+    inputs: int
+    """I"""
+    nbytes: int
+    """Bytes of one expert; those of the layer with the most."""
+    transposed: bool
+    """Whether the parameter is [I, N]."""
+    parameter: Callable[[Tensor], Tensor]
+    """Computes the parameter [N, I] or [I, N] of such bytes, uint8 [nbytes], in the model's dtype."""
+
+    def __str__(self) -> str:
+        return f"as shipped, {8 * self.nbytes / self.outputs / self.inputs:.2f} bits, expanded for each product"
+
+    def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what holds one expert's matrix, by the end of its name."""
+        return {CODES: ((self.nbytes,), torch.uint8)}
+
+    def multiply(self, rows_PI: Tensor, octets: Tensor) -> Tensor:
+        """Multiply rows [P, I] by one expert's matrix, in the model's dtype; return [P, N]."""
+        weights_IN = self.expand(octets).T
+        return torch.mm(rows_PI.to(weights_IN.dtype), weights_IN)
+
+    def expand(self, octets: Tensor) -> Tensor:
+        """Return the weights [N, I] of one expert's matrix in the model's dtype."""
+        parameter = self.parameter(octets)
+        return parameter.T if self.transposed else parameter
+
+
+Form = PackedForm | ShippedForm
 
 
 def _pairs(scales: Tensor) -> Tensor:
@@ -321,17 +360,16 @@ class PackedMatrix:
         dtype: of the parameter, and of the products.
     """
 
-    def __init__(self, experts: nn.Module, name: str, form: PackedForm, transposed: bool, dtype: torch.dtype) -> None:
+    def __init__(self, experts: nn.Module, name: str, form: Form, transposed: bool, dtype: torch.dtype) -> None:
         self._own, self.dtype = experts._parameters, dtype
-        self._codes, self._scales = name + CODES, name + SCALES
         self.form, self.transposed = form, transposed
+        self.names = [name + end for end in form.parts()]
+        """Names of the parameters that hold the parts."""
 
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales of all experts that are here."""
-        codes, scales = self._own[self._codes], self._own[self._scales]
-        assert codes is not None
-        assert scales is not None
-        return codes, scales
+    def parts(self, own: Mapping[str, Tensor | None] | None = None) -> list[Tensor]:
+        """Return the parts in the form's order: of all experts here, or from other parameters by name."""
+        own = self._own if own is None else own
+        return [cast(Tensor, own[name]) for name in self.names]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -352,23 +390,12 @@ class PackedMatrix:
         """Itself: it knows its outputs."""
         return self
 
-    def __getitem__(self, _experts: object) -> NoReturn:
-        """Other experts implementations look single matrices up.
-
-        Raises:
-            ExpertcastError: always.
-        """
-        raise ExpertcastError(
-            "experts in 4 or 8 bits run only with experts implementation 'grouped_mm': "
-            "call model.set_experts_implementation('grouped_mm')"
-        )
-
     def products(self, rows_PI: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
         """One product in bf16 per group (expert, rows), the groups' rows in order: [P, N] in the rows' dtype."""
-        codes, scales = self.parts()
-        inputs_PI, outputs, start = rows_PI.bfloat16(), [], 0
+        parts, outputs, start = self.parts(), [], 0
         for expert, count in groups:
-            outputs.append(self.form.multiply(inputs_PI[start : start + count], codes[expert], scales[expert]))
+            own = [part[expert] for part in parts]
+            outputs.append(self.form.multiply(rows_PI[start : start + count], *own))
             start += count
         if not outputs:
             return rows_PI.new_empty(0, self.form.outputs)
@@ -385,7 +412,7 @@ class PackedMatrix:
         return made
 
 
-Forms = Mapping[str, PackedForm]
+Forms = Mapping[str, Form]
 """By the parameter's name."""
 
 
@@ -398,23 +425,22 @@ def matrices(experts: nn.Module, count: int) -> dict[str, nn.Parameter]:
     }
 
 
-def form_for(
-    experts: nn.Module, matrix: Tensor, bits: int, group: int | None = None, symmetric: bool | None = None
-) -> PackedForm:
-    """Of one of a module's matrices [E, N, I].
+def sizes_of(experts: nn.Module, matrix: Tensor) -> tuple[int, int]:
+    """Return the outputs N and inputs I of one of a module's matrices [E, N, I] or [E, I, N]."""
+    first, second = matrix.shape[1:]
+    return (second, first) if getattr(experts, "is_transposed", False) else (first, second)
 
-    Args:
-        experts, matrix: which.
-        bits: 4 or 8.
-        group: None: 128 for 4 bits and 64 for 8, or the largest below that divides the inputs.
-        symmetric: None: of 4 bits.
+
+def form_for(experts: nn.Module, matrix: Tensor, bits: int) -> PackedForm:
+    """Return the form of one of a module's matrices once it is rounded to 4 or 8 bits.
+
+    4 bits are symmetric, in groups of 128 inputs; 8 bits have zeros, and groups of 64: or the largest group below that
+    divides the inputs.
     """
-    outputs, inputs = matrix.shape[1:]
-    if getattr(experts, "is_transposed", False):
-        outputs, inputs = inputs, outputs
+    outputs, inputs = sizes_of(experts, matrix)
     most = 128 if bits == 4 else 64
-    group = group or next((each for each in GROUPS if each <= most and inputs % each == 0), GROUPS[-1])
-    return PackedForm(bits, group, bits == 4 if symmetric is None else symmetric, outputs, inputs)
+    group = next((each for each in GROUPS if each <= most and inputs % each == 0), GROUPS[-1])
+    return PackedForm(Coding(bits, group, bits == 4), outputs, inputs)
 
 
 def down_projection(experts: nn.Module) -> Tensor | PackedMatrix:
@@ -445,10 +471,10 @@ def weight_bits(experts: nn.Module) -> float:
 def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
     """Replace a module's matrices by packed ones, not filled, on the device of the matrices.
 
-    The model's experts implementation becomes `grouped_mm`, the only one that multiplies by them.
+    The module then runs transformers' grouped kernel, whichever of transformers' kernels the model names.
     """
     if forms:
-        experts.config._experts_implementation = "grouped_mm"  # type: ignore[union-attr]
+        experts.forward = MethodType(_grouped, experts)
     transposed = bool(getattr(experts, "is_transposed", False))
     for name, form in forms.items():
         matrix = experts._parameters.pop(name)
@@ -457,6 +483,17 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
             empty = torch.empty(count, *shape, dtype=dtype, device=matrix.device)
             experts.register_parameter(name + end, nn.Parameter(empty, requires_grad=False))
         experts.__dict__[name] = PackedMatrix(experts, name, form, transposed, matrix.dtype)
+
+
+def _grouped(experts: nn.Module, *args: Any) -> Tensor:
+    """Run the function that the model names, the grouped kernel in place of transformers' others."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+    name = experts.config._experts_implementation  # type: ignore[union-attr]
+    named = ALL_EXPERTS_FUNCTIONS.get_interface(name, grouped_mm_experts_forward)
+    of_transformers = named.__module__ == grouped_mm_experts_forward.__module__
+    output: Tensor = (grouped_mm_experts_forward if of_transformers else named)(experts, *args)
+    return output
 
 
 def packed_matrices(experts: nn.Module) -> dict[str, PackedMatrix]:
@@ -477,19 +514,20 @@ def write_packed(
     """
     own = packed_matrices(experts)[name]
     form, matrices_ENI = own.form, matrices_EDF.mT if own.transposed else matrices_EDF
+    assert isinstance(form, PackedForm)
     if isinstance(matrices_ENI, Tensor):
-        matrices_ENI = rounded(matrices_ENI, form.bits, form.group)
+        matrices_ENI = rounded(matrices_ENI, form.coding.bits, form.coding.group)
     last = first + len(matrices_ENI.codes)
-    form.encode(matrices_ENI, parts[name + CODES][first:last], parts[name + SCALES][first:last])
+    form.encode(matrices_ENI, *(part[first:last] for part in own.parts(parts)))
 
 
 def expanded_experts(experts: nn.Module, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One expert's parameters by name, without the expert dimension, its packed ones expanded."""
     packed = packed_matrices(experts)
-    ends = {name + end for name in packed for end in (CODES, SCALES)}
-    plain = {name: part for name, part in parts.items() if name not in ends}
+    held = {name for matrix in packed.values() for name in matrix.names}
+    plain = {name: part for name, part in parts.items() if name not in held}
     for name, matrix in packed.items():
-        weights = matrix.form.expand(parts[name + CODES].cpu(), parts[name + SCALES].cpu())
+        weights = matrix.form.expand(*(part.cpu() for part in matrix.parts(parts)))
         plain[name] = weights.T if matrix.transposed else weights
     return plain
 

@@ -7,6 +7,7 @@ device), never more.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 from expertcast.data.machine import available_memory, torch_device, torch_dtype
 from expertcast.data.models import form_of, meta_model, model_of, open_weights
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import Forms, form_for, make_packed, matrices
+from expertcast.data.packed_experts import Forms, ShippedForm, form_for, make_packed, matrices
 from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress, first_line
@@ -91,20 +92,22 @@ def load_offloaded(
         skeleton.to(wanted or files.dtype)
         view = find_moe_layers(skeleton)
         mxfp4 = form is not None and form.method == MXFP4
-        sources = ExpertSources(skeleton, view, files, _mxfp4_dequantizer(form.settings) if form and mxfp4 else None)
+        dequantizer = _mxfp4_dequantizer(form.settings) if form and mxfp4 else None
+        with _one_line(source.name):
+            sources = ExpertSources(skeleton, view, files, dequantizer)
+            forms = _packed_forms(config.experts, sources, view)
         shipped = _as_shipped(config, sources, len(view), form, source.name)
         if shipped is not None and form is not None and config.codec == form.codec:
             config = replace(config, codec=shipped.codec)
         model = _load_others(skeleton, sources, files, source).to(target)
         # experts on the meta device: the store replaces them, and a closed model keeps them
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
-        forms = _packed_forms(config.experts, sources, view)
-        for layer in view:
-            make_packed(layer.experts, layer.num_experts, forms)
-            make_packed(model.get_submodule(layer.experts_name), layer.num_experts, forms)
+        for layer, own in zip(view, forms, strict=True):
+            make_packed(layer.experts, layer.num_experts, own)
+            make_packed(model.get_submodule(layer.experts_name), layer.num_experts, own)
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
-        if forms:  # codes lie as this processor's kernel reads them
-            lie = ", ".join(f"{name} {each}" for name, each in forms.items())
+        if forms[0]:  # codes lie as this processor's kernel reads them
+            lie = ", ".join(f"{name} {each}" for name, each in forms[0].items())
             fingerprint += f" {config.experts} {lie} {torch.backends.cpu.get_cpu_capability()}"
         made = make_store(config, ExpertsForm.of(view), target, fingerprint)
         reader = _Reader(sources, len(view), source.name, shipped)
@@ -136,27 +139,18 @@ class _Reader:
     _bar: Progress | None = None
 
     def __call__(self, layer: int, views: dict[str, Tensor]) -> None:
-        with self._one_line():
+        with _one_line(self._model_id):
             self._sources.read_layer(layer, views)
         self._step()
 
     def shipped(self, layer: int, expert: int) -> Shipped:
         """Return one expert in the form of its checkpoint; called from several threads."""
         assert self._shipped is not None
-        with self._one_line():
+        with _one_line(self._model_id):
             read = self._shipped.expert(layer, expert)
         if expert == 0:
             self._step()
         return read
-
-    @contextmanager
-    def _one_line(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, ExpertcastError):
-                raise
-            raise _failure(self._model_id, error) from error
 
     def _step(self) -> None:
         if self._bar is None:
@@ -196,26 +190,34 @@ def _mxfp4_dequantizer(settings: Mapping[str, Any]) -> HfQuantizer:
     return AutoHfQuantizer.from_config(Mxfp4Config.from_dict({**settings, "dequantize": True}), pre_quantized=True)
 
 
-def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Forms:
-    """Return the packed forms of the experts by parameter name; empty for expanded experts.
+def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Sequence[Forms]:
+    """Return the packed forms of the experts by layer and parameter name; empty for expanded experts.
 
     Raises:
-        ExpertcastError: `packed`, and the checkpoint has no packed experts.
+        ExpertcastError: `packed`, and the checkpoint has plain floats or a form that cannot be packed.
     """
     if experts in (PACKED, "auto"):
         try:
             forms = sources.forms()
-        except ExpertcastError:
+        except ExpertcastError as error:
             if experts == PACKED:
                 raise
-            return {}
-        sources.coded = True
-        return forms
+            if sources.quantised:
+                warnings.warn(f"experts are expanded: {error}", stacklevel=3)
+            return [{}] * len(view)
+        slow = next((each for each in forms[0].values() if isinstance(each, ShippedForm)), None)
+        if experts == PACKED or slow is None:
+            sources.coded = True
+            return forms
+        warnings.warn(
+            f"experts are expanded: no kernel multiplies by them {slow}; experts='packed' takes less memory and "
+            "more time",
+            stacklevel=3,
+        )
+        return [{}] * len(view)
     bits, first = EXPERTS_BITS.get(experts), view[0]
-    if bits is None:
-        return {}
-    found = matrices(first.experts, first.num_experts)
-    return {name: form_for(first.experts, matrix, bits) for name, matrix in found.items()}
+    found = {} if bits is None else matrices(first.experts, first.num_experts)
+    return [{name: form_for(first.experts, matrix, bits or 0) for name, matrix in found.items()}] * len(view)
 
 
 def _as_shipped(
@@ -255,5 +257,10 @@ def _check_memory(store: ExpertStore, slots: int) -> None:
         )
 
 
-def _failure(name: str, error: Exception) -> ExpertcastError:
-    return ExpertcastError(f"cannot load model {name!r}: {first_line(error)}")
+@contextmanager
+def _one_line(name: str) -> Iterator[None]:
+    """Name the model in what goes wrong while its files are read."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ExpertcastError(f"cannot load model {name!r}: {first_line(error)}") from error

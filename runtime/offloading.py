@@ -405,8 +405,7 @@ def offload(
     packed = pack_experts(view, config.experts, device.type)  # after all refusals of options: rounding cannot be undone
     if config.experts in EXPERTS_BITS:
         warnings.warn(
-            f"the model's experts are rounded to {config.experts} for good, and its experts implementation becomes "
-            "'grouped_mm'",
+            f"the model's experts are rounded to {config.experts}, and stay rounded after the offload is closed",
             stacklevel=2,
         )
     for line in remarks(config):

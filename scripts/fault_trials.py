@@ -25,8 +25,12 @@ from typing import Any
 
 TRACES, ESTIMATOR, FREE, NEXT_TOKEN = "traces", "estimator", "quasi_hidden", "next_token"
 STORE, CONFIG, DATA = "store", "config", "data"
-ARTEFACTS = (TRACES, ESTIMATOR, FREE, NEXT_TOKEN, STORE, CONFIG, DATA)
+PACKED_STORE = "packed_store"
+QUANTISED = "gguf", "gguf_k", "gptq", "awq", "compressed", "fp8"
+"""Checkpoints whose experts stay packed. Their files have no digests."""
+ARTEFACTS = (TRACES, ESTIMATOR, FREE, NEXT_TOKEN, STORE, CONFIG, DATA, PACKED_STORE, *QUANTISED)
 CONFIG_FILE = "offload.json"
+GGUF_FILE = "model.gguf"
 MODEL, TEXTS = "model", "text.jsonl"
 """A model with a tokenizer, and the text of the traces; both beside the artefacts."""
 PROMPT = "It was a dark and stormy night"
@@ -88,6 +92,51 @@ def make(made: Path, seed: int) -> None:
     values = OffloadConfig(slots=8, predictor="next_norm", mode="exact").as_dict()
     values = {name: value for name, value in values.items() if name not in _SPEED}
     (made / CONFIG / CONFIG_FILE).write_text(json.dumps(values, indent=2))
+
+
+def make_quantised(made: Path, seed: int) -> None:
+    """Make the quantised checkpoints, and a store of packed experts. Runs tensor operations."""
+    from tests.runtime.gguf_files import tiny, write
+    from tests.runtime.quantised import fp8
+    from tests.runtime.test_packed import awq, checkpoint, compressed, gptq, of_modules
+
+    groups = {"all": of_modules(4, ["Linear"], group_size=32)}
+    packed = {
+        "gptq": (gptq(group=32), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+        "awq": (lambda weight: awq(weight, 32), {"quant_method": "awq", "bits": 4, "group_size": 32}),
+        "compressed": (
+            compressed(group=32),
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups},
+        ),
+    }
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64}
+    for name, (pack, settings) in packed.items():
+        folder, _ = checkpoint(made / f"{name}.both", pack, sizes, **settings)
+        Path(folder).rename(made / name)
+    fp8("qwen3_moe", made / "fp8", **sizes)  # FP8, and Q2_K below, are held as they are shipped
+    for name, kind, other, width in (("gguf", "Q4_0", "Q8_0", 64), ("gguf_k", "Q2_K", "Q4_K", 256)):
+        (made / name).mkdir()
+        model = tiny("qwen3_moe", hidden_size=width, moe_intermediate_size=width, vocab_size=260)
+        for parameter in model.parameters():
+            parameter.data *= 1 + seed
+        write(made / name / GGUF_FILE, model, kind, others={"blk.0.ffn_down_exps.weight": other})
+    _run_quantised(made / "gguf", store="disk", store_folder=made / PACKED_STORE)
+
+
+def _run_quantised(folder: Path, **options: Any) -> Any:
+    """Two tokens of a quantised checkpoint with a few of its experts in slots, and the digest of their logits."""
+    import torch
+
+    from expertcast.runtime.loading import load_offloaded
+
+    model = folder / GGUF_FILE if folder.name.startswith("gguf") else folder
+    with load_offloaded(model, device="cpu", dtype="bf16", experts="packed", slots=6, **options) as offloaded:
+        written = offloaded.generate(
+            torch.tensor([[5, 9, 2, 77, 31]]), attention_mask=torch.ones(1, 5, dtype=torch.long), max_new_tokens=2,
+            do_sample=False, return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        logits = {str(number): each for number, each in enumerate(written.logits)}
+        return {"tokens": written.sequences.tolist(), "logits": _tensors(logits)}
 
 
 def _save_model(folder: Path, seed: int) -> None:
@@ -374,6 +423,11 @@ OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
         "open": (2, _open_data),
         "collect": (1, _command(lambda made, target, out: collect_words(made, out / "collected", target))),
     },
+    PACKED_STORE: {
+        "open": (1, _open_store),
+        "run": (2, lambda made, target, _: _run_quantised(made / "gguf", store="disk", store_folder=target)),
+    },
+    **{name: {"run": (1, lambda _, target, __: _run_quantised(target))} for name in QUANTISED},
 }  # fmt: skip
 """Operations by artefact and name, each with its relative frequency; cheap ones are more frequent."""
 

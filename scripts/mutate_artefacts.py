@@ -2,11 +2,11 @@
 
     python scripts/mutate_artefacts.py --count 2000 --seed 0 --json faults.json
 
-An artefact (traces, checkpoints, an expert store, an options file, texts) is copied and one of its files is changed. Up
-to two operations then open it, each in a fork with limits of time and memory. Outcomes:
+An artefact (traces, checkpoints, expert stores, quantised models, an options file, texts) is copied and one of its files
+is changed. Up to two operations then open it, each in a fork with limits of time and memory. Outcomes:
 
     right       the same result as for the undamaged files, compared exactly
-    edited      another result of a file that people may edit, or that was sealed again on purpose
+    edited      another result of a file that people may edit, that has no digest, or that was sealed again on purpose
     refused     exit status 2 and one line that names the file or its folder
     unnamed     exit status 2 and one line that names neither
     traceback   an exception, a signal, or more than one line
@@ -30,6 +30,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -67,6 +68,8 @@ def mutate(path: Path, others: list[Path], rng: Random) -> str:
         kinds += _MEMBERS * 2
     if path.suffix == ".safetensors":
         kinds += [_header] * 6
+    if path.suffix == ".gguf":
+        kinds += [_front] * 20
     before = path.read_bytes()
     for _ in range(_TRIES):
         if rng.random() < 0.3:
@@ -150,6 +153,14 @@ def _drop(data: bytes, rng: Random) -> tuple[bytes, str]:
 
 
 _BYTES: list[Change] = [_flip, _flip, _byte, _swap, _fill, _cut, _append, _insert, _drop]
+
+
+def _front(data: bytes, rng: Random) -> tuple[bytes, str]:
+    """Damage the names, types and sizes that a GGUF file begins with, or those of its tensors."""
+    names = data.rfind(b"blk.", 0, data.rfind(b"_norm.weight"))
+    start, end = rng.choice(((0, 1500), (max(0, names - 3000), names + 200)))
+    damaged, done = rng.choice((_flip, _byte, _swap, _fill, _insert, _drop))(data[start:end], rng)
+    return data[:start] + damaged + data[end:], f"from byte {start}: {done}"
 
 
 def _member(data: bytes, rng: Random) -> tuple[bytes, str]:
@@ -270,8 +281,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a fork has one th
 
 
 WEIGHTS = {fault_trials.TRACES: 8, fault_trials.ESTIMATOR: 4, fault_trials.FREE: 3, fault_trials.NEXT_TOKEN: 1,
-           fault_trials.STORE: 3, fault_trials.CONFIG: 2, fault_trials.DATA: 2}  # fmt: skip
-EDITABLE = (fault_trials.CONFIG, fault_trials.DATA)
+           fault_trials.STORE: 3, fault_trials.CONFIG: 2, fault_trials.DATA: 2, fault_trials.PACKED_STORE: 4,
+           **dict.fromkeys(fault_trials.QUANTISED, 1)}  # fmt: skip
+EDITABLE = (fault_trials.CONFIG, fault_trials.DATA, *fault_trials.QUANTISED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,20 +305,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--only", type=int, metavar="N", help="case N alone")
     parser.add_argument(
+        "--artefacts", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), metavar="NAME",
+        help=f"damage these alone: {', '.join(WEIGHTS)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
         "--out", type=Path, metavar="DIR", help="keep the artefacts there (default: a temporary folder)"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     args = parser.parse_args(argv)
     fault_trials.prepare()
     with tempfile.TemporaryDirectory() as temporary:
-        driver = Driver(args.out or Path(temporary), args.seed)
+        driver = Driver(args.out or Path(temporary), args.seed, args.artefacts)
         rows: list[Row] = []
         for case in range(args.count) if args.only is None else [args.only]:
             for row in driver.case(case):
                 rows.append(row)
                 if row.outcome in BAD or args.only is not None:
                     what = f"{row.file}: {row.change}; {row.operation}: {row.outcome}, {row.line!a}"
-                    print(f"--seed {args.seed} --only {case}: {what}", flush=True)
+                    print(
+                        f"--seed {args.seed} --only {case} --artefacts {' '.join(args.artefacts)}: {what}", flush=True
+                    )
     by_file = counts(rows)
     print(table(by_file))
     if args.json:
@@ -322,25 +340,25 @@ class Driver:
     Args:
         folder: folder of the artefacts; created if needed.
         seed: seed of the damage.
+        artefacts: names of the artefacts to damage.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, folder: Path, seed: int, artefacts: list[str]) -> None:
+        self.seed, self.artefacts = seed, artefacts
         self.made, self.other = folder / "made", folder / "other"
         self.work = folder / "work"
 
         for number, made in enumerate((self.made, self.other)):
             shutil.rmtree(made, ignore_errors=True)
-            fault_trials.call(
-                lambda made=made, number=number: fault_trials.make(made, number), self._renew(self.work / "out")
-            )
+            for make in (fault_trials.make, fault_trials.make_quantised):
+                fault_trials.call(partial(make, made, number), self._renew(self.work / "out"))
         self.right = {name: {operation: self._right(name, operation) for operation in OPERATIONS[name]}
-                      for name in fault_trials.ARTEFACTS}  # fmt: skip
+                      for name in artefacts}  # fmt: skip
 
     def case(self, number: int) -> list[Row]:
         """Damage one file, and open it by at most two operations."""
         rng = Random(f"{self.seed}:{number}")
-        name = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        name = rng.choices(self.artefacts, [WEIGHTS[each] for each in self.artefacts])[0]
         file = rng.choice(damageable(self.made / name))
         operations = OPERATIONS[name]
         weights = [weight for weight, _ in operations.values()]
@@ -384,8 +402,9 @@ class Driver:
 
 
 def damageable(folder: Path) -> list[Path]:
-    """Return the files of an artefact that are read."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
+    """Return the files of an artefact that are read; for a quantised checkpoint those with weights."""
+    others = (".json",) if folder.name in fault_trials.QUANTISED else (".md",)
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in others)
 
 
 def counts(rows: list[Row]) -> dict[str, dict[str, int]]:

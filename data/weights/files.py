@@ -6,15 +6,17 @@ Of a mapped file every page that was looked at would count as this process's mem
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +34,20 @@ _DTYPES = _FLOATS | {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the torch dtype of safetensors' name.
+
+    Raises:
+        ExpertcastError: torch has none.
+    """
+    if (found := _DTYPES.get(name)) is None:
+        raise ExpertcastError(f"tensors of type {name!r} are not read")
+    return found
+
+
 _MOST_HEADER = 2**26
 """Bytes of a header that a fingerprint covers."""
 Part = slice | EllipsisType
@@ -59,8 +75,8 @@ class ComputedTensor:
     """As safetensors names it; what is read may be narrower already."""
     make: Callable[[Part], Tensor]
     """Computes some rows, or all."""
-    coding: Coding | None = None
-    """How the codes of a quantised one lie, where they can be read."""
+    coding: Callable[[], Coding | None] = lambda: None
+    """Returns how the codes of a quantised one lie; None where no kernel takes them."""
     coded: Callable[[Part], Coded] | None = None
     """Reads the codes of some rows, or all."""
 
@@ -76,38 +92,56 @@ class ComputedTensor:
         return self.make(part)
 
 
-def _by_rows(whole: TensorFile, file: BinaryIO, start: int) -> ComputedTensor:
-    """A tensor, at this byte of its file, of which rows are read alone.
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A tensor in memory, in place of one of a checkpoint."""
 
-    The library's own slices, with `pread`, read the whole tensor: where a layer's experts are one tensor, each of them
-    would cost as much as all.
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        """Return its sizes."""
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        """Return its dtype as safetensors names it."""
+        return _NAMES[self.tensor.dtype]
+
+    def __getitem__(self, part: Part) -> Tensor:
+        return self.tensor[part]
+
+
+def tensor_at(file: BinaryIO, start: int, shape: Sequence[int], dtype: torch.dtype) -> ComputedTensor:
+    """A tensor that begins at a byte of a file; some of its rows are read alone.
+
+    The slices of safetensors read the whole tensor with `pread`: where a layer's experts are one tensor, each expert
+    would cost as much as all. Reading raises OSError where the file ends too early.
     """
-    shape, dtype = whole.get_shape(), _DTYPES.get(whole.get_dtype())
 
     def make(part: Part) -> Tensor:
-        if part is ... or dtype is None:
-            return whole[part]
-        read, rows = read_rows(file, start, shape, dtype.itemsize, part)
-        return (torch.frombuffer(read, dtype=dtype) if read else torch.empty(0, dtype=dtype)).view(rows)
+        count, *row = shape or (1,)
+        first, last, _ = (0, count, 1) if part is ... else part.indices(count)
+        rows, size = max(0, last - first), math.prod(row) * dtype.itemsize
+        read = read_range(file.fileno(), start + first * size, rows * size)
+        if len(read) != rows * size:
+            raise OSError(f"{file.name} is cut off")
+        tensor = torch.frombuffer(read, dtype=dtype) if read else torch.empty(0, dtype=dtype)
+        return tensor.view([rows, *row] if shape else [])
 
-    return ComputedTensor(shape, whole.get_dtype(), make)
+    return ComputedTensor(shape, _NAMES[dtype], make)
 
 
-def read_rows(
-    file: BinaryIO, start: int, shape: Sequence[int], itemsize: int, part: Part
-) -> tuple[bytearray, list[int]]:
-    """Some rows of a tensor that begins at a byte of a file: their bytes and shape.
+@dataclass(frozen=True, slots=True)
+class ShippedWeight:
+    """A quantised weight as its checkpoint ships it."""
 
-    Raises:
-        OSError: the file ends before them.
-    """
-    count, *row = shape
-    first, last, _ = (0, count, 1) if part is ... else part.indices(count)
-    rows, size = max(0, last - first), math.prod(row) * itemsize
-    read = read_range(file.fileno(), start + first * size, rows * size)
-    if len(read) != rows * size:
-        raise OSError(f"{file.name} is cut off")
-    return read, [rows, *row]
+    tensors: Mapping[str, TensorFile]
+    """Tensors of the files that make up the weight, by name."""
+    join: Callable[[Mapping[str, TensorFile]], TensorFile]
+    """Makes the weight of such tensors."""
+
+
+Join: TypeAlias = Callable[[Mapping[str, TensorFile]], dict[str, TensorFile]]
+"""Tensors of a checkpoint by name to its weights by name."""
 
 
 class WeightFiles(ExitStack):
@@ -122,6 +156,29 @@ class WeightFiles(ExitStack):
         self.paths = paths
         self.tensors: dict[str, TensorFile] = {}
         """By name, in the order in which transformers reads them."""
+        self._stored: dict[str, TensorFile] = {}
+        self._names: list[str] = []
+        """Of the tensors of the files, sorted."""
+        self._joiner: Join | None = None
+
+    def join(self, joiner: Join) -> None:
+        """Make weights of several tensors of the files, by a function from tensors to weights, both by name."""
+        self._stored, self._names, self._joiner = self.tensors, sorted(self.tensors), joiner
+        self.tensors = joiner(self.tensors)
+
+    def shipped(self, name: str) -> ShippedWeight | None:
+        """Return the tensors of the files that make up a quantised weight; None for plain floats."""
+        if self._joiner is None:
+            return None
+        stem = name.removesuffix(".weight")
+        first = bisect_left(self._names, stem)
+        near = itertools.takewhile(lambda each: each.startswith(stem), itertools.islice(self._names, first, None))
+        found = {each: self._stored[each] for each in near if each[len(stem) :][:1] in ("", ".", "_")}
+        joiner, joined = self._joiner, self._joiner(found)
+        if joined[name] is found.get(name):
+            return None
+        own = {each: tensor for each, tensor in found.items() if joined.get(each) is not tensor}
+        return ShippedWeight(own, lambda tensors: joiner(tensors)[name])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,7 +222,9 @@ class SafetensorsFiles(WeightFiles):
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         return {
-            name: _by_rows(tensor, file, 8 + length + header[name]["data_offsets"][0])
+            name: tensor_at(file, 8 + length + header[name]["data_offsets"][0], tensor.get_shape(), dtype)
+            if (dtype := _DTYPES.get(tensor.get_dtype())) is not None
+            else tensor
             for name, tensor in slices.items()
         }
 

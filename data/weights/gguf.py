@@ -8,8 +8,8 @@ an architecture that it converts by weight converters (`integrations/gguf`, torc
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,7 +34,7 @@ from expertcast.compat import (
 from expertcast.data.packed_experts import Coded, Coding, rounded
 from expertcast.data.source import GGUF, Quantised
 from expertcast.data.weights.blocks import CODINGS, coded_blocks
-from expertcast.data.weights.files import ComputedTensor, Part, TensorFile, WeightFiles, read_rows
+from expertcast.data.weights.files import ComputedTensor, Part, ShippedWeight, TensorFile, WeightFiles, tensor_at
 from expertcast.predictors.messages import ExpertcastError
 
 _UNMAPPED = {
@@ -49,22 +49,13 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One tensor of the file: rows of numbers, or of bytes that are blocks of codes and scales."""
+    """One tensor of the file."""
 
-    file: BinaryIO
-    start: int
-    shape: tuple[int, ...]
-    """In numbers or bytes, outermost first."""
-    item: Any
-    """numpy's dtype of either."""
+    name: str
+    rows: TensorFile
+    """Rows of numbers, or of bytes that are blocks of codes and scales."""
     kind: Any
     """gguf's quantisation type."""
-
-    def __getitem__(self, part: Part) -> Any:
-        import numpy as np
-
-        read, shape = read_rows(self.file, self.start, self.shape, self.item.itemsize, part)
-        return np.frombuffer(read, dtype=self.item).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +73,11 @@ class _Parameter:
     def weights(self, part: Part) -> Tensor:
         made = self.convert([self.read(tensor, part) for tensor in self.stored])
         return made if self.dtype is None else made.to(self.dtype)
+
+    def of(self, rows: Mapping[str, TensorFile]) -> TensorFile:
+        """Return the parameter that other rows of the same kinds make."""
+        stored = [replace(each, rows=rows[each.name]) for each in self.stored]
+        return ComputedTensor((), "F32", replace(self, stored=stored).weights)
 
     def coding(self) -> Coding | None:
         """How the parameter's codes lie; None where they are not read."""
@@ -103,7 +99,7 @@ class _Parameter:
     def _coded(self, tensor: _Stored, part: Part) -> Coded:
         if (again := _AGAIN.get(tensor.kind.name)) is not None:
             return rounded(self.read(tensor, part), again.bits, again.group)
-        return coded_blocks(tensor.kind.name, torch.from_numpy(tensor[part]))
+        return coded_blocks(tensor.kind.name, tensor.rows[part])
 
 
 class GgufFile(WeightFiles):
@@ -123,16 +119,17 @@ class GgufFile(WeightFiles):
         super().__init__(paths)
         stored: dict[str, _Stored] = {}
         for path in paths:
-            stored |= self._stored(path)
+            stored |= self._read(path)
         architecture = str(read_gguf_metadata(paths[0])[0]["general.architecture"])
         kinds = {each.kind.name for each in stored.values()}
         newer = is_gguf_arch_supported(architecture)
         plain = next((_FLOATS[kind] for kind in ("BF16", "F16", "F32") if kind in kinds), torch.float32)
         self._dtype = dtype or (plain if newer and kinds <= set(_FLOATS) else torch.float32)
         made = _converted(stored, model, architecture, self._dtype) if newer else _mapped(stored, model, architecture)
+        self._made = made
         state = model.state_dict()
         self.tensors: dict[str, TensorFile] = {
-            name: ComputedTensor(state[name].shape, "F32", each.weights, each.coding(), each.coded)
+            name: ComputedTensor(state[name].shape, "F32", each.weights, each.coding, each.coded)
             for name, each in made.items()
             if name in state
         }
@@ -144,17 +141,25 @@ class GgufFile(WeightFiles):
                 f"map all of architecture {architecture!r}; load the model from safetensors"
             )
 
-    def _stored(self, path: str) -> dict[str, _Stored]:
+    def _read(self, path: str) -> dict[str, _Stored]:
         file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
-        return {
-            each.name: _Stored(file, int(each.data_offset), each.data.shape, each.data.dtype, each.tensor_type)
-            for each in _tensors(path)
-        }
+        return {each.name: _Stored(each.name, _rows(file, each), each.tensor_type) for each in _tensors(path)}
+
+    def shipped(self, name: str) -> ShippedWeight | None:
+        """Return the tensors of the file that make up a parameter; None where one is plain floats."""
+        made = self._made[name]
+        if any(each.kind.name in _FLOATS for each in made.stored):
+            return None
+        return ShippedWeight({each.name: each.rows for each in made.stored}, made.of)
 
     @property
     def dtype(self) -> torch.dtype:
         """That of the model where none is named."""
         return self._dtype
+
+
+def _rows(file: BinaryIO, tensor: Any) -> TensorFile:
+    return tensor_at(file, int(tensor.data_offset), tensor.data.shape, getattr(torch, tensor.data.dtype.name))
 
 
 def _tensors(path: str) -> list[Any]:
@@ -225,7 +230,7 @@ def _converted(
         sources.setdefault(target, []).append((pattern, tensor))
 
     def weights(tensor: _Stored, part: Part) -> Tensor:
-        read = torch.from_numpy(tensor[part])
+        read = tensor.rows[part]
         if tensor.kind.name in _FLOATS:
             return read.view(_FLOATS[tensor.kind.name])
         block, octets = GGML_BLOCK[int(tensor.kind)]
@@ -264,7 +269,7 @@ def _mapped(stored: dict[str, _Stored], model: PreTrainedModel, architecture: st
             sources.setdefault(target, []).append(name)
 
     def weights(tensor: _Stored, part: Part) -> Tensor:
-        return torch.from_numpy(dequantize(tensor[part], tensor.kind))
+        return torch.from_numpy(dequantize(tensor.rows[part].numpy(), tensor.kind))
 
     def convert(target: str, read: list[Tensor]) -> Tensor:
         parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}

@@ -16,6 +16,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,31 +230,39 @@ def _gptq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
     # version 1 stores zeros less one
     older = (settings.get("checkpoint_format") or settings.get("format") or GPTQ) == GPTQ
 
-    def read() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def index_C() -> Tensor:
+        """Return the group of each column."""
+        if indices is None:
+            return ordered_C()
+        found_C = indices[...].long()
+        if not 0 <= int(found_C.min()) <= int(found_C.max()) < groups:
+            raise ExpertcastError(f"the checkpoint's {parts.stem}.g_idx names a group that is not there")
+        return found_C
+
+    def ordered_C() -> Tensor:
+        return torch.arange(columns) // (columns // groups)
+
+    def read() -> tuple[Tensor, Tensor, Tensor]:
         code_RC = unpacked(codes[...].T, bits)
         zero_RG = unpacked(zeros[...], bits).T
         if older:
             zero_RG = (zero_RG + 1) & (2**bits - 1)
-        index_C = torch.arange(columns) // (columns // groups) if indices is None else indices[...].long()
-        if not 0 <= int(index_C.min()) <= int(index_C.max()) < groups:
-            raise ExpertcastError(f"the checkpoint's {parts.stem}.g_idx names a group that is not there")
-        return code_RC, zero_RG.float(), scales[...].float().T, index_C
+        return code_RC, zero_RG.float(), scales[...].float().T
 
     def make(part: Part) -> Tensor:
-        code_RC, zero_RG, scale_RG, index_C = read()
-        return (code_RC.float() - zero_RG[:, index_C]).mul_(scale_RG[:, index_C])[part]
+        (code_RC, zero_RG, scale_RG), group_C = read(), index_C()
+        return (code_RC.float() - zero_RG[:, group_C]).mul_(scale_RG[:, group_C])[part]
 
     def coded(part: Part) -> Coded:
-        code_RC, zero_RG, scale_RG, index_C = read()
-        if not torch.equal(index_C, torch.arange(columns) // (columns // groups)):
-            raise ExpertcastError(
-                f"the checkpoint's {parts.stem}.g_idx orders inputs by activation, which experts='packed' does not: "
-                "give experts='expanded', 'int4' or 'int8'"
-            )
+        code_RC, zero_RG, scale_RG = read()
         return Coded(bits, code_RC, scale_RG, (MIDDLE[bits] - zero_RG) * scale_RG)[part]
 
-    reordered = groups > 1 and (bool(settings.get("desc_act")) or columns % groups != 0)
-    coding = None if reordered else Coding.within(bits, columns // groups, symmetric=False)
+    def coding() -> Coding | None:
+        # a configuration need not say that inputs are ordered by activation
+        if columns % groups or not torch.equal(index_C(), ordered_C()):
+            return None
+        return Coding.within(bits, columns // groups, symmetric=False)
+
     return ComputedTensor((rows, columns), "F32", make, coding, coded)
 
 
@@ -277,7 +286,7 @@ def _awq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
         scale_RG = scales[...].float().T
         return Coded(4, by_rows(codes[...]), scale_RG, (MIDDLE[4] - by_rows(zeros[...]).float()) * scale_RG)[part]
 
-    coding = Coding.within(4, columns // groups, symmetric=False)
+    coding = partial(Coding.within, 4, columns // groups, symmetric=False)
     return ComputedTensor((rows, columns), "F32", make, coding, coded)
 
 
@@ -321,7 +330,10 @@ def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
         return Coded(bits, code_RC, scale, None if symmetric else zero)[part]
 
     symmetric = bits == 4 and zeros is None
-    coding = None if indices is not None else Coding.within(bits, columns // wide, symmetric)
+
+    def coding() -> Coding | None:
+        return None if indices is not None else Coding.within(bits, columns // wide, symmetric)
+
     return ComputedTensor((rows, columns), scales.get_dtype(), make, coding, coded)
 
 

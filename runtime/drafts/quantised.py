@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import RouterCall
-from expertcast.data.packed_experts import MIDDLE, Coded, PackedForm, at_once, product, rounded
+from expertcast.data.packed_experts import MIDDLE, Coded, Coding, PackedForm, at_once, product, rounded
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.prefetch import Schedule
@@ -154,7 +154,7 @@ def four_bits(chunks: Iterable[Coded], shape_ENI: Sequence[int], group: int, dev
         device: where they lie.
     """
     experts, outputs, inputs = shape_ENI
-    form = PackedForm(4, group, False, outputs, inputs)
+    form = PackedForm(Coding(4, group, False), outputs, inputs)
     codes, scales = (torch.empty(experts, *shape, dtype=dtype, device=device) for shape, dtype in form.parts().values())
     first = 0
     for chunk in chunks:

@@ -8,13 +8,14 @@ E routed experts per layer.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,15 +28,25 @@ from expertcast.data.packed_experts import (
     Coded,
     Coding,
     Forms,
+    PackedForm,
+    ShippedForm,
     at_once,
-    form_for,
     matrices,
     packed_matrices,
+    sizes_of,
     write_packed,
 )
 from expertcast.data.source import FP8, MXFP4
 from expertcast.data.weights.blocks import CODINGS, coded_mxfp4
-from expertcast.data.weights.files import ComputedTensor, Part, TensorFile, WeightFiles
+from expertcast.data.weights.files import (
+    ComputedTensor,
+    HeldTensor,
+    Part,
+    ShippedWeight,
+    TensorFile,
+    WeightFiles,
+    dtype_named,
+)
 from expertcast.data.weights.packed import Fp8Tensor
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
@@ -43,6 +54,8 @@ from expertcast.runtime.storage.layout import expert_parameters
 
 _MOST_READERS = 4
 """Threads that read and convert; more do not read faster, and on few cores they are in each other's way."""
+_ALIGNED = 64
+"""Bytes: a multiple of every dtype's."""
 Read = Callable[[TensorFile, Part], Tensor]
 
 
@@ -135,37 +148,82 @@ class ExpertSources:
         """Split a layer into the experts that are converted at once; one portion, None, where they are inseparable."""
         if not self.separable(group):
             return [None]
-        step = at_once(self.parameters[group.target]) if self.coded else 1
+        step = at_once(self.parameters[group.target]) if packed_matrices(self._modules[0]) else 1
         return [slice(first, min(first + step, self._experts)) for first in range(0, self._experts, step)]
 
-    def forms(self) -> Forms:
-        """Packed forms of the checkpoint's codes and scales, by the parameter's name: one form for all layers.
+    def forms(self) -> list[Forms]:
+        """Return the packed form of each matrix of a quantised checkpoint, by layer and the parameter's name.
+
+        All layers have one form that the kernel takes. Without one a matrix stays as its layer ships it.
 
         Raises:
-            ExpertcastError: a matrix's codes cannot be read, or the kernel takes no such matrix.
+            ExpertcastError: plain floats, or experts of one layer in different forms.
         """
-        codings: dict[str, list[Coding]] = {}
-        for layer, experts in enumerate(self._modules):
-            for name in matrices(experts, self._experts):
-                full = next(full for full, own in self._local[layer].items() if own == name)
-                groups = [self._groups[full]] if full in self._groups else self.groups(layer)
-                codings.setdefault(name, []).append(Coding.over(map(self._coding, groups)))
-        return {
-            name: form_for(self._modules[0], matrices(self._modules[0], self._experts)[name], *Coding.over(found))
-            for name, found in codings.items()
-        }
+        found = {name: self._forms_of(name) for name in matrices(self._modules[0], self._experts)}
+        return [{name: forms[layer] for name, forms in found.items()} for layer in range(len(self._modules))]
 
-    def _coding(self, group: Group) -> Coding:
+    def _forms_of(self, name: str) -> list[PackedForm] | list[ShippedForm]:
+        groups = [self._groups_of(layer, name) for layer in range(len(self._modules))]
+        codings = [coding for own in groups for group in own for coding in self._codings(group)]
+        module = self._modules[0]
+        outputs, inputs = sizes_of(module, matrices(module, self._experts)[name])
+        if None not in codings:
+            with contextlib.suppress(ExpertcastError):  # a shape that the kernel does not take
+                form = PackedForm(Coding.over(coding for coding in codings if coding is not None), outputs, inputs)
+                return [form] * len(groups)
+        shipped = [self._shipped(own[0]) for own in groups]
+        most = max(each.nbytes for each in shipped)
+        transposed = bool(getattr(module, "is_transposed", False))
+        return [ShippedForm(outputs, inputs, most, transposed, each) for each in shipped]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any expert is shipped in fewer bits than floats have."""
+        groups = [group for layer in range(len(self._modules)) for group in self.groups(layer)]
+        names = [name for group in groups for own in group.sources.values() for name in own]
+        return any(group.mxfp4 for group in groups) or any(self._files.shipped(name) for name in names)
+
+    def _groups_of(self, layer: int, name: str) -> list[Group]:
+        full = next(full for full, own in self._local[layer].items() if own == name)
+        groups = [self._groups[full]] if full in self._groups else self.groups(layer)
+        check_complete(set() if groups else {full})
+        return groups
+
+    def _codings(self, group: Group) -> list[Coding | None]:
         if group.mxfp4:
-            return CODINGS["MXFP4"]
-        files = self.files_of(group)
-        codings = [file.coding for file in files if isinstance(file, ComputedTensor) and file.coding is not None]
-        if len(codings) < len(files):
+            return [CODINGS["MXFP4"]]
+        return [file.coding() if isinstance(file, ComputedTensor) else None for file in self.files_of(group)]
+
+    def _shipped(self, group: Group) -> ShippedMatrix:
+        if group.mxfp4 or not self.separable(group):
+            raise ExpertcastError(f"{group.target} cannot be held as it is shipped: give experts='expanded'")
+        sizes = [_sizes(self._shipped_tensors(group, expert)) for expert in range(self._experts)]
+        if any(each != sizes[0] for each in sizes):
+            raise ExpertcastError(f"experts of {group.target} are shipped in different forms: give experts='expanded'")
+        weights = list(self._shipped_weights(group, 0))
+        return ShippedMatrix(self._model, group, weights, sizes[0], self.parameters[group.target].dtype)
+
+    def _shipped_weights(self, group: Group, expert: int) -> Iterator[tuple[str, str, ShippedWeight]]:
+        """Iterate over the weights that make up an expert's matrix, with pattern and name."""
+        for pattern, names in group.sources.items():
+            for name in names if len(names) == 1 else names[expert : expert + 1]:
+                if (shipped := self._files.shipped(name)) is None:
+                    raise ExpertcastError(
+                        f"experts='packed' takes quantised weights, and {name} is shipped in floats: give "
+                        "experts='expanded', 'int4' or 'int8'"
+                    )
+                yield pattern, name, shipped
+
+    def _shipped_tensors(self, group: Group, expert: int) -> list[tuple[TensorFile, Part]]:
+        """List the tensors of the files that make up an expert's matrix, with the rows that are the expert's."""
+        files = [file for _, _, weight in self._shipped_weights(group, expert) for file in weight.tensors.values()]
+        if {len(names) for names in group.sources.values()} != {1}:
+            return [(file, ...) for file in files]
+        if any(file.get_shape()[:1] != [self._experts] for file in files):
             raise ExpertcastError(
-                f"experts='packed' takes codes of 4 and 8 bits as a checkpoint ships them, and {group.target} is not "
-                "shipped so: give experts='expanded', 'int4' or 'int8'"
+                f"{group.target} cannot be split by experts as it is shipped: give experts='expanded'"
             )
-        return Coding.over(codings)
+        return [(file, slice(expert, expert + 1)) for file in files]
 
     def local(self, layer: int) -> dict[str, str]:
         """Full names of one layer's parameters, with their names in the experts module."""
@@ -200,28 +258,28 @@ class ExpertSources:
             read: what is converted of a tensor; None: the tensor, in the dtype to load.
         """
         read = read or partial(_read, dtype=self.parameters[group.target].dtype)
-        converter = copy.deepcopy(group.converter)
+        reads: list[tuple[str, str, Callable[[], Tensor]]] = []
         for pattern, names in group.sources.items():
             part: Part = ...
             if experts is not None and len(names) == 1:
                 part = experts
             elif experts is not None:
                 names = names[experts]
-            for name in names:
-                if converter is None:
-                    return {group.target: read(self._files.tensors[name], part)}
-                converter.add_tensor(group.target, name, pattern, partial(read, self._files.tensors[name], part))
-        assert converter is not None
-        made = converter.convert(group.target, model=self._model, config=self._model.config)
-        return {full: value[0] if isinstance(value, list) else value for full, value in made.items()}
+            reads += [(pattern, name, partial(read, self._files.tensors[name], part)) for name in names]
+        return _converted(self._model, group, reads)
 
     def _convert(self, layer: int, group: Group, experts: slice | None, views: dict[str, Tensor]) -> set[str]:
         """Convert and write some experts (None: all); the names that were written."""
         first, last, _ = (experts or slice(None)).indices(self._experts)
         local, module = self._local[layer], self._modules[layer]
         packed = packed_matrices(module)
-        coded = self.coded and local.get(group.target) in packed
-        made = self._made_coded(group, experts) if coded else self.made(group, experts)
+        own = packed.get(local.get(group.target, "")) if self.coded else None
+        if own is not None and isinstance(own.form, ShippedForm):
+            for expert in range(first, last):
+                matrix = cast(ShippedMatrix, own.form.parameter)
+                matrix.write(self._shipped_tensors(group, expert), own.parts(views)[0][expert])
+            return {group.target}
+        made = self.made(group, experts) if own is None else self._made_coded(group, experts, own.form.coding)
         for full, matrices_EDF in made.items():
             shape = [last - first, *self.parameters[full].shape[1:]] if full in local else None
             if shape != list(matrices_EDF.shape):
@@ -235,12 +293,11 @@ class ExpertSources:
                 views[local[full]][first:last].copy_(cast(Tensor, matrices_EDF))
         return set(made)
 
-    def _made_coded(self, group: Group, experts: slice | None) -> Mapping[str, Coded]:
-        """As :meth:`made`, from codes and scales: each goes through the conversion."""
+    def _made_coded(self, group: Group, experts: slice | None, coding: Coding) -> Mapping[str, Coded]:
+        """Convert as :meth:`made`, codes, scales and zeros each by themselves."""
         if group.mxfp4:
             octets, exponents = (file[experts or ...] for file in self.files_of(group))
             return {group.target: coded_mxfp4(octets, exponents).mT}
-        coding = self._coding(group)
         held: dict[int, Coded] = {}
 
         def read(field: str, file: TensorFile, part: Part) -> Tensor:
@@ -264,6 +321,89 @@ def check_complete(missing: set[str]) -> None:
     """
     if missing:
         raise ExpertcastError(f"the checkpoint has no weights for {sorted(missing)[0]}: it is incomplete")
+
+
+def _converted(
+    model: PreTrainedModel, group: Group, reads: Iterable[tuple[str, str, Callable[[], Tensor]]]
+) -> dict[str, Tensor]:
+    """Convert tensors to parameters by full name.
+
+    Args:
+        model: the model, for transformers' conversions.
+        group: whose converter runs.
+        reads: pattern and name of each tensor, and the function that reads it.
+    """
+    converter = copy.deepcopy(group.converter)
+    for pattern, name, read in reads:
+        if converter is None:
+            return {group.target: read()}
+        converter.add_tensor(group.target, name, pattern, read)
+    assert converter is not None
+    made = converter.convert(group.target, model=model, config=model.config)
+    return {full: value[0] if isinstance(value, list) else value for full, value in made.items()}
+
+
+class _Piece(NamedTuple):
+    """A tensor among an expert's bytes."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, octets: Tensor) -> Tensor:
+        return octets[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+
+
+def _sizes(tensors: Sequence[tuple[TensorFile, Part]]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of what is read of tensors."""
+    sizes = []
+    for file, part in tensors:
+        shape = file.get_shape()
+        sizes.append((tuple(shape if part is ... else [1, *shape[1:]]), dtype_named(file.get_dtype())))
+    return sizes
+
+
+class ShippedMatrix:
+    """One matrix of an expert as its checkpoint ships it: the bytes of some tensors, one behind the other.
+
+    Called with such bytes, uint8 [nbytes], it returns the weights [N, I] by the conversion of the expanded model.
+
+    Args:
+        model: without weights.
+        group: the first expert's weights.
+        weights: the same, each with its pattern and name.
+        sizes: shape and dtype of the weights' tensors in their order.
+        dtype: the model's.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, group: Group, weights: Sequence[tuple[str, str, ShippedWeight]],
+        sizes: Sequence[tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self._model, self._group, self._weights, self._dtype = model, group, weights, dtype
+        self._pieces: list[_Piece] = []
+        self.nbytes = 0
+        """Bytes of one expert."""
+        for shape, each in sizes:
+            self._pieces.append(_Piece(self.nbytes, shape, each))
+            self.nbytes = -(-(self.nbytes + self._pieces[-1].nbytes) // _ALIGNED) * _ALIGNED
+
+    def write(self, tensors: Sequence[tuple[TensorFile, Part]], octets: Tensor) -> None:
+        """Write one expert's tensors into its bytes."""
+        octets.zero_()
+        for piece, (file, part) in zip(self._pieces, tensors, strict=True):
+            piece.of(octets).copy_(file[part])
+
+    def __call__(self, octets: Tensor) -> Tensor:
+        pieces, reads = iter(self._pieces), []
+        for pattern, name, weight in self._weights:
+            joined = weight.join({own: HeldTensor(next(pieces).of(octets)) for own in weight.tensors})
+            reads.append((pattern, name, partial(_read, joined, ..., self._dtype)))
+        return _converted(self._model, self._group, reads)[self._group.target][0]
 
 
 def _read(tensor: TensorFile, part: Part, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ def _packed(coded: Coded, form: PackedForm) -> tuple[Tensor, Tensor]:
 
 
 def _form(coded: Coded, bits: int, group: int, symmetric: bool) -> PackedForm:
-    return PackedForm(bits, group, symmetric, *coded.shape[-2:])
+    return PackedForm(Coding(bits, group, symmetric), *coded.shape[-2:])
 
 
 def _random(bits: int, outputs: int, inputs: int = 64, group: int = 32, symmetric: bool = False) -> Coded:
@@ -48,7 +48,7 @@ def test_order_is_that_of_torch(bits: int, outputs: int) -> None:
             assert torch.equal(own.flatten(), expected.flatten())
 
 
-@pytest.mark.parametrize("rows", [1, 7, 200])
+@pytest.mark.parametrize("rows", [1, 7, 400])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_products(bits: int, symmetric: bool, rows: int) -> None:
@@ -97,7 +97,7 @@ def test_rounding(bits: int, group: int, symmetric: bool) -> None:
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(24, 64, 32), (32, 48, 32), (32, 64, 16), (32, 64, 512)])
 def test_what_the_kernel_does_not_take(outputs: int, inputs: int, group: int) -> None:
     with pytest.raises(ExpertcastError, match=r"cannot be packed in 4 bits .* give experts='expanded'"):
-        PackedForm(4, group, True, outputs, inputs)
+        PackedForm(Coding(4, group, True), outputs, inputs)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def _quantised(numbers: np.ndarray, kind: Any) -> np.ndarray:
     block, size = gguf.GGML_QUANT_SIZES[kind]
     draw = np.random.default_rng(numbers.size)
     rows = draw.integers(256, size=(*numbers.shape[:-1], numbers.shape[-1] // block, size), dtype=np.uint8)
-    for at in {"Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind.name]:
+    for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind.name]:
         scales = draw.uniform(1e-4, 1e-3, rows.shape[:-1]).astype(np.float16)
         rows[..., at : at + 2] = scales[..., None].view(np.uint8)
     return rows.reshape(*rows.shape[:-2], -1)

@@ -26,7 +26,7 @@ from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.gguf_files import tiny, write
 from tests.runtime.quantised import IDS, fp8, mxfp4
-from tests.runtime.test_packed import Made, awq, checkpoint, compressed, four_bits, gptq, of_modules
+from tests.runtime.test_packed import Made, awq, checkpoint, compressed, compressed_fp8, four_bits, gptq, of_modules
 
 # Codes of packed weights
 
@@ -69,7 +69,7 @@ def test_codes_are_those_of_the_weights(
 ) -> None:
     """Exactly, in the dtype in which weights are read."""
     with _weight(make, settings, tmp_path) as file:
-        assert file.coding == coding
+        assert file.coding() == coding
         assert file.coded is not None
         for part in (..., slice(7, 20)):
             weights = file[part]
@@ -89,7 +89,7 @@ def test_codes_that_the_kernel_does_not_take(
     make: Callable[[Tensor], Made], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     with _weight(make, settings, tmp_path) as file:
-        assert file.coding is None
+        assert file.coding() is None
 
 
 # Whole models
@@ -105,10 +105,9 @@ def _gguf(kind: str, **others: str) -> Callable[[Path], str]:
     return make
 
 
-def _packed_once(make: Callable[[Tensor], Made], **settings: Any) -> Callable[[Path], str]:
-    return lambda folder: checkpoint(folder, make, sizes={"hidden_size": 64, "moe_intermediate_size": 32}, **settings)[
-        0
-    ]
+def _packed_once(make: Any, inner: int = 32, **settings: Any) -> Callable[[Path], str]:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": inner}
+    return lambda folder: checkpoint(folder, make, sizes, **settings)[0]
 
 
 _MIXED = {"blk__0__ffn_down_exps__weight": "Q6_K"}
@@ -171,6 +170,62 @@ def _near(offloaded: OffloadedModel, plain: PreTrainedModel) -> None:
                 assert error <= 0.01 * parameter[expert].float().abs().max(), (layer.index, name, expert)
 
 
+def _act_order(said: bool) -> Callable[[Path], str]:
+    settings: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": said}
+    return _packed_once(gptq(group=32, reorder=True), inner=64, **settings)
+
+
+def _compressed_fp8(strategy: str, block: tuple[int, int] | None = None) -> Callable[[Path], str]:
+    own = {"block_structure": block} if block else {}
+    groups = of_modules(8, ["Linear"], type="float", group_size=None, strategy=strategy, **own)
+    return _packed_once(
+        compressed_fp8(block, channel=strategy == "channel"),
+        quant_method="compressed-tensors", format="float-quantized", config_groups={"all": groups},
+    )  # fmt: skip
+
+
+_BNB: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+_OTHER_KINDS = {"blk__0__ffn_down_exps__weight": "Q4_K", "blk__1__ffn_up_exps__weight": "Q3_K"}
+AS_SHIPPED: dict[str, Callable[[Path], str]] = {
+    "fp8 in blocks": partial(fp8, "qwen3_moe"),
+    "fp8, exponents as scales": partial(fp8, "mixtral", scale_fmt="ue8m0"),
+    "fp8, one scale": partial(fp8, "mixtral", block=None),
+    "compressed fp8, channels": _compressed_fp8("channel"),
+    "compressed fp8, blocks": _compressed_fp8("block", (8, 16)),
+    "Q2_K": _gguf("Q2_K"),
+    "Q3_K": _gguf("Q3_K"),
+    "Q2_K, other kinds in some layers": _gguf("Q2_K", **_OTHER_KINDS),
+    "gptq by activation order": _act_order(said=True),
+    "gptq by an order that the configuration does not tell": _act_order(said=False),
+    "gptq in 2 bits": _packed_once(gptq(2, group=32), quant_method="gptq", bits=2, group_size=32),
+    "gptq in groups of 8": _packed_once(gptq(), quant_method="gptq", bits=4, group_size=8),
+    "nf4": _packed_once(four_bits(), **_BNB),
+    "nf4, nested": _packed_once(four_bits(nested=True), **_BNB),
+}
+"""Checkpoints in forms without a kernel."""
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("form", AS_SHIPPED)
+def test_as_shipped_has_the_bits_of_the_expanded_model(form: str, dtype: str, tmp_path: Path) -> None:
+    path = AS_SHIPPED[form](tmp_path)
+    expanded = load_model(path, dtype=dtype)
+    expanded.set_experts_implementation("grouped_mm")
+    expected = greedy(expanded, IDS, 4)
+    sizes = []
+    options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "slots": 6}
+    for own in ({"experts": "expanded"}, {"experts": "packed"}, {"experts": "packed", "store": "disk"}):
+        with load_offloaded(path, **options, **own) as offloaded:
+            assert_same(greedy(offloaded, IDS, 4), expected)
+            sizes.append(offloaded.store.layout.block_bytes)
+    assert sizes[1] == sizes[2] < sizes[0]
+    with load_offloaded(path, **options, experts="packed") as offloaded:
+        forms = {str(each.form) for each in packed_matrices(offloaded.view[0].experts).values()}
+        assert any("as shipped" in each for each in forms)
+    with pytest.warns(UserWarning, match="experts='packed' takes less memory"):
+        load_offloaded(path, **options, experts="auto").close()
+
+
 def test_made_once(tmp_path: Path) -> None:
     """A store on disk is found again, and is another one in another form."""
     path = _gguf("Q4_0")(tmp_path)
@@ -190,30 +245,26 @@ def _plain(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        _plain,
-        partial(fp8, "qwen3_moe"),
-        _packed_once(four_bits(), quant_method="bitsandbytes", load_in_4bit=True),
-        _packed_once(gptq(group=32, reorder=True), quant_method="gptq", bits=4, group_size=32, desc_act=True),
-        _gguf("F16"),
-        _gguf("Q2_K"),
-    ],
-    ids=["plain", "fp8", "bitsandbytes", "gptq by activation order", "F16", "Q2_K"],
-)
-def test_what_is_not_packed(make: Callable[[Path], str], tmp_path: Path) -> None:
-    """One line that says what else to give; `auto` expands it."""
+@pytest.mark.parametrize("make", [_plain, _gguf("F16")], ids=["plain", "F16"])
+def test_what_is_not_packed(make: Callable[[Path], str], tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """One line that says what else to give; `auto` expands without a word."""
     path = make(tmp_path)
     with pytest.raises(ExpertcastError, match=r"experts='packed' takes .* give experts='expanded', 'int4' or 'int8'"):
         load_offloaded(path, device="cpu", slots=6, experts="packed")
     with load_offloaded(path, device="cpu", slots=6, experts="auto") as offloaded:
         assert not packed_matrices(offloaded.view[0].experts)
         assert greedy(offloaded, IDS, 2)[0].shape[1] == 7
+    assert not [warning for warning in recwarn if "expanded" in str(warning.message)]
 
 
-def test_an_order_that_the_configuration_does_not_tell(tmp_path: Path) -> None:
-    """Indices by activation are found when they are read, and are one line."""
-    path = _packed_once(gptq(group=32, reorder=True), quant_method="gptq", bits=4, group_size=32)(tmp_path)
-    with pytest.raises(ExpertcastError, match="g_idx orders inputs by activation"):
+def test_experts_in_several_forms(tmp_path: Path) -> None:
+    """Some experts of a layer in 8 bits: refused, and expanded by `auto` with a warning."""
+    makers = {"experts.3.": gptq(8, group=32, reorder=True), "": gptq(group=32, reorder=True)}
+    path = _packed_once(makers, quant_method="gptq", bits=4, group_size=32, dynamic={})(tmp_path)
+    with pytest.raises(ExpertcastError, match=r"different forms: give experts='expanded'"):
         load_offloaded(path, device="cpu", slots=6, experts="packed")
+    with pytest.warns(UserWarning, match="experts are expanded"):
+        offloaded = load_offloaded(path, device="cpu", slots=6, experts="auto")
+    with offloaded:
+        assert not packed_matrices(offloaded.view[0].experts)
+        assert greedy(offloaded, IDS, 2)[0].shape[1] == 7
