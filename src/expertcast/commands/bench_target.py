@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import not_negative, positive_number
-from expertcast.commands.options import BANDWIDTH, COUNT, MODEL_HELP, Fields, Given, ModelOptions, Option
+from expertcast.commands.options import BANDWIDTH, COUNT, MODEL_HELP, Fields, Given, ModelOptions, Option, flags_of
 from expertcast.commands.output import say
 from expertcast.commands.predictors import learned_documents
 from expertcast.data.machine import usable_processors
@@ -102,8 +102,9 @@ class TargetOptions(ModelOptions):
             raise ExpertcastError("--replay uses the routing of traces: leave --persistence and --skew out")
         if self.random:
             if given := [name for name, value in self.passed_on(self.target).items() if value]:
-                flag = "--" + given[0].replace("_", "-")
-                raise ExpertcastError(f"{flag} needs a model, and {self.target} is a shape: leave it out")
+                raise ExpertcastError(
+                    f"{flags_of(given[:1])} needs a model, and {self.target} is a shape: leave it out"
+                )
             check_shape(self.target, layers=self.layers, dtype=self.dtype)
 
     @property
