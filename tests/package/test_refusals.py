@@ -64,6 +64,7 @@ REFUSED = [
     ("bench reference --accuracy 2 --persistence 0.5", "--accuracy 2"),
     ("bench qwen3-235b-a22b", "give --layers"),
     ("bench reference --link instant --bandwidth 1e9", "--link emulated"),
+    ("bench reference --link cuda --device cpu", "--link cuda"),
     ("bench reference --timeline no/folder/trace.json", "no/folder"),
     ("bench reference --new-tokens 1", "new_tokens=1"),
     ("bench reference --mode next_token", "--next-token CKPT"),

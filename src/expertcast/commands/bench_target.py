@@ -84,6 +84,8 @@ class TargetOptions(ModelOptions):
         config = self.offload
         if config.bandwidth is not None and self.copy_over_compute is not None:
             raise ExpertcastError("--bandwidth and --copy-over-compute both set the link's speed: give one of them")
+        if config.link == "cuda" and self.device_name == "cpu":
+            raise ExpertcastError("--link cuda needs a model on CUDA: give --device cuda, or another link")
         speed_given = config.bandwidth is not None or self.copy_over_compute is not None or config.latency
         paced = self.device_name != "cpu" and config.link in ("auto", "cuda") and self.copy_over_compute is None
         if speed_given and not (self.emulated or paced):

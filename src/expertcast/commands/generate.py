@@ -150,8 +150,8 @@ def chat_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | N
 
 
 def held(offloaded: OffloadedModel) -> Json:
-    """What the run's experts take: `slots` of `experts` with their bytes on the device, the bytes of one and the bits
-    of a weight, `store` with its bytes, and the link between them, with the bytes that it read from a disk."""
+    """Return the memory of a run: `slots` of `experts` with their bytes on the device, bytes of an expert, bits of a
+    weight, `store` with its bytes, and the link with the bytes that it read from a disk."""
     store, pool, link = offloaded.store, offloaded.pool, offloaded.link
     drafts = 0 if offloaded.drafting is None else sum(offloaded.drafting.memory.values())
     return {

@@ -194,7 +194,7 @@ def _add(parser: argparse._ActionsContainer, field: _Field, option: Option, doc:
 def _help(doc: str, default: object) -> str:
     """Return a docstring as help: without a capital letter, and with the default unless the docstring names it."""
     text = lowered(doc)
-    if default is not None and default is not False and default != () and "default:" not in text:
+    if default is not None and default is not False and default not in ((), "") and "default:" not in text:
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
         text = f"{text} (default: {shown})".strip()
     return text.replace("%", "%%")
@@ -390,7 +390,7 @@ class DeploymentOptions(ModelOptions):
             mode=Option(choices=MODES),
             slots=COUNT,
             memory=Option(metavar="BYTES"),
-            store_folder=Option(metavar="DIR", help="it puts the experts on disk, for models larger than memory"),
+            store_folder=Option(metavar="DIR", help="implies a store on disk, for models larger than memory"),
             codec=Option(metavar="CODEC"),
             pools=Option(metavar="C=BYTES,...", help="`expertcast advise` proposes values"),
             experts=Option(choices=EXPERTS),
