@@ -182,7 +182,7 @@ def test_refusals() -> None:
         OffloadConfig(store="disk", codec="bitsplit", pools="C=1GB", policies=Policies(eviction="lfu"))
     with pytest.raises(ExpertcastError, match="cache=True"):
         OffloadConfig(store="disk", codec="bitsplit", pools="C=1GB", cache=False)
-    with pytest.raises(ExpertcastError, match="not by 'instant' on cpu"):
+    with pytest.raises(ExpertcastError, match="'instant' on cpu"):
         offload(model, store="disk", codec="bitsplit", pools="C=1GB", link="instant")
     with pytest.raises(ExpertcastError, match="pool C of 9 bytes holds no expert"):
         offload(model, store="disk", codec="bitsplit", pools="C=9")
