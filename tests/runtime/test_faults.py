@@ -702,7 +702,7 @@ def test_experts_function_outside_an_offload() -> None:
         ({"mode": "hybrid", "predictor": "next_norm"}, r"give layers=\[...\], or a checkpoint"),
         ({"mode": "hybrid", "predictor": "next_norm", "layers": [12]}, r"layers=\[12\] do not exist"),
         ({"predictor": "quasi_hidden"}, "'quasi_hidden' must be trained"),
-        ({"predictor": "oracle"}, "'oracle' is neither a folder nor one of frequency"),
+        ({"predictor": "oracle"}, "unknown predictor 'oracle'"),
         ({"predictor": "next_norm", "ahead": 2}, r"looks \[1\] layers ahead, not 2"),
         ({"predictor": "next_norm", "overfetch": 0.5}, "overfetch=0.5: give a number in"),
         ({"link": "telepathy"}, "unknown link 'telepathy'"),

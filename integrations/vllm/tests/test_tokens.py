@@ -135,7 +135,7 @@ OWN = "keeps experts in a way of its own: not supported, switch expertcast off f
 LATER = "link 'cuda' needs a model on CUDA, this one is on cpu"
 CASES: list[tuple[Mapping[str, object], Mapping[str, object], str]] = [
     ({"slot": 5}, {}, "unknown option 'slot'"),
-    ({"predictor": "no/such/folder"}, {}, "predictor 'no/such/folder' is neither a folder nor one of"),
+    ({"predictor": "no/such/folder"}, {}, "unknown predictor 'no/such/folder'"),
     ({"link": "cuda"}, {}, LATER),
     ({}, {"quantization": "fp8"}, "holds quantised experts, which are not offloaded under vLLM: give a bf16"),
     ({}, {"enable_expert_parallel": True}, "--enable-expert-parallel does not go with: leave it out"),
