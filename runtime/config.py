@@ -270,7 +270,7 @@ class OffloadConfig:
     """Forecast and execute in prefill steps too; otherwise prefill is exact."""
     draft: str = NONE
     """Default draft of `generate`: none, auto, int4, int8, resident, a lossy policy and others (see
-    :mod:`expertcast.runtime.drafts.kinds`). `memory` includes the experts of int4 and int8."""
+    `expertcast.runtime.drafts.kinds`). `memory` includes the experts of int4 and int8."""
     drift: bool = True
     """Measure the recall of forecasts, and warn once when it falls below the checkpoint's."""
     refit: float = 0.0

@@ -1,4 +1,4 @@
-"""What forecasts the routing of one offload: a predictor, the layers that execute its forecasts, drift and refit.
+"""Forecasters of one offload: its predictor, the layers that execute forecasts, drift, refit and later tokens.
 
 L MoE layers, K experts per token.
 """

@@ -114,7 +114,7 @@ class OffloadedModel:
             if self.drafting is not None:
                 self.stats.reports += [self._engine.flow.forecasts_report, self.drafting.report]
             self._guard = run_from_slots(undo, model, self._engine, speculator, kernel)
-            model.__dict__[OFFLOAD] = self  # a model whose offload nobody holds stays offloaded
+            model.__dict__[OFFLOAD] = self  # a model stays offloaded without another reference to this
             undo.callback(model.__dict__.pop, OFFLOAD)
             self._stack = undo.pop_all()
 

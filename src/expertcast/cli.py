@@ -250,7 +250,7 @@ def _one_line(message: Warning | str, category: type[Warning], *where: Any, **li
 
 
 def _set_quiet() -> None:
-    """Keep other libraries' progress and notices out of the output, unless the user asked for them.
+    """Keep other libraries' progress and notices out of the output, unless the user switched them on.
 
     The libraries read these settings when the commands import them. Warnings for the user are one line.
     """

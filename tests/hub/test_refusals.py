@@ -29,8 +29,8 @@ def sent(hub: FakeHub) -> list[str]:
         ("me/new", READER, "your login has no right to"),
         ("you/new", WRITER, "your login has no right to"),
         ("me/linear", "", "no login of yours"),
-        ("new", WRITER, "'new' is no name of a repository: write user/repo"),
-        ("me/new@x", WRITER, "names a revision, and --revision y another"),
+        ("new", WRITER, "'new' is no repository name: write user/repo"),
+        ("me/new@x", WRITER, "--revision y"),
     ],
 )
 def test_no_right_to_push(repo: str, token: str, words: str, hub: FakeHub, worker: Worker) -> None:
@@ -73,7 +73,7 @@ def test_what_is_not_whole_is_not_sent(hub: FakeHub, worker: Worker, work: Path)
         )
         assert hub.requests == before
     (work / "other").mkdir()
-    assert "other is neither a checkpoint's folder nor" in worker.run("push", "other", "me/new", token=WRITER).line
+    assert "other is neither a checkpoint folder nor" in worker.run("push", "other", "me/new", token=WRITER).line
 
 
 @pytest.mark.parametrize(

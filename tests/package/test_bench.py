@@ -113,7 +113,7 @@ def test_a_busy_machine_is_warned_of(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: range(2))
-    line = "warning: the machine's load is 7.0 and 2 processors may be used: times will be too long"
+    line = "warning: the machine is busy (load 7.0, 2 processors for this program): times will be too long"
     for load in (7.0, 1.0):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert main([command, "no_such_model"]) == 2

@@ -215,7 +215,7 @@ def test_bad_configurations_are_one_line(capsys: pytest.CaptureFixture[str], tmp
         ('{"slot": 8}', "unknown option 'slot': choose from predictor"),
         ('{"slots": "8"}', "slots='8': give a whole number or leave it out"),
         ('{"mode": "fast"}', "unknown mode 'fast'"),
-        ('{"predictor": "nobody"}', "predictor 'nobody' is neither a folder nor one of"),
+        ('{"predictor": "nobody"}', "unknown predictor 'nobody'"),
     ):
         saved.write_text(content)
         assert message in fails(capsys, *generate)

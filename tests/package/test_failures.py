@@ -114,8 +114,8 @@ def test_a_full_disk_is_one_line(
     assert main(["inspect", "traces"]) == 2
     where = "" if name is None else f" {name}"
     assert capsys.readouterr().err == (
-        f"expertcast: cannot read or write{where}: No space left on device; make room, or name another folder, and run "
-        "the same command again\n"
+        f"expertcast: cannot read or write{where}: No space left on device; free some space or choose another folder, "
+        "and run the same command again\n"
     )
 
 

@@ -119,7 +119,7 @@ def test_unknown_options_name_the_known_ones(capsys: pytest.CaptureFixture[str])
     assert "it has none" in line(capsys, [*train, "frequency", "--set", "a=1"])
     assert "no option 'strengths'" in line(capsys, [*train, "linear", "--set", "strengths"])
     assert "no option 'ahead=2'" in line(capsys, [*train, "linear", "--set", "ahead=2"])
-    assert "none of linear, next_norm has an option 'steps=1'" in line(
+    assert "--set steps=1: none of linear, next_norm" in line(
         capsys, [*train, "linear", "next_norm", "--set", "steps=1"]
     )
     assert "no option 'member_configs=1'" in line(capsys, [*train, "hybrid", "--set", "member_configs=1"])

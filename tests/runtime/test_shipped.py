@@ -245,10 +245,10 @@ _other_scales = _edited(lambda tensors: tensors.update({f"{_UP}_scale_inv": torc
 @pytest.mark.parametrize(
     ("make", "codec", "line"),
     [
-        (_bf16, "fp8", "codec 'fp8' moves experts as a checkpoint in fp8 .* is not quantised: choose codec 'raw' or"),
+        (_bf16, "fp8", "codec 'fp8' needs a checkpoint in fp8.* is not quantised: choose codec 'raw' or"),
         (_bf16, "mxfp4", "'gate_up_proj' is|has 16 rows|no MXFP4 code"),
-        (mxfp4, "fp8", "is shipped in mxfp4: choose codec 'raw' or 'bitsplit'"),
-        (_fp8, "mxfp4", "is shipped in fp8: choose codec 'raw' or 'bitsplit'"),
+        (mxfp4, "fp8", "is in mxfp4: choose codec 'raw' or 'bitsplit'"),
+        (_fp8, "mxfp4", "is in fp8: choose codec 'raw' or 'bitsplit'"),
         (_fp8, "fp8:rows=24", "blocks of .24, 128. do not divide; choose codec 'raw'"),
         (_without_scales, "raw", r"3\.up_proj\.weight is in FP8 and has no .*weight_scale_inv: it is incomplete"),
         (_without_codes, "fp8", r"no weights for model\.layers\.1\.mlp\.experts\.down_proj: it is incomplete"),

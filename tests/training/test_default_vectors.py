@@ -189,7 +189,7 @@ def test_the_command_notes_where_they_come_from(
     assert (chained["traces"], chained["digest"]) == (note["traces"], note["digest"])
     capsys.readouterr()
     assert main([*train, "frequency"]) == 0
-    assert "frequency reads no default vectors as it is: --default-vectors changed nothing" in capsys.readouterr().err
+    assert "frequency with these settings reads no default vectors" in capsys.readouterr().err
     assert NOTE not in PredictorCheckpoint.open(out).config["training"]
 
 

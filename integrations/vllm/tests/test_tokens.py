@@ -135,7 +135,7 @@ OWN = "are not supported: switch expertcast off"
 LATER = "link 'cuda' needs a model on CUDA, this one is on cpu"
 CASES: list[tuple[Mapping[str, object], Mapping[str, object], str]] = [
     ({"slot": 5}, {}, "unknown option 'slot'"),
-    ({"predictor": "no/such/folder"}, {}, "predictor 'no/such/folder' is neither a folder nor one of"),
+    ({"predictor": "no/such/folder"}, {}, "unknown predictor 'no/such/folder'"),
     ({"link": "cuda"}, {}, LATER),
     ({}, {"quantization": "fp8"}, "quantised experts"),
     ({}, {"enable_expert_parallel": True}, "--enable-expert-parallel"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.numbers import BANDWIDTHS
-from expertcast.commands.options import Count, Option
+from expertcast.commands.options import Count, Option, flags_of
 from expertcast.commands.output import Outcome, new_file, say
 from expertcast.commands.routing_file import (
     CAPACITY,
@@ -102,9 +102,9 @@ class Options(TargetOptions):
             "predictor": self.predictor,
             "copy_over_compute": self.copy_over_compute,
         }
-        wrong = ", ".join("--" + name.replace("_", "-") for name, value in given.items() if value)
+        wrong = [name for name, value in given.items() if value]
         if wrong:
-            raise ExpertcastError(f"{wrong} and --store-folder exclude each other: leave one out")
+            raise ExpertcastError(f"{flags_of(wrong)} and --store-folder exclude each other: leave one out")
         if self.device_name != "cpu":
             raise ExpertcastError("--store-folder needs a model on the CPU: give --device cpu, or leave it out")
 
@@ -123,7 +123,7 @@ class Options(TargetOptions):
         given = [name for name in _OF_A_MODEL if getattr(self, name) != defaults[name]]
         given += list(self.process)
         if given or self.offload.link != "auto":
-            flags = ", ".join("--" + name.replace("_", "-") for name in given or ["link"])
+            flags = flags_of(given or ["link"])
             raise ExpertcastError(f"{flags} needs a model, and {self.target} is a routing file: leave it out")
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import not_negative, positive_number
-from expertcast.commands.options import BANDWIDTH, COUNT, MODEL_HELP, Fields, Given, ModelOptions, Option
+from expertcast.commands.options import BANDWIDTH, COUNT, MODEL_HELP, Fields, Given, ModelOptions, Option, flags_of
 from expertcast.commands.output import say
 from expertcast.commands.predictors import learned_documents
 from expertcast.data.machine import usable_processors
@@ -84,6 +84,8 @@ class TargetOptions(ModelOptions):
         config = self.offload
         if config.bandwidth is not None and self.copy_over_compute is not None:
             raise ExpertcastError("--bandwidth and --copy-over-compute both set the link's speed: give one of them")
+        if config.link == "cuda" and self.device_name == "cpu":
+            raise ExpertcastError("--link cuda needs a model on CUDA: give --device cuda, or another link")
         speed_given = config.bandwidth is not None or self.copy_over_compute is not None or config.latency
         paced = self.device_name != "cpu" and config.link in ("auto", "cuda") and self.copy_over_compute is None
         if speed_given and not (self.emulated or paced):
@@ -102,8 +104,9 @@ class TargetOptions(ModelOptions):
             raise ExpertcastError("--replay uses the routing of traces: leave --persistence and --skew out")
         if self.random:
             if given := [name for name, value in self.passed_on(self.target).items() if value]:
-                flag = "--" + given[0].replace("_", "-")
-                raise ExpertcastError(f"{flag} needs a model, and {self.target} is a shape: leave it out")
+                raise ExpertcastError(
+                    f"{flags_of(given[:1])} needs a model, and {self.target} is a shape: leave it out"
+                )
             check_shape(self.target, layers=self.layers, dtype=self.dtype)
 
     @property

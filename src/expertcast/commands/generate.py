@@ -14,7 +14,6 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import COUNT, Count, DeploymentOptions, Model, Option
 from expertcast.commands.output import Outcome
-from expertcast.data.models import load_tokenizer
 from expertcast.data.packed_experts import weight_bits
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, size_text
@@ -63,13 +62,10 @@ class Options(DeploymentOptions):
 
 def run(options: Options) -> Outcome:
     """Load the model offloaded, print the continuation word by word, and return timing and statistics."""
-    from expertcast.runtime.loading import load_offloaded
-
     config = options.configuration()
     if options.draft_length is not None and config.draft == "none":
         raise ExpertcastError(f"--draft-length {options.draft_length} needs a draft: give --draft too, or leave it out")
-    given = options.passed_on(options.model)
-    tokenizer = load_tokenizer(options.model, **given)
+    tokenizer = options.tokenizer(options.model)
     if options.chat:
         inputs = chat_inputs(tokenizer, options.prompt, options.system, options.model)
     else:
@@ -77,8 +73,7 @@ def run(options: Options) -> Outcome:
     if not inputs["input_ids"].shape[1]:
         raise ExpertcastError("--prompt has no tokens: give some text")
     inputs = inputs.to(options.device_name)
-    device, dtype = options.device_name, options.dtype
-    with load_offloaded(options.model, config, device=device, dtype=dtype, **given) as offloaded:
+    with options.offloaded(options.model, config) as offloaded:
         if options.seed is not None:
             torch.manual_seed(options.seed)
         streamer = TimedStreamer(tokenizer, skip_prompt=options.chat)
@@ -154,8 +149,8 @@ def chat_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | N
 
 
 def held(offloaded: OffloadedModel) -> Json:
-    """What the run's experts take: `slots` of `experts` with their bytes on the device, the bytes of one and the bits
-    of a weight, `store` with its bytes, and the link between them, with the bytes that it read from a disk."""
+    """Return the memory of a run: `slots` of `experts` with their bytes on the device, bytes of an expert, bits of a
+    weight, `store` with its bytes, and the link with the bytes that it read from a disk."""
     store, pool, link = offloaded.store, offloaded.pool, offloaded.link
     drafts = 0 if offloaded.drafting is None else sum(offloaded.drafting.memory.values())
     return {

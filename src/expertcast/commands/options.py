@@ -12,7 +12,7 @@ import importlib
 import inspect
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
@@ -194,7 +194,7 @@ def _add(parser: argparse._ActionsContainer, field: _Field, option: Option, doc:
 def _help(doc: str, default: object) -> str:
     """Return a docstring as help: without a capital letter, and with the default unless the docstring names it."""
     text = lowered(doc)
-    if default is not None and default is not False and default != () and "default:" not in text:
+    if default is not None and default is not False and default not in ((), "") and "default:" not in text:
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
         text = f"{text} (default: {shown})".strip()
     return text.replace("%", "%%")
@@ -205,6 +205,11 @@ def lowered(sentence: str) -> str:
     first = sentence.partition(" ")[0].rstrip(",")
     named = first[1:] != first[1:].lower() or (len(first) == 1 and first != "A")
     return sentence if named else sentence[:1].lower() + sentence[1:]
+
+
+def flags_of(names: Iterable[str]) -> str:
+    """Return the flags of fields, for messages."""
+    return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
 BANDWIDTH = Option(metavar="BYTES/S", read=bandwidth, help="a number, or pcie3, pcie4, pcie5 (12, 25, 50 GB/s)")
@@ -254,8 +259,23 @@ class ModelOptions:
         Raises:
             ExpertcastError: no such model, tokenizer or device.
         """
-        given = self.passed_on(name)
-        return load_model(name, dtype=self.dtype, device=self.device_name, **given), load_tokenizer(name, **given)
+        model = load_model(name, dtype=self.dtype, device=self.device_name, **self.passed_on(name))
+        return model, self.tokenizer(name)
+
+    def tokenizer(self, name: str) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of the model `name`."""
+        return load_tokenizer(name, **self.passed_on(name))
+
+    def offloaded(self, name: str, config: OffloadConfig, device: str | None = None) -> OffloadedModel:
+        """Load the model `name` offloaded, on --device unless `device` is given.
+
+        Raises:
+            ExpertcastError: as :func:`expertcast.load_offloaded`.
+        """
+        from expertcast.runtime.loading import load_offloaded
+
+        device = device or self.device_name
+        return load_offloaded(name, config, device=device, dtype=self.dtype, **self.passed_on(name))
 
     def passed_on(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of `from_pretrained` for the model `name`.
@@ -289,21 +309,13 @@ class StoredOptions(ModelOptions):
         """Return a function from a configuration to the offloaded model `name`; None without --store-folder and
         --experts."""
         from expertcast.runtime.config import OffloadConfig
-        from expertcast.runtime.loading import load_offloaded
 
         changed: dict[str, object] = {"experts": self.experts}
         if self.store_folder is not None:
             changed |= {"store": "disk", "store_folder": self.store_folder, "codec": None}
         elif self.experts == StoredOptions.experts:
             return None
-
-        given = self.passed_on(name)
-
-        def opened(config: OffloadConfig) -> OffloadedModel:
-            stored = OffloadConfig.of(config, changed)
-            return load_offloaded(name, stored, device=self.device_name, dtype=self.dtype, **given)
-
-        return opened
+        return lambda config: self.offloaded(name, OffloadConfig.of(config, changed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,23 +339,17 @@ class OffloadedOptions(StoredOptions):
         if not (self.store_folder or self.slots or self.memory or self.codec or other_form):
             return super().load(name)
         from expertcast.runtime.config import OffloadConfig
-        from expertcast.runtime.loading import load_offloaded
 
         os.environ.setdefault(*_FEW_KERNELS)
         config = OffloadConfig(
             slots=self.slots, memory=self.memory, store="memory" if self.store_folder is None else "disk",
             store_folder=self.store_folder, codec=self.codec, experts=self.experts,
         )  # fmt: skip
-
-        given = self.passed_on(name)
-
-        def loaded() -> PreTrainedModel:
-            return load_offloaded(name, config, device=self.device_name, dtype=self.dtype, **given).model
-
-        share, tokenizer = join_ranks(), load_tokenizer(name, **given)
-        model = loaded() if share.rank == 0 else None  # the first process packs, the others find what it packed
+        share, tokenizer = join_ranks(), self.tokenizer(name)
+        first = self.offloaded(name, config) if share.rank == 0 else None  # packs the experts for all processes
         wait_for_all(share)
-        return loaded() if model is None else model, tokenizer
+        offloaded = self.offloaded(name, config) if first is None else first
+        return offloaded.model, tokenizer
 
 
 POLICIES_HELP = (
@@ -377,12 +383,6 @@ class DeploymentOptions(ModelOptions):
     """Configuration file of `expertcast advise --save` or OffloadConfig.save; other options replace its values."""
     policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
     """Cache policies."""
-    store_folder: Annotated[str | None, Option(metavar="DIR")] = None
-    """Folder of the packed experts, for models larger than memory."""
-    codec: Annotated[str | None, Option(metavar="CODEC")] = None
-    """Compression of the experts in --store-folder (default: that of the folder, else raw)."""
-    pools: Annotated[str | None, Option(metavar="C=BYTES,...")] = None
-    """With a codec, memory for compressed experts beside the slots; `expertcast advise` proposes values."""
     offload: Annotated[
         Given[OffloadConfig],
         Fields(
@@ -390,6 +390,9 @@ class DeploymentOptions(ModelOptions):
             mode=Option(choices=MODES),
             slots=COUNT,
             memory=Option(metavar="BYTES"),
+            store_folder=Option(metavar="DIR", help="implies a store on disk, for models larger than memory"),
+            codec=Option(metavar="CODEC"),
+            pools=Option(metavar="C=BYTES,...", help="`expertcast advise` proposes values"),
             experts=Option(choices=EXPERTS),
             next_token=Option(metavar="CKPT"),
             forecasts=Option(choices=FORECASTS),
@@ -420,12 +423,11 @@ class DeploymentOptions(ModelOptions):
         return made
 
     def _changed(self) -> Mapping[str, object]:
-        own: dict[str, object] = {"store_folder": self.store_folder, "codec": self.codec, "pools": self.pools}
-        if self.store_folder is not None:
-            own["store"] = "disk"
+        changed: dict[str, object] = dict(self.offload)
+        if "store_folder" in changed:
+            changed["store"] = "disk"
         if self.policies:
-            own["policies"] = policies_of(self.policies)
-        changed = self.offload | {name: value for name, value in own.items() if value is not None}
+            changed["policies"] = policies_of(self.policies)
         if ("slots" in changed) != ("memory" in changed):  # both set one thing: the option replaces the file's
             changed = {"slots": None, "memory": None, **changed}
         return changed

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from expertcast.commands.numbers import not_negative_whole
 from expertcast.commands.options import COUNT, DeploymentOptions, Model, Option
 from expertcast.commands.output import Outcome, say
-from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import size_text
 
@@ -100,7 +99,6 @@ def run(options: Options) -> Outcome:
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install 'expertcast[serve]'")
-    from expertcast.runtime.loading import load_offloaded
     from expertcast.runtime.serving.server import ModelServer, listen
 
     config, prompts = options.configuration(), options.prompts()
@@ -112,9 +110,8 @@ def run(options: Options) -> Outcome:
     cache = options.kv_tokens or (KV_TOKENS if options.device_name == "cpu" else None)
     with ExitStack() as stack:
         listening = stack.enter_context(listen(options.host, options.port))
-        given = options.passed_on(options.model)
-        tokenizer = load_tokenizer(options.model, **given)
-        offloaded = load_offloaded(options.model, config, device=options.device_name, dtype=options.dtype, **given)
+        tokenizer = options.tokenizer(options.model)
+        offloaded = options.offloaded(options.model, config)
         stack.callback(_close, offloaded)
         for line in stack.enter_context(options.warmed(offloaded, tokenizer, prompts)):
             say(line)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import BANDWIDTHS, not_negative, positive_number
-from expertcast.commands.options import BANDWIDTH, COUNT, Count, Fields, Option
+from expertcast.commands.options import BANDWIDTH, COUNT, Count, Fields, Option, flags_of
 from expertcast.commands.output import Outcome, folder, say, write_json
 from expertcast.commands.predictors import QualityOptions, check_shape, evaluated, loaded_next_token, policy_quality
 from expertcast.commands.routing_file import (
@@ -171,8 +171,9 @@ class MachineOptions:
             if self._name not in _CODED:
                 raise ExpertcastError(f"--codec {self.codec}: choose from {', '.join(_CODED)}")
         if given and self._name != "bitsplit":
-            flags = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise ExpertcastError(f"{flags} needs compressed experts: give --codec bitsplit too, or leave it out")
+            raise ExpertcastError(
+                f"{flags_of(given)} needs compressed experts: give --codec bitsplit too, or leave it out"
+            )
         if self.stored is not None and not 0.5 < self.stored <= 1:
             raise ExpertcastError(f"--stored {self.stored:g}: give a share above 0.5 and up to 1")
         pool_bytes(self.pools)
@@ -547,18 +548,18 @@ def _check_routing(options: Options) -> None:
     given = _given(options)
     if given:
         raise ExpertcastError(
-            f"{', '.join(given)} needs a traces folder, and {options.traces} is a routing file: give only options of "
+            f"{flags_of(given)} needs a traces folder, and {options.traces} is a routing file: give only options of "
             "policy, scope, memory and link"
         )
 
 
 def _given(options: Any) -> Sequence[str]:
-    """Return the flags of options that a routing file does not support."""
-    flags: list[str] = []
+    """Return the names of options that a routing file does not support."""
+    names: list[str] = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if dataclasses.is_dataclass(value):
-            flags += _given(value)
+            names += _given(value)
         elif field.name not in _TAKEN and value != field.default:
-            flags.append("--" + field.name.replace("_", "-"))
-    return flags
+            names.append(field.name)
+    return names

@@ -95,11 +95,8 @@ class Options(ModelOptions):
 
 def run(options: Options) -> Outcome:
     """Load the model offloaded, which packs it layer by layer, and report the size of the file."""
-    from expertcast.runtime.loading import load_offloaded
-
     config = options.configuration()
-    given = options.passed_on(options.model)
-    with load_offloaded(options.model, config, device="cpu", dtype=options.dtype, **given) as offloaded:
+    with options.offloaded(options.model, config, "cpu") as offloaded:
         store = offloaded.store
         stored, histogram, bits = store.stored_nbytes, _histogram(store), weight_bits(offloaded.view[0].experts)
         bound = None if histogram is None else histogram.bound

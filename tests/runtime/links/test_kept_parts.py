@@ -146,7 +146,7 @@ def test_memory_is_for_slots_and_for_decoding(codec: str, tmp_path: Path, monkey
     options = {"store": "disk", "store_folder": tmp_path, "codec": codec, "memory": memory}
     with offload(model, **options) as offloaded:  # type: ignore[arg-type]
         assert offloaded.pool.nbytes == memory - -(-decoding // block) * block
-    with pytest.raises(ExpertcastError, match=f"memory={2 * block} holds .* beside {decoding} bytes to decode in"):
+    with pytest.raises(ExpertcastError, match=f"memory={2 * block} holds .* beside {decoding} bytes for decoding"):
         offload(model, **options | {"memory": 2 * block})  # type: ignore[arg-type]
 
 
@@ -172,7 +172,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_refusals() -> None:
     model = _model()
-    with pytest.raises(ExpertcastError, match=r"pools='X=1GB': give sizes by state"):
+    with pytest.raises(ExpertcastError, match=r"pools='X=1GB': give one size"):
         OffloadConfig(store="disk", codec="bitsplit", pools="X=1GB")
     with pytest.raises(ExpertcastError, match=r"pools='C=much': 'much' is no size"):
         OffloadConfig(store="disk", codec="bitsplit", pools="C=much")
@@ -182,7 +182,7 @@ def test_refusals() -> None:
         OffloadConfig(store="disk", codec="bitsplit", pools="C=1GB", policies=Policies(eviction="lfu"))
     with pytest.raises(ExpertcastError, match="cache=True"):
         OffloadConfig(store="disk", codec="bitsplit", pools="C=1GB", cache=False)
-    with pytest.raises(ExpertcastError, match="not by 'instant' on cpu"):
+    with pytest.raises(ExpertcastError, match="'instant' on cpu"):
         offload(model, store="disk", codec="bitsplit", pools="C=1GB", link="instant")
     with pytest.raises(ExpertcastError, match="pool C of 9 bytes holds no expert"):
         offload(model, store="disk", codec="bitsplit", pools="C=9")
