@@ -69,7 +69,7 @@ def _cpu_name() -> str:
 
 
 MOST_NOISE = 0.5
-"""Largest standard error of a reported ratio. A ratio between 0 and 1, or near 1, says nothing with a larger error."""
+"""Largest standard error of a reported ratio; a ratio between 0 and 1, or near 1, is meaningless with a larger one."""
 _MEDIAN = 1.2533
 """Standard error of a median as a multiple of that of the mean, for normally distributed values."""
 

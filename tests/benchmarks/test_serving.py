@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from benchmarks import serving
-from benchmarks.serving import in_turn, read_arguments
+from benchmarks.serving import alternating, read_arguments
 from benchmarks.serving_clients import figures
 from benchmarks.serving_sides import Setting, chosen, sides
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_measured_is_refused_first(tmp_path: Path, capsys: pytest
 
 
 def test_orders_turn_and_what_is_given_counts_more_than_small() -> None:
-    assert [in_turn([1, 4, 16], number) for number in range(3)] == [[1, 4, 16], [16, 4, 1], [1, 4, 16]]
+    assert [alternating([1, 4, 16], number) for number in range(3)] == [[1, 4, 16], [16, 4, 1], [1, 4, 16]]
     args = read_arguments(["--small", "--out", "a.json", "--clients", "3"])
     assert (args.clients, args.requests, args.slots) == ([3], serving.SMALL["requests"], 192)
     assert read_arguments(["--out", "a.json"]).requests == 16
