@@ -62,7 +62,7 @@ REFUSED = [
     ("bench olmoe-1b-7b --layers 99", "--layers 99"),
     ("bench olmoe-1b-7b --predictor next_norm", "leave it out"),
     ("bench reference --accuracy 2 --persistence 0.5", "--accuracy 2"),
-    ("bench qwen3-235b-a22b", "give --layers"),
+    ("bench qwen3-235b-a22b", "--layers"),
     ("bench reference --link instant --bandwidth 1e9", "emulated link"),
     ("bench reference --timeline no/folder/trace.json", "no/folder"),
     ("bench reference --new-tokens 1", "new_tokens=1"),
