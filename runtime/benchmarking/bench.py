@@ -353,7 +353,7 @@ def benchmark(
         tokenizer: its tokenizer.
         prompt: text to continue.
         runs: configurations by name, such as `{"on_demand": OffloadConfig(), "exact": OffloadConfig(predictor=p)}`.
-            Those with experts in memory share one copy of them.
+            Runs with experts in memory share one copy of them.
         settings: size of the measurement; None: the defaults of :class:`BenchSettings`.
         bandwidth: bytes per second of the emulated link, for runs that set none. None: K copies take as long as one
             layer of the resident model, where prefetching can gain most. Ignored on CUDA, which uses the real link.

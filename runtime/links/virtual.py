@@ -108,7 +108,7 @@ class VirtualLink(Link):
         """Do nothing: there is no store."""
 
     def expand(self, copy: Transfer) -> None:
-        """Advance the time by one expansion; nothing is expanded."""
+        """Advance the time by one expansion."""
         self.spend(self._expand_s)
 
     def write_back(self) -> None:
