@@ -34,13 +34,13 @@ class Cage:
     """
 
     def __init__(self, memory: int | None, folder: Path) -> None:
-        self._memory, self._disk = _made("memory"), _made("blkio")
+        self._memory, self._disk = _new_group("memory"), _new_group("blkio")
         self._device = _disk_of(folder)
         self.capped = False
         if self._memory is not None and memory is not None:
-            self.capped = _written(self._memory / "memory.limit_in_bytes", str(memory))
+            self.capped = _try_write(self._memory / "memory.limit_in_bytes", str(memory))
             # swapped memory would not be counted
-            _written(self._memory / "memory.swappiness", "0")
+            _try_write(self._memory / "memory.swappiness", "0")
 
     def __enter__(self) -> Cage:
         return self
@@ -65,13 +65,13 @@ class Cage:
         return (
             self._disk is not None
             and self._device is not None
-            and _written(self._disk / "blkio.throttle.read_bps_device", f"{self._device} {int(rate)}")
+            and _try_write(self._disk / "blkio.throttle.read_bps_device", f"{self._device} {int(rate)}")
         )
 
     def forget_peak(self) -> None:
         """Reset the memory peak."""
         if self._memory is not None:
-            _written(self._memory / "memory.max_usage_in_bytes", "0")
+            _try_write(self._memory / "memory.max_usage_in_bytes", "0")
 
     @property
     def peak(self) -> int | None:
@@ -95,7 +95,7 @@ def drop_cached(folders: Iterable[Path]) -> None:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _made(controller: str) -> Path | None:
+def _new_group(controller: str) -> Path | None:
     """Create a control group below this process's own; return None if that is not possible."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -127,7 +127,7 @@ def _disk_of(folder: Path) -> str | None:
     return (place / "dev").read_text().strip()
 
 
-def _written(path: Path, text: str) -> bool:
+def _try_write(path: Path, text: str) -> bool:
     try:
         path.write_text(text)
     except OSError:

@@ -96,7 +96,7 @@ class Bench:
             ExpertcastError: a server does not answer.
         """
         known, rounds = {(run["side"], run["round"]) for run in self.result["runs"]}, range(self._args.rounds)
-        due = [(n, side) for n in rounds for side in in_turn(self._sides, n) if (side.name, n) not in known]
+        due = [(n, side) for n in rounds for side in alternating(self._sides, n) if (side.name, n) not in known]
         if due:
             prepare(self._setting.model, Path(self._setting.predictor), self._args.train_tokens)
         for number, side in due:
@@ -111,7 +111,7 @@ class Bench:
         model, asked, loads = str(self._setting.model), prompts(), []
         ask(server.address, model, asked, clients=1, requests=_WARMING, new_tokens=4)
         used, counts = server.resident_bytes(), server.counts()
-        for clients in in_turn(self._args.clients, number):
+        for clients in alternating(self._args.clients, number):
             load = ask(
                 server.address, model, asked, clients=clients, requests=max(clients, self._args.requests),
                 new_tokens=self._args.new_tokens,
@@ -152,7 +152,7 @@ def prompts() -> list[str]:
     return [" ".join(text.split()[:PROMPT_WORDS]) for text in documents[:: len(documents) // PROMPTS]][:PROMPTS]
 
 
-def in_turn(each: Sequence[_T], number: int) -> list[_T]:
+def alternating(each: Sequence[_T], number: int) -> list[_T]:
     """Return the items in order, or reversed in every second round."""
     return list(each if number % 2 == 0 else each[::-1])
 

@@ -125,7 +125,7 @@ def ended(server: Running, model: str) -> Json:
     """
     begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(what_came, server.address, model, begun)
+        reading = pool.submit(read_long_answer, server.address, model, begun)
         while not begun.wait(0.01):
             if reading.done():
                 found = f"{reading.result()}; {server.last_lines()}"
@@ -136,7 +136,7 @@ def ended(server: Running, model: str) -> Json:
         return {"seconds": seconds, "killed": killed, "status": server.process.returncode, "answer": reading.result()}
 
 
-def what_came(address: str, model: str, begun: threading.Event) -> str:
+def read_long_answer(address: str, model: str, begun: threading.Event) -> str:
     """Read a long answer to its end.
 
     Args:

@@ -4,16 +4,13 @@
 
 The real engine runs decode steps of a model with 128 experts per layer, 8 per token and 512 slots, with routing for
 which half of the requests miss. Everything it would launch is replaced: copies arrive at once and move nothing, experts
-return their input, forecasts come from a list. Run `prefetch_followed` adds the drift monitor. `--profile` prints a
-profile.
+return their input, forecasts come from a list. Run `prefetch_followed` adds the drift monitor.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
-import pstats
 import random
 import statistics
 import time
@@ -99,7 +96,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=60, help="decode steps per run (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="print a profile of a run with prefetching")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -118,10 +114,6 @@ def main(argv: list[str] | None = None) -> int:
         median, best = (1e6 * values[key] for key in ("seconds_per_layer", "best"))
         copied = f"{values['not_resident']:.2f} of the requested experts copied"
         print(f"{name}: {median:.1f} us per layer and token (best {best:.1f}), {copied}")
-    if args.profile:
-        profile = cProfile.Profile()
-        profile.runcall(run, steps, forecasts=True)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(18)
     if args.json:
         setting = {"layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K, "slots": SLOTS, "tokens": args.tokens}
         args.json.write_text(json.dumps({**provenance(), "setting": setting, "runs": runs}, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Run random deployments in exact mode, and compare every result with that of the resident model.
 
-    python scripts/soak.py --requests 1000000 --seed 0 --processes 2 --json soak.json
+    python scripts/soak.py --requests 1000000 --seed 0 --json soak.json
 
 A case is a model (three families, two of them also as quantised checkpoints, and the bundled one; bf16 or fp32),
 options of an offload, and a few computations: forward passes, forward passes over a cache, and generations, greedy or
@@ -40,7 +40,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -204,10 +204,10 @@ class World:
     @cached_property
     def assistant(self) -> PreTrainedModel:
         """Dense model for assisted drafting."""
-        return made(Qwen3Config(**_COMMON, intermediate_size=32))
+        return random_model(Qwen3Config(**_COMMON, intermediate_size=32))
 
 
-def made(config: PretrainedConfig) -> PreTrainedModel:
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return a random fp32 model."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
@@ -228,7 +228,7 @@ def make_models(folder: Path) -> None:
     """Write the families' models, and two quantised ones, to a folder."""
     tokenizer = load_tokenizer(REFERENCE)
     for name in (*CONFIGS, FP8, MXFP4):
-        made(CONFIGS[name.partition("-")[0]]).bfloat16().save_pretrained(folder / name)
+        random_model(CONFIGS[name.partition("-")[0]]).bfloat16().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     block = (16, 16)
     _quantise(folder / FP8, _fp8, quant_method="fp8", weight_block_size=block, activation_scheme="dynamic")
@@ -470,7 +470,9 @@ def recorded(model: PreTrainedModel) -> Iterator[list[Forward]]:
         handle.remove()
 
 
-def refuted(model: PreTrainedModel, text: Text, forwards: list[Forward], drafted_BS: Tensor, end: int | None) -> str:
+def draft_error(
+    model: PreTrainedModel, text: Text, forwards: list[Forward], drafted_BS: Tensor, end: int | None
+) -> str:
     """Check a drafted sequence with the resident model; return the first error in a line, or an empty string.
 
     The resident model repeats the offload's verifications in forward passes of the same shapes over a separate cache.
@@ -526,7 +528,7 @@ def refuted(model: PreTrainedModel, text: Text, forwards: list[Forward], drafted
     return ""
 
 
-def parted(plain: tuple[Tensor, list[Tensor]], drafted_BS: Tensor, dtype: str) -> tuple[Counter[str], str]:
+def count_ties(plain: tuple[Tensor, list[Tensor]], drafted_BS: Tensor, dtype: str) -> tuple[Counter[str], str]:
     """Count the ties and near ties at which drafted sequences differ from plain ones; describe a forbidden difference
     in a line.
 
@@ -587,9 +589,9 @@ def run(case: Case, world: World, counts: Counter[str]) -> str:
         return "the model was not put back as it was"
     for number, (text, right, end, found) in enumerate(zip(case.texts, plain, ends, drafted, strict=True)):
         if found is not None:
-            ties, line = parted(right, found[0], case.dtype)
+            ties, line = count_ties(right, found[0], case.dtype)
             counts.update({"drafted texts": 1, **ties})
-            if line := line or refuted(resident, text, found[1], found[0], end):
+            if line := line or draft_error(resident, text, found[1], found[0], end):
                 return f"text {number}: {line}"
     return ""
 
@@ -611,12 +613,12 @@ def compare(
         raise Refused(str(error)) from error
 
 
-def run_case(seed: int, number: int, world: World, told: Callable[[Case], None]) -> tuple[str, str, Counter[str]]:
+def run_case(seed: int, number: int, world: World, report: Callable[[Case], None]) -> tuple[str, str, Counter[str]]:
     """Run the first case of this number that is not refused; return outcome, description and counts."""
     counts: Counter[str] = Counter()
     for attempt in itertools.count():
         case = draw(Random(f"{seed}:{number}:{attempt}"), world)
-        told(case)
+        report(case)
         own = Counter[str]()
         try:
             line = run(case, world, own)
@@ -640,7 +642,7 @@ def work(connection: Connection, folder: Path, own: Path, args: argparse.Namespa
     own.mkdir()
     with torch.no_grad():
         world = World(folder, own)
-        for number in itertools.count(first, args.processes):
+        for number in itertools.count(first):
             faulthandler.dump_traceback_later(args.seconds, exit=True)
             connection.send(run_case(args.seed, number, world, lambda case: connection.send(str(case))))
 
@@ -655,38 +657,28 @@ def results(folder: Path, args: argparse.Namespace) -> Iterator[tuple[int, str, 
     maker = context.Process(target=make_models, args=(folder,))
     maker.start()
     maker.join()
-    running: dict[Any, tuple[Any, int, str, float]] = {}
-
-    def start(number: int) -> None:
+    number = args.only or 0
+    while True:
         here, there = context.Pipe(duplex=False)
         own = folder / f"process-{next(started)}"
         process = context.Process(target=work, args=(there, folder, own, args, number), daemon=True)
         process.start()
         there.close()
-        running[here] = process, number, "", time.monotonic()
-
-    for index in range(args.processes):
-        start(index if args.only is None else args.only)
-    try:
-        while True:
-            for connection in wait(list(running)):
-                process, number, case, begun = running[connection]
-                try:
-                    said = connection.recv()
-                except EOFError:
-                    process.join()
-                    hung = time.monotonic() - begun >= args.seconds
-                    del running[connection]
-                    start(number + args.processes)
-                    yield number, case, "hung" if hung else "crashed", f"exit status {process.exitcode}", Counter()
+        case, begun = "", time.monotonic()
+        try:
+            while True:
+                found = here.recv()
+                if isinstance(found, str):
+                    case = found
                     continue
-                if isinstance(said, str):
-                    running[connection] = process, number, said, begun
-                    continue
-                running[connection] = process, number + args.processes, "", time.monotonic()
-                yield number, case, *said
-    finally:
-        for process, *_ in running.values():
+                yield number, case, *found
+                number, case, begun = number + 1, "", time.monotonic()
+        except EOFError:
+            process.join()
+            hung = time.monotonic() - begun >= args.seconds
+            yield number, case, "hung" if hung else "crashed", f"exit status {process.exitcode}", Counter()
+            number += 1
+        finally:
             process.terminate()
             process.join()
 
@@ -696,12 +688,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1_000_000, help="expert requests (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=1, help="processes that run cases (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=300, help="time limit of a case (default: %(default)s)")
     parser.add_argument("--only", type=int, metavar="N", help="case N alone")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     args = parser.parse_args(argv)
-    args.processes = args.processes if args.only is None else 1
     begun, counts, failures = time.monotonic(), Counter[str](), []
     with tempfile.TemporaryDirectory() as temporary, closing(results(Path(temporary), args)) as cases:
         for number, case, outcome, line, own in cases:

@@ -69,7 +69,7 @@ def _cpu_name() -> str:
 
 
 MOST_NOISE = 0.5
-"""Largest standard error of a reported ratio. A ratio between 0 and 1, or near 1, says nothing with a larger error."""
+"""Largest standard error of a reported ratio; a ratio between 0 and 1, or near 1, is meaningless with a larger one."""
 _MEDIAN = 1.2533
 """Standard error of a median as a multiple of that of the mean, for normally distributed values."""
 
@@ -353,7 +353,7 @@ def benchmark(
         tokenizer: its tokenizer.
         prompt: text to continue.
         runs: configurations by name, such as `{"on_demand": OffloadConfig(), "exact": OffloadConfig(predictor=p)}`.
-            Those with experts in memory share one copy of them.
+            Runs with experts in memory share one copy of them.
         settings: size of the measurement; None: the defaults of :class:`BenchSettings`.
         bandwidth: bytes per second of the emulated link, for runs that set none. None: K copies take as long as one
             layer of the resident model, where prefetching can gain most. Ignored on CUDA, which uses the real link.

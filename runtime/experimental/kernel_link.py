@@ -388,7 +388,7 @@ class KernelLink(Link):
         """Context for experts that run beside copies: their grouped matmul leaves the copies' multiprocessors free."""
 
     def move(self, moves: Moves, layer: int = -1, *, urgent: bool = True) -> None:
-        """Queue copies behind the current stream's work so far.
+        """Queue copies after the current stream's work so far.
 
         Args:
             moves: the copies.

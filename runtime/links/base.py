@@ -210,7 +210,7 @@ class Link(ABC):
         return copy.done
 
     def send(self, values: Sequence[int]) -> Sent:
-        """Copy integers to the slots' device, behind the copies submitted so far.
+        """Copy integers to the slots' device, after the copies submitted so far.
 
         Args:
             values: n >= 1 integers.

@@ -33,7 +33,7 @@ from expertcast.runtime.storage.transfer import Sent, Transfer
 
 _WINDOW_BYTES = 16 << 20
 """About half a millisecond on PCIe 4: longer than the usual gap between two link calls of the model's thread, and short
-enough for a miss to wait behind it.
+enough for a miss to wait for it.
 """
 
 
@@ -135,11 +135,11 @@ class CudaLink(Link):
         return copy.urgent or sum(not other.urgent for other in self._issued) < self._window
 
     def start(self, copy: Transfer) -> None:
-        """Issue the copy behind all issued ones."""
+        """Queue the copy on the stream after all issued ones."""
         read = self._read.pop(copy.slot, None)
         if read is not None:
             self._stream.wait_event(read)
-        # Behind another copy its end event serves as this one's start: an extra event would take link time.
+        # After another copy, its end event serves as this one's start: an extra event would take link time.
         last = self._issued[-1].arrived if self._issued else None
         copy.begun = self._record() if last is None or last.query() else last
         source = self._source(copy)

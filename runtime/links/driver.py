@@ -35,7 +35,7 @@ class CudaDevice:
         return torch.cuda.current_stream(self.device)
 
     def record(self, stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
-        """Return a new event behind the work queued on a stream so far; `timing` enables `elapsed_time`."""
+        """Return a new event after the work queued on a stream so far; `timing` enables `elapsed_time`."""
         event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
@@ -151,7 +151,7 @@ class Pending:
 class Readback:
     """Copies small tensors to the host on a separate stream. All calls come from one thread.
 
-    A copy runs behind the work that the tensor's stream has so far. Only the reader of the values waits for it. Later
+    A copy runs after the work that the tensor's stream has so far. Only the reader of the values waits for it. Later
     kernels of that stream must not write to the tensor before its values have been read.
 
     Args:
@@ -164,7 +164,7 @@ class Readback:
         self._stream = None if driver is None else driver.new_stream(priority=-1)
 
     def start(self, tensor: Tensor) -> Pending:
-        """Queue a copy of `tensor` behind the current stream's work so far."""
+        """Queue a copy of `tensor` after the current stream's work so far."""
         driver, stream = self._driver, self._stream
         if driver is None or stream is None:
             return Pending(tensor)

@@ -146,7 +146,7 @@ def move(source: Tensor, target: Tensor, start: int, end: int | None = None) -> 
         source: uint8 on the host.
         target: uint8 on the host.
         start: offset of the first byte within the block.
-        end: offset behind the last byte; None: the end of the source.
+        end: offset after the last byte; None: the end of the source.
     """
     count = (len(source) if end is None else end) - start
     (_memmove_locked if count <= _SMALL_COPY else ctypes.memmove)(

@@ -108,7 +108,7 @@ class VirtualLink(Link):
         """Do nothing: there is no store."""
 
     def expand(self, copy: Transfer) -> None:
-        """Advance the time by one expansion; nothing is expanded."""
+        """Advance the time by one expansion."""
         self.spend(self._expand_s)
 
     def write_back(self) -> None:
@@ -136,7 +136,7 @@ class VirtualLink(Link):
         self.run_until(self.now + seconds)
 
     def _issue(self, copy: Transfer, time: float) -> None:
-        """Put the copy behind all issued ones, at `time` at the earliest."""
+        """Put the copy after all issued ones, at `time` at the earliest."""
         seconds = self._seconds[copy.precision]
         self._free_at = max(self._free_at, time) + seconds
         self._issued.append((self._free_at, copy))
@@ -357,7 +357,7 @@ class VirtualDisk(VirtualLink):
             self._kept.restart()
 
     def _issue(self, copy: Transfer, time: float) -> None:
-        """Put the copy behind all earlier reads, at `time` at the earliest."""
+        """Put the copy after all earlier reads, at `time` at the earliest."""
         self.copies += 1
         arrives = time if copy.precision != FULL else self._read(copy, time)
         insort(self._issued, (arrives, copy), key=itemgetter(0))
@@ -382,15 +382,15 @@ class VirtualDisk(VirtualLink):
         left = [1 - (shard + 1) / stored.shards for shard in range(stored.shards)]
         return max(there, *(self._decode(there - share * last) for share in left))
 
-    def _decode(self, come: float) -> float:
-        """Decode a shard that arrives at `come` in the first sufficient gap of a thread; return the end.
+    def _decode(self, arrival: float) -> float:
+        """Decode a shard that arrives at `arrival` in the first sufficient gap of a thread; return the end.
 
         Shards scheduled earlier keep their time.
         """
         seconds = self._stored.decode_s
         begins = []
         for thread in self._threads:
-            begin = come
+            begin = arrival
             for start, end in thread:
                 if begin + seconds <= start:
                     break

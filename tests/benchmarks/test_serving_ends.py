@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
-from benchmarks.serving_clients import what_came
+from benchmarks.serving_clients import read_long_answer
 from benchmarks.serving_sides import end
 
 PART = 'data: {{"id": "1", "object": "text_completion", "created": 1, "model": "m", "choices": [{}]}}\n\n'
@@ -55,7 +55,7 @@ def streaming(text: str, promised: int) -> Iterator[str]:
 def test_half_an_answer_is_known(text: str, promised: int, expected: str) -> None:
     begun = threading.Event()
     with streaming(text, promised) as address:
-        assert what_came(address, "m", begun) == expected
+        assert read_long_answer(address, "m", begun) == expected
     assert begun.is_set()
 
 

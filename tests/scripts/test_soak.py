@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts.soak import CONFIGS, Forward, Text, made, parted, recorded, refuted
+from scripts.soak import CONFIGS, Forward, Text, count_ties, draft_error, random_model, recorded
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "soak.py"
@@ -53,13 +53,13 @@ def test_what_hangs_is_counted_and_named(tmp_path: Path) -> None:
 )
 def test_drafts_part_in_bf16_alone(logits: list[float], dtype: str, ties: dict[str, int], line: str) -> None:
     plain = torch.tensor([[7, 1]]), [torch.tensor([logits])]
-    assert parted(plain, torch.tensor([[7, 1]]), dtype) == ({}, "")
-    assert parted(plain, torch.tensor([[7, 2]]), dtype) == (ties, line)
+    assert count_ties(plain, torch.tensor([[7, 1]]), dtype) == ({}, "")
+    assert count_ties(plain, torch.tensor([[7, 2]]), dtype) == (ties, line)
 
 
 def test_the_resident_model_reads_what_was_verified() -> None:
     """Two prompts beyond a window of 16, one padded; two drafted tokens are verified, and one is wrong."""
-    model, text = made(CONFIGS["gpt_oss"]), Text(kind="generate", start=0, lengths=(20, 17), new=4)
+    model, text = random_model(CONFIGS["gpt_oss"]), Text(kind="generate", start=0, lengths=(20, 17), new=4)
     ids_BS, mask_BS = torch.arange(1, 41).view(2, 20), torch.ones(2, 20, dtype=torch.long)
     ids_BS[1, :3], mask_BS[1, :3] = 0, 0
     with torch.no_grad(), recorded(model) as steps:
@@ -83,6 +83,6 @@ def test_the_resident_model_reads_what_was_verified() -> None:
         ):
             rows = Text(kind="generate", start=0, lengths=text.lengths[: len(tokens_BS)], new=4)
             own = [Forward(begin=one.begin, ids_BT=one.ids_BT[: len(tokens_BS)], kept=one.kept) for one in forwards]
-            found = refuted(model, rows, own, tokens_BS, ends)
+            found = draft_error(model, rows, own, tokens_BS, ends)
             assert found.startswith(line), (line, found)
             assert bool(found) == bool(line)

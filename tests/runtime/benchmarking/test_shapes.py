@@ -71,7 +71,7 @@ def test_tied_weights_stay_tied() -> None:
 
 def test_too_small_memory_names_the_layers_that_fit() -> None:
     cpu = torch.device("cpu")
-    with pytest.raises(ExpertcastError, match=r"with 48 layers needs 62\.\d GB .* give --layers 14 or fewer"):
+    with pytest.raises(ExpertcastError, match=r"with 48 layers needs 62\.\d GB .* use --layers 14 or fewer"):
         check_memory("qwen3-30b-a3b", 48, torch.bfloat16, cpu, free=20 * 10**9)
     check_memory("qwen3-30b-a3b", 14, torch.bfloat16, cpu, free=20 * 10**9)
     with pytest.raises(ExpertcastError, match="not even --layers 1 fits"):

@@ -1,8 +1,8 @@
 """CUDA's rules for streams, events and asynchronous copies, executed in host memory in any order they allow.
 
-Each stream is a queue; a step runs the head of one whose waits are met. Which one is drawn at random, so that
-whatever the links do not order by an event happens in the wrong order sooner or later. An event that was recorded
-again means the newer record to those who ask later, the old one to those who wait already.
+Each stream is a queue. A step runs the head of a random queue whose waits are met, so that operations without an event
+between them sooner or later run in the wrong order. After a second recording of an event, later waits refer to the new
+one, and earlier waits to the old one.
 """
 
 from __future__ import annotations

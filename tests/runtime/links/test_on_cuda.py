@@ -199,7 +199,7 @@ class TestReadback:
 
 @pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
 def test_the_devices_weights_are_the_hosts(precision: str, bits: int) -> None:
-    """Products of 4 or 2 bits and a half-precision scale are exact; those of 8 bits are rounded once or twice."""
+    """Products of 4 or 2 bits and a half-precision scale are exact; 8-bit products are rounded once or twice."""
     store, _ = attached(CudaLink())
     store.add_copies((precision,))
     packed = store.copies(precision)

@@ -166,8 +166,9 @@ def test_experts_of_any_size() -> None:
 
 
 def test_pools_keep_parts() -> None:
-    """Pools S and E have room for one expert each. First everything is read. Two experts were used as often: the one of
-    the smaller number ranks first, and its plane stays; of the other one the shards."""
+    """Pools S and E have room for one expert each. First everything is read. Of two equally used experts, the one with
+    the smaller number ranks first and keeps its plane; the other one keeps its shards.
+    """
     link = pooled(Stored(plain=4, coded=(2,), pools={State.S: 4, State.E: 2}))
     used(link, 0, 1)
     assert arrivals(link, 0, 1) == [6, 12]
