@@ -1,4 +1,7 @@
-"""Predictors of expert routing. Every registration is here; the order is the order of tables."""
+"""Predictors of expert routing.
+
+Every predictor is registered here. Tables list predictors in the order of registration.
+"""
 
 from expertcast.predictors.base import (
     Forecast,

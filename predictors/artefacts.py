@@ -1,11 +1,11 @@
-"""Reading what expertcast wrote: JSON files by their schema, and digests of the files beside them.
+"""Read JSON files by schema, and check digests of files.
 
-A file of ours is right or it is refused in one line that names file, field, what was found and what is allowed. Each
-JSON file has one schema, a `typing_extensions.TypedDict` with `__pydantic_config__ = CLOSED`, in the module that writes
-the file, and one loader there, which all commands use.
+Each JSON file format has one schema, a `typing_extensions.TypedDict` with `__pydantic_config__ = CLOSED`, and one
+loader, both in the module that writes the file. A file that violates its schema raises an error that names the file,
+the field, the value and the allowed values.
 
-A sealed file has a member `digest` over its other members, and may name the digests of other files: so a bit that
-flips in any of them is noticed. What was written before there were digests is read with a warning.
+A sealed JSON file stores a `digest` of its other fields, and may store digests of other files. A changed bit in any of
+these files is an error.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from expertcast.predictors.messages import ExpertcastError, Json
 T = TypeVar("T")
 
 CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-"""For schemas: no other members, no other types, finite numbers."""
+"""Pydantic config of schemas: no extra fields, no type coercion, finite numbers only."""
 
 MOST_BYTES = 256 << 20
-"""Of a file that is read whole: the description of ten million documents."""
+"""Largest JSON file that is read: the description of ten million documents fits."""
 MOST_NESTING = 32
 SEAL = "digest"
 
@@ -41,15 +41,15 @@ _SHOWN = 60
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _CHUNK = 1 << 22
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""Half of a character in two escapes; without its other half it is a text that can be neither printed nor written."""
+"""Escaped surrogate: unpaired, it yields a string that can be neither printed nor encoded."""
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a regular file for reading. A pipe in its place is not waited for, a device not read.
+    """Open a regular file for reading; a pipe in its place does not block.
 
     Raises:
-        OSError: it cannot be read or is no regular file.
+        OSError: the file cannot be read or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -59,11 +59,7 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a regular file of at most `MOST_BYTES`.
-
-    Raises:
-        OSError: as :func:`open_file`, or the file is larger.
-    """
+    """Read a regular file; raises OSError if it is unreadable, not regular, or larger than 256 MiB."""
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > MOST_BYTES:
             raise OSError(errno.EFBIG, f"More than {MOST_BYTES} bytes", str(path))
@@ -71,15 +67,15 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path, schema: type[T], remedy: str) -> T:
-    """The object in a JSON file.
+    """Read a JSON object, and check its schema and its digest.
 
     Args:
-        path: of the file.
+        path: JSON file.
         schema: a TypedDict.
-        remedy: what to do where the file is not right, for messages.
+        remedy: end of error messages.
 
     Raises:
-        ExpertcastError: no such file, no JSON object by this schema, or one that was changed after it was sealed.
+        ExpertcastError: the file is missing, violates the schema, or changed after it was sealed.
     """
     try:
         data = read_bytes(path)
@@ -89,47 +85,49 @@ def read_json(path: Path, schema: type[T], remedy: str) -> T:
 
 
 def parse_json(data: bytes | str, schema: type[T], what: str, remedy: str) -> T:
-    """The same of a text that lies elsewhere, such as in a header; messages call it `what`.
+    """Parse a JSON object, and check its schema and its digest.
+
+    Args:
+        data: JSON text.
+        schema: a TypedDict.
+        what: name of the source in error messages.
+        remedy: end of error messages.
 
     Raises:
-        ExpertcastError: as :func:`read_json`.
+        ExpertcastError: the text violates the schema, or changed after it was sealed.
     """
     values = _object(data, what, remedy)
     try:
-        made: T = _adapter(schema).validate_python(values)
+        parsed: T = _adapter(schema).validate_python(values)
     except ValidationError as error:
         raise ExpertcastError(f"{what}: {_first(error)}; {remedy}") from None
     sealed = values.get(SEAL)
     if sealed is not None and sealed != _seal_of(values):
         raise ExpertcastError(f"{what} was changed after it was written; {remedy}")
-    return made
+    return parsed
 
 
 def check_values(values: Mapping[str, object], schema: type[T], what: str, remedy: str) -> T:
-    """The same of values that were read already, as part of a file; lists become the tuples that a schema asks for.
-
-    Raises:
-        ExpertcastError: the values are not by the schema.
-    """
+    """Check JSON values like :func:`parse_json`, without a digest; lists become tuples where the schema has tuples."""
     try:
-        made: T = _adapter(schema).validate_json(json.dumps(values))
+        checked: T = _adapter(schema).validate_json(json.dumps(values))
     except ValidationError as error:
         raise ExpertcastError(f"{what}: {_first(error)}; {remedy}") from None
-    return made
+    return checked
 
 
 def seal(values: Mapping[str, object]) -> Json:
-    """An object with the digest of its members, which must be JSON values."""
+    """Return a copy of a JSON object with a `digest` of its fields."""
     return {**values, SEAL: _seal_of(values)}
 
 
 def digest(data: bytes | memoryview) -> str:
-    """xxh3 of some bytes, as files name it."""
+    """Return the xxh3-128 digest of some bytes as `xxh3:HEX`."""
     return "xxh3:" + xxhash.xxh3_128_hexdigest(data)
 
 
 class DigestingFile(io.RawIOBase):
-    """Passes on what is written to it, and takes the digest meanwhile: a large file need not be in memory."""
+    """Binary file that forwards writes and updates a digest, so that a large file need not be in memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._state = file, xxhash.xxh3_128()
@@ -145,20 +143,16 @@ class DigestingFile(io.RawIOBase):
         self._file.flush()
 
     def close(self) -> None:
-        """Whoever opened the file closes it."""
+        """Leave the underlying file open."""
 
     @property
     def digest(self) -> str:
-        """As :func:`digest`, of all that was written so far."""
+        """Digest of all bytes written so far, in the form of :func:`digest`."""
         return "xxh3:" + self._state.hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """The same of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the digest of a file in the form of :func:`digest`; raises OSError if it is unreadable."""
     state = xxhash.xxh3_128()
     with open_file(path) as file:
         while chunk := file.read(_CHUNK):
@@ -167,15 +161,15 @@ def file_digest(path: Path) -> str:
 
 
 def check_file(path: Path, expected: str, remedy: str) -> None:
-    """Compare a file with the digest that was taken when it was written.
+    """Compare a file with its recorded digest.
 
     Args:
-        path: of the file.
-        expected: as :func:`digest` gave it.
-        remedy: for the message.
+        path: file to check.
+        expected: digest in the form of :func:`digest`.
+        remedy: end of error messages.
 
     Raises:
-        ExpertcastError: it is not there, cannot be read, or has other bytes.
+        ExpertcastError: the file is missing, unreadable, or differs.
     """
     try:
         found = file_digest(path)
@@ -193,20 +187,16 @@ def _object(data: bytes | str, what: str, remedy: str) -> Json:
         if _HALF.search(text):
             json.dumps(values, ensure_ascii=False).encode()
     except UnicodeDecodeError:
-        raise ExpertcastError(f"{what} is no text in UTF-8; {remedy}") from None
+        raise ExpertcastError(f"{what} is not UTF-8 text; {remedy}") from None
     except ValueError as error:
-        raise ExpertcastError(f"{what} is no JSON ({error}); {remedy}") from None
+        raise ExpertcastError(f"{what} is not valid JSON ({error}); {remedy}") from None
     if not isinstance(values, dict):
-        raise ExpertcastError(f"{what} holds no JSON object; {remedy}")
+        raise ExpertcastError(f"{what} is not a JSON object; {remedy}")
     return values
 
 
 def _check_nesting(text: str) -> None:
-    """Brackets in texts count too: no file of ours comes near.
-
-    Raises:
-        ValueError: deeper than `MOST_NESTING`.
-    """
+    # brackets inside strings count too: no expertcast file comes near the limit
     depth = 0
     for bracket in text.encode(errors="replace").translate(None, _NO_BRACKETS):
         depth += 1 if bracket in b"[{" else -1
@@ -218,18 +208,18 @@ def _members(pairs: list[tuple[str, Any]]) -> Json:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
     return values
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:_SHOWN]} is too large a number")
+        raise ValueError(f"{text[:_SHOWN]} overflows")
     return value
 
 
@@ -239,25 +229,25 @@ def _seal_of(values: Mapping[str, object]) -> str:
 
 
 def _adapter(schema: type[T]) -> TypeAdapter[T]:
-    """Made once: that takes milliseconds."""
+    # building an adapter takes milliseconds
     if schema not in _ADAPTERS:
         _ADAPTERS[schema] = TypeAdapter(schema)
     return _ADAPTERS[schema]
 
 
 def _first(error: ValidationError) -> str:
-    """What is wrong, of the first thing that is."""
+    """Describe the first of the validation errors."""
     first = error.errors(include_url=False)[0]
     place = ".".join(map(_printable, first["loc"])) or "the object"
     if first["type"] == "missing":
         return f"{place} is missing"
     if first["type"] == "extra_forbidden":
-        return f"{place} is no member that is known"
+        return f"unknown field {place}"
     return f"{place} is {_cut(repr(first['input']))}: {first['msg'][:1].lower()}{first['msg'][1:]}"
 
 
 def _printable(part: int | str) -> str:
-    """A part of a place, which may be any text that a file has for a name."""
+    # the name of a field in the file may be any string
     text = str(part)
     return _cut(text if text.isprintable() else repr(text))
 

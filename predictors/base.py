@@ -1,7 +1,7 @@
-"""What a predictor is: router state in, forecast of a later layer's routing out.
+"""Base class of predictors, their input (:class:`RouterState`) and output (:class:`Forecast`), and the registry.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
-The base class owns the flow (which layer, whose routing rule); a predictor only gives logits.
+The base class checks the distance and applies the target layer's routing rule; a subclass only computes logits.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from expertcast.predictors.view import ModelShape, MoEView
 if TYPE_CHECKING:
     from expertcast.predictors.folded import Maps
 
-# Probabilities from forecast logits: calibrated, or as the logits stand
+# Probabilities from forecast logits, with or without calibration
 
 FARTHEST = 12.0
-"""Margins are cut here: what lies farther from the boundary is as good as certain, and one outlier must not outweigh
-all other tokens where slopes are learnt."""
+"""Margins are clipped here. An expert farther from the boundary is almost certainly in or out, and an outlier must not
+dominate the fit of the slope."""
 _NEWTON_STEPS = 40
 _NEWTON_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class LogOdds:
-    """A calibrated reading of one layer pair's logits: log-odds = slope x m + root x sign(m) sqrt|m| + offset.
+    """Calibration of one layer pair: log-odds = slope x m + root x sign(m) sqrt|m| + offset.
 
-    The margin m is how far an expert's logit lies above the boundary, halfway between the token's K-th and K+1-th
-    logit; the slope is one over the temperature, and the root lets the odds rise fast near the boundary and slowly far
-    from it, as forecasts with a few large errors need. Fitted on validation by the least cross-entropy, so that the
-    probabilities sum to K in the mean, though not for every token: the distance to the boundary tells more than the
-    place in a sum. (Bundled model, error over likely pairs of the test split with a temperature and an offset alone
-    .008 to .019, with the root .007 to .014.)
+    The margin m is the distance of an expert's logit from the boundary, the midpoint between the token's K-th and
+    (K+1)-th largest logit. The slope is an inverse temperature. The root term lets the odds rise fast near the
+    boundary and slowly far from it, which suits forecasts with a few large errors. The three numbers minimise
+    cross-entropy on the validation split (:mod:`expertcast.training.calibrate`), so the probabilities sum to K on
+    average, but not for every token. (Bundled model, calibration error over likely pairs of the test split: .007 to
+    .014, and .008 to .019 without the root term.)
     """
 
     slope: float
@@ -49,13 +49,13 @@ class LogOdds:
     offset: float
 
     def of(self, logits_TE: Tensor, top_k: int) -> Tensor:
-        """Log-odds [T, E], fp32."""
+        """Return the log-odds [T, E] (fp32) that each expert is among the token's K, from forecast logits [T, E]."""
         margin_TE = margin(logits_TE, top_k)
         return self.slope * margin_TE + self.root * signed_root(margin_TE) + self.offset
 
 
 def margin(logits_TE: Tensor, top_k: int) -> Tensor:
-    """How far each logit lies above its token's boundary [T, E], fp32, cut at 12 on both sides."""
+    """Return the margin [T, E] of each logit (fp32): its distance from the token's boundary, clipped to +-12."""
     logits_TE = logits_TE.float()
     if top_k >= logits_TE.shape[1]:
         return torch.full_like(logits_TE, FARTHEST)
@@ -64,23 +64,25 @@ def margin(logits_TE: Tensor, top_k: int) -> Tensor:
 
 
 def signed_root(margin_TE: Tensor) -> Tensor:
-    """sign(m) sqrt|m|."""
+    """Return sign(m) sqrt|m| of margins [T, E]."""
     return margin_TE.sign() * margin_TE.abs().sqrt()
 
 
 def inclusion_probability(logits_TE: Tensor, top_k: int, start_T: Tensor | None = None) -> Tensor:
-    """Probability [T, E] that each expert is among the token's K, read from forecast logits.
+    """Return the probability [T, E] that each expert is among the token's K, from uncalibrated logits.
 
-    p = sigmoid(z - tau), with one tau per token such that the probabilities sum to K. It is the maximiser of
-    <z, p> + sum of the binary entropies of p over all p in [0, 1]^E that sum to K: what softmax is to the best
-    one of E, this is to the best K. Unlike K * softmax clipped at 1 it always sums to K. It ignores whatever
-    else a router chooses by (correction bias, groups), which the logits do not hold.
+    p = sigmoid(z - tau), with one tau per token such that the probabilities sum to K. This p maximises
+    <z, p> + sum of the binary entropies of p over all p in [0, 1]^E that sum to K: it generalises softmax from the best
+    expert to the best K. Unlike K * softmax clipped at 1, p always sums to K. Correction biases and expert groups of a
+    router do not appear in logits and are ignored.
 
-    tau is found by Newton's method on log(sum of p) = log K, which is nearly straight where the logits are flat
-    and most of the p small, kept inside a bracket that bisection shrinks.
+    tau solves log(sum of p) = log K by Newton's method. The function is almost linear when most of the p are small. A
+    bracket with bisection guarantees convergence.
 
     Args:
-        start_T: a first tau, best halfway between the K-th and the K+1-th logit; found by sorting if not given.
+        logits_TE: logits [T, E] of any float dtype.
+        top_k: K.
+        start_T: initial tau [T], ideally the midpoint between the K-th and (K+1)-th logit; computed by default.
     """
     logits_TE = logits_TE.float()
     experts = logits_TE.shape[1]
@@ -103,7 +105,7 @@ def inclusion_probability(logits_TE: Tensor, top_k: int, start_T: Tensor | None 
         slope_T1 = sum_T1 - torch.linalg.vecdot(p_TE, p_TE)[:, None]
         newton_T1 = tau_T1 + (sum_T1 / top_k).log() * sum_T1 / slope_T1.clamp_min(1e-12)
         inside_T1 = (newton_T1 > low_T1) & (newton_T1 < high_T1)
-        # rows that are done stay: rounding would send them out of their closed bracket and away by bisection
+        # rows that have converged keep their tau: rounding would push it out of the closed bracket
         tau_T1 = torch.where(open_T1, torch.where(inside_T1, newton_T1, (low_T1 + high_T1) / 2), tau_T1)
     return torch.sigmoid(logits_TE - tau_T1)
 
@@ -114,44 +116,44 @@ MOST_DISTANCES = 64
 
 @dataclass(slots=True, kw_only=True)
 class RouterState:
-    """What is known at MoE layer `layer` when its router has run."""
+    """State of T tokens at MoE layer `layer` right after its router has run: the input of a forecast."""
 
     layer: int
     residual_TD: Tensor
-    """r_l: input of the norm before the router."""
+    """[T, D], r_l: residual stream after attention, the input of the norm before the router."""
     router_input_TD: Tensor
-    """s_l = LN_l(r_l): what router l reads."""
+    """[T, D], s_l = LN_l(r_l): input of router l."""
     logits_TE: Tensor
     topk_ids_TK: Tensor
     topk_weights_TK: Tensor
     previous_logits_TLE: Tensor | None = None
-    """Router logits of the previous token of the same text, all layers; NaN rows where there is none.
-    None when nothing is known of earlier tokens (prefill)."""
+    """Router logits [T, L, E] of the previous token of the same sequence; NaN rows for tokens without one.
+    None if earlier tokens are unknown (prefill)."""
     early_TD: Tensor | None = None
-    """What the residual r_{l+1} becomes when block l+1 runs its attention on :meth:`Predictor.stand_in` (early
-    attention); the stand-in itself where that cannot be run. None when nobody asked for it."""
+    """[T, D], approximate r_{l+1}: block l+1 runs its attention on :meth:`Predictor.stand_in` instead of its true input
+    (early attention). If attention cannot run early, the stand-in itself. None if no predictor reads it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Forecast:
-    """Predicted routing of layer `layer`; ids and weights follow that layer's own routing rule."""
+    """Predicted routing of T tokens at layer `layer`; ids and weights follow that layer's own routing rule."""
 
     layer: int
     logits_TE: Tensor
     topk_ids_TK: Tensor
     topk_weights_TK: Tensor
     log_odds: LogOdds | None = None
-    """How the logits are read as probabilities; None where the predictor is not calibrated."""
+    """Calibration of the logits; None if the predictor is not calibrated."""
 
     def probability(self) -> Tensor:
-        """[T, E] that each expert is among the token's K, fp32; worked out anew at every call."""
+        """Compute the probability [T, E] (fp32) that each expert is among the token's K; not cached."""
         top_k = self.topk_ids_TK.shape[1]
         if self.log_odds is None:
             return inclusion_probability(self.logits_TE, top_k)
         return self.log_odds.of(self.logits_TE, top_k).sigmoid()
 
     def __getitem__(self, rows: slice | Tensor) -> Forecast:
-        """The forecast for some of its tokens."""
+        """Return the forecast of a subset of the tokens."""
         return Forecast(
             layer=self.layer,
             logits_TE=self.logits_TE[rows],
@@ -162,7 +164,7 @@ class Forecast:
 
     @staticmethod
     def join(parts: Sequence[Forecast]) -> Forecast:
-        """One forecast for the tokens of all parts, in their order; the parts are of one layer and predictor."""
+        """Concatenate forecasts of one layer by one predictor along the tokens."""
         return Forecast(
             layer=parts[0].layer,
             logits_TE=torch.cat([part.logits_TE for part in parts]),
@@ -174,10 +176,10 @@ class Forecast:
 
 @dataclass(kw_only=True)
 class PredictorConfig:
-    """Base of every predictor's configuration; subclasses add fields with a docstring line each."""
+    """Base of every predictor's configuration; subclasses add fields, each with a docstring."""
 
     ahead: tuple[int, ...] = (1,)
-    """How many layers ahead it can look: each value is fitted on its own."""
+    """Layer distances to forecast; each is fitted separately."""
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -189,98 +191,113 @@ class PredictorConfig:
             )
 
     def as_dict(self) -> Json:
-        """The fields as they stand in a checkpoint's config.json."""
+        """Return the fields as JSON values, as a checkpoint's config.json stores them."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 class Predictor(nn.Module, ABC):
-    """Forecasts the routing of layer l + ahead from the router state at layer l.
+    """Base class of predictors: forecast the routing of layer l + ahead from the router state at layer l.
 
-    Subclasses set `name`, `config_class`, register their tensors as buffers or parameters (they are the
-    checkpoint's state dict) and implement :meth:`logits`. The model's own norms and routers come in through
-    :meth:`bind` and are never part of the state dict.
+    A subclass sets `name`, optionally `config_class`, registers its tensors as buffers or parameters (they form the
+    checkpoint's state dict) and implements :meth:`logits`. The model's norms and routers are available as `self.view`
+    after :meth:`bind` and are never part of the state dict. `register` makes the class available by name.
+
+    Args:
+        config: instance of `config_class`.
+        shape: L, E, K and D of the model.
+
+    Example:
+        >>> import expertcast
+        >>> @expertcast.register
+        ... class LastLayer(expertcast.Predictor):
+        ...     name = "last_layer"
+        ...
+        ...     def logits(self, state, ahead):
+        ...         return state.logits_TE  # assume that the routing does not change
+        >>> traces = expertcast.TraceDataset.open("traces")
+        >>> LastLayer(LastLayer.config_class(), traces.view.shape).bind(traces.view)
+        LastLayer(layers=12, experts=64, top_k=4, hidden=192, ahead=[1])
     """
 
     name: ClassVar[str]
     looks: ClassVar[str] = "layers"
-    """What it looks ahead by: `layers`, or `tokens` (then :meth:`forecast` refuses)."""
+    """Axis of the forecast: `layers`, or `tokens` (then :meth:`forecast` raises an error)."""
     config_class: ClassVar[type[PredictorConfig]] = PredictorConfig
     uses_previous_token: bool = False
-    """Whether `RouterState.previous_logits_TLE` must be filled for it."""
+    """Whether forecasts read `RouterState.previous_logits_TLE`."""
     uses_early: bool = False
-    """Whether `RouterState.early_TD` must be filled for it."""
+    """Whether forecasts read `RouterState.early_TD`."""
     reads_residual: bool = True
-    """Whether a forecast reads `RouterState.residual_TD`: False lets it be made where only router inputs are known."""
+    """Whether forecasts read `RouterState.residual_TD`; False allows forecasts when only router inputs are known."""
     reads_routing: bool = True
-    """Whether a forecast depends on the logits, ids or weights of its state: if not, chained forecasts are the same."""
+    """Whether a forecast depends on the logits, ids or weights of its state; if not, chained forecasts are equal."""
     traceable: bool = False
-    """True promises that a forecast is the same sequence of tensor operations in every decode step (no state kept in
-    Python, no branch on values): the runtime may then run a trace of it, which is faster."""
+    """True promises that a forecast runs the same sequence of tensor operations in every decode step: no state in
+    Python, no branch on values. The runtime may then record the operations and replay them, which is faster."""
 
     def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
         super().__init__()
         self.config = config
         self.shape = shape
         self.calibration: dict[int, Sequence[LogOdds]] = {}
-        """By distance, how each layer pair's logits are read as probabilities; a distance that was not calibrated is
-        missing."""
+        """By distance: the calibration of each layer pair. Distances without calibration are missing."""
         self.learned_from: frozenset[str] | None = None
-        """Hashes of the documents that it was fitted or chosen on (`Document.hash`); None where they are not known."""
-        self._view: list[MoEView] = []  # in a list: nn.Module must not adopt the model's modules
+        """Hashes (`Document.hash`) of the documents used for fitting or selection; None if unknown."""
+        self._view: list[MoEView] = []  # a list hides the model's modules from nn.Module
 
     @property
     def ahead(self) -> tuple[int, ...]:
-        """How many layers ahead it can look, rising."""
+        """Layer distances that can be forecast, in ascending order."""
         return self.config.ahead
 
     @property
     def view(self) -> MoEView:
-        """The model it is bound to."""
+        """View of the model that the predictor is bound to."""
         assert self._view, f"{self.name}: bind(view) first"
         return self._view[0]
 
     def bind(self, view: MoEView) -> Predictor:
-        """Give the predictor the model's norms and routers. Returns self.
+        """Attach the model's norms and routers, and return self.
 
         Raises:
-            ExpertcastError: the model's L, E, K or D are not the predictor's.
+            ExpertcastError: the model's L, E, K or D differ from the predictor's.
         """
         if view.shape != self.shape:
             raise ExpertcastError(
-                f"predictor {self.name} was made for {self.shape.as_dict()}, the model has "
+                f"predictor {self.name} is for a model of {self.shape.as_dict()}, this model has "
                 f"{view.shape.as_dict()}: train one for this model with `expertcast train`"
             )
         self._view[:] = [view]
         return self
 
     def check_ahead(self, ahead: int) -> None:
-        """Refuse a distance that the predictor was not made for.
-
-        Raises:
-            ExpertcastError: `ahead` is not one of `self.ahead`.
-        """
+        """Raise :class:`ExpertcastError` if `ahead` is not one of `self.ahead`."""
         if ahead not in self.ahead:
             raise ExpertcastError(
-                f"predictor {self.name} looks {list(self.ahead)} layers ahead, not {ahead}: give one of these as ahead"
+                f"predictor {self.name} forecasts {list(self.ahead)} layers ahead, not {ahead}: use one of these"
             )
 
     @torch.no_grad()
     def forecast(self, state: RouterState, ahead: int = 1) -> Forecast:
         """Forecast the routing of layer `state.layer + ahead`.
 
+        Args:
+            state: router state of T tokens at one layer.
+            ahead: distance in layers, one of `self.ahead`.
+
         Raises:
-            ExpertcastError: `ahead` is not one of `self.ahead`, or the layer does not exist.
+            ExpertcastError: `ahead` is not one of `self.ahead`, or the target layer does not exist.
         """
         self.check_ahead(ahead)
         target = state.layer + ahead
         if target >= self.shape.layers:
             raise ExpertcastError(f"layer {target} does not exist: the model has MoE layers 0..{self.shape.layers - 1}")
-        made = self._forecast(state, target, ahead)
-        made.log_odds = self.log_odds(state.layer, ahead)
-        return made
+        forecast = self._forecast(state, target, ahead)
+        forecast.log_odds = self.log_odds(state.layer, ahead)
+        return forecast
 
     def log_odds(self, layer: int, ahead: int) -> LogOdds | None:
-        """How forecasts made at `layer` for layer `layer + ahead` are read as probabilities."""
+        """Return the calibration of forecasts from `layer` to `layer + ahead`, or None."""
         pairs = self.calibration.get(ahead)
         return None if pairs is None else pairs[layer]
 
@@ -291,47 +308,54 @@ class Predictor(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, state: RouterState, ahead: int) -> Tensor:
-        """Forecast logits [T, E] for layer `state.layer + ahead`; the bounds are already checked."""
+        """Compute logits [T, E] for layer `state.layer + ahead`, which exists."""
 
     def maps(self, layer: int, ahead: int) -> Maps | None:
-        """The forecast that is made at `layer` for layer + `ahead` as maps of its inputs, for hints; None: it has no
-        such form."""
+        """Return the forecast from `layer` to `layer + ahead` as linear maps of its inputs, or None if not possible.
+
+        The runtime folds several predictors' maps into one matrix product (:mod:`expertcast.predictors.folded`).
+        """
         return None
 
     def rungs(self) -> Mapping[str, Predictor]:
-        """Ways to forecast that it contains, by name, bound as it is; the last is the predictor itself.
+        """Return the forecasters that this predictor contains, by name, bound; the last is the predictor itself.
 
-        They share its tensors, and are cheaper and less sure than it: a run takes the one that saves most time.
+        Earlier rungs share its tensors, cost less and are less accurate. The runtime uses the rung that saves the most
+        time.
         """
         return {self.name: self}
 
     def wants_early(self, layer: int, ahead: int) -> bool:
-        """Whether a forecast made at `layer` for layer + `ahead` reads `RouterState.early_TD`."""
+        """Return whether a forecast from `layer` to `layer + ahead` reads `RouterState.early_TD`."""
         return self.uses_early
 
     def stand_in(self, state: RouterState) -> Tensor:
-        """What stands for the output [T, D] of layer `state.layer`'s block, on which early attention runs.
-
-        Raises:
-            NotImplementedError: `uses_early` is False.
-        """
+        """Approximate the output [T, D] of block `state.layer`, the input of early attention, if `uses_early`."""
         raise NotImplementedError(f"{self.name} has no early attention")
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor | None:
-        """The [T, D] vector that stands for s_{l+ahead} in this predictor, or None: scored by its cosine."""
+        """Return the predictor's approximation [T, D] of s_{l+ahead}, if it has one; evaluation scores its cosine."""
         return None
 
+    def __repr__(self) -> str:
+        shape = self.shape
+        return (
+            f"{type(self).__name__}(layers={shape.layers}, experts={shape.experts}, top_k={shape.top_k}, "
+            f"hidden={shape.hidden}, ahead={list(self.ahead)})"
+        )
 
-# Registries; all registrations stand in the `__init__.py` of their folder
+
+# Registries; classes are registered in the `__init__.py` of their folder
 
 
 class Registered(Protocol):
-    """What has a name, and a dataclass that configures it."""
+    """Class with a registry name."""
 
     name: ClassVar[str]
 
 
 R = TypeVar("R", bound=Registered)
+P = TypeVar("P", bound=Predictor)
 
 
 class Registry(Generic[R]):
@@ -342,45 +366,63 @@ class Registry(Generic[R]):
         self._classes: dict[str, type[R]] = {}
 
     def register(self, cls: type[R]) -> type[R]:
-        """Take a class under its `name`; returns it.
-
-        Raises:
-            ExpertcastError: the name is taken by another class.
-        """
+        """Register a class under its `name`; raises :class:`ExpertcastError` if another class has the same name."""
         if self._classes.setdefault(cls.name, cls) is not cls:
             raise ExpertcastError(
-                f"{self.kind} {cls.name!r} is taken by {self._classes[cls.name].__name__}: choose another name"
+                f"{self.kind} name {cls.name!r} is taken by {self._classes[cls.name].__name__}: choose another name"
             )
         return cls
 
     def get(self, name: str) -> type[R]:
-        """The class of a name.
-
-        Raises:
-            ExpertcastError: unknown name; the message lists the known ones.
-        """
+        """Return the class with this name; raises :class:`ExpertcastError` for unknown names."""
         if name not in self._classes:
             raise ExpertcastError(f"unknown {self.kind} {reprlib.repr(name)}: {self.allowed()}")
         return self._classes[name]
 
     def classes(self) -> list[type[R]]:
-        """All classes, in order of registration."""
+        """Return all classes in order of registration."""
         return list(self._classes.values())
 
     def names(self) -> list[str]:
-        """All names, in order of registration."""
+        """Return all names in order of registration."""
         return list(self._classes)
 
     def allowed(self) -> str:
-        """The names, as the remedy in a message."""
+        """Return the end of an error message that lists the names."""
         return f"choose from {', '.join(self._classes)}"
 
 
 PREDICTORS: Registry[Predictor] = Registry("predictor")
-register = PREDICTORS.register
 predictor_class = PREDICTORS.get
 
 
+def register(cls: type[P]) -> type[P]:
+    """Register a predictor class under its `name`, so that commands and checkpoints find it; a class decorator.
+
+    Args:
+        cls: subclass of :class:`Predictor` with a `name` of its own.
+
+    Returns:
+        The class.
+
+    Raises:
+        ExpertcastError: another class has the same name.
+
+    Example:
+        >>> import expertcast
+        >>> @expertcast.register
+        ... class Uniform(expertcast.Predictor):
+        ...     name = "uniform"
+        ...
+        ...     def logits(self, state, ahead):
+        ...         return 0 * state.logits_TE
+        >>> expertcast.fit("uniform", expertcast.TraceDataset.open("traces")).predictor
+        Uniform(layers=12, experts=64, top_k=4, hidden=192, ahead=[1])
+    """
+    PREDICTORS.register(cls)
+    return cls
+
+
 def names(looks: str = "layers") -> list[str]:
-    """Registered names of the predictors that look ahead by `layers` or by `tokens`, in order of registration."""
+    """Return registered names of predictors that forecast `layers` or `tokens`, in order of registration."""
     return [cls.name for cls in PREDICTORS.classes() if cls.looks == looks]

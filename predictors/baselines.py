@@ -1,7 +1,7 @@
 """Predictors without learned maps: frequencies, the previous token, router inputs, and quasi-hidden states.
 
-Quasi-hidden state: q_l = LN_{l+ahead}(r_l + d_l), d_l from default vectors, the mean output of each expert and of the
-shared experts (Speculating Experts, section 3.1).
+The quasi-hidden state is q_l = LN_{l+ahead}(r_l + d_l). The layer default d_l combines default vectors: the mean output
+of each expert and of the shared experts (Madan et al., Speculating Experts, 2026, section 3.1).
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
 """
@@ -21,14 +21,14 @@ from expertcast.predictors.folded import Maps, router_map
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 
-# Floors for other predictors
+# Baselines: forecasts from counts and from the previous token
 
 
 class Frequency(Predictor):
     """Forecasts the K experts with the highest counts at the target layer.
 
-    Ids come from the counts themselves, not from the router's rule over log counts: a correction bias would
-    reorder them. Weights are the experts' mean combine weights, scaled to the layer's mean total.
+    Ids come from the counts, not from the router's rule over log counts: a correction bias would reorder them. Weights
+    are the experts' mean combine weights, scaled to the layer's mean total.
     """
 
     name: ClassVar[str] = "frequency"
@@ -50,7 +50,7 @@ class Frequency(Predictor):
         self.weight_sum_LE[layer].index_add_(0, ids, weights)
 
     def logits(self, state: RouterState, ahead: int) -> Tensor:
-        """Log of the share of routings (with one added to each count), the same [E] row for every token."""
+        """Return log frequencies, with one added to each count; all T rows are equal."""
         count_E = self.count_LE[state.layer + ahead].float() + 1
         return (count_E / count_E.sum()).log().expand(state.logits_TE.shape[0], -1)
 
@@ -70,16 +70,16 @@ class Frequency(Predictor):
 
 
 class PreviousToken(Frequency):
-    """The routing that the previous token had at the target layer; `frequency` where there is no previous token.
+    """Forecasts the previous token's routing at the target layer; `frequency` for tokens without a previous token.
 
-    Needs `RouterState.previous_logits_TLE`.
+    Reads `RouterState.previous_logits_TLE`.
     """
 
     name: ClassVar[str] = "previous_token"
     uses_previous_token = True
 
     def logits(self, state: RouterState, ahead: int) -> Tensor:
-        """The previous token's logits [T, E] at the target layer, log frequencies in rows without one."""
+        """Return the previous token's logits [T, E] at the target layer; log frequencies where it is unknown."""
         fallback_TE = super().logits(state, ahead)
         if state.previous_logits_TLE is None:
             return fallback_TE
@@ -100,73 +100,73 @@ class PreviousToken(Frequency):
         )
 
 
-# Predictors that send a stand-in for s_{l+ahead} through the router of the target layer
+# Predictors that run the target layer's router on an approximation of s_{l+ahead}
 
 
 class ThroughRouter(Predictor):
-    """Subclasses give :meth:`input_vector`; ids and weights are what the target's router returns for it."""
+    """Base of predictors that run the target's router on :meth:`input_vector`; ids and weights are the router's."""
 
     traceable = True
 
     @abstractmethod
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
-        """The [T, D] vector that stands for s_{l+ahead}."""
+        """Compute the approximation [T, D] of s_{l+ahead}."""
 
     def logits(self, state: RouterState, ahead: int) -> Tensor:
         return self.view[state.layer + ahead].router_logits(self.input_vector(state, ahead))
 
     def _forecast(self, state: RouterState, target: int, ahead: int) -> Forecast:
-        # the router's own three outputs: a second run of it for the routing rule would cost a decode step twice
+        # keep the router's three outputs: running the router again for its routing rule would double the cost
         logits_TE, weights_TK, ids_TK = self.view[target].routed(self.input_vector(state, ahead))
         return Forecast(layer=target, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
 
 
 class RouterInput(ThroughRouter):
-    """Takes the router input of this layer for that of a later one: the next-layer gate of Eliseev and Mazur."""
+    """Uses this layer's router input in place of the target's (the next-layer gate of Eliseev and Mazur, 2023)."""
 
     name: ClassVar[str] = "router_input"
     reads_residual = reads_routing = False
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
-        """s_l [T, D], as the router of layer l read it."""
+        """Return s_l [T, D]."""
         return state.router_input_TD
 
 
 class NextNorm(ThroughRouter):
-    """Takes this layer's residual for that of a later one, under the later one's norm.
+    """Uses this layer's residual in place of the target's, with the target layer's norm.
 
-    It stands between `router_input` and `quasi_hidden`, so that the gain of the target's norm and the gain of the
-    default vectors can be told apart (trap 4 under system B).
+    The difference to `router_input` shows the gain of the target's norm; the difference to `quasi_hidden` shows the
+    gain of the default vectors.
     """
 
     name: ClassVar[str] = "next_norm"
     reads_routing = False
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
-        """LN_{l+ahead}(r_l) [T, D]."""
+        """Return LN_{l+ahead}(r_l) [T, D]."""
         return self.view[state.layer + ahead].router_input(state.residual_TD)
 
 
 @dataclass(slots=True, kw_only=True)
 class DefaultVectors:
-    """Mean outputs in fp32, with the counts they come from so that two sets can be merged exactly."""
+    """Mean outputs of experts in fp32, with the counts behind them, so that two sets can be merged exactly."""
 
     expert_LED: Tensor
-    """d_{l,e}: raw mean of expert e's output over the tokens routed to it; zero where it was never routed to."""
+    """d_{l,e}: unweighted mean of expert e's output over the tokens routed to it; zero without such tokens."""
     shared_LD: Tensor
-    """Mean output of the shared experts; zero for models without."""
+    """Mean output of the shared experts; zero for models without shared experts."""
     count_LE: Tensor
-    """Tokens routed to each expert (int64); zero where they are not known, as in a predictor's checkpoint."""
+    """Tokens routed to each expert (int64); zero if unknown, as in a predictor's checkpoint."""
     token_count: int
-    """Tokens seen; zero where that is not known."""
+    """Number of tokens; zero if unknown."""
 
     def as_tensors(self) -> dict[str, Tensor]:
-        """By field name, as a file of tensors holds them."""
+        """Return the tensors by field name, for a safetensors file."""
         return {field.name: torch.as_tensor(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> DefaultVectors:
-        """Without values (meta device): the tensors that a model of this shape has."""
+        """Return tensors of the right shapes on the meta device, without values."""
         with torch.device("meta"):
             return cls(
                 expert_LED=torch.empty(shape.layers, shape.experts, shape.hidden),
@@ -177,26 +177,25 @@ class DefaultVectors:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> DefaultVectors:
-        """What :meth:`as_tensors` gave, with the same names and shapes."""
+        """Create from the result of :meth:`as_tensors`."""
         return cls(**{**tensors, "token_count": int(tensors["token_count"])})  # type: ignore[arg-type]
 
 
 def layer_default(expert_ED: Tensor, shared_D: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """d_l [T, D] = sum over routed experts of weight x default vector, plus the shared experts' mean.
+    """Return d_l [T, D] = sum over routed experts of weight x default vector, plus the shared experts' mean, in fp32.
 
-    Section 3.1, in fp32. `expert_ED` and `shared_D` are the layer's default vectors, `ids_TK` the experts
-    that tokens are routed to, `weights_TK` the model's own combine weights.
+    Source: Madan et al., Speculating Experts, 2026, section 3.1.
     """
     return weighted_rows(weights_TK.float(), expert_ED.float(), ids_TK) + shared_D.float()
 
 
 def weighted_rows(weights_TK: Tensor, row_ED: Tensor, ids_TK: Tensor) -> Tensor:
-    """sum_k weights_TK[t, k] row_ED[ids_TK[t, k]] as [T, D], by fewer operations than `einsum`."""
+    """Return sum_k weights_TK[t, k] row_ED[ids_TK[t, k]] as [T, D], with fewer operations than `einsum`."""
     return torch.bmm(weights_TK.unsqueeze(1), functional.embedding(ids_TK, row_ED)).squeeze(1)
 
 
 class QuasiInput(Predictor):
-    """Base of the predictors that read q_l: it holds the default vectors in fp32."""
+    """Base of the predictors that read q_l; holds the default vectors in fp32."""
 
     traceable = True
     expert_LED: Tensor
@@ -208,10 +207,10 @@ class QuasiInput(Predictor):
         self.register_buffer("shared_LD", torch.zeros(shape.layers, shape.hidden))
 
     def set_defaults(self, defaults: DefaultVectors) -> None:
-        """Take the default vectors of a model.
+        """Copy a model's default vectors into the predictor.
 
         Raises:
-            ExpertcastError: they were collected from a model of another shape.
+            ExpertcastError: the vectors come from a model of another shape.
         """
         if defaults.expert_LED.shape != self.expert_LED.shape:
             raise ExpertcastError(
@@ -222,7 +221,7 @@ class QuasiInput(Predictor):
         self.shared_LD.copy_(defaults.shared_LD)
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
-        """q_l [T, D] in the dtype of the target's norm; the sum r_l + d_l is taken in fp32."""
+        """Return q_l [T, D] in the dtype of the target's norm; r_l + d_l is summed in fp32."""
         layer = state.layer
         default_TD = layer_default(
             self.expert_LED[layer], self.shared_LD[layer], state.topk_ids_TK, state.topk_weights_TK
@@ -231,7 +230,7 @@ class QuasiInput(Predictor):
 
 
 class QuasiHidden(QuasiInput, ThroughRouter):
-    """q_l through the router of layer l + ahead; trained by collecting default vectors only."""
+    """Runs the router of layer l + ahead on q_l; training only collects default vectors."""
 
     name: ClassVar[str] = "quasi_hidden"
 

@@ -1,9 +1,11 @@
-"""A small network on top of the ridge solution, distilled from the model's routers; or the paper's plain network.
+"""Estimator: ridge regression plus a small network distilled from the model's routers.
 
-T tokens, D hidden size, E routed experts, K experts per token, P = L - ahead layer pairs, F features; in the network
-G groups of pairs that share a projection and a head, W width and H hidden units of the residual MLP:
-x = A q + pos_l; h = x + C SiLU(B x); theta = W_head LN(h).
-Source: Speculating Experts, section 4. Training is :mod:`expertcast.training.estimator`.
+`form=paper` is the published network alone.
+
+T tokens, D hidden size, E routed experts, K experts per token, P = L - ahead layer pairs, F features. In the network:
+G groups of pairs that share a projection and a head, width W and H hidden units of the residual MLP:
+x = A q + pos_l; h = x + C SiLU(B x); theta = W_head LN(h)
+(Madan et al., Speculating Experts, 2026, section 4). Training: :mod:`expertcast.training.estimator`.
 """
 
 from __future__ import annotations
@@ -29,16 +31,17 @@ WIDTH_STEP = 8
 
 
 class EstimatorNetwork(nn.Module):
-    """One network for all layer pairs, sized by a parameter budget.
+    """Network for all layer pairs; its width follows from a parameter budget.
 
-    Shared, everything but the layer embedding pos_l serves every pair, as in the paper. Otherwise each pair has its own
-    projection A and head, which start the head at zero, and only the residual MLP between them is shared.
+    With `shared`, all pairs share everything but the layer embedding pos_l, as in the paper. Otherwise each pair has
+    its own projection A and its own head, initialised to zero, and only the residual MLP is shared.
+
+    Args: those of :func:`fitting_width`.
     """
 
     def __init__(
         self, pairs: int, features: int, experts: int, *, parameters: int, expansion: float, shared: bool
     ) -> None:
-        """Takes what :func:`fitting_width` takes, and raises what it raises."""
         super().__init__()
         groups = 1 if shared else pairs
         width = fitting_width(pairs, features, experts, parameters=parameters, expansion=expansion, shared=shared)
@@ -48,17 +51,17 @@ class EstimatorNetwork(nn.Module):
         self.up_WH = nn.Parameter(torch.randn(width, hidden) / width**0.5)
         self.down_HW = nn.Parameter(torch.randn(hidden, width) / hidden**0.5)
         self.norm = nn.LayerNorm(width)
-        # a residual network must begin as the map it adds to; the paper's needs logits of some size to learn from
+        # the residual form starts at the ridge solution (zero head); the paper's form needs non-zero initial logits
         scale = width**-0.5 if shared else 0.0
         self.head_GWE = nn.Parameter(scale * torch.randn(groups, width, experts))
 
     def forward(self, x_PTF: Tensor) -> Tensor:
-        """Logits [P, T, E] of all pairs at once, for training."""
+        """Return logits [P, T, E] of all pairs at once, for training."""
         x_PTW = _apply(x_PTF, self.projection_GFW) + self.position_PW[:, None]
         return _apply(self._trunk(x_PTW), self.head_GWE)
 
     def one(self, x_TF: Tensor, pair: int) -> Tensor:
-        """Logits [T, E] of one pair: the same row of :meth:`forward`, without the other pairs' work."""
+        """Return logits [T, E] of one pair: a row of :meth:`forward` without computing the others."""
         group = pair if len(self.projection_GFW) > 1 else 0
         x_TW = torch.addmm(self.position_PW[pair], x_TF, self.projection_GFW[group])
         return self._trunk(x_TW) @ self.head_GWE[group]
@@ -69,18 +72,18 @@ class EstimatorNetwork(nn.Module):
 
 
 def fitting_width(pairs: int, features: int, experts: int, *, parameters: int, expansion: float, shared: bool) -> int:
-    """The largest multiple of 8 for W that keeps the network within the parameter budget.
+    """Return the largest width W, a multiple of 8, whose network stays within the parameter budget.
 
     Args:
         pairs: P.
         features: F.
         experts: E.
-        parameters: the budget.
-        expansion: H as a multiple of W.
-        shared: one projection and head for all pairs, rather than one for each.
+        parameters: budget in parameters.
+        expansion: H / W.
+        shared: whether all pairs share one projection and one head.
 
     Raises:
-        ExpertcastError: not even 8 fits.
+        ExpertcastError: a network of width 8 exceeds the budget.
     """
     groups = 1 if shared else pairs
 
@@ -89,8 +92,8 @@ def fitting_width(pairs: int, features: int, experts: int, *, parameters: int, e
 
     if count(WIDTH_STEP) > parameters:
         raise ExpertcastError(
-            f"parameters={parameters}: too few for {pairs} layer pairs of {features} inputs and {experts} experts, "
-            f"give at least {count(WIDTH_STEP)}"
+            f"parameters={parameters}: too few for {pairs} layer pairs with {features} inputs and {experts} experts, "
+            f"use at least {count(WIDTH_STEP)}"
         )
     fits, exceeds = 1, 2  # in steps of the width
     while count(exceeds * WIDTH_STEP) <= parameters:
@@ -112,32 +115,32 @@ INPUTS = (*HIDDEN_INPUTS, "routing", "previous")
 
 @dataclass(kw_only=True)
 class EstimatorConfig(RidgeConfig, EarlyConfig):
-    """How large an estimator is, what it reads, and how it is trained."""
+    """Size, inputs and training of an estimator."""
 
     form: str = "residual"
-    """`residual` adds a network to the ridge solution; `paper` is the published network alone, trained by plain KL."""
+    """`residual` adds a network to ridge regression; `paper` is the published network alone, trained with plain KL."""
     parameters: int = 800_000
     """Parameter budget of the network, for each distance."""
     expansion: float = 2.0
-    """Hidden units of the residual MLP per unit of its width."""
+    """Hidden units of the residual MLP, as a multiple of its width."""
     inputs: Sequence[str] = ()
-    """What it reads: `quasi_hidden` (q_l), `router_input` (s_l), `early` (the early residual through the target's
-    norm), `routing` (combine weights as a row over experts), `previous` (the previous token's router logits at the
-    target layer); empty: all that the traces hold."""
+    """Inputs: `quasi_hidden` (q_l), `router_input` (s_l), `early` (the residual after early attention, through the
+    target's norm), `routing` (combine weights as a row over experts), `previous` (the previous token's router logits at
+    the target layer). Empty: all inputs in the traces."""
     temperatures: Sequence[float] = (1.0,)
-    """Temperatures of the loss; with several, short trials on validation choose one."""
+    """Temperatures of the loss; short trials choose the best of several on validation."""
     learning_rate: float = 3e-3
     """Peak learning rate (AdamW, warm-up and cosine)."""
     weight_decay: float = 0.01
     """Weight decay."""
     step_tokens: int = 512
-    """Tokens per optimiser step (each gives one example per layer pair)."""
+    """Tokens per optimiser step (each is one example per layer pair)."""
     steps: int = 1500
-    """Optimiser steps at most."""
+    """Maximum number of optimiser steps."""
     passes: int = 30
-    """Passes over the training tokens at most."""
+    """Maximum number of passes over the training tokens."""
     patience: int = 4
-    """Validation rounds without gain before training stops; there are twelve in a full run."""
+    """Validation rounds without improvement before training stops; a full run has twelve rounds."""
 
     def __post_init__(self) -> None:
         RidgeConfig.__post_init__(self)
@@ -147,9 +150,9 @@ class EstimatorConfig(RidgeConfig, EarlyConfig):
         if self.form not in FORMS:
             raise ExpertcastError(f"form={self.form!r}: choose from {', '.join(FORMS)}")
         if self.inputs and (self.inputs[0] != "quasi_hidden" or not set(self.inputs) <= set(INPUTS)):
-            raise ExpertcastError(f"inputs={self.inputs}: give quasi_hidden first, then any of {', '.join(INPUTS[1:])}")
+            raise ExpertcastError(f"inputs={self.inputs}: start with quasi_hidden, then any of {', '.join(INPUTS[1:])}")
         if not self.temperatures or min(self.temperatures) <= 0:
-            raise ExpertcastError(f"temperatures={self.temperatures}: give at least one above 0")
+            raise ExpertcastError(f"temperatures={self.temperatures}: use at least one temperature above 0")
         check_between(self, 1, 10**12, "parameters")
         check_between(self, 1, 10**9, "step_tokens", "steps", "passes", "patience")
         check_between(self, 1e-3, 1e3, "expansion")
@@ -158,10 +161,11 @@ class EstimatorConfig(RidgeConfig, EarlyConfig):
 
 
 class Estimator(LooksEarly, QuasiInput):
-    """logits_{l+ahead} = ridge(x) + gain x network(x), x the standardised inputs; fp32.
+    """Forecasts logits_{l+ahead} = ridge(x) + gain x network(x) in fp32, with x the standardised inputs.
 
-    gain, one number per layer pair, is the spread of the pair's logits times a gate chosen on validation: at 0 the pair
-    is plain ridge. The paper's form has no ridge, gain 1, and reads q_l as it is.
+    The gain is one number per layer pair: the standard deviation of the pair's logits times a gate chosen on
+    validation. Gain 0 leaves ridge regression alone. The paper's form has no ridge term, gain 1, and inputs that are
+    not standardised.
     """
 
     name: ClassVar[str] = "estimator"
@@ -203,7 +207,7 @@ class Estimator(LooksEarly, QuasiInput):
         return module
 
     def features(self, state: RouterState, ahead: int) -> Tensor:
-        """The inputs side by side [T, F], fp32, as they are (not standardised)."""
+        """Return the inputs concatenated, [T, F] in fp32, before standardisation."""
         parts = [self.input_vector(state, ahead).float()]
         if "router_input" in self.inputs:
             parts.append(state.router_input_TD.float())
@@ -218,7 +222,7 @@ class Estimator(LooksEarly, QuasiInput):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _previous(self, state: RouterState, target: int) -> Tensor:
-        """The previous token's logits at the target layer about their mean; the usual ones where there is none."""
+        """Return the previous token's centred logits [T, E] at the target layer; their training mean if unknown."""
         usual_E = self.get_buffer("usual_LE")[target]
         if state.previous_logits_TLE is None:
             return usual_E.expand(len(state.residual_TD), -1)
@@ -227,11 +231,11 @@ class Estimator(LooksEarly, QuasiInput):
         return torch.where(centred_TE.isnan(), usual_E, centred_TE)
 
     def standardised(self, x_PTF: Tensor, ahead: int) -> Tensor:
-        """Inputs of all pairs [P, T, F] about their means, in units of their spread."""
+        """Standardise the inputs [P, T, F] of all pairs: zero mean and unit variance on the training tokens."""
         return (x_PTF - self._buffer("mean_PF", ahead)[:, None]) * self._buffer("inverse_PF", ahead)[:, None]
 
     def base(self, x_PTF: Tensor, ahead: int) -> Tensor:
-        """What the network adds to, for all pairs [P, T, E], from standardised inputs."""
+        """Return the ridge (or bias) term [P, T, E] of all pairs from standardised inputs."""
         bias_P1E = self._buffer("bias_PE", ahead)[:, None]
         if self.config.form == "paper":
             return bias_P1E
@@ -248,7 +252,7 @@ class Estimator(LooksEarly, QuasiInput):
         return base_TE + self._buffer("gain_P", ahead)[pair] * self.network(ahead).one(x_TF, pair)
 
     def maps(self, layer: int, ahead: int) -> Maps | None:
-        """Ridge and projection side by side, the standardisation in both; nothing of a network whose gain is 0."""
+        """Fold the standardisation into ridge map and projection, side by side; no projection where the gain is 0."""
         if self.config.form != "residual":
             return None
         mean_F, inverse_F, map_FX, bias_X, gain = (
@@ -262,7 +266,7 @@ class Estimator(LooksEarly, QuasiInput):
         bias_X = bias_X - mean_F @ map_FX
         sizes = [self.shape.hidden if name in HIDDEN_INPUTS else experts for name in self.inputs]
         of, usual_E = dict(zip(self.inputs, map_FX.split_with_sizes(sizes), strict=True)), None
-        if "previous" in of:  # less their mean, and about the usual ones
+        if "previous" in of:  # fold the centring and the training mean
             usual_E = self.get_buffer("usual_LE")[layer + ahead]
             bias_X = bias_X + usual_E @ of["previous"]
             of["previous"] = of["previous"] - of["previous"].mean(dim=0)
@@ -277,7 +281,7 @@ class Estimator(LooksEarly, QuasiInput):
         return Maps(of=of, bias_X=bias_X, then=refined if gain else None, usual_E=usual_E, defaults=defaults)
 
     def rungs(self) -> Mapping[str, Predictor]:
-        """Its default vectors through the model's routers, and itself."""
+        """Return `quasi_hidden` with the same default vectors, then the estimator."""
         cheap = QuasiHidden(PredictorConfig(ahead=self.ahead), self.shape)
         cheap.expert_LED, cheap.shared_LD = self.expert_LED, self.shared_LD
         return {cheap.name: cheap.bind(self.view), self.name: self}

@@ -1,8 +1,7 @@
-"""Per layer the best of several predictors: Hybrid-PF of Speculating Experts, over all predictors here.
+"""Hybrid: the best of several predictors for each layer (Hybrid-PF of Madan et al., Speculating Experts, 2026).
 
-T tokens, D hidden size, E routed experts. Who is chosen where, and which others are kept because they cost less, is
-decided on validation by :mod:`expertcast.training.fit` and stands in the config, so a checkpoint's config.json can be
-read for it.
+T tokens, D hidden size, E routed experts. :mod:`expertcast.training.fit` chooses on validation and records the choices
+in the config, so they are readable in a checkpoint's config.json.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ RULES = (BEST, PAPER)
 PAPER_CANDIDATES = ("quasi_hidden", "estimator")
 LOW_RECALL = 0.8
 SHARED = ("expert_LED", "shared_LD")
-"""Default vectors."""
+"""Buffers (default vectors) that members share."""
 SHARED_PARTS = ("held.",)
-"""The stand-in for early attention."""
+"""Prefixes of buffers (the stand-in of early attention) that members share."""
 
 
 class Choice(TypedDict):
-    """Whom a hybrid has chosen for a target layer."""
+    """Predictor chosen for a target layer, with the recall@k on validation of every candidate."""
 
     ahead: int
     layer: int
@@ -57,25 +56,26 @@ Choice.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
 
 @dataclass(kw_only=True)
 class HybridConfig(PredictorConfig):
-    """Which predictors a hybrid chooses from, and whom it has chosen where."""
+    """Candidates, selection rule, and the choices of training."""
 
     candidates: Sequence[str] = CANDIDATES
     """Predictors to choose from."""
     threshold: float = 0.0
-    """How much higher recall on validation a dearer predictor must have to be chosen over a cheaper one at a layer."""
+    """Minimum gain in validation recall for which a costlier predictor replaces a cheaper one at a layer."""
     rule: str = BEST
-    """best: at each layer the candidate with the highest recall; paper: the first of two (quasi_hidden, estimator), and
-    the second only where the first one's recall is low."""
+    """best: each layer uses the candidate with the highest recall. paper: each layer uses the first of two candidates
+    (quasi_hidden, estimator), or the second where the first one's recall is low."""
     low_recall: float = LOW_RECALL
-    """With rule paper, the recall on validation below which a layer takes the second candidate; the paper says low and
-    gives no number, this one is ours."""
+    """With rule=paper: validation recall below which a layer uses the second candidate. The paper gives no number; 0.8
+    is this package's choice."""
     member_configs: dict[str, Json] = field(default_factory=dict)
-    """By predictor: before training, the config to fit a candidate with; after it, that of each kept predictor."""
+    """Configs by predictor: of the candidates before training, of the kept predictors after it."""
     cost_ms: dict[str, Annotated[float, Field(ge=0)]] = field(default_factory=dict)
-    """By kept predictor, milliseconds of one forecast for one token, without the block that early attention runs:
-    filled by training."""
+    """Milliseconds of one forecast for one token by kept predictor, without the block of early attention; set by
+    training."""
     choices: Sequence[Choice] = ()
-    """Per distance and target layer: `ahead`, `layer`, `predictor`, `recall` of every candidate; filled by training."""
+    """`ahead`, `layer`, `predictor` and every candidate's `recall` for each distance and target layer; set by
+    training."""
 
     def __post_init__(self) -> None:
         PredictorConfig.__post_init__(self)
@@ -86,38 +86,38 @@ class HybridConfig(PredictorConfig):
         self.candidates, self.choices = list(self.candidates), list(self.choices)
         self._check_rule()
         if not self.candidates or "hybrid" in self.candidates:
-            raise ExpertcastError(f"candidates={self.candidates}: name at least one predictor other than hybrid")
+            raise ExpertcastError(f"candidates={self.candidates}: list at least one predictor other than hybrid")
         for name in () if self.choices else self.candidates:
             if name not in names():
-                raise ExpertcastError(f"candidates={self.candidates}: {name!r} is none of {', '.join(names())}")
+                raise ExpertcastError(f"candidates: unknown predictor {name!r}, choose from {', '.join(names())}")
         if self.threshold < 0:
-            raise ExpertcastError(f"threshold={self.threshold}: give 0 or more")
+            raise ExpertcastError(f"threshold={self.threshold}: must be 0 or more")
         strangers = {choice["predictor"] for choice in self.choices} - set(self.candidates)
         if strangers:
-            raise ExpertcastError(f"choices of {sorted(strangers)}, which are not among {self.candidates}")
+            raise ExpertcastError(f"choices name {sorted(strangers)}, which are not candidates: {self.candidates}")
         for what, values in (("member_configs", self.member_configs), ("cost_ms", self.cost_ms)):
             unknown = set(values) - set(self.candidates)
             if unknown:
-                raise ExpertcastError(f"{what} for {sorted(unknown)}, which are not among {self.candidates}")
+                raise ExpertcastError(f"{what} names {sorted(unknown)}, which are not candidates: {self.candidates}")
 
     def _check_rule(self) -> None:
         check_between(self, 0, 1, "low_recall")
         if self.rule == BEST and self.low_recall != LOW_RECALL:
-            raise ExpertcastError(f"low_recall={self.low_recall} belongs to rule=paper: give that too, or leave it out")
+            raise ExpertcastError(f"low_recall={self.low_recall} needs rule=paper: set both or neither")
         if self.rule == PAPER and self.threshold:
-            raise ExpertcastError(f"threshold={self.threshold} belongs to rule=best: give low_recall for rule=paper")
+            raise ExpertcastError(f"threshold={self.threshold} needs rule=best: use low_recall with rule=paper")
         if self.rule == PAPER and len(self.candidates) != 2:
             raise ExpertcastError(
-                f"candidates={self.candidates}: rule=paper takes two, the one that is used and the one that takes over "
-                "where its recall is low"
+                f"candidates={self.candidates}: rule=paper needs two, a default and a replacement for layers where its "
+                "recall is low"
             )
 
 
 def member_recall(choices: Sequence[Choice]) -> dict[str, float]:
-    """Mean recall@k on validation over the target layers at the shortest distance, by candidate; and the hybrid's own.
+    """Return the mean recall@k on validation over target layers, by candidate and for the hybrid itself.
 
     Args:
-        choices: as in :class:`HybridConfig`.
+        choices: `HybridConfig.choices`; only the shortest distance counts.
     """
     nearest = min((choice["ahead"] for choice in choices), default=0)
     found: dict[str, list[float]] = {}
@@ -132,10 +132,10 @@ def member_recall(choices: Sequence[Choice]) -> dict[str, float]:
 
 
 class Hybrid(Predictor):
-    """Hands each forecast to the member chosen for the target layer.
+    """Delegates each forecast to the member chosen for the target layer.
 
-    It holds the chosen members, and the cheaper ones that `HybridConfig.cost_ms` names: these are rungs only. What
-    members have in common (default vectors, the stand-in for early attention) is one tensor for all of them.
+    It contains the chosen members, and cheaper ones (`HybridConfig.cost_ms`) that serve only as rungs. Members share
+    their default vectors and the stand-in of early attention.
     """
 
     name: ClassVar[str] = "hybrid"
@@ -160,13 +160,13 @@ class Hybrid(Predictor):
         self.traceable = all(self.member(name).traceable for name in names)
 
     def member(self, name: str) -> Predictor:
-        """A kept member by its registry name."""
+        """Return a member by its registry name."""
         module = self.members[name]
         assert isinstance(module, Predictor)
         return module
 
     def _share(self) -> None:
-        """The first member's tensor stands for those of the same name; the state dict has it once."""
+        """Make members share equal tensors with the first member; the state dict then has them once."""
         first: dict[str, Tensor] = {}
         for name in self.members:
             for path, tensor in list(self.member(name).named_buffers()):
@@ -177,21 +177,23 @@ class Hybrid(Predictor):
                         self.member(name).get_submodule(parent).register_buffer(key, own, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Hybrid:
-        """Moved to another device, members have tensors of their own again."""
+        """Move the members, then share their tensors again."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._share()
         return self
 
     def bind(self, view: MoEView) -> Predictor:
         if not self.chosen:
-            raise ExpertcastError("hybrid has chosen no predictors yet: train it with `expertcast train`")
+            raise ExpertcastError("hybrid is not trained: train it with `expertcast train`")
         for name in self.members:
             self.member(name).bind(view)
         return super().bind(view)
 
     def rungs(self) -> Mapping[str, Predictor]:
-        """Its members by rising cost, those that read early attention behind the others; last the hybrid, or the member
-        that it has chosen for all layers."""
+        """Return the members by rising cost, those that read early attention last, then the hybrid itself.
+
+        If one member is chosen for all layers, it replaces the hybrid.
+        """
         cost, chosen = self.config.cost_ms, set(self.chosen.values())
         order = sorted(self.members, key=lambda name: (self.member(name).uses_early, cost.get(name, math.inf)))
         found = {name: self.member(name) for name in order}
@@ -199,19 +201,19 @@ class Hybrid(Predictor):
         return {**found, last.name: last}
 
     def wants_early(self, layer: int, ahead: int) -> bool:
-        """Whether the member chosen for a forecast made at `layer` reads early attention."""
+        """Return whether the member chosen for layer + `ahead` reads early attention."""
         return self.member(self.chosen[ahead, layer + ahead]).uses_early
 
     def stand_in(self, state: RouterState) -> Tensor:
-        """Of any member that has one: they were all trained on the same."""
+        """Return the stand-in of a member that has one; all members were trained with the same one."""
         return next(self.member(name) for name in self.members if self.member(name).uses_early).stand_in(state)
 
     def logits(self, state: RouterState, ahead: int) -> Tensor:
-        """The chosen member's logits [T, E]."""
+        """Return the chosen member's logits [T, E]."""
         return self._chosen(state, ahead).logits(state, ahead)
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor | None:
-        """The chosen member's input vector [T, D], if it has one."""
+        """Return the chosen member's input vector [T, D], if it has one."""
         return self._chosen(state, ahead).input_vector(state, ahead)
 
     def _forecast(self, state: RouterState, target: int, ahead: int) -> Forecast:
@@ -226,5 +228,5 @@ def _member(name: str, config: HybridConfig, shape: ModelShape) -> Predictor:
     what = f"member_configs of {name}"
     member = from_values(cls.config_class, config.member_configs.get(name, {}), what, "train hybrid again")
     if not set(config.ahead) <= set(member.ahead):
-        raise ExpertcastError(f"{what}: it looks {list(member.ahead)} layers ahead, hybrid {list(config.ahead)}")
+        raise ExpertcastError(f"{what}: distances {list(member.ahead)} do not include hybrid's {list(config.ahead)}")
     return cls(member, shape)

@@ -1,7 +1,7 @@
-"""Ridge regression from q_l, or s_l, to the target router's logits, one map per layer.
+"""Ridge regression from q_l or s_l to the target router's logits, one map per layer pair.
 
-T tokens, D hidden size, E routed experts per layer, P = L - ahead pairs of layers (source l, target l + ahead).
-The fit is closed form (:mod:`expertcast.training.linear`); this module only applies it.
+T tokens, D hidden size, E routed experts per layer, P = L - ahead layer pairs (source l, target l + ahead).
+:mod:`expertcast.training.linear` computes the maps in closed form; this module applies them.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ READS = ("quasi_hidden", "router_input")
 
 @dataclass(kw_only=True)
 class RidgeConfig(PredictorConfig):
-    """How strongly a ridge regression is held back."""
+    """Regularisation of a ridge regression."""
 
     strengths: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-    """Ridge strengths to choose from on validation, each relative to the variance of each input."""
+    """Ridge strengths to choose from on validation, relative to each input's variance."""
 
     def __post_init__(self) -> None:
         PredictorConfig.__post_init__(self)
         self.strengths = [float(value) for value in self.strengths]
         if not self.strengths or min(self.strengths) <= 0:
-            raise ExpertcastError(f"strengths={self.strengths}: give at least one ridge strength above 0, such as 1e-3")
+            raise ExpertcastError(f"strengths={self.strengths}: use at least one ridge strength above 0, such as 1e-3")
 
 
 @dataclass(kw_only=True)
 class LinearConfig(RidgeConfig):
-    """What it reads besides."""
+    """Regularisation and input of `linear`."""
 
     reads: str = "quasi_hidden"
-    """What logits are forecast from: quasi_hidden, or router_input, which needs no default vectors."""
+    """Input of the regression: quasi_hidden, or router_input, which needs no default vectors."""
 
     def __post_init__(self) -> None:
         RidgeConfig.__post_init__(self)
@@ -50,7 +50,7 @@ class LinearConfig(RidgeConfig):
 
 
 class Linear(QuasiInput):
-    """logits_{l+ahead} = x W + b with x = q_l, or s_l where its config says so; in fp32."""
+    """Forecasts logits_{l+ahead} = x W + b in fp32, with x = q_l, or s_l for `reads=router_input`."""
 
     name: ClassVar[str] = "linear"
     config_class: ClassVar[type[PredictorConfig]] = LinearConfig
@@ -70,13 +70,12 @@ class Linear(QuasiInput):
             self.register_buffer(f"strength_P_{ahead}", torch.zeros(pairs))
 
     def set_map(self, ahead: int, weight_PDE: Tensor, bias_PE: Tensor, strength_P: Tensor) -> None:
-        """Take the map of the distance `ahead`: W as `weight_PDE`, b as `bias_PE`, and for the record `strength_P`, the
-        ridge strength that each pair was fitted with."""
+        """Set W, b and (for the record) the ridge strength of each layer pair at one distance."""
         for name, value in (("weight_PDE", weight_PDE), ("bias_PE", bias_PE), ("strength_P", strength_P)):
             self.get_buffer(f"{name}_{ahead}").copy_(value)
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
-        """x [T, D]"""
+        """Return x [T, D]."""
         if self.config.reads == "router_input":
             return state.router_input_TD
         return super().input_vector(state, ahead)
@@ -89,7 +88,7 @@ class Linear(QuasiInput):
         return Maps(of={"quasi_hidden": weight_DE}, bias_X=bias_E, defaults=defaults)
 
     def logits(self, state: RouterState, ahead: int) -> Tensor:
-        """x W + b [T, E] in fp32."""
+        """Return x W + b [T, E] in fp32."""
         weight_DE = self.get_buffer(f"weight_PDE_{ahead}")[state.layer]
         bias_E = self.get_buffer(f"bias_PE_{ahead}")[state.layer]
         return torch.addmm(bias_E, self.input_vector(state, ahead).float(), weight_DE)

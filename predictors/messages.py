@@ -1,6 +1,6 @@
-"""The error for users, text tables, and progress bars.
+"""The error class for users, text tables, and progress bars.
 
-Bars show on standard error how far a long stage is; `TQDM_DISABLE=1` leaves them out.
+A progress bar appears on standard error when a stage takes more than five seconds. `TQDM_DISABLE=1` disables bars.
 """
 
 from __future__ import annotations
@@ -17,35 +17,46 @@ from tqdm import tqdm
 # Errors
 
 _MISMATCHED = "ignore_mismatched_sizes"
-"""In what transformers says, after it has logged a report."""
+"""Part of a transformers error message that refers to a report in the log."""
 
 
 class ExpertcastError(ValueError):
-    """Bad input: the message is one line that names what is wrong and the remedy.
+    """Invalid input: a message of one line that names the problem and the remedy.
 
-    The command line prints the line and exits with status 2. Every other exception is a bug.
+    The command line prints the message and exits with status 2. Any other exception is a bug.
+
+    Example:
+        >>> import expertcast
+        >>> expertcast.load_documents("missing.txt")
+        Traceback (most recent call last):
+        ...
+        expertcast.predictors.messages.ExpertcastError: no file missing.txt: ...
     """
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line; its kind where it says nothing."""
+    """Return the first line of an error's message, or its class name if the message is empty."""
     text = str(error).strip()
     if isinstance(error, json.JSONDecodeError):
-        return f"a file of it is damaged, which is no JSON ({text.splitlines()[0]}): fetch it again"
+        return f"a file is not valid JSON ({text.splitlines()[0]}): download it again"
     if _MISMATCHED in text:
-        return "its configuration and its weights disagree about their sizes: one of them is damaged, fetch it again"
+        return "the sizes in config.json and in the weights differ: one of the files is damaged, download it again"
     return text.splitlines()[0] if text else type(error).__name__
 
 
 # Results and tables
 
 Json: TypeAlias = dict[str, Any]
-"""A JSON object: numbers, texts, booleans, None, and lists and objects of these."""
+"""JSON object: values are numbers, strings, booleans, None, lists and objects."""
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A text table of rows of equally many cells, the heading first: two spaces between its columns, of which the first
-    `left` ones stand to the left in their width, the others to the right."""
+    """Format rows of equal length as a text table with two spaces between columns.
+
+    Args:
+        rows: cells; the first row is the heading.
+        left: number of leading columns that are left-aligned; the others are right-aligned.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     turns = [str.ljust if column < left else str.rjust for column in range(len(widths))]
     lines = [[turn(cell, width) for turn, cell, width in zip(turns, row, widths, strict=True)] for row in rows]
@@ -53,7 +64,7 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
 
 
 def size_text(count: float) -> str:
-    """Bytes with their unit, such as 1.23 GB."""
+    """Format a number of bytes with its unit, such as 1.23 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -62,22 +73,22 @@ def size_text(count: float) -> str:
 
 
 DELAY_S = 5.0
-"""A stage that ends sooner shows nothing."""
+"""Seconds before a bar appears."""
 LOG_S = 60.0
-"""Seconds from one line to the next where standard error is no terminal but a log."""
+"""Seconds between two updates when standard error is not a terminal."""
 B = TypeVar("B", bound=Sized)
 
 
 class Progress(tqdm):  # type: ignore[misc]
-    """A bar that appears after some seconds; whatever it showed last stays, be it that it ends between two updates.
+    """Progress bar that appears after five seconds; its final state stays visible.
 
     Args:
-        what: the stage.
-        total: how many units it has; None: as many as `steps`, if these know it.
-        unit: what is counted.
-        steps: what iterating the bar gives, a unit each; None where it is told of units by `update`.
-        initial: units that were done before.
-        shown: False leaves it out. Under torchrun the first rank's is shown.
+        what: name of the stage.
+        unit: name of the counted unit.
+        total: number of units; by default the length of `steps`, if it has one.
+        steps: iterable whose items count one unit each; without it, call `update`.
+        initial: units completed earlier.
+        shown: False disables the bar. Under torchrun only rank 0 shows it.
     """
 
     def __init__(
@@ -91,24 +102,24 @@ class Progress(tqdm):  # type: ignore[misc]
         )  # fmt: skip
 
     def close(self) -> None:
-        """Show the end of a stage that took long enough, whenever its last update was."""
+        """Show the final state of a stage that took long enough, and close the bar."""
         if not self.disable and time.time() - self.start_t >= self.delay:
-            self.last_print_t = time.time()  # what tqdm takes for a bar that was never shown, it would not end
+            self.last_print_t = time.time()  # else tqdm assumes that the bar never appeared and does not finish it
         super().close()
 
 
 def end_bars() -> None:
-    """Close the bars that an error left open, so that what is said of it has a line of its own."""
+    """Close bars that an error left open, so that the error message starts on a new line."""
     for bar in list(getattr(Progress, "_instances", ())):
         if isinstance(bar, Progress):
             bar.close()
 
 
 def tokens_read(batches: Iterable[B], what: str, total: int | None, *, shown: bool = True) -> Iterator[B]:
-    """The same batches one after another, their tokens counted when the next one is asked for.
+    """Yield the batches and show a progress bar of their tokens.
 
     Args:
-        batches: of tokens, as long as their tokens are many.
+        batches: sized batches; the length is the number of tokens.
         what, total, shown: as for :class:`Progress`.
     """
     with Progress(what, total=total, unit="token", shown=shown) as bar:

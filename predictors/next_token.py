@@ -1,13 +1,12 @@
-"""The routing of the coming tokens at all layers, from the routing of the text so far and the next token's own id.
+"""Forecast the routing of the next tokens at all layers, from the sequence's routing so far and the next token's id.
 
 B sequences, T tokens, L MoE layers, E routed experts, N = L * E, K experts per token, J = L * K, D hidden size,
-A averages, P numbers that stand for an expert, V known token ids, C first layers, S tokens forecast one by one,
-H = S + 1 rows of a forecast: the token that is about to run (h = 0), the tokens after it one by one, and in the last
-row each later one.
+A averages, P components of an expert embedding, V known token ids, C first layers, S tokens forecast one by one,
+H = S + 1 rows of a forecast: the token about to run (h = 0), then one row for each later token, and a last row for all
+tokens after these.
 
-Source: that the sequence of whole-stack routing states tells the next ones, and that eviction should go by them, is
-SeqMoE's (2609.12978), which reads the routing alone with a Mamba2. Moving averages do here, and a residual and the
-token's id are read too.
+Source: SeqMoE (arXiv 2609.12978) predicts whole-stack routing states from earlier ones with a Mamba2, and evicts by the
+prediction. Here moving averages replace the Mamba2, and a residual and the token's id are inputs too.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from expertcast.predictors.view import ModelShape, MoEView
 
 # The network
 #
-#     u   = averages over the text of the sum of its experts' P numbers        kept up to date, never computed anew
+#     u   = moving averages of the sum of each token's expert embeddings [P]   updated token by token
 #     z_0 = z + mix(z),  z = SiLU(norm(state(u) + residual's map + token's row))
-#     z_h = z_0 + step_h(z_0)            for the h-th token after it; h = S: later ones
+#     z_h = z_0 + step_h(z_0)            for the h-th later token; h = S: all tokens after these
 #     logits_h = head(z_h) + bias_h
 #
-# A token names J of the N experts: only the head grows with N.
+# A token uses J of the N experts, so only the head grows with N.
 
 GAIN = 4.0
-"""What rows of ids are multiplied by: each is trained by few examples, and must get somewhere in them."""
+"""Multiplier of token-id rows: each row has few training examples, so its learning rate must be higher."""
 
 
 class NextTokenNetwork(nn.Module):
-    """Logits of every expert's use at S tokens, and in the mean of the tokens after them.
+    """Computes logits of every expert's use by S tokens, and on average by the tokens after them.
 
     Args:
         experts: N.
@@ -60,26 +59,26 @@ class NextTokenNetwork(nn.Module):
         self.state = nn.Linear(averages * inner, width)
         self.residual = nn.Linear(hidden, width)
         self.token_VW = nn.Parameter(torch.zeros(known_ids + 1, width))
-        """Row V is of ids that are not known."""
+        """Row V stands for unknown ids."""
         self.norm = nn.LayerNorm(width)
         self.mix = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.step = nn.Linear(width, steps * width)
         self.head = nn.Linear(width, experts, bias=False)
-        nn.init.zeros_(self.head.weight)  # it begins with how often experts are used
+        nn.init.zeros_(self.head.weight)  # training starts at the experts' frequencies
         self.bias_RN = nn.Parameter(torch.zeros(steps + 1, experts))
 
     def stand_ins(self, ids_XJ: Tensor) -> Tensor:
-        """What stands for tokens that use some experts (numbered 0..N-1): [X, P]."""
+        """Sum the embeddings of the experts (0..N-1) that each of X tokens uses: [X, P]."""
         return functional.embedding_bag(ids_XJ, self.expert_NP, mode="sum")
 
     def first(self, text_BF: Tensor, residual_BD: Tensor, row_B: Tensor) -> Tensor:
-        """z_0 [B, W], from averages `text_BF` [B, A * P], standardised residuals and the rows of the tokens' ids."""
+        """Return z_0 [B, W] from averages [B, A * P], standardised residuals and rows of token ids."""
         x_BW = self.state(text_BF) + self.residual(residual_BD) + GAIN * self.token_VW[row_B]
         z_BW = functional.silu(self.norm(x_BW))
         return z_BW + self.mix(z_BW)  # type: ignore[no-any-return]
 
     def row(self, z_BW: Tensor, row: int) -> Tensor:
-        """Logits [B, N] of one row, from z_0: of the token itself (0), the `row`-th after it, or all later ones (S)."""
+        """Return logits [B, N] of one row from z_0: the token itself (0), a later token, or all tokens after (S)."""
         if row:
             part = slice((row - 1) * z_BW.shape[1], row * z_BW.shape[1])
             z_BW = z_BW + functional.linear(z_BW, self.step.weight[part], self.step.bias[part])
@@ -87,11 +86,11 @@ class NextTokenNetwork(nn.Module):
         return logits_BN
 
     def forward(self, text_BF: Tensor, residual_BD: Tensor, row_B: Tensor) -> Tensor:
-        """Logits [B, S + 1, N] of all rows; arguments are those of :meth:`first`."""
+        """Return logits [B, S + 1, N] of all rows; arguments as for :meth:`first`."""
         z_BW = self.first(text_BF, residual_BD, row_B)
         z_B1W = z_BW[:, None]
         z_BRW = torch.cat([z_B1W, z_B1W + self.step(z_BW).view(len(z_BW), -1, z_BW.shape[1])], dim=1)
-        if len(z_BRW) == 1:  # the same, in one operation
+        if len(z_BRW) == 1:  # equivalent, in one operation
             return torch.addmm(self.bias_RN, z_BRW[0], self.head.weight.t())[None]
         logits_BRN: Tensor = self.head(z_BRW) + self.bias_RN
         return logits_BRN
@@ -99,53 +98,53 @@ class NextTokenNetwork(nn.Module):
 
 MOST_MEMORIES = 64
 PRIOR = 2.0
-"""Tokens of an id that the network's word for it weighs as much as, against counts at the first layers."""
+"""Weight of the network's forecast for a token id, in tokens, against counts at the first layers."""
 NO_ID = torch.iinfo(torch.int64).max
-"""Fills the list of known ids where the text has fewer."""
+"""Padding of the list of known ids."""
 
 
 @dataclass(kw_only=True)
 class NextTokenConfig(PredictorConfig):
-    """How far ahead in the text it looks, what it remembers, and how it is trained."""
+    """Range, memory, size and training of `next_token`."""
 
     ahead: tuple[int, ...] = ()
-    """None: it does not look layers ahead."""
+    """Empty: next_token forecasts tokens, not layers."""
     tokens: int = 4
-    """Tokens that are forecast one by one, the one that is about to run among them; all later ones share a forecast."""
+    """Tokens forecast one by one, including the one about to run; all later tokens share one forecast."""
     memories: tuple[int, ...] = (1, 4, 16, 64, 256)
-    """Tokens over which the routing is averaged: the recurrent state is one average of each."""
+    """Time constants, in tokens, of the moving averages of the routing."""
     inner: int = 64
-    """Numbers that stand for an expert in the averages."""
+    """Components of an expert's embedding in the averages."""
     known_ids: int = 8192
-    """Token ids that are told apart: the most frequent ones of the train split."""
+    """Token ids with a row of their own: the most frequent ones of the train split."""
     counted_layers: int = 2
-    """First layers at which experts are counted for each known id: there the routing depends on little else."""
+    """First layers whose experts are counted for each known id; their routing depends on little else."""
     width: int = 128
     """Width of the network."""
     later_tokens: int = 64
-    """Tokens whose mean routing stands for all that come after the first `tokens`."""
+    """Tokens whose mean routing is the target of the forecast for all tokens after the first `tokens`."""
     steps: int = 2000
-    """Most optimiser steps."""
+    """Maximum number of optimiser steps."""
     passes: int = 8
-    """Most passes over the train split: a small one is not gone over 2000 times."""
+    """Maximum number of passes over the train split."""
     step_tokens: int = 512
     """Tokens per step."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     weight_decay: float = 0.01
-    """AdamW's."""
+    """Weight decay (AdamW)."""
     patience: int = 4
-    """Validation rounds without gain after which training ends."""
+    """Validation rounds without improvement before training stops."""
 
     def __post_init__(self) -> None:
         check_finite(self)
         if self.ahead:
-            raise ExpertcastError(f"ahead={self.ahead}: next_token looks tokens ahead, give tokens instead")
-        self.ahead = ()  # a checkpoint's config gives a list
+            raise ExpertcastError(f"ahead={self.ahead}: next_token forecasts tokens, set tokens instead")
+        self.ahead = ()  # JSON has a list
         self.memories = tuple(sorted({int(memory) for memory in self.memories}))
         if not 1 <= len(self.memories) <= MOST_MEMORIES or not 1 <= self.memories[0] <= self.memories[-1] <= 10**9:
             raise ExpertcastError(
-                f"memories={written(self.memories)[:60]}: give one number of tokens, 1 or more, up to {MOST_MEMORIES}"
+                f"memories={written(self.memories)[:60]}: use 1 to {MOST_MEMORIES} numbers of tokens, each 1 or more"
             )
         check_between(self, 1, 10_000, "tokens")
         check_between(self, 1, 10**6, "width", "inner", "later_tokens")
@@ -158,20 +157,20 @@ class NextTokenConfig(PredictorConfig):
 
 @dataclass(slots=True)
 class TextState:
-    """What `next_token` remembers of B texts; replaced, never changed."""
+    """Recurrent state of `next_token` for B sequences; immutable."""
 
     average_BAP: Tensor
-    """Moving averages of what stands for the tokens' experts."""
+    """Moving averages of the summed embeddings of each token's experts."""
     residual_BD: Tensor
-    """The last token's residual at the last layer, standardised; zeros before the first token."""
+    """Standardised residual of the last token at the last layer; zeros before the first token."""
 
 
 class NextToken(Predictor):
-    """Forecasts the routing of the coming tokens, once per token: when its id is known and nothing of it has run.
+    """Forecasts the routing of the next tokens once per token, when its id is known and before its first layer runs.
 
-    The last residual of a token holds the model's forecast of the next token, the id which one it is; the moving
-    averages hold what the text is about. Without ids it forecasts as well, less surely. It forecasts no single layer:
-    `forecast` refuses.
+    The last residual of a token contains the model's forecast of the next token, the id identifies that token, and the
+    moving averages describe the topic. Unknown ids lower the accuracy. :meth:`forecast` raises an error: this predictor
+    forecasts no single layer.
     """
 
     name: ClassVar[str] = "next_token"
@@ -215,11 +214,11 @@ class NextToken(Predictor):
         )
         self._plain = False
         self._row_of: Tensor | None = None
-        """Row of each token id, as far as known ids reach; made when it is first needed."""
+        """Row of each token id up to the largest known one; built on first use."""
 
     @property
     def rows(self) -> int:
-        """H, the rows of a forecast."""
+        """H, the number of rows of a forecast."""
         return self.config.tokens + 1
 
     def bind(self, view: MoEView) -> Predictor:
@@ -228,18 +227,14 @@ class NextToken(Predictor):
         return self
 
     def logits(self, state: RouterState, ahead: int) -> NoReturn:
-        raise ExpertcastError("next_token forecasts tokens, not layers: give it as next_token, not as predictor")
+        raise ExpertcastError("next_token forecasts tokens, not layers: pass it as next_token, not as predictor")
 
     def forecast(self, state: RouterState, ahead: int = 1) -> NoReturn:
-        """Refuse: there is no layer ahead to forecast.
-
-        Raises:
-            ExpertcastError: always.
-        """
+        """Raise :class:`ExpertcastError`: next_token forecasts no single layer."""
         self.logits(state, ahead)
 
     def chosen(self, logits_BLE: Tensor) -> Tensor:
-        """The experts [B, J] that the model's routers choose by these logits, numbered layer * E + expert."""
+        """Return the experts [B, J], numbered layer * E + expert, that the model's routers choose by these logits."""
         if self._plain:
             ids_BLK = logits_BLE.topk(self.shape.top_k, dim=-1).indices
         else:
@@ -247,27 +242,27 @@ class NextToken(Predictor):
         return (ids_BLK + self.first_L1).flatten(1)
 
     def standardised(self, residual_BD: Tensor) -> Tensor:
-        """Residuals at the last layer about their mean, in units of their spread."""
+        """Standardise residuals of the last layer: zero mean and unit variance on the training tokens."""
         return (residual_BD.float() - self.mean_D) * self.inverse_D
 
     def rows_of(self, token_B: Tensor) -> Tensor:
-        """Where the network keeps what it knows of these token ids [B]."""
+        """Return the network's rows [B] of token ids [B]."""
         if self._row_of is None or self._row_of.device != token_B.device:
             known = self.ids_V[self.ids_V != NO_ID]
-            # one more than the largest known id: all ids beyond it are looked up there
+            # one more than the largest known id: larger ids are clamped to it
             size = int(known.max()) + 2 if len(known) else 1
             self._row_of = torch.full((size,), len(self.ids_V), device=token_B.device)
             self._row_of[known] = torch.arange(len(known), device=token_B.device)
         return self._row_of[token_B.clamp(max=len(self._row_of) - 1)]
 
-    def know(self, ids: Tensor) -> None:
-        """Tell these token ids apart, at most V of them, and no others."""
+    def set_known_ids(self, ids: Tensor) -> None:
+        """Set the token ids (at most V) that have rows of their own."""
         self.ids_V.fill_(NO_ID)
         self.ids_V[: len(ids)] = ids
         self._row_of = None
 
     def start(self, batch: int) -> TextState:
-        """The state before the first token of `batch` texts."""
+        """Return the state before the first token of `batch` sequences."""
         average_P = self.usual_LE.flatten() @ self.network.expert_NP
         return TextState(
             average_BAP=average_P.expand(batch, len(self.keep_A), -1),
@@ -275,8 +270,10 @@ class NextToken(Predictor):
         )
 
     def read(self, state: TextState, ids_BTJ: Tensor, residual_BD: Tensor) -> TextState:
-        """The `state` after T more tokens, which used the experts `ids_BTJ`; `residual_BD`: the last one's at the last
-        layer."""
+        """Return the state after T more tokens, which used experts `ids_BTJ` (numbered layer * E + expert).
+
+        `residual_BD` is the residual of the last of these tokens at the last layer.
+        """
         batch, tokens, _ = ids_BTJ.shape
         if tokens == 1:
             stands_B1P = self.network.expert_NP[ids_BTJ].sum(dim=2)
@@ -290,7 +287,7 @@ class NextToken(Predictor):
         return TextState(average_BAP, self.standardised(residual_BD))
 
     def averages_before(self, average_BAP: Tensor, stands_BTP: Tensor) -> Tensor:
-        """The averages [B, T, A, P] that each of T tokens finds, the first one `average_BAP`."""
+        """Return the averages [B, T, A, P] before each of T tokens; `average_BAP` are those before the first."""
         index_T = torch.arange(stands_BTP.shape[1], device=stands_BTP.device)
         age_TU = index_T[:, None] - 1 - index_T[None, :]
         keep_A11 = self.keep_A[:, None, None]
@@ -300,8 +297,7 @@ class NextToken(Predictor):
 
     @torch.no_grad()
     def tokens_ahead(self, state: TextState, token_B: Tensor | None = None) -> Tensor:
-        """Probability that an expert is used, [B, H, L, E]; `token_B` are the ids of the tokens about to run, None
-        where they are not known."""
+        """Return the probability [B, H, L, E] that each expert is used; `token_B` are the next ids, if known."""
         if token_B is None:
             row_B = state.residual_BD.new_full((len(state.residual_BD),), len(self.ids_V), dtype=torch.long)
         else:
@@ -309,8 +305,11 @@ class NextToken(Predictor):
         return self.probability(state.average_BAP.flatten(1), state.residual_BD, row_B)
 
     def probability(self, text_BF: Tensor, residual_BD: Tensor, row_B: Tensor) -> Tensor:
-        """That an expert is used, [B, H, L, E], from what the network reads: at the first layers of the token itself as
-        often as in the id's tokens so far, the network's word counting as that of PRIOR more."""
+        """Return the probability [B, H, L, E] that each expert is used, from the network's inputs.
+
+        For the token itself at the first C layers, blend counts for its id with the network's forecast, which weighs as
+        much as `PRIOR` tokens.
+        """
         shape = self.shape
         probability_BHN: Tensor = self.network(text_BF, residual_BD, row_B).sigmoid_()
         probability_BHLE = probability_BHN.view(*probability_BHN.shape[:2], shape.layers, shape.experts)
@@ -320,25 +319,30 @@ class NextToken(Predictor):
         return probability_BHLE
 
 
-# Following a run, layer by layer: a running model or stored traces
+# Tracking a run layer by layer, in a live model or over traces
 
 
 class NextTokenTracker:
-    """Feeds a predictor what each router says, and gives its forecast when a pass of one token per sequence begins."""
+    """Feeds router results to a predictor, and forecasts at the start of each pass of one token per sequence."""
 
     def __init__(self, predictor: NextToken) -> None:
         self._predictor = predictor
         self._state: TextState | None = None
         self._logits: list[Tensor] = []
-        """[T, E] of each layer of this pass."""
+        """Logits [T, E] of each layer of this pass so far."""
 
     @torch.no_grad()
     def start(self, fresh: bool, token_BS: Tensor | None = None) -> Tensor | None:
-        """A pass begins, with new texts if `fresh`; `token_BS`: the ids of its tokens, None where they are not known.
+        """Begin a pass.
+
+        Args:
+            fresh: whether new sequences begin.
+            token_BS: token ids of the pass; None if unknown.
 
         Returns:
-            In a pass of one token per sequence of texts that go on, the probability that at least one sequence uses an
-            expert, [H, L, E]: by that token (h = 0), by the h-th after it, and in the last row by each later one.
+            The probability [H, L, E] that at least one sequence uses an expert: for the token about to run, then one
+            row for each later token, and a last row for all tokens after these. None unless known sequences continue
+            with one token each.
         """
         self._logits.clear()
         if fresh:
@@ -349,11 +353,10 @@ class NextTokenTracker:
         return any_sequence(self._predictor.tokens_ahead(state, None if token_BS is None else token_BS[:, 0]))
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """The router of `layer` has run: its norm read `residual_TD`, it gave `logits_TE`, for B `sequences` one after
-        another."""
+        """Record the norm's input and the router's logits of a layer, for the tokens of B `sequences` in order."""
         predictor = self._predictor
         if len(self._logits) != layer:
-            self._logits.clear()  # a pass was cut short
+            self._logits.clear()  # the previous pass was cut short
             if layer:
                 return
         self._logits.append(logits_TE)
@@ -362,7 +365,7 @@ class NextTokenTracker:
 
     @torch.no_grad()
     def _read(self, residual_TD: Tensor, sequences: int) -> None:
-        """All routers of a pass have run."""
+        """Update the state after the last layer's router."""
         predictor, state = self._predictor, self._state
         if state is None or len(state.residual_BD) != sequences:
             state = predictor.start(sequences)
@@ -370,12 +373,12 @@ class NextTokenTracker:
         self._logits.clear()
         ids_TJ = predictor.chosen(logits_TLE)
         tokens = len(ids_TJ) // sequences
-        last_BD = residual_TD[tokens - 1 :: tokens].bfloat16()  # as traces hold it
+        last_BD = residual_TD[tokens - 1 :: tokens].bfloat16()  # the dtype of traces
         self._state = predictor.read(state, ids_TJ.view(sequences, tokens, -1), last_BD)
 
 
 def any_sequence(probability_BHLE: Tensor) -> Tensor:
-    """Probability [H, L, E] that at least one of B independent sequences uses an expert."""
+    """Return the probability [H, L, E] that at least one of B independent sequences uses an expert."""
     if len(probability_BHLE) == 1:
         return probability_BHLE[0]
     return 1 - (1 - probability_BHLE).prod(dim=0)

@@ -1,6 +1,6 @@
-"""A configuration's fields as text: one parser for predictors' and policies' options, and the fields' docstrings.
+"""Parse and format configuration fields as text, and read the docstrings of fields.
 
-A configuration is a dataclass whose fields have a default, a type hint and a docstring each.
+A configuration is a dataclass whose fields each have a default, a type hint and a docstring.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ C = TypeVar("C")
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, on one line; empty where there is none or no source at hand.
+    """Return the docstring of each field of a dataclass on one line, inherited fields included.
 
-    Fields that it inherits are described by the class they come from.
+    Fields without a docstring, and classes without source, yield empty strings.
     """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError):  # built in, or made by exec
+        except (OSError, TypeError):  # built-in class, or created by exec
             continue
         lines = tree.body if isinstance(tree, ast.ClassDef) else []
         for line, below in pairwise(lines):
@@ -51,41 +51,41 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def settable(cls: type) -> dict[str, object]:
-    """The fields of a dataclass that a text can give, with their types."""
+    """Return the types of the fields that can be parsed from text, by name."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if _readable(hints[field.name])}
 
 
 def parse_settings(words: Iterable[str], cls: type[C], what: str, given: Mapping[str, object] | None = None) -> C:
-    """A configuration of type `cls` from `field=value` words; fields that they leave out have their default.
+    """Create a configuration of type `cls` from `field=value` words; other fields keep their default.
 
-    Messages name `what` the options are of; the fields that are `given` are not for the words to set.
+    Args:
+        words: `field=value` each.
+        cls: the dataclass.
+        what: name of the configured object in error messages.
+        given: values of fields that the words must not set.
 
     Raises:
-        ExpertcastError: an unknown field, or a value that does not fit.
+        ExpertcastError: a field is unknown or a value does not parse.
     """
     values = dict(given or {})
     hints = {name: hint for name, hint in settable(cls).items() if name not in values}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or name not in hints:
-            known = f"its options are {', '.join(hints)}, written name=value" if hints else "it has none"
+            known = f"options are {', '.join(hints)}, written name=value" if hints else "it has no options"
             raise ExpertcastError(f"{what} has no option {word!r}: {known}")
         values[name] = parse_field(text, hints[name], f"{what}: {name}")
     return cls(**values)
 
 
 def parse_options(text: str, cls: type[C], what: str) -> C:
-    """The same of words behind one another, with commas between: as :func:`options_text` writes them.
-
-    Raises:
-        ExpertcastError: as :func:`parse_settings`.
-    """
+    """Create a configuration from the format of :func:`options_text`; raises as :func:`parse_settings`."""
     return parse_settings(filter(None, re.split(r",(?=\w+=)", text)), cls, what)
 
 
 def options_text(config: DataclassInstance) -> str:
-    """The fields of a configuration that are not at their default, as `field=value,field=value`."""
+    """Format the fields that differ from their default as `field=value,field=value`."""
     default = type(config)()
     return ",".join(
         f"{field.name}={written(getattr(config, field.name))}"
@@ -95,64 +95,58 @@ def options_text(config: DataclassInstance) -> str:
 
 
 def parse_field(text: str, hint: object, what: str) -> object:
-    """A text as a value of a field's type; `none` is None, the values of a tuple are written `a/b` or `a,b`.
+    """Parse text as a value of a field's type.
 
-    The `hint` is int, float, bool, str, a Literal, a tuple or Sequence of them, or a union of these and None; `what`
-    names the field in messages.
+    Args:
+        text: `none` for None; tuples are written `a/b` or `a,b`.
+        hint: int, float, bool, str, a Literal, a tuple or Sequence of these, or a union of these and None.
+        what: name of the field in error messages.
 
     Raises:
-        ExpertcastError: the text is no such value.
+        ExpertcastError: the text is not such a value.
     """
     try:
         return _value(text, hint)
     except (KeyError, ValueError):
         name, expected = _expected(hint)
-        raise ExpertcastError(f"{what}={text!r} is no {name}: give {expected}") from None
+        raise ExpertcastError(f"{what}={text!r} is not a valid {name}: use {expected}") from None
 
 
 def written(value: object) -> str:
-    """A value as :func:`parse_field` reads it."""
+    """Format a value so that :func:`parse_field` reads it."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return "/".join(map(written, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def check_finite(config: DataclassInstance) -> None:
-    """Refuse nan and infinities, in tuples and lists too: they pass comparisons that refuse what is out of range.
-
-    Raises:
-        ExpertcastError: a number is not finite.
-    """
+    """Raise :class:`ExpertcastError` for nan and infinities, also in tuples and lists; range checks let nan pass."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         several = value if isinstance(value, (tuple, list)) else (value,)
         if any(isinstance(one, float) and not math.isfinite(one) for one in several):
-            raise ExpertcastError(f"{field.name}={written(value)}: give finite numbers")
+            raise ExpertcastError(f"{field.name}={written(value)}: must be finite")
 
 
 def check_between(config: object, least: float, most: float, *names: str) -> None:
-    """Refuse numbers that are out of range, each a field of `config` named in `names`.
-
-    Raises:
-        ExpertcastError: a number is below `least` or above `most`.
-    """
+    """Raise :class:`ExpertcastError` if a named field of `config` is outside `least` to `most`."""
     for name in names:
         value = getattr(config, name)
         if not least <= value <= most:
-            raise ExpertcastError(f"{name}={value}: give a number from {least:g} to {most:g}")
+            raise ExpertcastError(f"{name}={value}: must be from {least:g} to {most:g}")
 
 
 def from_values(cls: type[C], values: Mapping[str, object], what: str, remedy: str) -> C:
-    """The configuration whose fields a JSON file holds: each of them, of its own type, and no others.
+    """Create a configuration from JSON values: every field must be present, with its own type, and no other.
 
     Args:
-        cls: its dataclass.
-        values: by field name, lists for tuples.
-        what: they are part of, for messages.
-        remedy: for messages.
+        cls: the dataclass.
+        values: values by field name, lists for tuples.
+        what: name of the source in error messages.
+        remedy: end of error messages.
 
     Raises:
-        ExpertcastError: a field is missing, unknown, of another type, or has a value that the class refuses.
+        ExpertcastError: a field is missing, unknown, of another type, or invalid.
     """
     checked = check_values(values, _schema(cls), what, remedy)  # type: ignore[arg-type]
     try:
@@ -175,11 +169,11 @@ _PLAIN: dict[object, tuple[Callable[[str], object], str, str]] = {
     float: (float, "float", "a number such as 0.5"),
     str: (str, "text", "a text"),
 }
-"""Types of a single value: how it is read, their name, and what may be written."""
+"""Scalar types: parser, name, and description of valid text."""
 
 
 def _value(text: str, hint: object) -> object:
-    """Raises KeyError or ValueError where the text does not fit."""
+    # raises KeyError or ValueError if the text does not parse
     if hint in _PLAIN:
         return _PLAIN[hint][0](text)
     args = typing.get_args(hint)
@@ -194,7 +188,7 @@ def _value(text: str, hint: object) -> object:
 
 
 def _expected(hint: object) -> tuple[str, str]:
-    """What a type is called, and what may be written for it."""
+    """Return a type's name and the description of valid text."""
     if hint in _PLAIN:
         return _PLAIN[hint][1:]
     if typing.get_origin(hint) is typing.Literal:
@@ -214,12 +208,12 @@ def _is_union(hint: object) -> bool:
 
 
 def _member(hint: object) -> object:
-    """The type in a union that texts are read as: the first one that has a text for each of its values."""
+    """Return the first type of a union that can be parsed from text."""
     return next(filter(_readable, typing.get_args(hint)))
 
 
 def _elements(hint: object) -> tuple[object, ...]:
-    """The types in a tuple, `...` behind the type of any number of values; empty for other types."""
+    """Return the element types of a tuple or sequence type, with `...` for repetition; empty for other types."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         return args
@@ -227,7 +221,7 @@ def _elements(hint: object) -> tuple[object, ...]:
 
 
 def _readable(hint: object) -> bool:
-    """Whether a text can stand for a value of this type."""
+    """Return whether values of this type can be parsed from text."""
     if _is_union(hint):
         return any(map(_readable, typing.get_args(hint)))
     if _elements(hint):

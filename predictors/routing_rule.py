@@ -1,9 +1,9 @@
-"""The routing rule: how a layer's own router turns logits into expert ids and combine weights.
+"""Routing rule: how a layer's own router turns logits into expert ids and combine weights.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
-The rule is never written down here: the router module itself runs, and is answered in place of the operation whose
-result it returns as its logits (with the given ones) and, where ids are given, in place of its last choice. What it
-does to its linear map's result before (a multiplier, a soft cap, a softmax) belongs to the logits, not to the rule.
+The rule is not reimplemented. The router module runs under a `TorchFunctionMode` that replaces the result of the
+operation that produces its logits, and on request the result of its final `topk`. Operations before the logits (a
+multiplier, a soft cap, a softmax) are part of the logits, not of the rule.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     from expertcast.predictors.view import MoELayer, MoEView
 
 _PROBES = 64
-"""Random routings that show whether a router goes by its logits alone."""
+"""Random routings that test whether a router depends on its logits alone."""
 _SAME_SUM = 0.02
-"""Sums of bf16 weights may differ by so much."""
+"""Relative tolerance for sums of bf16 weights."""
 
 
 def route(layer: MoELayer, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """Expert ids [T, K] (int64) and combine weights [T, K] that the layer's router would return with these logits."""
+    """Return the ids [T, K] (int64) and combine weights [T, K] that the layer's router returns for these logits."""
     return _run(layer, _Answers(layer, logits_TE))
 
 
 def route_all(view: MoEView, logits_TLE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Expert ids and combine weights [T, K] by each layer's own rule; logits are of all layers or the first ones."""
+    """Return ids and combine weights [T, K] of each layer by its own rule, for logits of the first layers or all."""
     routed = [route(view[layer], logits_TE) for layer, logits_TE in enumerate(logits_TLE.unbind(1))]
     return [ids_TK for ids_TK, _ in routed], [weights_TK for _, weights_TK in routed]
 
 
 def weights_over(layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Combine weights [T, K] that the layer's own rule gives to given experts under given logits.
+    """Return the combine weights [T, K] that the layer's own rule assigns to fixed experts under given logits.
 
-    The router runs with its last choice, `topk` over the E scores, answered by `ids_TK`: scores are gathered and
-    renormalised (or not) by the router's own lines. A rule that chooses without such a topk (sparsemixer) runs
-    over logits that are minus infinity outside `ids_TK`.
+    The router runs with the result of its final `topk` over E scores replaced by `ids_TK`, so its own code gathers and
+    renormalises the scores. A rule without such a topk (sparsemixer) runs on logits that are minus infinity outside
+    `ids_TK`.
     """
     answers = _Answers(layer, logits_TE, ids_TK)
     routed_TK, weights_TK = _run(layer, answers)
@@ -57,7 +57,7 @@ def weights_over(layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 def renormalises(layer: MoELayer) -> bool:
-    """Whether the layer's rule makes a token's K weights sum to a constant, whatever the logits are."""
+    """Return whether a token's K weights sum to a constant under the layer's rule, whatever the logits."""
     steep_E = torch.linspace(-2.0, 2.0, layer.num_experts)
     _, weights_2K = route(layer, torch.stack([torch.zeros_like(steep_E), steep_E]))
     flat, steep = weights_2K.float().sum(dim=-1).tolist()
@@ -65,9 +65,9 @@ def renormalises(layer: MoELayer) -> bool:
 
 
 def goes_by_logits(view: MoEView) -> bool:
-    """Whether every router simply takes the experts with the highest logits: found out on random ones.
+    """Return whether every router takes the K experts with the highest logits, tested on random logits.
 
-    The logits of a probe lie on a grid about 0, so that no two of them become equal in bf16.
+    The test logits lie on a grid around 0 that bf16 represents without ties.
     """
     generator = torch.Generator().manual_seed(0)
     experts, top_k = view.shape.experts, view.shape.top_k
@@ -82,7 +82,7 @@ def goes_by_logits(view: MoEView) -> bool:
 
 
 class _Watched(TorchFunctionMode):
-    """Keeps the result of every operation, in order."""
+    """Records the result of every operation, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,8 +101,10 @@ class _Watched(TorchFunctionMode):
 
 
 class _Answers(TorchFunctionMode):
-    """Answers the operation that makes a router's logits with given ones, and its choice (`topk(scores [T, E], K)`, and
-    one of groups of experts before it) with given ids; everything else runs."""
+    """Replaces the result of the operation that produces a router's logits, and optionally the ids of its `topk`.
+
+    If the router first chooses groups of experts, that `topk` returns the groups of the ids. All else runs unchanged.
+    """
 
     def __init__(self, layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor | None = None) -> None:
         super().__init__()
@@ -110,9 +112,9 @@ class _Answers(TorchFunctionMode):
         self.logits_TE, self._experts = logits_TE, layer.num_experts
         self._ids_TK = ids_TK
         self._left = self._made.number
-        """Operations to come before the one that is answered."""
+        """Operations left before the one whose result is replaced."""
         self.chose = False
-        """Whether the ids have been answered."""
+        """Whether a `topk` has returned the ids."""
 
     def __torch_function__(
         self,
@@ -138,17 +140,17 @@ class _Answers(TorchFunctionMode):
             return ids_TK
         if experts % scores.shape[1]:
             return None
-        # groups are chosen first: those of the given ids, for the others' experts are masked out
+        # the router chooses groups first: choose the groups of the ids, as it masks the experts of other groups
         group_TK = ids_TK // (experts // scores.shape[1])
         return torch.zeros_like(scores).scatter(1, group_TK, 1.0).topk(count).indices
 
 
 @dataclass(frozen=True, slots=True)
 class _MadeLogits:
-    """Which of a router's operations makes what it returns as logits."""
+    """Identifies the operation of a router that produces its logits."""
 
     number: int
-    """Of the operation, in order."""
+    """Index of the operation."""
     dtype: torch.dtype
     device: torch.device
 
@@ -157,18 +159,14 @@ _MADE: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _MadeLogits]] = Wea
 
 
 def _logits_of(layer: MoELayer) -> _MadeLogits:
-    """Looked for once per router, and again when it changes its device or dtype.
-
-    Raises:
-        ExpertcastError: none of its operations does.
-    """
+    # cached until the router's device or dtype changes
     weight = next(layer.router.parameters())
     placeholder_1D = _placeholder(layer, 1)
     key = (weight.device, weight.dtype, placeholder_1D.dtype, layer.router.training)
     known = _MADE.setdefault(layer.router, {})
     if key not in known:
         tracing = torch._C._get_tracing_state()
-        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # a trace of a forecast shall not hold this run
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # keep this run out of a trace being recorded
         try:
             with torch.no_grad(), _Watched() as watched:
                 logits_TE = layer.routed(placeholder_1D, hooks=False)[0]
@@ -177,7 +175,7 @@ def _logits_of(layer: MoELayer) -> _MadeLogits:
         made = [number for number, result in enumerate(watched.results) if result is logits_TE]
         if not made:
             raise ExpertcastError(
-                f"{type(layer.router).__name__} returns logits that none of its operations made: expertcast cannot "
+                f"{type(layer.router).__name__}: no operation of the router produces its logits, so expertcast cannot "
                 "apply its routing rule"
             )
         known[key] = _MadeLogits(made[-1], logits_TE.dtype, logits_TE.device)
@@ -186,7 +184,7 @@ def _logits_of(layer: MoELayer) -> _MadeLogits:
 
 @torch.no_grad()
 def _run(layer: MoELayer, answers: _Answers) -> tuple[Tensor, Tensor]:
-    """What the router returns, given answers in place of what it would work out from its input."""
+    """Return the router's ids and weights under the replacements."""
     placeholder_TD = _placeholder(layer, len(answers.logits_TE))
     with answers:
         _, weights_TK, ids_TK = layer.routed(placeholder_TD, hooks=False)

@@ -1,7 +1,7 @@
-"""The view of a model's MoE layers: what predictors, collection and the runtime stand on.
+"""View of a model's MoE layers: the modules and sizes that predictors, collection and the runtime use.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
-Finding the layers in a model is :mod:`expertcast.data.moe_layers`; this module only describes them.
+:mod:`expertcast.data.moe_layers` finds the layers in a model; this module describes them.
 """
 
 from __future__ import annotations
@@ -19,56 +19,56 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.routing_rule import route
 
 _SAMPLED = 8
-"""Places of each of an expert's tensors that its fingerprint looks at."""
+"""Elements of each expert tensor that the fingerprint hashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adds:
-    """How a layer's experts' output enters the residual stream: as a term of a sum."""
+    """How the experts' output enters the residual stream: as a term of a sum."""
 
     factor: float = 1.0
-    """What it is multiplied with there."""
+    """Factor of the experts' output in the sum."""
     beside: bool = False
-    """Whether the layer adds something else there than its block's output."""
+    """Whether the layer adds another term besides its block's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnTensor:
-    """A parameter or buffer that a router is given by its block; it is looked up when it is needed."""
+    """Parameter or buffer of the block that is an argument of its router, looked up at each use."""
 
     path: str
-    """In the model."""
+    """Path in the model."""
     owner: nn.Module
 
     @property
     def name(self) -> str:
-        """In its owner."""
+        """Attribute name in the owner."""
         return self.path.rpartition(".")[2]
 
     @property
     def tensor(self) -> Tensor:
-        """As it is now."""
+        """Current value."""
         tensor: Tensor = getattr(self.owner, self.name)
         return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoELayer:
-    """One MoE layer of a `transformers` model; modules belong to the model and are never changed here."""
+    """One MoE layer of a `transformers` model. The modules are the model's own and stay unchanged."""
 
     index: int
     """MoE layer index, 0..L-1 (dense layers are not counted)."""
     block_name: str
     """Path of the MoE block in the model."""
     norm_name: str
-    """Path of the norm whose output is the router's input; empty where that is no norm's: the residual is the router's
-    input itself then, and `norm` an identity of our own."""
+    """Path of the norm whose output is the router's input. Empty if the router reads the residual directly; `norm` is
+    then an identity."""
     router_name: str
     """Path of the router module."""
     experts_name: str
     """Path of the decorated experts module."""
     decoder: nn.Module
-    """What the block stands in: a decoder layer, attention included."""
+    """Decoder layer that contains the block, including attention."""
     block: nn.Module
     norm: nn.Module
     router: nn.Module
@@ -80,18 +80,18 @@ class MoELayer:
     hidden_size: int
     """D"""
     has_shared: bool
-    """Whether shared experts add to the block's output."""
+    """Whether shared experts contribute to the block's output."""
     adds: Adds | None = field(default_factory=Adds)
-    """None: the experts' output is no term of the residual stream, but normalised, gated or projected before."""
+    """How the output joins the residual stream; None if it is normalised, gated or projected first."""
     router_dims: int = 2
-    """Dimensions of what the block gives its router: 2 for [T, D], 3 for [B, S, D]."""
+    """Rank of the router's input tensor: 2 for [T, D], 3 for [B, S, D]."""
     router_arguments: tuple[tuple[str, OwnTensor | float | None], ...] = ()
-    """What else the block gives its router, by name."""
+    """Further arguments of the router, by name."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the router's inputs: that of the norm's weight, or of the experts' where it has none. A router may keep
-        another for its own weight."""
+        """Dtype of router inputs: that of the norm's weight, or of the experts if the norm has no weight. The router's
+        own weight may have another dtype."""
         for module in (self.norm, self.experts, self.router):
             for parameter in module.parameters():
                 if parameter.is_floating_point():
@@ -99,17 +99,16 @@ class MoELayer:
         return torch.get_default_dtype()
 
     def router_input(self, residual_TD: Tensor) -> Tensor:
-        """LN of this layer over [T, D] of any float dtype: s_l for its own residual, q for an earlier one's r + d."""
+        """Apply this layer's norm to residuals [T, D] of any float dtype: s_l = LN_l(r_l)."""
         output: Tensor = self.norm(residual_TD.to(self.dtype))
         return output
 
     def router_logits(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, E] that this layer's own router gives for [T, D] inputs."""
+        """Return the logits [T, E] of this layer's own router for inputs [T, D]."""
         return self.routed(hidden_TD)[0]
 
     def routed(self, hidden_TD: Tensor, *, hooks: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """What this layer's own router returns for [T, D] inputs: logits [T, E], weights and ids [T, K]; without
-        `hooks` whatever is hooked to it."""
+        """Run this layer's own router, with or without its forward hooks: logits [T, E], weights and ids [T, K]."""
         given = hidden_TD if self.router_dims == 2 else hidden_TD.unsqueeze(0)
         arguments = {
             name: value.tensor if isinstance(value, OwnTensor) else value for name, value in self.router_arguments
@@ -119,19 +118,19 @@ class MoELayer:
         return logits_TE, weights_TK, ids_TK
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert ids (int64) and combine weights [T, K] that this layer's router would return with these logits."""
+        """Return ids (int64) and combine weights [T, K] that this layer's router returns for these logits."""
         return route(self, logits_TE)
 
 
 @dataclass(frozen=True, slots=True)
 class MoEView:
-    """The MoE layers of one model, first to last."""
+    """The MoE layers of one model, in order."""
 
     layers: tuple[MoELayer, ...]
     model_id: str
-    """Hub id or local path the model came from."""
+    """Hub id or local path of the model."""
     experts_known: str | None = None
-    """What :meth:`experts_fingerprint` gave when the experts were at hand; a skeleton has none."""
+    """Cached result of :meth:`experts_fingerprint`, for a skeleton, which has no experts."""
 
     def __repr__(self) -> str:
         return f"<MoEView of {self.model_id}: {self.shape}>"
@@ -147,14 +146,16 @@ class MoEView:
 
     @property
     def shape(self) -> ModelShape:
-        """L, E, K and D of the model."""
+        """L, E, K and D."""
         first = self.layers[0]
         layers, experts = len(self.layers), first.num_experts
         return ModelShape(layers=layers, experts=experts, top_k=first.top_k, hidden=first.hidden_size)
 
     def fingerprint(self) -> str:
-        """SHA-256 over the weights of the routers, of what their blocks give them, and of the norms before them,
-        rounded to bf16 so that the loading dtype does not matter."""
+        """Return SHA-256 over the weights of routers, their further tensor arguments, and the norms before them.
+
+        Weights are rounded to bf16, so the dtype at loading does not matter.
+        """
         digest = hashlib.sha256()
         for layer in self.layers:
             _add(digest, f"{layer.index}.router", layer.router.state_dict())
@@ -164,11 +165,10 @@ class MoEView:
         return digest.hexdigest()
 
     def experts_fingerprint(self) -> str | None:
-        """SHA-256 over a sample of the experts' weights, eight places of every tensor of every expert, in bf16.
+        """Return SHA-256 over eight elements of every expert tensor, in bf16, or None if they are not available.
 
-        None where they are not at hand: not given, on the meta device, in a skeleton of which nothing is known, in
-        slots, or rounded to fp16 or packed in 4 or 8 bits, which is not undone. So whoever compares it compares what is
-        there.
+        Experts are unavailable on the meta device, in a skeleton without a stored fingerprint, in slots, and after
+        rounding to fp16 or packing to 4 or 8 bits. Callers compare fingerprints only if both exist.
         """
         if self.experts_known is not None:
             return self.experts_known
@@ -180,12 +180,12 @@ class MoEView:
             for tensor in tensors:
                 if tensor.is_meta or len(tensor) != layer.num_experts or tensor.data_ptr() in places:
                     return None
-                places.add(tensor.data_ptr())  # layers in slots share one place
+                places.add(tensor.data_ptr())  # layers in slots share memory
         return experts_digest(map(_experts_weights, self.layers))
 
 
 def experts_digest(layers: Iterable[Iterable[Mapping[str, Tensor]]]) -> str | None:
-    """What :meth:`MoEView.experts_fingerprint` gives, of experts' weights by name: of every layer, of each expert."""
+    """Compute :meth:`MoEView.experts_fingerprint` from tensors by name, for each expert of each layer."""
     digest = hashlib.sha256()
     for index, experts in enumerate(layers):
         samples: dict[str, list[Tensor]] = {}
@@ -200,7 +200,6 @@ def experts_digest(layers: Iterable[Iterable[Mapping[str, Tensor]]]) -> str | No
 
 
 def _experts_weights(layer: MoELayer) -> Iterator[dict[str, Tensor]]:
-    """Each expert's own, by name."""
     for expert in range(layer.num_experts):
         yield {name: tensor[expert] for name, tensor in layer.experts.named_parameters()}
 
@@ -214,7 +213,7 @@ def _add(digest: hashlib._Hash, where: str, tensors: Mapping[str, Tensor]) -> No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The four numbers that a predictor is built for."""
+    """L, E, K and D of a model: the sizes that a predictor depends on."""
 
     layers: int
     experts: int
@@ -222,56 +221,58 @@ class ModelShape:
     hidden: int
 
     def as_dict(self) -> dict[str, int]:
-        """By letter, as checkpoints and traces write it."""
+        """Return the sizes by letter, the format of checkpoints and traces."""
         return {"L": self.layers, "E": self.experts, "K": self.top_k, "D": self.hidden}
 
     @classmethod
     def from_dict(cls, values: dict[str, int]) -> ModelShape:
-        """What :meth:`as_dict` gave."""
+        """Create from the result of :meth:`as_dict`."""
         return cls(layers=values["L"], experts=values["E"], top_k=values["K"], hidden=values["D"])
 
 
 def overfetched(factor: float, top_k: int, experts: int) -> int:
-    """Experts fetched for one token at an overfetch factor: ceil(factor x K), never more than there are.
+    """Return the experts to fetch for one token at an overfetch factor: ceil(factor x K), at most E.
 
-    The one rule of runtime, simulator and evaluation. The product is rounded to nine decimals first: 1.12 x 25 is 28,
-    and 28.000000000000004 in floating point.
+    Runtime, simulator and evaluation share this rule. The product is rounded to nine decimals first, because 1.12 x 25
+    is 28.000000000000004 in floating point.
     """
     return min(experts, math.ceil(round(factor * top_k, 9)))
 
 
 class RuleCheck:
-    """Remembers which layers' routers route otherwise than :meth:`MoELayer.route` says of their own logits.
+    """Finds layers whose router disagrees with :meth:`MoELayer.route` on the router's own logits.
 
-    A router may go by more than the logits that it returns: nothing that is forecast for its layer would be right.
+    Such a router depends on more than its logits, so forecasts for its layer would be wrong.
     """
 
     def __init__(self, view: MoEView) -> None:
         self._view = view
         self.unseen = set(range(len(view)))
-        """Layers of which no input was seen; nothing is left to do when it is empty."""
+        """Layers that were not checked on a real input yet."""
         self.wrong: set[int] = set()
         self._warned = False
 
     def see(self, layer: int, router_input_TD: Tensor) -> None:
-        """Ask a layer that was not asked yet; warn of the first one that is found wrong.
+        """Check a layer once; the first disagreement raises a warning.
 
         Args:
             layer: MoE layer index.
-            router_input_TD: what its router reads.
+            router_input_TD: input of its router.
         """
         self.unseen.discard(layer)
         if layer not in self.wrong and not follows_rule(self._view[layer], router_input_TD):
             self.wrong.add(layer)
         if self.wrong and not self._warned:
             self._warned = True
-            warnings.warn(self._line() + ": no forecast is made for such layers", stacklevel=2)
+            warnings.warn(self._line() + ": such layers have no forecasts", stacklevel=2)
 
     @torch.no_grad()
     def try_out(self) -> None:
-        """The same of made inputs, before there are any: a router that ends in an error on its own logits shall not do
-        so in a forecast. The layers stay unseen."""
-        generator = torch.Generator().manual_seed(0)  # its own: sampled generation must not change
+        """Check all layers on random inputs, so that errors of the rule appear before the first forecast.
+
+        The layers remain in `unseen`.
+        """
+        generator = torch.Generator().manual_seed(0)  # leaves the global generator alone
         for layer in self._view:
             weight = next(layer.router.parameters())
             residual_TD = torch.randn(2, layer.hidden_size, generator=generator).to(weight.device)
@@ -279,35 +280,31 @@ class RuleCheck:
         self.unseen.update(range(len(self._view)))
 
     def require(self, layer: int, router_input_TD: Tensor) -> None:
-        """The same where nothing can be done without the rule.
-
-        Raises:
-            ExpertcastError: the layer's router routes otherwise.
-        """
+        """Raise :class:`ExpertcastError` if the layer's router disagrees with the rule."""
         self.unseen.discard(layer)
         if not follows_rule(self._view[layer], router_input_TD):
             self.wrong.add(layer)
             raise ExpertcastError(
-                self._line() + ": what traces keep does not say how it routes; expertcast.offload without a predictor "
-                "runs such a model"
+                self._line() + ": traces cannot record its routing; expertcast.offload without a predictor runs such a "
+                "model"
             )
 
     def _line(self) -> str:
         layer = min(self.wrong)
         return (
-            f"router {type(self._view[layer].router).__name__} of MoE layer {layer} does not give the experts and "
-            "weights that its own logits say: it goes by more than these"
+            f"router {type(self._view[layer].router).__name__} of MoE layer {layer} does not route by its own logits "
+            "alone"
         )
 
 
 @torch.no_grad()
 def follows_rule(layer: MoELayer, router_input_TD: Tensor) -> bool:
-    """Whether a router's own logits, sent through the rule, give the router's own ids and weights, bit for bit."""
+    """Return whether the rule, applied to a router's own logits, reproduces its ids and weights bit for bit."""
     logits_TE, weights_TK, ids_TK = layer.routed(router_input_TD, hooks=False)
-    if not logits_TE.isfinite().all():  # NaN is like nothing, itself included: others refuse it
+    if not logits_TE.isfinite().all():  # NaN compares unequal to itself; other code rejects it
         return True
     try:
         routed_TK, given_TK = layer.route(logits_TE)
-    except Exception:  # whatever a router does that is not given what it goes by
+    except Exception:  # a router may raise anything when run on replaced logits
         return False
     return given_TK.dtype == weights_TK.dtype and torch.equal(routed_TK, ids_TK) and torch.equal(given_TK, weights_TK)
