@@ -1,1 +1,1 @@
-"""Predictor checkpoints: their file format, where they come from, and the bundled reference model."""
+"""Predictor checkpoints: file format, hub transfer, and the bundled reference model."""

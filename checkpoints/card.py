@@ -1,4 +1,4 @@
-"""The model card of a predictor checkpoint: the hub's metadata, how it is used, how good it is, where it comes from."""
+"""Model card of a predictor checkpoint: hub metadata, usage, recall, costs and provenance."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from expertcast.checkpoints.results import (
 )
 from expertcast.predictors.messages import Json
 
-# Parts of the card; a table without rows is left out.
+# Parts of the card; tables without rows are left out
 
 
 def scored(metrics: Json) -> str:
-    """What the table of recall is of."""
+    """Caption of the recall table."""
     size = f"{metrics['tokens']:,} tokens" if "tokens" in metrics else "tokens"
     by = "target layer" if RECALL in metrics else "distance"
     return (
-        f"Share of a token's experts that are among as many forecast ones (recall@k), on {size} of documents that\n"
-        f"nothing was learned or chosen from, by {by}, beside forecasts that need no training."
+        f"Share of a token's K experts that are among the K forecast experts (recall@k), on {size} of documents that\n"
+        f"were used neither for training nor for selection, by {by}, with forecasts that need no training."
     )
 
 
 def recall_part(name: str, metrics: Json) -> str:
-    """Recall by target layer and predictor, this one first, or by token ahead."""
+    """Return a table of recall by target layer and predictor, this one first, or by token ahead."""
     scores = {**metrics.get(RECALL, {}), **metrics.get("baselines", {})}
     if name not in scores:
         return tokens_table(metrics.get("tokens_ahead", {}), (RECALL,)).markdown()
@@ -45,43 +45,43 @@ def recall_part(name: str, metrics: Json) -> str:
 
 def training_rows(config: Json, metrics: Json) -> list[list[str]]:
     training, data = config.get("training", {}), metrics.get("data", {})
-    given = {
+    values = {
         "command": f"`{config['command']}`",
-        "tokens learned from": training.get("tokens"),
+        "training tokens": training.get("tokens"),
         "seconds": training.get("seconds") and f"{training['seconds']:.1f}",
         "seed": training.get("seed"),
         "processes": training.get("ranks"),
         "text": data.get("command") and f"`{data['command']}`",
-        "SHA-256 of the text, as tokens": data.get("text") and f"`{data['text']}`",
+        "SHA-256 of the token ids": data.get("text") and f"`{data['text']}`",
         "documents": data.get("documents"),
-        "tokens of train, validation, test": data.get("splits") and ", ".join(map(str, data["splits"].values())),
+        "tokens in train, validation, test": data.get("splits") and ", ".join(map(str, data["splits"].values())),
         "traces": metrics.get("traces") and f"`{metrics['traces']}`",
         "default vectors from": _elsewhere(training.get("default_vectors_from")),
         "expertcast, git revision": f"{config['expertcast_version']}, {config['git_revision']}",
         "versions": ", ".join(f"{name} {version}" for name, version in config["versions"].items()),
     }
-    return [["trained", ""], *([key, str(value)] for key, value in given.items() if value is not None)]
+    return [["trained", ""], *([key, str(value)] for key, value in values.items() if value is not None)]
 
 
 def _elsewhere(note: object) -> str | None:
-    """Where default vectors come from that are not of the traces."""
+    """Describe the source of default vectors that do not come from the traces."""
     return f"`{note.get('given')}`, digest `{note.get('digest')}`" if isinstance(note, dict) else None
 
 
 def model_rows(config: Json) -> list[list[str]]:
     shape = config["shape"]
     return [
-        ["made for", ""],
-        ["model", f"`{config['model_id']}`"],
+        ["model", ""],
+        ["name", f"`{config['model_id']}`"],
         ["MoE layers, experts, experts per token, hidden size", ", ".join(str(shape[key]) for key in "LEKD")],
-        ["reads", str(config["tap_point"])],
+        ["inputs", str(config["tap_point"])],
         ["fingerprint of routers and norms", f"`{config['fingerprint']}`"],
     ]
 
 
 BYTES = "timely_bytes"
 BUNDLED = "reference"
-"""The model that expertcast brings; it has no repository."""
+"""The bundled model, which has no repository."""
 BUNDLED_LICENSE = "apache-2.0"
 
 TEMPLATE = """---
@@ -90,8 +90,8 @@ TEMPLATE = """---
 
 # {{ predictor }} for {{ model_id }}
 
-Forecasts which experts of the Mixture-of-Experts model `{{ model_id }}` are needed {{ ahead }} ahead, for
-`expertcast`: experts that do not fit the GPU are brought in before they are needed.
+Forecasts which experts of the Mixture-of-Experts model `{{ model_id }}` are needed {{ ahead }} ahead. `expertcast`
+uses the forecasts to copy experts to the GPU before they are needed.
 
 ```python
 import expertcast
@@ -114,7 +114,7 @@ with expertcast.offload(model, {{ keyword }}="{{ where }}") as offloaded:
 
 {% endif %}{% if ladder %}## Rungs
 
-A run forecasts with the one that saves most time.
+The runtime uses the rung that saves the most time.
 
 {{ ladder }}
 
@@ -130,18 +130,18 @@ A run forecasts with the one that saves most time.
 
 {% endif %}{{ made_for }}
 """
-"""Rendered by jinja2."""
+"""Jinja2 template."""
 
 
 def model_card(config: Json, metrics: Json, where: str, license: str | None = None) -> str:
-    """README.md from the contents of config.json and metrics.json.
+    """Render README.md.
 
     Args:
-        config: the contents of config.json.
-        metrics: those of metrics.json.
-        where: what the card's commands name the checkpoint by: a folder, or `user/repo`.
-        license: of the predictor, an identifier of the hub such as apache-2.0 or mit; the bundled model's own when not
-            given, and none for predictors of other models.
+        config: contents of config.json.
+        metrics: contents of metrics.json.
+        where: name of the checkpoint in the card's commands: a folder or `user/repo`.
+        license: hub identifier of the predictor's licence, such as apache-2.0 or mit. Default: the bundled model's
+            licence for its predictors, otherwise none.
     """
     name, model_id = str(config["predictor"]), str(config["model_id"])
     distances = ", ".join(map(str, config["predictor_config"].get("ahead", [1])))
@@ -169,9 +169,9 @@ def model_card(config: Json, metrics: Json, where: str, license: str | None = No
 
 
 def _metadata(config: Json, metrics: Json, where: str, license: str | None) -> ModelCardData:
-    """The card's YAML; the hub shows `model-index` beside it, and lists the card under `base_model`."""
+    """Return the card's YAML header; the hub shows `model-index` and lists the card under `base_model`."""
     name, model_id = str(config["predictor"]), str(config["model_id"])
-    # the hub refuses cards whose base model is a path
+    # the hub rejects cards whose base model is a path
     is_hub_id = HubName.of(model_id) is not None and not Path(model_id).exists()
     results = _results(name, metrics)
     return ModelCardData(
@@ -185,7 +185,7 @@ def _metadata(config: Json, metrics: Json, where: str, license: str | None) -> M
 
 
 def _results(name: str, metrics: Json) -> list[EvalResult]:
-    """The predictor's own means, over layers; of one that looks tokens ahead those of the next token."""
+    """Return the predictor's mean over layers for each metric, or its scores for the next token."""
     data = metrics.get("data", {})
     shown = [metric for metric in (RECALL, "exact_set", *timely_metrics(metrics)) if not metric.startswith(BYTES)]
     found = {metric: (metrics.get(metric, {}).get(name) or {}).get("mean") for metric in shown}
@@ -209,7 +209,7 @@ def _results(name: str, metrics: Json) -> list[EvalResult]:
 
 
 def _loading(model_id: str) -> str:
-    """Lines of Python that make `model` and `tokenizer`."""
+    """Return Python lines that load `model` and `tokenizer`."""
     if model_id == BUNDLED:
         return (
             "from expertcast.data.models import load_model, load_tokenizer\n\n"

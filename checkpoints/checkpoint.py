@@ -1,15 +1,14 @@
-"""Saving, verifying and loading predictor checkpoints.
+"""Save, verify and load predictor checkpoints.
 
-    folder/config.json         predictor name, its config, model id, fingerprint of routers and norms, one of a sample
-                               of the experts' weights where they were at hand, L, D, E, K, tap point, calibration,
-                               expertcast version, command, git revision, versions; digests of the next three files,
-                               and one of itself
-    folder/model.safetensors   the predictor's state dict (default vectors included)
-    folder/metrics.json        what evaluation found, with the data it came from
-    folder/documents.json      hashes of the documents that it learned or was chosen from
+    folder/config.json         predictor name and config, model id, fingerprint of routers and norms, fingerprint of
+                               the experts if available, L, D, E, K, inputs, calibration, expertcast version, command,
+                               git revision, versions; digests of the next three files and of itself
+    folder/model.safetensors   the predictor's state dict, including default vectors
+    folder/metrics.json        evaluation results and the data behind them
+    folder/documents.json      hashes of the documents used for training or selection
     folder/README.md           model card
 
-Nothing here is pickled. A folder appears whole or not at all: it is written beside its place and renamed.
+No file is pickled. Saving is atomic: the folder is written under a temporary name and then renamed.
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ CARD = "README.md"
 ALL = (CONFIG, WEIGHTS, METRICS, DOCUMENTS, CARD)
 
 FORMAT = 1
-"""Raised when a reader of the old form could misread the new one."""
+"""Version of the file format; increased when older code could misread a new file."""
 
 TAP_POINT = "input of the norm before the router (residual stream after attention)"
-"""Where residual_TD is taken; config.json has it, and what is read besides, so that a checkpoint says what it reads."""
+"""Source of residual_TD; config.json lists it among the predictor's inputs."""
 
 
-# Schemas of config.json, metrics.json and documents.json, and their readers.
+# Schemas and readers of config.json, metrics.json and documents.json
 
 REMEDY = "train it again with `expertcast train`"
-_CONFIG_REMEDY = REMEDY + ", or upgrade expertcast if a newer one wrote it"
+_CONFIG_REMEDY = REMEDY + ", or upgrade expertcast if a newer version wrote it"
 
 _Free = dict[str, JsonValue]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -81,7 +80,7 @@ _Files.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
 
 
 class ConfigFile(TypedDict):
-    """config.json; `experts_fingerprint` is missing where the experts were not at hand."""
+    """config.json; `experts_fingerprint` is missing if the experts were not available."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
     format: Annotated[int, Field(ge=1, le=FORMAT)]
@@ -98,9 +97,9 @@ class ConfigFile(TypedDict):
     python_version: str
     versions: dict[str, str | None]
     calibration: dict[str, _Readings]
-    """By distance, slope, root and offset of each layer pair (:class:`LogOdds`)."""
+    """Slope, root and offset of each layer pair (:class:`LogOdds`), by distance."""
     member_calibration: dict[str, dict[str, _Readings]]
-    """The same of each predictor that it is made of, by name."""
+    """Calibration of the predictor's members, by name."""
     training: NotRequired[_Free]
     files: _Files
     digest: str
@@ -113,44 +112,48 @@ class _Recall(TypedDict):
 
 
 class _Scores(TypedDict):
-    """An evaluation: what is computed from, and whatever else there is to read."""
+    """An evaluation: the fields that code reads, and any others."""
 
     __pydantic_config__ = ConfigDict(CLOSED, extra="allow")  # type: ignore[misc]
     recall_at_k: NotRequired[dict[str, _Recall]]
     baselines: NotRequired[dict[str, _Recall]]
-    """Recall@k of what needs no training, on the same tokens."""
+    """Recall@k of predictors without training, on the same tokens."""
     targets: NotRequired[list[Annotated[int, Field(ge=0, lt=10_000)]]]
     ahead: NotRequired[Annotated[int, Field(ge=1, le=10_000)]]
 
 
 class _Evaluation(_Scores):
     further: NotRequired[Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,5}$")], _Scores], Field(max_length=64)]]
-    """The same at longer distances, by distance."""
+    """Evaluations at longer distances, by distance."""
 
 
 class MetricsFile(_Evaluation):
-    """metrics.json: one evaluation, or that of the test split with that of the validation split in it."""
+    """metrics.json: the evaluation on the test split, optionally with that on the validation split inside."""
 
     validation: NotRequired[_Evaluation]
 
 
 def read_config(path: Path) -> Json:
-    """config.json by its schema.
+    """Read config.json.
 
     Raises:
-        ExpertcastError: it cannot be read, is not by its schema, or was changed after it was written.
+        ExpertcastError: the file is unreadable, violates its schema, or changed after it was written.
     """
     config = read_json(path, ConfigFile, _CONFIG_REMEDY)
     if config["shape"]["K"] > config["shape"]["E"]:
-        raise ExpertcastError(f"{path}: shape has K={config['shape']['K']} of E={config['shape']['E']}; {REMEDY}")
+        raise ExpertcastError(f"{path}: K={config['shape']['K']} exceeds E={config['shape']['E']}; {REMEDY}")
     return dict(config)
 
 
 def read_metrics(path: Path, layers: int) -> Json:
-    """metrics.json of a model with so many MoE layers, by its schema.
+    """Read metrics.json.
+
+    Args:
+        path: the file.
+        layers: number of MoE layers of the model.
 
     Raises:
-        ExpertcastError: it cannot be read or is not by its schema.
+        ExpertcastError: the file is unreadable or violates its schema.
     """
     metrics: Json = dict(read_json(path, MetricsFile, REMEDY))
     for evaluation in (metrics, metrics.get("validation", {})):
@@ -160,25 +163,22 @@ def read_metrics(path: Path, layers: int) -> Json:
 
 
 def _check_targets(path: Path, scores: Json, layers: int) -> None:
-    """Each recall must belong to a layer.
-
-    Raises:
-        ExpertcastError: more or fewer of them than targets, or targets that are no rising layers of the model.
-    """
+    """Check that every recall belongs to a target layer, and that target layers are ascending layers of the model."""
     recall = {**scores.get("recall_at_k", {}), **scores.get("baselines", {})}
     longest = max((len(values["per_layer"]) for values in recall.values()), default=0)
     targets: list[int] = list(scores.get("targets", range(1, longest + 1)))
     if targets != sorted(set(targets)) or (targets and targets[-1] >= layers):
-        raise ExpertcastError(f"{path}: targets are no rising layers of 0..{layers - 1}; {REMEDY}")
+        raise ExpertcastError(f"{path}: targets are not ascending layers of 0..{layers - 1}; {REMEDY}")
     for name, values in recall.items():
         if len(values["per_layer"]) != len(targets):
             raise ExpertcastError(
-                f"{path}: recall_at_k.{name!r} has {len(values['per_layer'])} layers of {len(targets)}; {REMEDY}"
+                f"{path}: recall_at_k.{name!r} has {len(values['per_layer'])} layers instead of {len(targets)}; "
+                f"{REMEDY}"
             )
 
 
 def holds_predictor(folder: str | Path) -> bool:
-    """Whether a folder is a predictor's checkpoint, be it a damaged one: not a model's, which has a config.json too."""
+    """Return whether a folder is a predictor checkpoint, possibly damaged, and not a model."""
     config = Path(folder) / CONFIG
     if not config.is_file():
         return all((Path(folder) / name).is_file() for name in (METRICS, WEIGHTS))
@@ -190,17 +190,17 @@ def holds_predictor(folder: str | Path) -> bool:
 
 
 def is_name(given: str | Path) -> bool:
-    """Whether a word is a registered predictor's name; a path never is.
+    """Return whether `given` is the name of a registered predictor.
 
     Raises:
-        ExpertcastError: a checkpoint lies here in a folder of that name.
+        ExpertcastError: the working directory also has a checkpoint of that name.
     """
     if given not in PREDICTORS.names():
         return False
     if any((Path(given) / name).is_file() for name in (CONFIG, METRICS)):
         raise ExpertcastError(
-            f"{given!r} is a predictor's name and a checkpoint's folder here: give ./{given} for the checkpoint, or "
-            "rename the folder for the predictor"
+            f"{given!r} is a predictor and also a checkpoint folder: use ./{given} for the checkpoint, or rename the "
+            "folder"
         )
     return True
 
@@ -219,29 +219,28 @@ class DocumentsFile(TypedDict):
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
     learned_from: list[_Hash]
-    """In no order that says anything."""
+    """Document hashes, sorted."""
 
 
-# Tensors: compared with those of the predictor before memory is taken for either.
+# Tensors: their shapes are compared with the predictor's before memory is allocated
 
 _Outline = dict[str, tuple[list[int], bool]]
-"""By tensor: its shape, and whether it holds floating-point numbers."""
+"""By tensor name: shape, and whether the dtype is floating-point."""
 
 
 def load_into(make: Callable[[], Predictor], path: Path, remedy: str) -> Predictor:
-    """The predictor that `make` makes, with the tensors of a safetensors file, in eval mode.
+    """Build a predictor in eval mode with the tensors of a safetensors file.
 
-    It is made on the meta device first, which takes no memory: so a file's few bytes are enough to refuse a
-    configuration that asks for more of them.
+    A first instance on the meta device takes no memory, so a config that requests huge tensors fails early.
 
     Args:
-        make: makes the predictor, the same one each time.
-        path: of the file.
-        remedy: for messages.
+        make: builds the predictor; called twice.
+        path: safetensors file.
+        remedy: end of error messages.
 
     Raises:
-        ExpertcastError: the file is damaged, holds other tensors than the predictor has, or numbers that are not
-            finite; or as `make`.
+        ExpertcastError: the file is damaged, its tensors differ from the predictor's, or it contains non-finite
+            numbers.
     """
     wanted = _outline(make)
     try:
@@ -249,12 +248,12 @@ def load_into(make: Callable[[], Predictor], path: Path, remedy: str) -> Predict
         if found != wanted:
             name = next(name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name))
             raise ExpertcastError(
-                f"{path} does not hold the tensors of the predictor as its config describes it ({name} is "
-                f"{_told(found.get(name))}, not {_told(wanted.get(name))}); {remedy}"
+                f"{path} does not match the predictor's config: {name} is {_outline_text(found.get(name))} instead of "
+                f"{_outline_text(wanted.get(name))}; {remedy}"
             )
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ExpertcastError(f"{path} is damaged or cut short ({str(error).splitlines()[0]}); {remedy}") from error
+        raise ExpertcastError(f"{path} is damaged or truncated ({str(error).splitlines()[0]}); {remedy}") from error
     check_tensors(tensors, str(path), remedy)
     predictor = make()
     predictor.load_state_dict(tensors)
@@ -262,19 +261,10 @@ def load_into(make: Callable[[], Predictor], path: Path, remedy: str) -> Predict
 
 
 def check_tensors(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
-    """Refuse numbers that no computation can go on from.
-
-    Args:
-        tensors: by name.
-        what: they belong to, for the message.
-        remedy: for the message.
-
-    Raises:
-        ExpertcastError: NaN or an infinity in one of them.
-    """
+    """Raise :class:`ExpertcastError` if a tensor of `what` contains NaN or infinity."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ExpertcastError(f"{what}: {name} holds numbers that are not finite; {remedy}")
+            raise ExpertcastError(f"{what}: {name} contains NaN or infinity; {remedy}")
 
 
 def _outline(make: Callable[[], Predictor]) -> _Outline:
@@ -283,7 +273,7 @@ def _outline(make: Callable[[], Predictor]) -> _Outline:
             predictor = make()
     except (RuntimeError, OverflowError) as error:
         raise ExpertcastError(
-            f"a predictor of that config and shape cannot be: {str(error).splitlines()[0]}"
+            f"cannot build a predictor of this config and shape: {str(error).splitlines()[0]}"
         ) from error
     return {name: (list(tensor.shape), tensor.is_floating_point()) for name, tensor in predictor.state_dict().items()}
 
@@ -295,20 +285,20 @@ def _outline_of(path: Path) -> _Outline:
         return {name: (part.get_shape(), "F" in part.get_dtype()) for name, part in parts.items()}
 
 
-def _told(tensor: tuple[list[int], bool] | None) -> str:
+def _outline_text(tensor: tuple[list[int], bool] | None) -> str:
     if tensor is None:
-        return "not there"
-    return f"{tensor[0]} of {'floating-point' if tensor[1] else 'whole'} numbers"
+        return "missing"
+    return f"{tensor[0]} of {'floats' if tensor[1] else 'integers'}"
 
 
-# Replacing a folder.
+# Replacing a folder
 
 _OLD = ".old"
-"""Ends the name of a checkpoint that a new one is about to replace."""
+"""Suffix of a checkpoint that is being replaced."""
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Put `new` in the place of `folder`: each step is one rename, so a reader sees the old or the new whole."""
+    """Rename `new` to `folder`; readers see either the old folder or the new one, never a mixture."""
     aside: list[Path] = []
     while new.exists():
         if folder.exists():
@@ -317,15 +307,15 @@ def replace_folder(new: Path, folder: Path) -> None:
         try:
             os.rename(new, folder)
         except OSError:
-            if not folder.exists():  # else a reader has just put the old one back
+            if not folder.exists():  # else a reader has restored the old folder
                 raise
     for old in aside:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def recover(folder: Path) -> None:
-    """A save that was killed between two renames left the checkpoint that it was to replace aside: it is put back."""
-    with contextlib.suppress(OSError, ValueError):  # whatever else is wrong is said where the folder is read
+    """Restore the old checkpoint if a save was killed between its two renames."""
+    with contextlib.suppress(OSError, ValueError):  # reading the folder reports other problems
         if not os.path.lexists(folder):
             aside = folder.parent.glob(f".{glob.escape(folder.name)}.*{_OLD}")
             os.rename(max(aside, key=os.path.getmtime), folder)
@@ -333,24 +323,36 @@ def recover(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorCheckpoint:
-    """What a checkpoint says about itself, checked; its weights are not loaded."""
+    """A verified checkpoint: its config and metrics. :meth:`load` reads the weights.
+
+    Example:
+        >>> import expertcast
+        >>> expertcast.PredictorCheckpoint.open("checkpoint")
+        PredictorCheckpoint('quasi_hidden', model='reference', L=12, E=64, K=4, D=192, folder='checkpoint')
+    """
 
     folder: Path
     config: Json
-    """config.json"""
+    """Contents of config.json."""
     metrics: Json
-    """metrics.json"""
+    """Contents of metrics.json."""
+
+    def __repr__(self) -> str:
+        config = self.config
+        shape = ", ".join(f"{key}={value}" for key, value in config["shape"].items())
+        return f"PredictorCheckpoint({self.name!r}, model={config['model_id']!r}, {shape}, folder={str(self.folder)!r})"
 
     @classmethod
     def open(cls, folder: str | Path, *, revision: str | None = None) -> PredictorCheckpoint:
         """Read config.json and metrics.json, and compare every file with its digest.
 
         Args:
-            folder: of the checkpoint; where there is none, `user/repo` or `user/repo@revision` of the hub.
-            revision: branch, tag or commit of that.
+            folder: checkpoint folder, or the hub repository `user/repo` or `user/repo@revision`.
+            revision: branch, tag or commit of the repository.
 
         Raises:
-            ExpertcastError: no folder or repository, a file missing, unreadable, changed, or not by its schema.
+            ExpertcastError: the folder or repository does not exist, or a file is missing, unreadable, changed or
+                invalid.
         """
         recover(Path(folder))
         found, name = located(folder, CHECKPOINT, revision)
@@ -360,10 +362,10 @@ class PredictorCheckpoint:
     @classmethod
     def _read(cls, folder: Path) -> PredictorCheckpoint:
         if not folder.is_dir():
-            raise ExpertcastError(f"no predictor checkpoint at {folder}: give the folder that `expertcast train` wrote")
+            raise ExpertcastError(f"no predictor checkpoint at {folder}: use a folder written by `expertcast train`")
         missing = [name for name in (CONFIG, WEIGHTS, METRICS) if not (folder / name).is_file()]
         if missing:
-            raise ExpertcastError(f"{folder} is no whole predictor checkpoint, {', '.join(missing)} missing: {REMEDY}")
+            raise ExpertcastError(f"{folder} is an incomplete checkpoint without {', '.join(missing)}: {REMEDY}")
         config = read_config(folder / CONFIG)
         for name, expected in config["files"].items():
             check_file(folder / name, expected, REMEDY)
@@ -376,41 +378,44 @@ class PredictorCheckpoint:
 
     @property
     def learned_from(self) -> frozenset[str]:
-        """Hashes of the documents that the predictor learned or was chosen from.
+        """Hashes of the documents used for training or selection.
 
         Raises:
-            ExpertcastError: their file is not right.
+            ExpertcastError: documents.json is unreadable or invalid.
         """
         return frozenset(read_json(self.folder / DOCUMENTS, DocumentsFile, REMEDY)["learned_from"])
 
     def verify(self, view: MoEView) -> None:
-        """Check that the predictor was made for this very model.
+        """Raise an error unless the predictor was trained for this model.
 
         Raises:
-            ExpertcastError: the fingerprint of routers and norms differs, or that of the experts, where both are known.
+            ExpertcastError: the fingerprint of routers and norms differs, or that of the experts if both exist.
         """
         check_fingerprints(self.config, view, str(self.folder))
 
     def predictor(self) -> tuple[type[Predictor], PredictorConfig]:
-        """Class and configuration of the predictor.
+        """Return the predictor's class and configuration.
 
         Raises:
-            ExpertcastError: unknown predictor, or fields that are not its own.
+            ExpertcastError: the predictor is unknown, or its config has invalid fields.
         """
         path = self.folder / CONFIG
         try:
             cls = predictor_class(self.name)
         except ExpertcastError as error:
-            raise ExpertcastError(f"{path}: {error}; or register the predictor before it is loaded") from None
+            raise ExpertcastError(f"{path}: {error}; or register the predictor before loading it") from None
         what = f"{path}: predictor_config of {self.name!r}"
         return cls, from_values(cls.config_class, self.config["predictor_config"], what, REMEDY)
 
     def load(self, view: MoEView | None = None) -> Predictor:
-        """The predictor in eval mode, bound to the model when one is given.
+        """Load the predictor in eval mode.
+
+        Args:
+            view: model to verify and bind; without it the predictor stays unbound.
 
         Raises:
-            ExpertcastError: unknown predictor, config fields or weights that do not fit it, a damaged file, or as
-                :meth:`verify`.
+            ExpertcastError: the predictor is unknown, its config or weights are invalid, or it was trained for another
+                model.
         """
         if view is not None:
             self.verify(view)
@@ -422,46 +427,39 @@ class PredictorCheckpoint:
         return predictor if view is None else predictor.bind(view)
 
     def _calibrate(self, predictor: Predictor) -> None:
-        """Give a predictor, and those that it is made of, their calibration.
-
-        Raises:
-            ExpertcastError: that of a member is missing, or there is no such member; or as :meth:`_readings`.
-        """
+        """Set the calibration of a predictor and of its members from config.json."""
         predictor.calibration = self._readings(predictor, "calibration", self.config["calibration"])
-        members, given = _members(predictor), self.config["member_calibration"]
-        if members.keys() != given.keys():
+        members, stored = _members(predictor), self.config["member_calibration"]
+        if members.keys() != stored.keys():
             raise ExpertcastError(
-                f"{self.folder / CONFIG}: member_calibration is of {[name[:20] for name in given]}, not of "
+                f"{self.folder / CONFIG}: member_calibration has {[name[:20] for name in stored]} instead of "
                 f"{list(members)}; {REMEDY}"
             )
         for name, member in members.items():
-            member.calibration = self._readings(member, f"member_calibration.{name}", given[name])
+            member.calibration = self._readings(member, f"member_calibration.{name}", stored[name])
 
     def _readings(
         self, predictor: Predictor, field: str, values: Mapping[str, Sequence[Sequence[float]]]
     ) -> dict[int, Sequence[LogOdds]]:
-        """Calibration of the predictor's logits: by distance, one reading per layer pair.
-
-        Args:
-            predictor: whose.
-            field: of config.json that has it.
-            values: of that.
+        """Parse the `values` of a `field` in config.json: by distance, one :class:`LogOdds` per layer pair.
 
         Raises:
-            ExpertcastError: a distance that the predictor does not look, or too few or too many pairs.
+            ExpertcastError: a distance is not the predictor's, or the number of layer pairs is wrong.
         """
         path, distances = self.folder / CONFIG, {str(ahead): ahead for ahead in predictor.ahead}
         for name, pairs in values.items():
             if name not in distances:
-                raise ExpertcastError(f"{path}: {field}.{name[:20]!r} is no distance of {list(distances)}; {REMEDY}")
+                raise ExpertcastError(f"{path}: {field} has distance {name[:20]!r}, not in {list(distances)}; {REMEDY}")
             expected = predictor.shape.layers - distances[name]
             if len(pairs) != expected:
-                raise ExpertcastError(f"{path}: {field}.{name} has {len(pairs)} layer pairs of {expected}; {REMEDY}")
+                raise ExpertcastError(
+                    f"{path}: {field}.{name} has {len(pairs)} layer pairs instead of {expected}; {REMEDY}"
+                )
         return {distances[name]: [LogOdds(*pair) for pair in pairs] for name, pairs in values.items()}
 
 
 def _members(predictor: Predictor) -> dict[str, Predictor]:
-    """Predictors that one is made of, by name."""
+    """Return the predictors inside a predictor, by name."""
     parts = ((path, part) for path, part in predictor.named_modules() if path)
     return {path.rpartition(".")[2]: part for path, part in parts if isinstance(part, Predictor)}
 
@@ -474,18 +472,27 @@ def save_predictor(
     metrics: Json | None = None,
     training: Json | None = None,
 ) -> PredictorCheckpoint:
-    """Write a checkpoint (the folder is drawn in the module's docstring); an older checkpoint there is replaced.
+    """Write a checkpoint folder; it replaces an older checkpoint atomically.
 
     Args:
-        predictor: what to save.
-        folder: where to; made with its parents.
-        view: the model it was trained for; gives model id and fingerprint.
-        metrics: evaluation results, plain JSON values; empty when None.
-        training: how it was trained, plain JSON values.
+        predictor: predictor to save.
+        folder: destination; missing parents are created.
+        view: model that the predictor was trained for; provides model id and fingerprints.
+        metrics: evaluation results as JSON values.
+        training: description of the training as JSON values.
+
+    Returns:
+        The new checkpoint.
 
     Raises:
-        ExpertcastError: `folder` holds something that is not a checkpoint, or the predictor's tensors hold numbers that
-            are not finite; or the metrics are not what a reader takes.
+        ExpertcastError: `folder` contains other files, a tensor contains NaN or infinity, or the metrics are invalid.
+
+    Example:
+        >>> import expertcast
+        >>> traces = expertcast.TraceDataset.open("traces")
+        >>> predictor = expertcast.fit("quasi_hidden", traces).predictor
+        >>> expertcast.save_predictor(predictor, "checkpoint", view=traces.view).name
+        'quasi_hidden'
     """
     folder = Path(folder)
     _refuse_foreign(folder)
@@ -504,21 +511,21 @@ def save_predictor(
 
 
 def load_predictor(folder: str | Path, view: MoEView | None = None, *, revision: str | None = None) -> Predictor:
-    """The predictor of a checkpoint, bound to the model when one is given.
+    """Load the predictor of a checkpoint, and bind it to a model if one is given.
 
     Args:
         folder, revision: as for :meth:`PredictorCheckpoint.open`.
         view: the model's MoE layers.
 
     Raises:
-        ExpertcastError: a file missing, damaged or of a newer format, or a model whose routers, norms or experts are
-            not those it was trained for.
+        ExpertcastError: a file is missing, damaged or of a newer format, or the predictor was trained for another
+            model.
     """
     return PredictorCheckpoint.open(folder, revision=revision).load(view)
 
 
 def describe(predictor: Predictor, view: MoEView) -> Json:
-    """The contents of config.json for a predictor that was trained for the model of `view`."""
+    """Return the contents of config.json for a predictor trained for the model of `view`."""
     return {
         "format": FORMAT,
         "predictor": predictor.name,
@@ -534,7 +541,7 @@ def describe(predictor: Predictor, view: MoEView) -> Json:
 
 
 def _values(predictor: Predictor) -> dict[str, list[list[float]]]:
-    """Its calibration as config.json has it."""
+    """Return the calibration as config.json stores it."""
     return {
         str(ahead): [[own.slope, own.root, own.offset] for own in each] for ahead, each in predictor.calibration.items()
     }
@@ -543,25 +550,29 @@ def _values(predictor: Predictor) -> dict[str, list[list[float]]]:
 def _reads(predictor: Predictor) -> str:
     parts = [TAP_POINT]
     if predictor.uses_previous_token:
-        parts.append("router logits of the token before")
+        parts.append("previous token's router logits")
     if predictor.uses_early:
         parts.append("early attention")
     return "; ".join(parts)
 
 
 def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json, *, where: str) -> PredictorCheckpoint:
-    """Write a checkpoint's files into `folder`: the predictor's weights, `config` and `metrics` as JSON, the documents
-    that it learned from, and the card made of these, which names the checkpoint by `where`. Numbers in JSON that are
-    not finite become null.
+    """Write a checkpoint's files into an empty folder.
+
+    Args:
+        folder: destination.
+        predictor: provides the weights and the hashes of its documents.
+        config: contents of config.json.
+        metrics: contents of metrics.json; NaN and infinity become null.
+        where: name of the checkpoint in the card's commands.
 
     Raises:
-        ExpertcastError: the predictor's tensors hold numbers that are not finite, or `config` or `metrics` are not by
-            their schema.
+        ExpertcastError: a tensor contains NaN or infinity, or `config` or `metrics` violate their schemas.
     """
-    # clones: safetensors refuses tensors that share memory
+    # clone: safetensors rejects tensors that share memory
     tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in predictor.state_dict().items()}
     check_tensors(tensors, f"predictor {predictor.name}", "train it again, with a lower learning rate if it has one")
-    # safetensors' own file would be its owner's alone, whatever the umask is
+    # safetensors' own writer ignores the umask
     data = {WEIGHTS: save(tensors, metadata={"format": "pt"}), METRICS: _text(_plain(metrics))}
     learned_from = {"learned_from": sorted(predictor.learned_from or ())}
     data[DOCUMENTS] = (json.dumps(learned_from, separators=(",", ":")) + "\n").encode()
@@ -575,7 +586,7 @@ def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json,
 
 
 def _plain(values: Json) -> Json:
-    """Values as they are read back: with texts as names, and without numbers that JSON does not have."""
+    """Convert to JSON types: string keys, null for NaN and infinity."""
     plain: Json = json.loads(json.dumps(values), parse_constant=lambda _: None)
     return plain
 
@@ -586,12 +597,12 @@ def _text(values: Json) -> bytes:
 
 def _refuse_foreign(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
-        raise ExpertcastError(f"{folder} is a file: give a folder for the predictor checkpoint")
+        raise ExpertcastError(f"{folder} is a file: use a folder for the predictor checkpoint")
     if not folder.is_dir() or not any(folder.iterdir()) or holds_predictor(folder):
         return
     if (folder / CONFIG).is_file():
-        raise ExpertcastError(f"{folder} holds another kind of model: give another output folder")
-    raise ExpertcastError(f"{folder} is not empty and no predictor checkpoint: give another output folder")
+        raise ExpertcastError(f"{folder} contains another model: use another output folder")
+    raise ExpertcastError(f"{folder} is not empty and not a predictor checkpoint: use another output folder")
 
 
 def push_checkpoint(
@@ -602,21 +613,20 @@ def push_checkpoint(
     message: str | None = None,
     license: str | None = None,
 ) -> Json:
-    """Send a checkpoint to a model repository, with a card that names it by that; files are compared with their digests
-    first, and weights are read.
+    """Upload a checkpoint to a model repository, after checking its digests and weights.
 
     Args:
-        folder: of the checkpoint.
-        name: of the repository, made where it is missing; its revision is a branch.
-        private: whether nobody else may see it.
-        message: of the commit.
-        license: of the predictor, for the card.
+        folder: checkpoint folder.
+        name: repository, created if missing; its revision is a branch.
+        private: whether to create the repository as private.
+        message: commit message.
+        license: hub identifier of the predictor's licence, for the card.
 
     Returns:
-        As :func:`expertcast.checkpoints.hub.push`, and the card's `license`.
+        The result of :func:`expertcast.checkpoints.hub.push`, and the card's `license`.
 
     Raises:
-        ExpertcastError: the checkpoint is not right; or as there.
+        ExpertcastError: the checkpoint is invalid, or the upload fails.
     """
     checkpoint = PredictorCheckpoint.open(folder)
     checkpoint.load()

@@ -1,6 +1,6 @@
-"""Download and upload of checkpoints and traces, by huggingface_hub with its cache, login and environment variables.
+"""Download and upload checkpoints and traces with huggingface_hub, its cache, login and environment variables.
 
-Where the hub is out of reach, the cache serves. Whole files are not downloaded again.
+Without a connection the cache is used. Complete files are not downloaded again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from expertcast.predictors.messages import ExpertcastError, Json
 
 
 class NotOnHubError(ExpertcastError):
-    """No such repository, or none that the hub shows this user."""
+    """The repository does not exist, or is not visible to this user."""
 
 
 class OutOfReachError(ExpertcastError):
-    """No such repository in the cache, and no way to the hub."""
+    """The repository is not in the cache, and the hub is unreachable."""
 
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^\s@]+))?")
@@ -41,14 +41,14 @@ _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """`user/repo`, or `user/repo@revision` with a branch, a tag or a commit."""
+    """Name of a hub repository: `user/repo`, or `user/repo@revision` with a branch, tag or commit."""
 
     repo: str
     revision: str | None = None
 
     @classmethod
     def of(cls, given: str | Path) -> HubName | None:
-        """What a text names; None where it can be no such name."""
+        """Parse a name; None if the text is not a valid repository name."""
         match = _NAME.fullmatch(str(given))
         if match is None:
             return None
@@ -64,91 +64,91 @@ class HubName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What a folder of ours is, here and on the hub."""
+    """Kind of folder, locally and on the hub: predictor checkpoint or traces."""
 
     what: str
-    """For messages."""
+    """Name in messages."""
     repo_type: str
-    """model or dataset."""
+    """`model` or `dataset`."""
     files: tuple[str, ...]
-    """Patterns of its files; whatever else a repository holds is left there."""
+    """Glob patterns of its files; other files in a repository are ignored."""
     marks: tuple[str, ...]
-    """Small files among them by which `holds` tells it."""
+    """Small files that identify the kind."""
     holds: Callable[[Path], bool]
-    """Whether a folder is one."""
+    """Returns whether a folder is of this kind."""
     remedy: str
-    """What its readers say to do about a file that is not right; there are other remedies for one from the hub."""
+    """Remedy in error messages about local files; for a repository another remedy replaces it."""
 
 
 @contextmanager
 def in_one_line(name: HubName, kind: Kind, doing: str) -> Iterator[None]:
-    """Whatever huggingface_hub and what is below it raise, in one line with what helps.
+    """Convert any exception of huggingface_hub into an error of one line with a remedy.
 
     Args:
-        name: of the repository.
-        kind: what it holds, or is to hold.
+        name: the repository.
+        kind: kind of its contents.
         doing: `get` or `push to`, for messages.
 
     Raises:
-        ExpertcastError: for any other error.
+        ExpertcastError: in place of any other exception.
     """
     try:
         yield
     except ExpertcastError:
         raise
-    except Exception as error:  # of sockets, HTTP, files and values, which share no class
-        said = _said(name, kind, doing, error)
+    except Exception as error:  # errors of sockets, HTTP, files and values share no base class
+        message = _message(name, kind, doing, error)
         if isinstance(error, RepositoryNotFoundError):
-            raise NotOnHubError(said) from error
-        raise (OutOfReachError if isinstance(error, LocalEntryNotFoundError) else ExpertcastError)(said) from error
+            raise NotOnHubError(message) from error
+        raise (OutOfReachError if isinstance(error, LocalEntryNotFoundError) else ExpertcastError)(message) from error
 
 
-def _said(name: HubName, kind: Kind, doing: str, error: Exception) -> str:
+def _message(name: HubName, kind: Kind, doing: str, error: Exception) -> str:
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     hub = constants.ENDPOINT
     if isinstance(error, GatedRepoError):
-        return f"{name.repo} is for those who were given access: ask for it at {hub}/{name.repo}"
+        return f"{name.repo} has restricted access: request access at {hub}/{name.repo}"
     if status == 401 and doing == "push to":
-        return f"cannot push to {name.repo}: the hub knows no login of yours; {_LOGIN}"
+        return f"cannot push to {name.repo}: you are not logged in to the hub; {_LOGIN}"
     if status == 403:
-        return f"cannot {doing} {name.repo}: your login has no right to; give another name, or use a token that has"
+        return f"cannot {doing} {name.repo}: permission denied; use another repository, or a token with write access"
     if isinstance(error, RepositoryNotFoundError):
         return (
-            f"{str(name)!r} is neither a folder here nor a {kind.repo_type} repository that the hub shows: give the "
-            f"folder of a {kind.what}, or user/repo (if that is private, {_LOGIN})"
+            f"{str(name)!r} is neither a local folder nor a visible {kind.repo_type} repository: use a {kind.what} "
+            f"folder or user/repo (for a private repository, {_LOGIN})"
         )
     if isinstance(error, RevisionNotFoundError):
-        return f"{name.repo} of the hub has no revision {name.revision!r}: give a branch, a tag or a commit of it"
+        return f"{name.repo} has no revision {name.revision!r}: use one of its branches, tags or commits"
     if isinstance(error, LocalEntryNotFoundError):
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} is out of reach"
-        return f"{str(name)!r} is neither a folder here nor in the hub's cache, and {why}: give a folder, or go online"
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} is unreachable"
+        return f"{str(name)!r} is neither a local folder nor in the hub's cache, and {why}: use a folder, or go online"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0].rstrip(".;") if lines else type(error).__name__
-    return f"cannot {doing} {name.repo}: {reason}; try again, what came whole is kept"
+    return f"cannot {doing} {name.repo}: {reason}; try again, complete files are kept"
 
 
 PARTIAL = ".partial"
-"""Ends the name of a folder that is being downloaded."""
+"""Suffix of a folder during its download."""
 
 
 def located(given: str | Path, kind: Kind, revision: str | None = None) -> tuple[Path, HubName | None]:
-    """The folder of that path; where there is none and it can be a repository's name, the repository, downloaded.
+    """Resolve a local folder or, failing that, download the hub repository of that name.
 
     Args:
-        given: a path, or `user/repo`, or `user/repo@revision`.
-        kind: what is looked for.
-        revision: of the repository, in place of one in `given`.
+        given: a path, `user/repo`, or `user/repo@revision`.
+        kind: expected kind.
+        revision: revision of the repository; takes precedence over one in `given`.
 
     Returns:
-        The folder, and the repository that it came from, if it did.
+        The folder, and the repository if it was downloaded.
 
     Raises:
-        ExpertcastError: a revision of a folder; or as :func:`download`.
+        ExpertcastError: `revision` is set for a local folder, or the download fails.
     """
     name = None if os.path.lexists(given) else HubName.of(given)
     if name is None:
         if revision is not None:
-            raise ExpertcastError(f"revision={revision!r} is of a repository, and {given} names none: leave it out")
+            raise ExpertcastError(f"revision={revision!r} needs a hub repository, {given} is a path: leave it out")
         return Path(given), None
     name = name if revision is None else HubName(name.repo, revision)
     return download(name, kind), name
@@ -156,7 +156,7 @@ def located(given: str | Path, kind: Kind, revision: str | None = None) -> tuple
 
 @contextmanager
 def blamed(name: HubName | None, folder: Path, kind: Kind) -> Iterator[None]:
-    """What is found wrong with a `folder` that was downloaded names the repository, and what helps."""
+    """Add the repository's name and a remedy to errors about a downloaded folder."""
     try:
         yield
     except ExpertcastError as error:
@@ -166,33 +166,35 @@ def blamed(name: HubName | None, folder: Path, kind: Kind) -> Iterator[None]:
 
 
 def download(name: HubName, kind: Kind) -> Path:
-    """A repository's files in the hub's cache.
+    """Download a repository into the hub's cache and return its folder.
 
     Raises:
-        ExpertcastError: no such repository or revision, something else in it, or no way to it and nothing in the cache.
+        ExpertcastError: the repository or revision does not exist, is of another kind, or is neither reachable nor
+            cached.
     """
     return _whole(name, kind, _recognised(name, kind))
 
 
 def pull(name: HubName, kind: Kind, folder: Path, check: Callable[[Path], object]) -> None:
-    """Download a repository into a folder, which appears whole and checked or not at all. Files that a download which
-    stopped has brought lie beside it, in `folder.partial`, until the next one.
+    """Download a repository into a folder; the folder appears only when it is complete and checked.
+
+    An interrupted download leaves its files in `folder.partial` for the next attempt.
 
     Args:
-        name: of the repository.
-        kind: what it holds.
-        folder: to make.
-        check: reads what was downloaded, and raises what is wrong with it.
+        name: the repository.
+        kind: expected kind.
+        folder: destination, missing or empty.
+        check: reads the downloaded folder and raises an error if it is invalid.
 
     Raises:
-        ExpertcastError: the folder is there and not empty; or as :func:`download` and `check`.
+        ExpertcastError: the folder is not empty, or the download or the check fails.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ExpertcastError(f"{folder} is there and not empty: give another folder")
+        raise ExpertcastError(f"{folder} exists and is not empty: use another folder")
     partial = folder.with_name(folder.name + PARTIAL)
     snapshot = _recognised(name, kind)
     _whole(name, kind, snapshot, partial)
-    shutil.rmtree(partial / ".cache", ignore_errors=True)  # huggingface_hub's notes on the download
+    shutil.rmtree(partial / ".cache", ignore_errors=True)  # huggingface_hub's download metadata
     try:
         check(partial)
     except ExpertcastError as error:
@@ -204,23 +206,23 @@ def pull(name: HubName, kind: Kind, folder: Path, check: Callable[[Path], object
 
 
 def _recognised(name: HubName, kind: Kind) -> Path:
-    """The snapshot of a repository in the hub's cache, with the small files by which a kind is told.
+    """Download the small files that identify the kind, and return the snapshot in the hub's cache.
 
     Raises:
-        ExpertcastError: as :func:`download`.
+        ExpertcastError: the download fails, or the repository is of another kind.
     """
     with in_one_line(name, kind, "get"):
         snapshot = snapshot_download(
             name.repo, repo_type=kind.repo_type, revision=name.revision, allow_patterns=list(kind.marks)
         )
     if not kind.holds(Path(snapshot)):
-        raise ExpertcastError(f"{name} of the hub holds no {kind.what}: give another repository, or a folder")
+        raise ExpertcastError(f"{name} on the hub is not a {kind.what}: use another repository, or a folder")
     return Path(snapshot)
 
 
 def _whole(name: HubName, kind: Kind, snapshot: Path, folder: Path | None = None) -> Path:
-    """All files of that snapshot, there or in a folder of their own."""
-    commit = snapshot.name  # whatever is pushed meanwhile
+    """Download all files of a snapshot, into the cache or into `folder`."""
+    commit = snapshot.name  # a push in the meantime does not change the files
     with in_one_line(name, kind, "get"):
         found = snapshot_download(
             name.repo, repo_type=kind.repo_type, revision=commit, allow_patterns=list(kind.files), local_dir=folder
@@ -229,12 +231,12 @@ def _whole(name: HubName, kind: Kind, snapshot: Path, folder: Path | None = None
 
 
 def _blame(name: HubName, snapshot: Path, kind: Kind, error: ExpertcastError) -> ExpertcastError:
-    # a snapshot lies two folders below the repository's, which holds the files that it links to
+    # the repository's cache folder is two levels above the snapshot
     remedy = f"remove {snapshot.parents[1]} to download it again, or tell its owner"
-    return ExpertcastError(f"{name} of the hub: {str(error).replace(kind.remedy, remedy)}")
+    return ExpertcastError(f"{name} on the hub: {str(error).replace(kind.remedy, remedy)}")
 
 
-# Upload.
+# Upload
 
 CARD = "README.md"
 MAIN = "main"
@@ -250,22 +252,22 @@ def push(
     message: str | None = None,
     stale: Callable[[str], bool] = lambda _: False,
 ) -> Json:
-    """Send files to a repository in one commit; repository and branch are made where they are missing.
+    """Upload files to a repository in one commit; a missing repository or branch is created.
 
     Args:
-        name: of the repository; its revision is a branch.
-        kind: what is sent.
-        content: path in the repository to a file, or to what is in it.
-        private: whether nobody else may see it.
-        message: of the commit.
-        stale: of a path in the repository that is not in `content`, whether it goes.
+        name: the repository; its revision is a branch.
+        kind: kind of the contents.
+        content: local file or bytes by path in the repository.
+        private: whether to create the repository as private.
+        message: commit message.
+        stale: returns whether to delete a path of the repository that is not in `content`.
 
     Returns:
         `repo`, `type`, `revision`, `commit`, `url`, `files` and `bytes`.
 
     Raises:
-        ExpertcastError: no login, no right to write there, no way to the hub, a repository that holds something else,
-            or one that everybody sees and was to be private.
+        ExpertcastError: login or permission is missing, the hub is unreachable, the repository is of another kind, or
+            it is public although `private` is set.
     """
     api, where = HfApi(library_name="expertcast"), {"repo_id": name.repo, "repo_type": kind.repo_type}
     branch = name.revision or MAIN
@@ -274,10 +276,10 @@ def push(
         if held is None:
             api.create_repo(**where, private=private or None)
         elif private and not api.repo_info(**where).private:
-            raise ExpertcastError(f"{name.repo} is there and public: make it private on the hub, or leave private out")
+            raise ExpertcastError(f"{name.repo} exists and is public: make it private on the hub, or omit private")
         if branch != MAIN:
             api.create_branch(**where, branch=branch, exist_ok=True)
-        added = [CommitOperationAdd(path, given) for path, given in content.items()]
+        added = [CommitOperationAdd(path, source) for path, source in content.items()]
         gone = [CommitOperationDelete(path) for path in held or () if path not in content and stale(path)]
         title = message or f"Upload {kind.what}"
         commit = api.create_commit(**where, operations=[*added, *gone], commit_message=title, revision=branch)
@@ -293,10 +295,10 @@ def push(
 
 
 def _held(api: HfApi, name: HubName, kind: Kind) -> list[str] | None:
-    """Paths in a repository, at the branch or where that will begin; None where there is no repository.
+    """Return the paths in a repository at its branch (or default branch); None if there is no repository.
 
     Raises:
-        ExpertcastError: it holds something that is not of this kind.
+        ExpertcastError: the repository is of another kind.
     """
     where = {"repo_id": name.repo, "repo_type": kind.repo_type}
     try:
@@ -310,5 +312,5 @@ def _held(api: HfApi, name: HubName, kind: Kind) -> list[str] | None:
     if set(held) - _HUBS_OWN:
         marks = snapshot_download(**where, revision=info.sha, allow_patterns=list(kind.marks))
         if not kind.holds(Path(marks)):
-            raise ExpertcastError(f"{name} of the hub holds something else than a {kind.what}: give another name")
+            raise ExpertcastError(f"{name} on the hub is not a {kind.what}: use another name")
     return held

@@ -1,4 +1,4 @@
-"""Where an artefact comes from: command, git revision and the versions that made it."""
+"""Provenance of a file: command, git revision and package versions; and fingerprints of models."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from expertcast.predictors.view import MoEView
 PACKAGES = ("torch", "transformers", "lightning", "datasets", "safetensors")
 
 
-def provenance(command: str | None = None) -> Json:
-    """Command line (the running one when None, its absolute paths by their last names), git revision of the code (None
-    outside a work tree) and versions, as plain JSON values."""
-    running = " ".join([Path(sys.argv[0]).name, *map(_without_folders_in, sys.argv[1:])])
+def provenance() -> Json:
+    """Return this process's command line (paths without folders), the git revision of the code and the versions.
+
+    The git revision is None outside a work tree.
+    """
+    command = " ".join([Path(sys.argv[0]).name, *map(_without_folders_in, sys.argv[1:])])
     return {
         "expertcast_version": expertcast.__version__,
-        "command": running if command is None else command,
+        "command": command,
         "git_revision": _git_revision(),
         "python_version": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
@@ -31,21 +33,20 @@ def provenance(command: str | None = None) -> Json:
 
 
 def without_folders(name: str) -> str:
-    """The last name of an absolute path, whose folders are this machine's and may be published; other names as they
-    are."""
+    """Return the last part of an absolute path, because folder names may be private; other names unchanged."""
     return Path(name).name or name if os.path.isabs(name) else name
 
 
 def _without_folders_in(word: str) -> str:
-    """A word of a command line, also of the form option=path."""
+    # the word may have the form option=path
     option, equals, value = word.rpartition("=")
     return f"{option}{equals}{without_folders(value)}"
 
 
 @cache
 def _git_revision() -> str | None:
-    """HEAD of the work tree this code is in, with `-dirty` after it when there are changes."""
-    # the directory of the package's root file: a wheel in site-packages has no work tree of ours around it
+    """Return HEAD of the code's work tree, with the suffix `-dirty` if files have changed."""
+    # start at the package's root file: a wheel in site-packages is not in a work tree of expertcast
     root = Path(str(expertcast.__file__)).resolve().parents[2]
     if not (root / "pyproject.toml").is_file():
         return None
@@ -68,37 +69,36 @@ def _version(package: str) -> str | None:
 
 
 def fingerprints(view: MoEView) -> dict[str, str]:
-    """Members `fingerprint` and, where the experts' weights are at hand or known, `experts_fingerprint`."""
+    """Return `fingerprint` and, if the experts are available, `experts_fingerprint`."""
     experts = view.experts_fingerprint()
     return {"fingerprint": view.fingerprint()} | ({} if experts is None else {"experts_fingerprint": experts})
 
 
 def check_fingerprints(recorded: Json, view: MoEView, what: str) -> None:
-    """Compare what :func:`fingerprints` gave for the model that a predictor was trained for with those of another.
+    """Raise an error if a predictor was trained for another model.
 
-    Experts are compared where both sides know theirs: a model that is read straight into its offloaded form does not,
-    nor does one in fp16 or with packed experts.
+    Experts are compared only if both fingerprints exist. A model loaded directly into its offloaded form, in fp16, or
+    with packed experts has none.
 
     Args:
-        recorded: has these members, and `model_id`.
-        view: of the other model.
-        what: for messages, the checkpoint.
+        recorded: result of :func:`fingerprints` with `model_id`, as recorded in a file.
+        view: the model to compare.
+        what: name of the checkpoint in the error message.
 
     Raises:
-        ExpertcastError: it is another model.
+        ExpertcastError: the fingerprints differ.
     """
     different = different_part(recorded, view)
     if different:
         raise ExpertcastError(
-            f"{what} was trained for {recorded['model_id']!r} and its {different} are not those of {view.model_id!r}: "
-            "train a predictor for this model with `expertcast train`"
+            f"{what} was trained for {recorded['model_id']!r}; {view.model_id!r} has different {different}: train a "
+            "predictor for this model with `expertcast train`"
         )
 
 
 def different_part(recorded: Json, view: MoEView) -> str:
-    """What of a model is not as recorded, for messages; empty where it is the one. Takes and compares what
-    :func:`check_fingerprints` does."""
+    """Return which weights differ from the recorded model, or an empty string; see :func:`check_fingerprints`."""
     if recorded["fingerprint"] != view.fingerprint():
-        return "routers' or norms' weights"
+        return "router or norm weights"
     experts = recorded.get("experts_fingerprint")
-    return "experts' weights" if experts is not None and view.experts_fingerprint() not in (None, experts) else ""
+    return "expert weights" if experts is not None and view.experts_fingerprint() not in (None, experts) else ""

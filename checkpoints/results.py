@@ -1,16 +1,17 @@
-"""Results of an evaluation as tables: for the terminal, for a predictor's card and for the page of a report."""
+"""Tables of evaluation results for the terminal, the model card and the report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from expertcast.predictors.hybrid import Hybrid, member_recall
 from expertcast.predictors.messages import Json, aligned
 
 Cell = str | float | int | None
 CHAINED = "_chained"
-"""Ending of a metric's name where forecasts were made from executed forecasts."""
+"""Suffix of metrics of chained forecasts, which follow executed forecasts instead of true routing."""
 RECALL = "recall_at_k"
 METRICS = {
     RECALL: "recall@k",
@@ -23,7 +24,7 @@ METRICS = {
     "mismatch": "mismatch",
     "cosine": "cosine",
 }
-"""Metrics with one number per layer, and their headings; those of timely recall go by their links."""
+"""Metrics with one value per layer, and their headings; metrics of timely recall are named after their links."""
 COSTS = {
     "parameters": "parameters",
     "bytes": "bytes",
@@ -31,11 +32,11 @@ COSTS = {
     "training_s": "training s",
     "collection_s": "collection s",
 }
-"""Members of a ledger's entry, with their headings."""
+"""Fields of a ledger entry, and their headings."""
 
 
 def cell(value: Cell, digits: int = 3) -> str:
-    """A number with so many digits after the point, or as it is counted; a dash for None."""
+    """Format a float with `digits` decimals, an int with thousands separators, and None as a dash."""
     if isinstance(value, float):
         return f"{value:.{digits}f}"
     if isinstance(value, int):
@@ -45,32 +46,37 @@ def cell(value: Cell, digits: int = 3) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows under headings; the first cell names its row."""
+    """Rows under headings; the first cell of a row is its name."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     caption: str = ""
     last: Sequence[Sequence[Cell]] = ()
-    """Rows to compare with, such as chance."""
+    """Reference rows, such as chance."""
     digits: int = 3
 
     def cells(self) -> list[list[str]]:
-        """Everything as text, the headings first."""
+        """Return all cells as text, headings first."""
         rows = [*self.rows, *self.last]
         return [list(self.headings), *([cell(value, self.digits) for value in row] for row in rows)]
 
     def text(self) -> str:
-        """Aligned columns for the terminal."""
+        """Format as text with aligned columns."""
         return aligned(self.cells())
 
+    def html(self) -> str:
+        """Format as an HTML table."""
+        head, *rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self.cells()]
+        return f"<table><thead><tr>{head}</tr></thead><tbody><tr>{'</tr><tr>'.join(rows)}</tr></tbody></table>"
+
     def markdown(self, *, turned: bool = False) -> str:
-        """For a card, with rows and columns exchanged if `turned`; nothing without rows."""
+        """Format as Markdown, transposed if `turned`; empty if the table has no rows."""
         cells = self.cells()
         return markdown_table(list(zip(*cells, strict=True)) if turned and self.rows else cells)
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equally many cells, the heading first; nothing where there is no more than a heading."""
+    """Format rows of equal length, the heading first, as Markdown; empty if there is only a heading."""
     if len(rows) < 2:
         return ""
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
@@ -79,26 +85,26 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def chained_apart(evaluation: Json) -> list[str]:
-    """The predictors whose chained recall@k is another than the teacher-forced one, at any layer."""
+    """Return the predictors whose chained recall@k differs from the teacher-forced one at any layer."""
     chained = evaluation.get(RECALL + CHAINED, {})
     return [name for name, result in chained.items() if result != evaluation[RECALL][name]]
 
 
 def forms_of(evaluation: Json) -> list[tuple[str, str, list[str]]]:
-    """The forms that are shown: name, ending of their metrics, and predictors; chained, only those that differ."""
+    """Return the forms to show: name, metric suffix and predictors; chained only where it differs."""
     forms = [("teacher-forced", "", list(evaluation[RECALL]))]
     apart = chained_apart(evaluation)
     return [*forms, ("chained", CHAINED, apart)] if apart else forms
 
 
 def timely_metrics(evaluation: Json) -> dict[str, str]:
-    """The metrics of timely recall, with their headings."""
+    """Return the metrics of timely recall and their headings."""
     names = [key for key in evaluation if key.startswith("timely") and not key.endswith(CHAINED)]
     return {name: name.replace("_", " ") for name in names}
 
 
 def layer_table(evaluation: Json, metric: str = RECALL, names: Sequence[str] | None = None, caption: str = "") -> Table:
-    """A metric by predictor (all, or those of some `names`): the mean first, then the target layers, chance last."""
+    """Build the table of a metric: predictors as rows; mean and target layers as columns; chance as the last row."""
     results = evaluation[metric]
     rows = [[name, results[name]["mean"], *results[name]["per_layer"]] for name in names or results]
     targets = evaluation.get("targets", range(1, len(rows[0]) - 1))
@@ -108,7 +114,7 @@ def layer_table(evaluation: Json, metric: str = RECALL, names: Sequence[str] | N
 
 
 def layer_tables(evaluation: Json) -> list[tuple[str, str, Table]]:
-    """Every metric of one number per layer: its heading, the form of the forecasts, and the table."""
+    """Build the table of every metric with one value per layer, with its heading and the form of its forecasts."""
     return [
         (heading, form, layer_table(evaluation, key + suffix, names, f"{heading} per layer, {form}"))
         for key, heading in (METRICS | timely_metrics(evaluation)).items()
@@ -117,11 +123,24 @@ def layer_tables(evaluation: Json) -> list[tuple[str, str, Table]]:
     ]
 
 
-def link_table(evaluation: Json) -> Table:
-    """What forecasts bring in time, and whether their probabilities mean what they say.
+def mean_tables(evaluation: Json) -> list[Table]:
+    """Build the tables of means over layers, for each form and for timely recall."""
+    tables = []
+    for form, suffix, names in forms_of(evaluation):
+        for what, group in ((form, METRICS), (f"{form}, in time", timely_metrics(evaluation))):
+            shown = {key: heading for key, heading in group.items() if key + suffix in evaluation}
+            rows = [[name, *(evaluation[key + suffix][name]["mean"] for key in shown)] for name in names]
+            chance = [["chance", *(evaluation["chance"].get(key) for key in shown)]] if group is METRICS else []
+            if shown:
+                headings = ["predictor", *shown.values()]
+                tables.append(Table(caption=f"mean over layers, {what}", headings=headings, rows=rows, last=chance))
+    return tables
 
-    A row per predictor: recall of whole experts and of bytes for each link, then the calibration error over all pairs
-    and over likely ones, as the logits stand and as they were calibrated.
+
+def link_table(evaluation: Json) -> Table:
+    """Build the table of timely recall for each link and of calibration errors, with one row per predictor.
+
+    Calibration errors cover all pairs and likely pairs, before and after calibration.
     """
     timely, errors = timely_metrics(evaluation), calibration_table(evaluation)
     rows: list[list[Cell]] = []
@@ -132,7 +151,7 @@ def link_table(evaluation: Json) -> Table:
 
 
 def calibration_table(evaluation: Json) -> Table:
-    """Calibration error over all pairs and over likely ones, before calibration and after it."""
+    """Build the table of calibration errors over all pairs and over likely pairs, before and after calibration."""
     rows = [
         [name, *(each[key] for key in ("ece", "ece_likely") for each in (result["before"], result))]
         for name, result in evaluation.get("calibration", {}).items()
@@ -142,8 +161,12 @@ def calibration_table(evaluation: Json) -> Table:
 
 
 def tokens_table(tokens_ahead: Mapping[str, Json], recalls: Sequence[str] | None = None) -> Table:
-    """Recall of forecasts of tokens: a row per forecast and recall (with its name where all are shown), a column per
-    token ahead."""
+    """Build the table of recall by token ahead, with one row per forecast and recall.
+
+    Args:
+        tokens_ahead: results by forecast.
+        recalls: recalls to show; by default all, with their names in the rows.
+    """
     found = next(iter(tokens_ahead.values()), {})
     rows = [
         [name if recalls else f"{name} {recall}", *values[recall]["mean"]]
@@ -156,17 +179,17 @@ def tokens_table(tokens_ahead: Mapping[str, Json], recalls: Sequence[str] | None
 
 
 def ledger_table(ledger: Mapping[str, Json]) -> Table:
-    """Costs of predictors."""
+    """Build the table of predictors' costs."""
     digits = {"training_s": 1, "collection_s": 1}
     rows = [[name, *(cell(entry.get(key), digits.get(key, 3)) for key in COSTS)] for name, entry in ledger.items()]
     return Table(caption="costs", headings=["predictor", *COSTS.values()], rows=rows)
 
 
 def ladder_table(config: Json) -> Table:
-    """Ways to forecast that a hybrid holds, by rising cost, with recall@k on validation; no rows for other predictors.
+    """Build the table of a hybrid's rungs by rising cost, with recall@k on validation; empty for other predictors.
 
     Args:
-        config: the contents of config.json.
+        config: contents of config.json.
     """
     own = config["predictor_config"] if config["predictor"] == Hybrid.name else {"choices": [], "cost_ms": {}}
     recall, cost_ms = member_recall(own["choices"]), own["cost_ms"]

@@ -1,1 +1,1 @@
-"""Fitting, scoring and reporting predictors."""
+"""Fit, evaluate and report predictors."""

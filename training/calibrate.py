@@ -1,9 +1,9 @@
-"""Calibrating any predictor on validation: for each layer pair, what its logits say of an expert's place among the K.
+"""Calibrate a predictor on the validation split: one :class:`LogOdds` per layer pair.
 
 T tokens, E routed experts per layer, K experts per token, P layer pairs.
 
-Three numbers of :class:`expertcast.predictors.base.LogOdds`, by Newton's method on the cross-entropy of all
-(token, expert) pairs: a convex function of them, each step halved until it gains.
+The three parameters minimise the convex cross-entropy of all (token, expert) pairs. The solver is Newton's method with
+step halving.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from expertcast.predictors.base import LogOdds, margin, signed_root
 from expertcast.training.scoring import FitOptions, states_of, validation_pass, validation_tokens
 
 TOKENS = 4096
-"""Tokens that calibrate, evenly spread over the validation split: three numbers need no more."""
+"""Tokens used for calibration, evenly spread over the validation split."""
 _PRIOR = 1.0
-"""Weight of the start (slope 1, the rest 0): forecasts that are always right would else have no best slope."""
+"""Weight of the prior (slope 1, root 0, offset 0); without it, perfect forecasts have no finite optimum."""
 _STEPS, _HALVINGS = 30, 20
 _TOLERANCE = 1e-6
 
 
 @torch.no_grad()
 def calibrate(predictor: Predictor, source: TraceSource, options: FitOptions) -> None:
-    """Set a predictor's calibration for all its distances; left as it is where there is no validation split.
+    """Set a predictor's calibration for all its distances; no change if the validation split is empty.
 
     Args:
-        predictor: bound to the source's model, looking layers ahead.
-        source: its validation split, in full on every rank, so that all ranks find the same.
-        options: how much of it.
+        predictor: predictor of layers, bound to the source's model.
+        source: traces; every rank reads the whole validation split, so all ranks compute the same result.
+        options: number of validation tokens.
     """
     layers = predictor.shape.layers
     margins: dict[tuple[int, int], list[Tensor]] = {}
@@ -61,7 +61,7 @@ def calibrate(predictor: Predictor, source: TraceSource, options: FitOptions) ->
 
 
 def fit_log_odds(margin_TE: Tensor, member_TE: Tensor) -> LogOdds:
-    """Slope, root and offset of the least cross-entropy between margins and what was chosen (bool)."""
+    """Fit slope, root and offset by cross-entropy between margins [T, E] and membership in the K chosen (bool)."""
     margin_N, member_N = margin_TE.flatten().double(), member_TE.flatten().double()
     x_N3 = torch.stack([margin_N, signed_root(margin_N), torch.ones_like(margin_N)], dim=1)
     start_3 = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device=margin_N.device)
@@ -93,7 +93,7 @@ def fit_log_odds(margin_TE: Tensor, member_TE: Tensor) -> LogOdds:
 
 
 def _spread(source: TraceSource, options: FitOptions) -> Iterator[TraceBatch]:
-    """At most about `TOKENS` tokens of the validation split, every so many of them."""
+    """Yield every n-th token of the validation split, about `TOKENS` in total."""
     every = max(1, -(-validation_tokens(source, options) // TOKENS))
     for batch in validation_pass(source, options, "calibrating"):
         yield batch if every == 1 else batch[torch.arange(0, len(batch), every)]

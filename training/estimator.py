@@ -1,4 +1,4 @@
-"""Fitting `estimator`: ridge in one pass, then distillation, then a gate per layer pair.
+"""Fit `estimator`: ridge regression in one pass, then distillation of the network, then a gate per layer pair.
 
 T tokens, D hidden size, F features, E routed experts, P layer pairs, S maps, G gates.
 """
@@ -26,19 +26,19 @@ from expertcast.training.scoring import (
     Fitted,
     candidate_recall,
     device_of,
-    forget_some,
-    known_stand_in,
+    mask_previous,
+    require_stand_in,
     states_of,
     validation_batch,
     validation_batches,
 )
 
-# Distillation of routers into the estimator's network. Source of the losses: Speculating Experts, section 4.
+# Distillation of routers into the network. The KL loss is that of Madan et al. (Speculating Experts, 2026, section 4).
 # N rows (tokens, or layers x tokens).
 
 
 class Distiller(NetworkTraining):
-    """Trains one distance of an estimator: its network moves, everything else stands still.
+    """Trains the network of one distance of an estimator; all other tensors stay fixed.
 
     Logs `loss` per step, and per validation round `recall` and `recall_per_layer/<target layer>`.
     """
@@ -48,15 +48,15 @@ class Distiller(NetworkTraining):
     ) -> None:
         """
         Args:
-            estimator: what the network is a part of; bound, its standardisation and ridge maps set.
-            ahead: the distance.
-            loss: name of the loss, one of `LOSSES`.
-            temperature: what the loss divides logits by.
-            scale_P: per pair, what logits are divided by before the loss (1 leaves them as they are).
+            estimator: bound estimator with its standardisation and ridge maps set.
+            ahead: distance in layers.
+            loss: key of `LOSSES`.
+            temperature: divides logits inside the loss.
+            scale_P: divides each pair's logits before the loss (1 for the paper's form).
             steps: optimiser steps of the schedule.
         """
         super().__init__(estimator.network(ahead), estimator.config, steps)
-        self._estimator = [estimator]  # in a list: only the network is trained, synchronised and moved
+        self._estimator = [estimator]  # a list hides it from nn.Module: only the network is trained and synchronised
         self._ahead, self._loss, self._temperature = ahead, loss, temperature
         self.register_buffer("scale_P", scale_P.clone())
         self.recall = Recall(len(scale_P))
@@ -65,17 +65,16 @@ class Distiller(NetworkTraining):
         return super().identity() | {"ahead": self._ahead, "loss": self._loss, "temperature": self._temperature}
 
     def forecast(self, batch: TraceBatch) -> tuple[Tensor, Tensor]:
-        """The routers' logits [P, T, E] of a batch and those forecast, base and network together."""
+        """Return the routers' logits and the forecast logits of a batch, both [P, T, E]."""
         estimator, ahead = self._estimator[0], self._ahead
         with torch.no_grad():
-            states = states_of(estimator.view, forget_some(batch) if self.training else batch)
+            states = states_of(estimator.view, mask_previous(batch) if self.training else batch)
             x_PTF = torch.stack([estimator.features(state, ahead) for state in states[: len(self.scale_P)]])
             y_PTE = batch.logits_TLE[:, ahead:].transpose(0, 1).float().to(x_PTF.device)
             x_PTF = estimator.standardised(x_PTF, ahead)
         return y_PTE, estimator.base(x_PTF, ahead) + self.scale_P[:, None, None] * self.network(x_PTF).float()
 
     def training_step(self, batch: TraceBatch, batch_index: int) -> Tensor:
-        """The loss of one step."""
         y_PTE, z_PTE = self.forecast(batch)
         scale_P11 = self.scale_P[:, None, None]
         loss = LOSSES[self._loss](y_PTE / scale_P11, z_PTE / scale_P11, self._temperature)
@@ -83,13 +82,11 @@ class Distiller(NetworkTraining):
         return loss
 
     def validation_step(self, batch: TraceBatch, batch_index: int) -> None:
-        """Score one batch of the round."""
         y_PTE, z_PTE = self.forecast(batch)
         for pair, layer in enumerate(self._estimator[0].view.layers[self._ahead :]):
             self.recall.update(pair, layer.route(z_PTE[pair])[0], layer.route(y_PTE[pair])[0])
 
     def on_validation_epoch_end(self) -> None:
-        """End the round with its score."""
         recall_P = self.recall.per_row().float()
         self.recall.reset()
         for pair, value in enumerate(recall_P):
@@ -98,19 +95,19 @@ class Distiller(NetworkTraining):
 
 
 def distillation_data(source: TraceSource, options: FitOptions, step_tokens: int) -> TrainingData[TraceBatch]:
-    """Batches of `step_tokens` tokens: train shuffled anew in every pass, validation in full on every rank."""
+    """Create batches of `step_tokens` tokens: train in a new random order per pass, validation in full on each rank."""
 
     def passing(epoch: int, generator: torch.Generator) -> Iterator[TraceBatch]:
-        seed, share = options.seed + epoch, training_share()  # the source draws an order from a number
+        seed, share = options.seed + epoch, training_share()
         return source.batches("train", step_tokens, shuffle=True, seed=seed, max_tokens=options.tokens, share=share)
 
     return TrainingData(passing, lambda: validation_batches(source, options, step_tokens), options.seed)
 
 
 def kl_divergence(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
-    """Mean over rows of T^2 KL(softmax(target / T) || softmax(forecast / T)), T the temperature, in log space.
+    """Return the mean over rows of T^2 KL(softmax(target / T) || softmax(forecast / T)) with temperature T.
 
-    The factor keeps gradients at one size for any temperature.
+    The factor T^2 keeps the scale of gradients independent of T. The computation stays in log space.
     """
     log_p_NE = functional.log_softmax(target_NE.float() / temperature, dim=-1)
     log_q_NE = functional.log_softmax(forecast_NE.float() / temperature, dim=-1)
@@ -119,9 +116,10 @@ def kl_divergence(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1
 
 
 def sigmoid_kl(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
-    """Mean over rows of the experts' Bernoulli KL divergences, for routers that score experts one by one.
+    """Return the mean over rows of the summed Bernoulli KL divergences of the experts, times T^2.
 
-    A sigmoid router's choice depends on the level of its logits, which the softmax of :func:`kl_divergence` removes.
+    For routers that score experts independently: a sigmoid router's choice depends on the mean of its logits, to which
+    the softmax of :func:`kl_divergence` is invariant.
     """
     target_NE, forecast_NE = target_NE.float() / temperature, forecast_NE.float() / temperature
     p_NE = torch.sigmoid(target_NE)
@@ -134,7 +132,7 @@ LOSSES = {"kl": kl_divergence, "sigmoid_kl": sigmoid_kl}
 
 
 def suited_loss(layer: MoELayer) -> str:
-    """`kl` when adding a constant to all logits leaves the layer's routing as it is, else `sigmoid_kl`."""
+    """Return `kl` if the layer's routing is invariant to a constant added to all logits, else `sigmoid_kl`."""
     generator = torch.Generator().manual_seed(0)
     logits_TE = torch.randn(64, layer.num_experts, generator=generator)
     weight = next(layer.router.parameters())
@@ -146,15 +144,15 @@ def suited_loss(layer: MoELayer) -> str:
 
 
 GATES = (0.0, 0.5, 1.0)
-"""Shares of the network's output to choose from."""
+"""Candidate factors of the network's output."""
 MARGIN = 5e-4
-"""Recall on validation that a pair must gain before it leaves the plain ridge of `linear`."""
+"""Minimum gain in validation recall for which a layer pair uses more than the ridge map of `linear`."""
 TRIAL_SHARE = 8
-"""A trial of one temperature runs for a share 1/8 of the steps."""
+"""A trial of a temperature runs for 1/8 of the steps."""
 
 
 def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
-    """The estimator, each distance on its own."""
+    """Fit an estimator, each distance separately."""
     assert isinstance(config, EstimatorConfig)
     config = with_inputs(config, source)
     with torch.random.fork_rng(devices=[]):
@@ -170,7 +168,7 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
     sums = {} if config.form == "paper" else gather(source, predictor.features, config.ahead, options, Estimator.name)
     report = {}
     for ahead in config.ahead:
-        if config.form == "paper":  # the published network alone: plain KL on the logits as they are
+        if config.form == "paper":  # no ridge map; plain KL on unscaled logits
             scale_P = torch.ones(source.view.shape.layers - ahead, device=device_of(source.view))
             report[str(ahead)] = _distil(predictor, source, options, ahead, loss="kl", scale_P=scale_P)
         else:
@@ -179,10 +177,10 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
 
 
 def with_inputs(config: EstimatorConfig, source: TraceSource) -> EstimatorConfig:
-    """The config with inputs that the source has: all of them where it names none.
+    """Return the config with its inputs resolved: by default all that the source has.
 
     Raises:
-        ExpertcastError: it names early attention, and the source holds none.
+        ExpertcastError: `inputs` include early attention, which the source does not have.
     """
     if not config.inputs:
         inputs = [name for name in INPUTS if name != "early" or source.stand_in is not None]
@@ -190,7 +188,7 @@ def with_inputs(config: EstimatorConfig, source: TraceSource) -> EstimatorConfig
         inputs = list(config.inputs)
     if "early" not in inputs:
         return replace(config, inputs=inputs, stand_in_rank=None)
-    return replace(config, inputs=inputs, stand_in_rank=known_stand_in(source, "inputs=early").rank)
+    return replace(config, inputs=inputs, stand_in_rank=require_stand_in(source, "inputs=early").rank)
 
 
 def _fit_residual(
@@ -204,7 +202,7 @@ def _fit_residual(
     scale_P = _spread(source, ahead, options)
     report = _distil(predictor, source, options, ahead, loss=suited_loss(source.view[ahead]), scale_P=scale_P)
     best_P, gate_P = _score_gates(predictor, source, options, ahead, scale_P).max(dim=0)
-    # where neither the wider ridge nor the network pays, the pair goes back to what `linear` would do
+    # where neither the wider ridge map nor the network gains enough, the pair uses the map of `linear`
     back_P = best_P < linear_P + MARGIN
     gates = torch.tensor(GATES)[gate_P].masked_fill(back_P, 0.0)
     chosen_P = torch.where(back_P, plain_P, base_P)
@@ -219,7 +217,7 @@ def _fit_residual(
 
 
 def _base_maps(predictor: Estimator, sums: RidgeStatistics) -> tuple[Tensor, Tensor]:
-    """Ridge maps to start from, [S, P, F, E] and [S, P, E]: those of `linear` (q_l alone), then those of all inputs."""
+    """Solve the candidate ridge maps, [S, P, F, E] and [S, P, E]: first those on q_l alone, then on all inputs."""
     strengths, hidden = predictor.config.strengths, predictor.shape.hidden
     weight_SPFE, bias_SPE = sums.solve(strengths)
     linear_SPDE, linear_SPE = sums.solve(strengths, features=hidden)
@@ -231,7 +229,7 @@ def _base_maps(predictor: Estimator, sums: RidgeStatistics) -> tuple[Tensor, Ten
 def _set_base(
     predictor: Estimator, ahead: int, sums: RidgeStatistics, maps: tuple[Tensor, Tensor], index_P: Tensor
 ) -> None:
-    """Take over each pair's map of plain inputs, rewritten for standardised ones."""
+    """Set each pair's ridge map, converted from raw to standardised inputs."""
     weight_PFE, bias_PE = (values[index_P, torch.arange(len(index_P))] for values in maps)
     mean_PF, spread_PF = sums.moments()
     inverse_PF = torch.where(spread_PF > 0, 1 / spread_PF, 0.0)
@@ -242,7 +240,7 @@ def _set_base(
 
 
 def _spread(source: TraceSource, ahead: int, options: FitOptions) -> Tensor:
-    """Standard deviation [P] of the target routers' logits about each token's mean."""
+    """Return the standard deviation [P] of the target routers' logits around each token's mean."""
     logits_TPE = validation_batch(source, options).logits_TLE[:, ahead:].float()
     centred_TPE = logits_TPE - logits_TPE.mean(dim=2, keepdim=True)
     return centred_TPE.square().mean(dim=(0, 2)).sqrt().clamp(min=1e-6).to(device_of(source.view))
@@ -251,7 +249,7 @@ def _spread(source: TraceSource, ahead: int, options: FitOptions) -> Tensor:
 def _distil(
     predictor: Estimator, source: TraceSource, options: FitOptions, ahead: int, *, loss: str, scale_P: Tensor
 ) -> Json:
-    """Train the network of one distance and leave it at its best validation round; what to report of it."""
+    """Train the network of one distance, restore its best validation round, and return its report."""
     config, network = predictor.config, predictor.network(ahead)
     initial = {key: tensor.detach().clone() for key, tensor in network.state_dict().items()}
     steps = steps_of(config, source, options)
@@ -278,7 +276,7 @@ def _distil(
 
 @torch.no_grad()
 def _score_gates(predictor: Estimator, source: TraceSource, options: FitOptions, ahead: int, scale_P: Tensor) -> Tensor:
-    """Recall@k [G, P] on validation with each share of the network's output."""
+    """Return recall@k [G, P] on validation for each candidate factor of the network's output."""
 
     def forecasts(states: list[RouterState]) -> Iterator[Iterable[Tensor]]:
         x_PTF = torch.stack([predictor.features(state, ahead) for state in states[: len(scale_P)]])

@@ -1,12 +1,11 @@
-"""Scoring predictors on traces: every forecast teacher-forced and chained.
+"""Evaluate predictors on traces, with teacher-forced and chained forecasts.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
 
-Teacher-forced, the state at layer l carries the model's own routing there: what a predictor sees when forecasts
-are only hints. Chained, it carries the executed routing, which is the forecast made for l earlier in the same
-chain (the first `ahead` layers are routed by the model), as in speculative execution (trap 2 of the definitions).
-The residual stays the recorded one in both: how it drifts once wrong experts have run is measured by running the
-model (`expertcast.runtime.quality.forecasts`), and no trace can tell it.
+Teacher-forced: the state at layer l has the model's own routing, as in exact execution. Chained: the state has the
+routing that the previous forecast of the chain executed, as in speculative execution; the first `ahead` layers use the
+model's routing. Both forms use the recorded residual. The drift of the residual after wrong experts needs a model run
+(:func:`expertcast.runtime.quality.forecasts`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from expertcast.checkpoints.results import CHAINED
+from expertcast.checkpoints.results import CHAINED, mean_tables
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import PredictorConfig, predictor_class
@@ -48,42 +47,48 @@ from expertcast.training.metrics import (
 from expertcast.training.next_token import WINDOW, TokenExamples, token_chunks
 from expertcast.training.scoring import BATCH, FitOptions, device_of, states_of
 
-# The result of an evaluation, and its tables.
+# Results
 
 Curve = Mapping[str, Mapping[str, float]]
-"""Per predictor, recall by number of training tokens (a number, or the text that JSON makes of it)."""
+"""By predictor: recall by number of training tokens (a number, or a string after JSON)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result of :func:`evaluate`: plain numbers, ready for JSON."""
+    """Result of :func:`evaluate` as JSON values. Its repr is a table of means over layers."""
 
     values: Json
 
+    def __repr__(self) -> str:
+        return mean_tables(self.values)[0].text()
+
+    def _repr_html_(self) -> str:
+        return mean_tables(self.values)[0].html()
+
     def as_dict(self) -> Json:
-        """`{metric: {predictor: {"mean": x, "per_layer": [..]}}}`, plus `chance`, `tokens`, `k` and so on."""
+        """Return `{metric: {predictor: {"mean": x, "per_layer": [..]}}}` with `chance`, `tokens`, `k` and others."""
         return self.values
 
     def recall(self, predictor: str) -> float:
-        """Mean recall@k of a predictor, teacher-forced."""
+        """Return the mean teacher-forced recall@k of a predictor."""
         value: float = self.values["recall_at_k"][predictor]["mean"]
         return value
 
 
 def summary(value_L: Tensor) -> Json:
-    """`mean` over the layers that have a value, and `per_layer` with None where there is none."""
+    """Return `mean` over the layers with a value, and `per_layer` with None for the others."""
     return {"mean": plain(value_L.double().nanmean(dim=0)), "per_layer": plain(value_L.double())}
 
 
 def expert_counts(metrics: Mapping[str, ExpertRecall]) -> Json:
-    """`used` [L][E], the tokens that needed each expert, and `found` [L][E] of them by predictor."""
+    """Return `used` [L][E], the tokens routed to each expert, and by predictor how many of them it `found` [L][E]."""
     counts = {name: metric.compute() for name, metric in metrics.items()}
     used_LE = next(iter(counts.values()))["used"]
     return {"used": used_LE.tolist(), "found": {name: each["found"].tolist() for name, each in counts.items()}}
 
 
 def reliability(result: dict[str, Tensor]) -> Json:
-    """Expected calibration error over all layers, the same of likely pairs, per layer, and the bins of equal width."""
+    """Return the expected calibration error over all pairs, over likely pairs and per layer, and equal-width bins."""
     number = len(result["count_B"])
     bins = [
         {
@@ -100,13 +105,13 @@ def reliability(result: dict[str, Tensor]) -> Json:
 
 
 def plain(values: Tensor) -> object:
-    """A number or nested lists of them, None for NaN."""
+    """Convert to a number or nested lists, with None for NaN."""
     array = values.cpu().numpy()
     return np.where(np.isnan(array), np.array(None), array).tolist()
 
 
 CHUNK_TOKENS = 2048
-"""Tokens scored at a time: a chunk's [T, E] tensors stay in the processor's cache."""
+"""Tokens per chunk: its [T, E] tensors fit the processor's cache."""
 
 
 def evaluate(
@@ -118,30 +123,38 @@ def evaluate(
     chained: bool = True,
     windows: Mapping[str, Windows] | None = None,
 ) -> Evaluation:
-    """Score predictors on the same tokens.
+    """Evaluate predictors on the same tokens.
 
     Args:
-        predictors: by name; bound to `view`, on its device.
-        batches: in document order (unshuffled) if a predictor looks at the previous token.
-        view: the norms and routers of the model the batches come from.
-        ahead: layers between the state and the routing it forecasts.
-        chained: also score forecasts made from executed forecasts; adds every metric but the cosine under `*_chained`.
-        windows: for each predictor the links of timely recall, as copies between a forecast and its layer; where
-            nothing is given, K experts' copies that take 1, 2 and 5 times as long as a layer (:mod:`.metrics.timely`).
+        predictors: predictors by name, bound to `view` and on its device.
+        batches: trace batches; in document order if a predictor reads the previous token.
+        view: the model's MoE layers.
+        ahead: distance in layers from the state to the forecast routing.
+        chained: whether to score chained forecasts too, under `*_chained` (every metric except the cosine).
+        windows: links of timely recall by predictor, as the number of expert copies between a forecast and its layer.
+            Default: links that take 1, 2 and 5 times a layer's computation to copy K experts.
 
     Returns:
-        An `Evaluation` whose dict holds per metric and predictor `mean` and `per_layer`, the latter listing the
-        target layers `ahead`..L-1 (named in `targets`); a cosine is None where the predictor has no input vector.
+        For each metric and predictor, `mean` and `per_layer` over the target layers `ahead`..L-1 (listed in
+        `targets`). The cosine is None for predictors without an input vector.
 
     Raises:
-        ExpertcastError: no predictor, no tokens, `ahead` is not one a predictor was made for, or it is bound to
-                another model's routers.
+        ExpertcastError: there are no predictors or no tokens, or a predictor does not support `ahead` or is bound to
+            another model's routers.
+
+    Example:
+        >>> import expertcast
+        >>> traces = expertcast.TraceDataset.open("traces")
+        >>> fitted = expertcast.fit("frequency", traces)
+        >>> scores = expertcast.evaluate({"frequency": fitted.predictor}, traces.batches("test", 1024), traces.view)
+        >>> 0.0 < scores.recall("frequency") < 1.0
+        True
     """
     _check(predictors, view, ahead)
     previous = any(predictor.uses_previous_token for predictor in predictors.values())
     links = windows or dict.fromkeys(predictors, ratio_windows(view.shape.top_k))
     plain = {name: _Score(view, ahead, links[name]) for name in predictors}
-    # traces hold early attention on the model's own routing: only a model can tell it of another
+    # chained early attention would need the model: traces have it for the model's own routing only
     followed = {name: each for name, each in predictors.items() if chained and not each.uses_early}
     chains = {
         name: _Score(view, ahead, links[name]) if each.reads_routing else plain[name] for name, each in followed.items()
@@ -159,7 +172,7 @@ def evaluate(
 
 
 class _Score:
-    """All metrics of one predictor in one form (teacher-forced or chained)."""
+    """Metrics of one predictor in one form (teacher-forced or chained)."""
 
     def __init__(self, view: MoEView, ahead: int, windows: Windows) -> None:
         shape, layers = view.shape, view.shape.layers - ahead
@@ -179,20 +192,20 @@ class _Score:
 
 def _check(predictors: Mapping[str, Predictor], view: MoEView, ahead: int) -> None:
     if not predictors:
-        raise ExpertcastError("no predictor to score: name at least one")
+        raise ExpertcastError("no predictor to evaluate: pass at least one")
     if not 1 <= ahead < len(view):
-        raise ExpertcastError(f"ahead={ahead}: the model has {len(view)} MoE layers, give 1 to {len(view) - 1}")
+        raise ExpertcastError(f"ahead={ahead}: the model has {len(view)} MoE layers, use 1 to {len(view) - 1}")
     for name, predictor in predictors.items():
         predictor.check_ahead(ahead)
         if predictor.view is not view and predictor.view.fingerprint() != view.fingerprint():
             raise ExpertcastError(
-                f"predictor {name} is bound to other routers than those of the traces: collect traces with its model, "
-                "or train it on these"
+                f"predictor {name} is bound to another model than the traces: collect traces with its model, or train "
+                "it on these traces"
             )
 
 
 def _states(batches: Iterable[TraceBatch], view: MoEView, previous: bool) -> Iterator[list[RouterState]]:
-    """The router states of all layers, a chunk of tokens at a time."""
+    """Yield the router states of all layers, chunk by chunk."""
     before: TraceBatch | None = None
     for batch in batches:
         for start in range(0, len(batch), CHUNK_TOKENS):
@@ -220,7 +233,7 @@ def _score_chunk(
         if source in executed:
             forecast = predictor.forecast(executed[source], ahead)
         chain.add(forecast, truths[target])
-        executed[target] = replace(  # the layer ran the forecast, on the recorded residual
+        executed[target] = replace(  # the layer executed the forecast, on the recorded residual
             states[target],
             logits_TE=forecast.logits_TE,
             topk_ids_TK=forecast.topk_ids_TK,
@@ -241,7 +254,7 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
         for name, score in scores.items():
             for metric, mean_L in score.means.per_layer().items():
                 if metric == "cosine" and suffix:
-                    continue  # a chain is scored by what it routes, not by what it reads
+                    continue  # chained forecasts are scored by their routing only
                 values.setdefault(metric + suffix, {})[name] = summary(mean_L)
             before = {"before": reliability(score.before.compute())}
             values.setdefault("calibration" + suffix, {})[name] = reliability(score.calibration.compute()) | before
@@ -257,34 +270,39 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
     }
 
 
-# Recall of forecasts tokens ahead: `next_token`, frequencies and the last token's routing.
+# Recall of forecasts of coming tokens: `next_token`, frequencies, and the last token's routing.
 #
 # B tokens, L MoE layers, E routed experts, N = L * E, K experts per token, S tokens ahead.
 
 FURTHER = 3
-"""Experts beyond K that the wider recall allows."""
+"""Additional experts of the second recall, which counts K + 3 forecast experts."""
 TOKENS_BATCH = 512
 RECALLS = ("recall_at_k", f"recall_at_k_plus_{FURTHER}")
 
 
 @torch.no_grad()
 def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> Json:
-    """Score a split, all forecasts on the same tokens.
+    """Evaluate a `next_token` predictor on a split, together with two baselines.
+
+    Args:
+        predictor: bound predictor.
+        source: traces with token ids.
+        split: name of the split.
 
     Returns:
-        `tokens` that were forecast one ahead, and `tokens_ahead`: per forecast, the mean share of a token's experts
-        that are among the K, and the K + 3, forecast ones of their layer: `mean` [S] over layers and `per_layer`
-        [S][L], one token ahead first. `next_token` knows the text before a token, `next_token_by_id` that token's own
-        id as well: its first number is of that very token.
+        `tokens`, the number of tokens forecast one ahead, and `tokens_ahead`: for each forecast, the mean share of a
+        token's experts that are among the K, and the K + 3, forecast experts of their layer, as `mean` [S] over layers
+        and `per_layer` [S][L], one token ahead first. `next_token` knows the sequence before the token;
+        `next_token_by_id` also knows the id of the first token.
 
     Raises:
-        ExpertcastError: the split holds no token with one before it, or the source does not know its tokens' ids.
+        ExpertcastError: no token in the split has a predecessor, or the source has no token ids.
     """
     scores: dict[str, _Recall] = {}
     chunks = token_chunks(predictor, source, split)
     for chunk in tokens_read(chunks, f"scoring on split {split!r}", source.token_count(split)):
         follows_T = chunk.document_T == chunk.document_T.roll(1)
-        follows_T[0] = False  # its token before is in another chunk, if anywhere
+        follows_T[0] = False  # the previous token is in another chunk, if it exists
         for window_W in torch.split(torch.arange(chunk.windows, device=follows_T.device), TOKENS_BATCH // WINDOW):
             examples = chunk.examples(window_W)
             examples = examples.only(follows_T[examples.index_B])
@@ -303,21 +321,21 @@ def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> Js
 
 
 def _forecasts(predictor: NextToken, examples: TokenExamples) -> Iterator[tuple[str, Tensor]]:
-    """Name, and something to rank experts by [B, S, N]."""
+    """Yield the name of each forecast, and scores [B, S, N] that rank experts."""
     steps, chunk = predictor.config.tokens, examples.chunk
     text_BF, row_B = examples.text(), examples.row_B
     unknown_B = torch.full_like(row_B, predictor.config.known_ids)
     for name, given_B in (("next_token", unknown_B), ("next_token_by_id", row_B)):
         yield name, predictor.probability(text_BF, examples.residual_BD, given_B)[:, :steps]
     yield "frequency", predictor.usual_LE.flatten().expand(len(examples), steps, -1)
-    # the last token's own experts in front, whatever the router's rule, then its next likeliest ones
+    # the last token's own experts first, under any routing rule, then the next likeliest by its logits
     before_B = examples.index_B - 1
     last_BN = chunk.logits_TLE[before_B.cpu()].float().softmax(dim=-1).flatten(1).to(row_B.device)
     yield "previous_token", (chunk.membership(before_B) + last_BN)[:, None].expand(-1, steps, -1)
 
 
 class _Recall(TokenMean):
-    """Recall [S, 2, L] per token ahead, among K and among K + 3 forecast experts, and layer."""
+    """Recall [S, 2, L] by token ahead, by number of forecast experts (K, K + 3), and by layer."""
 
     def __init__(self, predictor: NextToken) -> None:
         self._shape = predictor.shape
@@ -325,7 +343,7 @@ class _Recall(TokenMean):
         super().__init__(predictor.config.tokens, len(self._budgets) * self._shape.layers)
 
     def update(self, rank_BSN: Tensor, examples: TokenExamples) -> None:
-        """Add some tokens, their experts ranked by `rank_BSN`."""
+        """Add tokens; `rank_BSN` ranks the experts of each."""
         rank_BSLE = rank_BSN.reshape(*rank_BSN.shape[:2], self._shape.layers, self._shape.experts)
         for step in range(rank_BSLE.shape[1]):
             known_B = examples.known(step).nonzero().flatten()
@@ -336,7 +354,7 @@ class _Recall(TokenMean):
             self.count_L[step] += len(known_B)
 
     def as_dict(self) -> Json:
-        """Per recall `mean` [S] over layers and `per_layer` [S][L]."""
+        """Return, for each recall, `mean` [S] over layers and `per_layer` [S][L]."""
         mean_S2L = self.compute().view(-1, 2, self._shape.layers)
         return {
             name: {"mean": plain(mean_SL.nanmean(dim=1)), "per_layer": [plain(mean_L) for mean_L in mean_SL]}
@@ -344,29 +362,35 @@ class _Recall(TokenMean):
         }
 
 
-# Learning curve: recall against training tokens (Fig. 9 of Speculating Experts).
+# Learning curve: recall by number of training tokens (Madan et al., Speculating Experts, 2026, figure 9)
 
 PAPER = "estimator (paper's form)"
 PAPER_PARAMETERS = 200_000
-"""One network serves all layers there, so a parameter costs as many times more work as there are layer pairs."""
+"""Parameters of the paper's form. All layer pairs share one network, so a parameter costs P times more work."""
 VALIDATION_SHARE = 8
-"""Choosing costs tokens too: a budget of N tokens has N / 8 validation tokens beside it, as the split itself has."""
+"""A learning-curve point with N training tokens chooses on N / 8 validation tokens, the ratio of the splits."""
 
 
 def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 1) -> dict[str, dict[str, float]]:
-    """Mean recall@k on the test split of `linear` and both forms of `estimator`, each fitted on so many tokens.
+    """Fit `linear` and both forms of `estimator` on growing numbers of tokens and evaluate them on the test split.
+
+    Args:
+        traces: traces with all splits.
+        counts: numbers of training tokens.
+        ahead: distance in layers.
 
     Returns:
-        Per form `{str(tokens): recall}`.
+        Mean recall@k as `{form: {str(tokens): recall}}`.
 
     Raises:
-        ExpertcastError: a count is under 1 or above the tokens of the train split.
+        ExpertcastError: a count is below 1 or above the tokens of the train split.
     """
     available = traces.token_count("train")
     for count in counts:
         if not 1 <= count <= available:
             raise ExpertcastError(
-                f"learning curve at {count} tokens: give 1 to {available}, what the train split has, or collect more"
+                f"learning curve at {count} tokens: the train split has {available}; use 1 to {available}, or collect "
+                "more tokens"
             )
     forms: dict[str, tuple[str, PredictorConfig]] = {
         "linear": ("linear", LinearConfig(ahead=(ahead,))),
@@ -385,52 +409,51 @@ def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 
     return curve
 
 
-# Baselines in a checkpoint's metrics and card: recall of forecasts that need no training.
+# Baselines in a checkpoint's metrics and card: recall of forecasts without training
 
 TOKENS = 50_000
-"""That are counted at most: a running model would be run over all its text once more."""
+"""Maximum number of counted tokens: with a live model, counting runs the model again."""
 
 
 def baseline_recall(source: TraceSource, split: str, ahead: int) -> Json:
-    """Recall@k of the most used experts and of the previous token's.
+    """Return recall@k of the most frequent experts and of the previous token's experts.
 
     Args:
-        source: whose train split is counted.
-        split: that scores.
-        ahead: layers ahead that forecasts look.
+        source: traces; frequencies come from the train split.
+        split: split to score.
+        ahead: distance in layers.
 
     Returns:
-        By predictor, `mean` and `per_layer`, target layers `ahead`..L-1.
+        By predictor, `mean` and `per_layer` over the target layers `ahead`..L-1.
 
     Raises:
-        ExpertcastError: a split without tokens.
+        ExpertcastError: a split has no tokens.
     """
     counted = fit_counts(Frequency, source, Frequency.config_class(ahead=(ahead,)), FitOptions(tokens=TOKENS)).predictor
-    made: dict[str, Predictor] = {}
+    baselines: dict[str, Predictor] = {}
     for name in (Frequency.name, PreviousToken.name):
         cls = predictor_class(name)
         predictor = cls(cls.config_class(ahead=(ahead,)), source.view.shape)
         predictor.load_state_dict(counted.state_dict())
-        made[name] = predictor.to(device_of(source.view)).bind(source.view).eval()
-    found = evaluate(made, source.batches(split, BATCH), source.view, ahead=ahead, chained=False).as_dict()
+        baselines[name] = predictor.to(device_of(source.view)).bind(source.view).eval()
+    found = evaluate(baselines, source.batches(split, BATCH), source.view, ahead=ahead, chained=False).as_dict()
     return dict(found["recall_at_k"])
 
 
-# Ledger: parameters, bytes, time per forecast, seconds of training and collection.
+# Ledger: parameters, bytes, time per forecast, seconds of training and collection
 
 
 def ledger_entry(predictor: Predictor, report: Json, forecast_s: float | None) -> Json:
-    """One predictor's costs, None where one is not known.
+    """Return the costs of a predictor; unknown costs are None.
 
     Args:
-        predictor: its state dict is what it keeps, default vectors and counts included, and the numbers of its
-            calibration.
-        report: of its fit, in a checkpoint the member `training`.
-        forecast_s: seconds of one forecast for one token on this machine, mean over layers.
+        predictor: its state dict and its calibration count as parameters.
+        report: report of its fit, `training` in a checkpoint's config.
+        forecast_s: seconds of one forecast for one token on this machine, averaged over layers.
 
     Returns:
-        `parameters`, `bytes`, `forecast_ms`; `training_s`, with the seconds of candidates that were fitted before; and
-        `collection_s` of the traces, None where they say nothing of it or the model was run in training itself.
+        `parameters`, `bytes`, `forecast_ms`, `training_s` (including candidates that were fitted earlier) and
+        `collection_s` (None if the traces do not record it, or training ran the model itself).
     """
     tensors = list(predictor.state_dict().values())
     readings = 3 * sum(len(pairs) for pairs in predictor.calibration.values())

@@ -1,6 +1,6 @@
-"""Figures of an evaluation, for the report and for TensorBoard; every function gives a matplotlib Figure.
+"""Draw the figures of an evaluation for the report and TensorBoard; every function returns a matplotlib Figure.
 
-They read the dictionaries that `Evaluation.as_dict()` and the quality harness make.
+Inputs are the dictionaries of `Evaluation.as_dict()` and of the quality harness.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from expertcast.checkpoints.results import CHAINED, chained_apart
 from expertcast.predictors.messages import Json
 from expertcast.training.evaluation import Curve
 
-# Colours are Okabe and Ito's, which stay apart for colour-blind readers; a predictor has the same colour and
-# marker in every figure.
+# Okabe and Ito's colours, which colour-blind readers can distinguish. A predictor has the same colour and marker in
+# every figure.
 
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#A89600"  # the yellow darkened: lines on white
 BLUE, VERMILION, PURPLE, BLACK = "#0072B2", "#D55E00", "#CC79A7", "#222222"
@@ -40,22 +40,22 @@ STYLES: dict[str, tuple[str, str]] = {
 }
 SPARE = ((BLUE, "<"), (ORANGE, ">"), (GREEN, "p"), (PURPLE, "h"), (VERMILION, "d"), (SKY, "8"))
 LABEL_GAP = 0.048
-"""Least distance between two names at the ends of lines, as a share of the axis."""
+"""Minimum distance between two line labels, as a share of the axis."""
 
 
 def style(name: str) -> tuple[str, str]:
-    """Colour and marker of a predictor; names without one of their own get one that depends on the name only."""
+    """Return colour and marker of a predictor; unknown names get one that depends on the name only."""
     return STYLES.get(name) or SPARE[sum(name.encode()) % len(SPARE)]
 
 
 def run_colour(run: str) -> str:
-    """Colour of a quality run: that of the predictor named in it, grey if there is none."""
+    """Return the colour of a quality run: that of the predictor in its name, or grey."""
     named = [name for name in STYLES if name in run]
     return style(max(named, key=len))[0] if named else GREY
 
 
 def plain_frame(axis: Axes) -> None:
-    """No box, a light grid along the values."""
+    """Remove the box and draw light grid lines."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
@@ -63,7 +63,7 @@ def plain_frame(axis: Axes) -> None:
 
 
 def named_lines(axis: Axes, series: Mapping[str, Sequence[tuple[float, float | None]]], low: float) -> None:
-    """Draw a line per predictor from `low` up to 1, its name at its right end, and never two names on each other."""
+    """Draw a line per predictor on an axis from `low` to 1, with labels at the right that do not overlap."""
     axis.set_ylim(low, 1.0 + 0.02 * (1.0 - low))
     ends: dict[str, tuple[float, float]] = {}
     for name, points in series.items():
@@ -85,7 +85,7 @@ def named_lines(axis: Axes, series: Mapping[str, Sequence[tuple[float, float | N
 
 
 def chance_line(axis: Axes, level: float) -> None:
-    """A dashed line where random forecasts would be."""
+    """Draw a dashed line at the score of random forecasts."""
     axis.axhline(level, color=GREY, linewidth=1.0, linestyle="--")
     axis.annotate(
         f"chance {level:.3f}", (0.01, level), xycoords=("axes fraction", "data"), fontsize=8, color=GREY, va="bottom"
@@ -93,13 +93,13 @@ def chance_line(axis: Axes, level: float) -> None:
 
 
 def floor(values: Iterable[float | None]) -> float:
-    """A round lower end of an axis up to 1 that shows every value."""
+    """Return a round lower limit for an axis up to 1 that shows every value."""
     known = [value for value in values if value is not None]
     return max(0.0, math.floor(20 * (min(known, default=0.0) - 0.02)) / 20)
 
 
 def short(number: float) -> str:
-    """20000 as 20k, 1500000 as 1.5M."""
+    """Format 20000 as 20k and 1500000 as 1.5M."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{suffix}"
@@ -107,10 +107,9 @@ def short(number: float) -> str:
 
 
 def spread(heights: Mapping[str, float], gap: float, low: float, high: float) -> dict[str, float]:
-    """Move heights as little as possible (in squares) so that none is closer to the next than `gap`.
+    """Move heights by the least sum of squares so that neighbours are at least `gap` apart, between `low` and `high`.
 
-    They stay between `low` and `high`. Without the gaps this is isotonic regression: neighbours that would swap are
-    pooled at their mean.
+    After subtraction of the gaps this is isotonic regression: neighbours in the wrong order are pooled at their mean.
     """
     names = sorted(heights, key=lambda name: heights[name])
     pools: list[tuple[float, int]] = []
@@ -123,7 +122,7 @@ def spread(heights: Mapping[str, float], gap: float, low: float, high: float) ->
     return {name: base + index * gap for index, (name, base) in enumerate(zip(names, bases, strict=True))}
 
 
-# Inline SVG: text stays text, and ink, paper and grid follow the page's colours.
+# Inline SVG: text stays text; text, background and grid use the page's colours
 
 _COLOURS = {
     "#000000": "var(--ink)",
@@ -132,16 +131,16 @@ _COLOURS = {
     GRID.lower(): "var(--line)",
 }
 _LEAST_WIDTH = 0.75
-"""Of its own width that a figure is shrunk to on a narrow screen, and no further: its text is to be read."""
+"""Minimum width on a narrow screen, as a share of the figure's own width, so that text stays legible."""
 
 
 def inline_svg(figure: Figure, name: str, description: str) -> Markup:
-    """The figure as an `svg` element.
+    """Return the figure as an `svg` element with a transparent background.
 
     Args:
-        figure: drawn on any background, which is left out.
-        name: begins the ids in it, so that those of several figures do not meet.
-        description: for who cannot see it.
+        figure: figure to convert.
+        name: prefix of the element's ids, so that several figures on a page do not clash.
+        description: text for screen readers.
     """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -165,10 +164,10 @@ LABELS = {"recall_at_k": "recall@k", "weight_covered": "router weight covered"}
 
 
 def recall_by_layer(values: Json, metric: str = "recall_at_k") -> Figure:
-    """A metric per target layer and predictor, teacher-forced and chained side by side (Fig. 4, 10), the latter for
-    predictors that score otherwise there.
+    """Plot a metric by target layer and predictor, teacher-forced and chained side by side.
 
-    Where weak predictors press the others together, a second row shows the others close up.
+    The chained panel has only predictors whose scores differ there. If weak predictors compress the scale, a second row
+    shows the others enlarged. Follows Madan et al. (Speculating Experts, 2026, figures 4 and 10).
     """
     panels = {"teacher-forced": values[metric]}
     apart = chained_apart(values)
@@ -185,7 +184,7 @@ def recall_by_layer(values: Json, metric: str = "recall_at_k") -> Figure:
     axes = figure.subplots(len(rows), len(panels), squeeze=False)
     for (names, low), row in zip(rows, axes, strict=True):
         for axis, (form, results) in zip(row, panels.items(), strict=True):
-            scored = [name for name in names if name in results]  # chained, not all are
+            scored = [name for name in names if name in results]
             series = {name: list(zip(values["targets"], results[name]["per_layer"], strict=True)) for name in scored}
             named_lines(axis, series, low)
             if level is not None and level >= low:
@@ -199,13 +198,13 @@ def recall_by_layer(values: Json, metric: str = "recall_at_k") -> Figure:
 
 
 def _lowest(panels: Json, names: Iterable[str], level: float | None = None) -> float:
-    """Lower end of the axis for some predictors in all panels, and the chance level if given."""
+    """Return the lower axis limit for some predictors over all panels and the chance level, if any."""
     scored = [result[name]["per_layer"] for result in panels.values() for name in names if name in result]
     return floor([level, *(value for layers in scored for value in layers)])
 
 
 def learning_curve(curve: Curve) -> Figure:
-    """Mean recall@k against training tokens (Fig. 9)."""
+    """Plot mean recall@k by number of training tokens (Madan et al., Speculating Experts, 2026, figure 9)."""
     figure = Figure(figsize=(6.6, 4.4), layout="constrained")
     axis = figure.subplots()
     series = {
@@ -216,12 +215,12 @@ def learning_curve(curve: Curve) -> Figure:
     ticks = sorted({tokens for points in series.values() for tokens, _ in points})
     axis.set_xticks(ticks, [short(tick) for tick in ticks])
     axis.minorticks_off()
-    axis.set(title="What training tokens buy", xlabel="training tokens (log scale)", ylabel="mean recall@k")
+    axis.set(title="Recall by training tokens", xlabel="training tokens (log scale)", ylabel="mean recall@k")
     return figure
 
 
 def expert_recall(values: Json, name: str) -> Figure:
-    """Recall of every expert of every layer by one predictor, and how often each is used over an even share."""
+    """Plot recall of every expert of every layer by one predictor, and its use relative to an even distribution."""
     used, found, targets = values["per_expert"]["used"], values["per_expert"]["found"][name], values["targets"]
     even = values["tokens"] * values["k"] / values["experts"]
     recall = [
@@ -243,7 +242,10 @@ def expert_recall(values: Json, name: str) -> Figure:
 
 
 def rank_alignment(values: Json) -> Figure:
-    """P[forecast expert at rank r is the true one], a heat map of layers and ranks per predictor (Fig. 5)."""
+    """Plot P[forecast expert at rank r = true expert at rank r], a heat map of layers and ranks per predictor.
+
+    Follows Madan et al. (Speculating Experts, 2026, figure 5).
+    """
     results = values["rank_alignment"]
     ranks, targets = values["k"], values["targets"]
     cell = max(0.24, min(0.5, 3.0 / ranks))
@@ -263,7 +265,7 @@ def rank_alignment(values: Json) -> Figure:
 
 
 def _panels(count: int, frame: tuple[float, float], panel: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels, at most four in a row, with a frame around them; sizes as width and height."""
+    """Create a figure with at most four panels in a row; `frame` and `panel` are widths and heights in inches."""
     columns = min(4, count)
     rows = math.ceil(count / columns)
     size = (frame[0] + panel[0] * columns, frame[1] + panel[1] * rows)
@@ -275,7 +277,7 @@ def _panels(count: int, frame: tuple[float, float], panel: tuple[float, float]) 
 
 
 def calibration(values: Json) -> Figure:
-    """Reliability of the forecast probabilities, one panel per predictor; a point's area is its share of pairs."""
+    """Plot the reliability of forecast probabilities, one panel per predictor; point areas show numbers of pairs."""
     results = values["calibration"]
     figure, axes = _panels(len(results), (0.8, 0.7), (2.5, 2.4))
     for axis, (name, result) in zip(axes, results.items(), strict=False):
@@ -291,13 +293,13 @@ def calibration(values: Json) -> Figure:
         axis.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
         plain_frame(axis)
     figure.supxlabel("forecast probability that the expert is used", fontsize=10)
-    figure.supylabel("how often it is used", fontsize=10)
-    figure.suptitle("Calibration (dashed: a forecast that means what it says)", fontsize=11)
+    figure.supylabel("observed frequency", fontsize=10)
+    figure.suptitle("Calibration (dashed: perfect calibration)", fontsize=11)
     return figure
 
 
 def quality_bars(quality: Json) -> Figure:
-    """What each way to run costs the model: perplexity, top-1 agreement and KL; dots are the text's domains."""
+    """Plot perplexity, top-1 agreement and KL of each way to run; dots are domains of the text."""
     panels = (
         ("perplexity", "perplexity (lower is better)"),
         ("top1_agreement", "top-1 agreement with exact"),

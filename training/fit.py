@@ -1,6 +1,6 @@
-"""Fitting any predictor from traces or from a running model.
+"""Fit any predictor from traces or from a running model.
 
-`hybrid` is fitted from others; a predictor without an entry in `FITTERS` learns nothing and is only bound to the model.
+`hybrid` combines other predictors. A predictor without an entry in `FITTERS` has no parameters to fit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from expertcast.training.scoring import (
     FitOptions,
     Fitted,
     device_of,
-    known_stand_in,
+    require_stand_in,
     states_of,
     train_batches,
     train_tokens,
@@ -44,7 +44,7 @@ Fitter = Callable[[TraceSource, PredictorConfig, FitOptions], Fitted]
 
 
 def fit_counts(cls: type[Frequency], source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
-    """A `cls` of this `config`: how often the `source`'s train split, or the `options`' part of it, uses each expert.
+    """Count how often each expert is used in the train split, up to `options.tokens` tokens.
 
     Raises:
         ExpertcastError: the train split is empty.
@@ -62,7 +62,7 @@ def fit_counts(cls: type[Frequency], source: TraceSource, config: PredictorConfi
 
 
 def fit_quasi_hidden(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
-    """Take the means over the source's whole train split, whatever `options.tokens` says."""
+    """Copy the source's default vectors, which are means over the whole train split; `options` has no effect."""
     del options
     predictor = QuasiHidden(config, source.view.shape)
     predictor.set_defaults(source.defaults)
@@ -70,14 +70,14 @@ def fit_quasi_hidden(source: TraceSource, config: PredictorConfig, options: FitO
 
 
 def fit_early_attention(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
-    """Take the source's stand-in, whatever `options` say; the `config` gets its rank.
+    """Copy the source's stand-in, and its rank into the config; `options` has no effect.
 
     Raises:
-        ExpertcastError: early attention did not run.
+        ExpertcastError: the source has no early attention.
     """
     assert isinstance(config, EarlyConfig)
     del options
-    stand_in = known_stand_in(source, EarlyAttention.name)
+    stand_in = require_stand_in(source, EarlyAttention.name)
     predictor = EarlyAttention(replace(config, stand_in_rank=stand_in.rank), source.view.shape)
     predictor.set_stand_in(stand_in)
     return Fitted(predictor=predictor)
@@ -85,7 +85,7 @@ def fit_early_attention(source: TraceSource, config: PredictorConfig, options: F
 
 FITTERS: dict[str, Fitter] = {
     "frequency": partial(fit_counts, Frequency),
-    "previous_token": partial(fit_counts, PreviousToken),  # for tokens that have none before them
+    "previous_token": partial(fit_counts, PreviousToken),  # frequencies serve tokens without a previous token
     "quasi_hidden": fit_quasi_hidden,
     "linear": fit_linear,
     "early_attention": fit_early_attention,
@@ -102,30 +102,37 @@ def fit(
     options: FitOptions | None = None,
     known: Mapping[str, Fitted] | None = None,
 ) -> Fitted:
-    """A predictor fitted on the source's train split and calibrated on its validation split, bound to its model, in
-    eval mode; what the fit used and chose.
+    """Fit a predictor on the train split and calibrate it on the validation split.
 
     Args:
-        name: the predictor's in the registry.
-        source: traces on disk, or a running model.
-        config: what it is; the predictor's defaults if not given.
-        options: how it is fitted.
-        known: predictors fitted before; `hybrid` chooses among them and fits only what is missing.
+        name: registry name of the predictor.
+        source: traces, or a running model.
+        config: the predictor's configuration; default: its default configuration.
+        options: tokens, seed, logging and resuming.
+        known: predictors fitted earlier; `hybrid` chooses among them and fits the missing candidates.
+
+    Returns:
+        The predictor, bound and in eval mode, with a report of the fit.
 
     Raises:
-        ExpertcastError: unknown name, a config of another predictor, or a split without tokens.
+        ExpertcastError: the name is unknown, the config belongs to another predictor, or a split has no tokens.
+
+    Example:
+        >>> import expertcast
+        >>> expertcast.fit("quasi_hidden", expertcast.TraceDataset.open("traces")).predictor
+        QuasiHidden(layers=12, experts=64, top_k=4, hidden=192, ahead=[1])
     """
     cls = predictor_class(name)
     config = cls.config_class() if config is None else replace(config)
     options = FitOptions() if options is None else options
     if not isinstance(config, cls.config_class):
-        raise ExpertcastError(f"predictor {name!r} takes a {cls.config_class.__name__}, not {type(config).__name__}")
+        raise ExpertcastError(f"predictor {name!r} needs a {cls.config_class.__name__}, not a {type(config).__name__}")
     if max(config.ahead, default=0) >= source.view.shape.layers:
         raise ExpertcastError(
             f"ahead={max(config.ahead)}: the model has {source.view.shape.layers} MoE layers, "
-            f"give distances of at most {source.view.shape.layers - 1}"
+            f"use distances of at most {source.view.shape.layers - 1}"
         )
-    join_ranks()  # under torchrun: the ranks must know each other before they divide the documents
+    join_ranks()  # under torchrun: before the documents are divided among ranks
     start = time.perf_counter()
     fitter = partial(fit_hybrid, known=known) if name == Hybrid.name else FITTERS.get(name)
     fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)
@@ -153,12 +160,12 @@ def fit_many(
     *,
     options: FitOptions | None = None,
 ) -> dict[str, Fitted]:
-    """Fit several predictors, each once: `hybrid` chooses among those fitted here, and fits what it lacks.
+    """Fit several predictors; `hybrid` comes last, chooses among the others and fits missing candidates.
 
     Args:
-        names: of the predictors.
-        source: what they learn from.
-        configs: by name, of those that have other than the default one.
+        names: registry names.
+        source: traces, or a running model.
+        configs: configurations by name; others use their default.
         options: as for :func:`fit`.
     """
     fitted: dict[str, Fitted] = {}
@@ -167,31 +174,30 @@ def fit_many(
     return {name: fitted[name] for name in names}
 
 
-# Hybrid: the predictor of each layer.
+# Hybrid: one predictor per layer
 #
-# Per target layer the candidate with the highest recall on validation wins, unless a cheaper one comes within the
-# threshold of it: then the cheapest such one does. At threshold 0 hybrid is on validation at least as good as every
-# candidate at every layer, and among equals the cheapest runs; a threshold t gives away at most t per layer.
+# For each target layer, the cheapest candidate wins whose validation recall is within the threshold of the highest one.
+# At threshold 0 the hybrid's validation recall is the highest at every layer, with the cheapest of equal candidates; a
+# threshold t loses at most t per layer.
 #
-# With `rule=paper` layers are chosen as by Hybrid-PF of Speculating Experts (section 6.3): the estimator takes over
-# where the router's forecast from the quasi-hidden state has a low hit rate, and nowhere else, also where it would be
-# better. The paper gives no number for low.
+# `rule=paper` is Hybrid-PF (Madan et al., Speculating Experts, 2026, section 6.3): the estimator serves layers where
+# the router's forecast from the quasi-hidden state has a low hit rate, and only those. The paper gives no number for
+# low.
 #
-# Besides the chosen candidates a hybrid keeps the rungs of a ladder: those that no other one beats in both recall and
-# cost. The run chooses among them by what they cost there.
+# A hybrid also keeps the rungs of a ladder: candidates that no other candidate beats in both recall and cost. The
+# runtime chooses among them by their measured costs.
 
 CLEARLY = 0.9
-"""A candidate is kept as a rung where it takes at most this share of the time of those with more recall: costs are
-measured, and retraining must keep the same ones (repeated under load, ratios of costs differ by 3%)."""
+"""A candidate becomes a rung only if it takes at most this share of the time of rungs with higher recall. The factor
+hides noise of the measured costs (3% under load), so that retraining keeps the same rungs."""
 COST_TOKENS = 16
-"""Tokens whose forecasts are timed."""
+"""Number of tokens used to time forecasts."""
 
 
 def fit_hybrid(
     source: TraceSource, config: PredictorConfig, options: FitOptions, known: Mapping[str, Fitted] | None = None
 ) -> Fitted:
-    """Fit every candidate of the `config` that is not `known` yet on the `source`, with the same `options`, then choose
-    per layer (:func:`select_hybrid`)."""
+    """Fit the candidates that are not `known`, then choose one per layer with :func:`select_hybrid`."""
     assert isinstance(config, HybridConfig)
     fitted = dict(known or {})
     if source.stand_in is None and tuple(config.candidates) == CANDIDATES:
@@ -211,24 +217,24 @@ def fit_hybrid(
 def select_hybrid(
     members: Mapping[str, Predictor], source: TraceSource, config: HybridConfig, options: FitOptions
 ) -> Fitted:
-    """A hybrid of fitted predictors.
+    """Create a hybrid from fitted predictors.
 
     Args:
-        members: the candidates, fitted for every distance in `config.ahead` and bound to the source's model.
-        source: its validation split chooses.
-        config: which candidates, and how much better a costlier one must be.
-        options: how much of the validation split.
+        members: candidates by name, fitted for every distance in `config.ahead` and bound to the source's model.
+        source: traces with a validation split.
+        config: candidates and selection rule.
+        options: number of validation tokens.
 
     Raises:
-        ExpertcastError: a candidate is missing or does not look as far as the hybrid is to.
+        ExpertcastError: a candidate is missing, or does not support a distance of the hybrid.
     """
     missing = [name for name in config.candidates if name not in members]
     if missing:
-        raise ExpertcastError(f"hybrid's candidates {', '.join(missing)} are not fitted: fit them, or leave them out")
+        raise ExpertcastError(f"hybrid: candidates {', '.join(missing)} are not fitted: fit them, or leave them out")
     members = {name: members[name] for name in config.candidates}
     for name, member in members.items():
         if not set(config.ahead) <= set(member.ahead):
-            raise ExpertcastError(f"candidate {name} looks {list(member.ahead)} layers ahead, hybrid {config.ahead}")
+            raise ExpertcastError(f"candidate {name} forecasts {list(member.ahead)} layers ahead, not {config.ahead}")
     choices: list[Choice] = []
     for ahead in config.ahead:
         cost = forecast_flops(members, source, ahead, options)
@@ -239,26 +245,25 @@ def select_hybrid(
     cost_ms = {name: 1e3 * cost_s[name] for name in configs}
     hybrid = Hybrid(replace(config, choices=choices, member_configs=configs, cost_ms=cost_ms), source.view.shape)
     for name in hybrid.members:
-        _take_over(members[name], hybrid.member(name))
+        _copy_state(members[name], hybrid.member(name))
     brief = [{**choice, "recall": choice["recall"][choice["predictor"]]} for choice in choices]
     return Fitted(predictor=hybrid, report={"choices": brief})
 
 
-def _take_over(fitted: Predictor, member: Predictor) -> None:
-    """Make a new hybrid's member what the fitted candidate is."""
+def _copy_state(fitted: Predictor, member: Predictor) -> None:
     tensors = fitted.state_dict()
     missing, shared = member.load_state_dict(tensors, strict=False)
     assert not missing
     for path in shared:
-        assert torch.equal(member.get_buffer(path), tensors[path].cpu()), f"{fitted.name} has a {path} of its own"
+        assert torch.equal(member.get_buffer(path), tensors[path].cpu()), f"{fitted.name} has its own {path}"
     member.calibration = fitted.calibration
 
 
 def _front(members: Mapping[str, Predictor], recall: Mapping[str, float], cost_s: Mapping[str, float]) -> set[str]:
-    """Those that no other one beats in both recall and cost.
+    """Return the candidates that no other candidate beats in both recall and cost.
 
-    Traces hold no blocks, so that early attention's own part is not timed: as it takes longer than any forecast here,
-    what reads it counts as dearer than what does not.
+    Traces have no decoder blocks, so the block of early attention is not timed. It takes longer than any forecast here,
+    so candidates with early attention count as costlier than all others.
     """
     kept: list[str] = []
     for name in sorted(members, key=lambda name: (-recall[name], cost_s[name])):
@@ -273,20 +278,23 @@ def _front(members: Mapping[str, Predictor], recall: Mapping[str, float], cost_s
 def forecast_seconds(
     members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
 ) -> dict[str, float]:
-    """Seconds of one forecast for one token on the model's thread, early attention's stand-in included.
+    """Time one forecast for one token on the current thread, including the stand-in of early attention.
 
-    Of all layer pairs and `COST_TOKENS` tokens, one call in ten was faster: on a busy machine that is steadier than the
-    median. Members take turns.
+    Returns the 10th percentile over layer pairs and `COST_TOKENS` tokens, which is more stable than the median on a
+    busy machine. Predictors alternate.
 
     Args:
         members, source, ahead, options: as for :func:`forecast_flops`.
+
+    Returns:
+        Seconds by predictor.
     """
     seconds: dict[str, list[float]] = {name: [] for name in members}
     turns = deque(members.items())
     batch = validation_batch(source, options)[:COST_TOKENS]
     for token in range(len(batch)):
         for state in states_of(source.view, batch[token : token + 1])[:-ahead]:
-            turns.rotate()  # who comes first finds caches cold
+            turns.rotate()  # the first predictor finds cold caches
             for name, member in turns:
                 start = time.perf_counter()
                 if member.wants_early(state.layer, ahead):
@@ -299,13 +307,13 @@ def forecast_seconds(
 def forecast_flops(
     members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
 ) -> dict[str, int]:
-    """Floating-point operations in matrix products of one forecast for one token, counted while it runs.
+    """Count the floating-point operations in matrix products of one forecast for one token.
 
     Args:
         members: predictors by name.
-        source: where the token comes from.
-        ahead: how far the forecast looks.
-        options: of its validation split.
+        source: traces that provide the token.
+        ahead: distance in layers.
+        options: number of validation tokens.
     """
     state = states_of(source.view, validation_batch(source, options)[:1])[0]
     flops = {}
@@ -328,7 +336,7 @@ def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, c
 def _best(values: Mapping[str, float], cost: Mapping[str, int], config: HybridConfig) -> str:
     most = max(values.values())
     within = [name for name, value in values.items() if value >= most - config.threshold]
-    return min(within, key=lambda name: cost[name])  # the first of equals: registry order
+    return min(within, key=lambda name: cost[name])  # ties: the first candidate
 
 
 def _replaced_where_low(values: Mapping[str, float], config: HybridConfig) -> str:

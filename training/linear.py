@@ -1,10 +1,10 @@
-"""Fitting `linear`: one pass for the sums, one over validation for the ridge strengths; no token is stored.
+"""Fit `linear`: one pass over train for the sums, one over validation for the ridge strengths; no token is stored.
 
-T tokens, P layer pairs, F features (D, the hidden size, for `linear`), E routed experts, S ridge strengths.
+T tokens, P layer pairs, F features (the hidden size D for `linear`), E routed experts, S ridge strengths.
 
-With X the features and Y the targets of a pair, both about their means, the map is
-W = (X'X + n s V)^-1 X'Y and b = mean(Y) - mean(X) W, where n is the number of tokens, s the strength and V the diagonal
-of the features' variances: s is a plain number, whatever the scale of each feature.
+With X the features and Y the targets of a pair, both centred, the map is W = (X'X + n s V)^-1 X'Y and
+b = mean(Y) - mean(X) W. n is the number of tokens, s the strength and V the diagonal matrix of the features' variances,
+so s does not depend on the scale of a feature.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from expertcast.training.scoring import (
 )
 
 Features = Callable[[RouterState, int], Tensor]
-"""Router state and distance to inputs [T, F]."""
+"""Maps a router state and a distance to inputs [T, F]."""
 
 
 def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
-    """The ridge map of every layer and distance; the strength of each by recall on validation."""
+    """Fit a ridge map for every layer pair and distance; validation recall chooses each strength."""
     assert isinstance(config, LinearConfig)
     predictor = Linear(config, source.view.shape)
     if config.reads == "quasi_hidden":
@@ -57,14 +57,14 @@ def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions
 def gather(
     source: TraceSource, features: Features, aheads: Sequence[int], options: FitOptions, name: str
 ) -> dict[int, RidgeStatistics]:
-    """The sums for every distance from one pass over the train split, over all ranks' shares together.
+    """Accumulate the sums for every distance in one pass over the train split, and reduce them over ranks.
 
     Args:
-        source: whose train split.
-        features: what is mapped.
-        aheads: the distances.
-        options: how many tokens.
-        name: of the predictor, for progress.
+        source: traces, or a running model.
+        features: computes the inputs of the map.
+        aheads: distances in layers.
+        options: number of tokens.
+        name: name of the predictor in the progress bar.
 
     Raises:
         ExpertcastError: the train split is empty.
@@ -89,15 +89,15 @@ def gather(
 def score_maps(
     source: TraceSource, features: Features, ahead: int, solved: tuple[Tensor, Tensor], options: FitOptions, name: str
 ) -> Tensor:
-    """Recall@k [S, P] of S maps per layer pair on the validation split.
+    """Return recall@k [S, P] of S maps per layer pair on the validation split.
 
     Args:
-        source: whose validation split.
-        features: what the maps take.
-        ahead: layers from a pair's first to its second.
+        source: traces, or a running model.
+        features: computes the inputs of the maps.
+        ahead: distance in layers.
         solved: weights [S, P, F, E] and biases [S, P, E].
-        options: how many tokens.
-        name: of the predictor, for progress.
+        options: number of tokens.
+        name: name of the predictor in the progress bar.
     """
     weight_SPFE, bias_SPE = solved
 
@@ -112,10 +112,9 @@ def score_maps(
 
 
 class RidgeStatistics:
-    """Sums over tokens per layer pair: products in fp32, one batch at a time, added up in fp64."""
+    """Sums over tokens for each layer pair: products in fp32, accumulated in fp64. Takes 8 P F (F + E) bytes."""
 
     def __init__(self, pairs: int, features: int, experts: int, device: torch.device | str = "cpu") -> None:
-        """The sums take 8 P F (F + E) bytes."""
 
         def zeros(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.float64, device=device)
@@ -127,9 +126,9 @@ class RidgeStatistics:
         self.xy_PFE = zeros(pairs, features, experts)
 
     def update(self, pair: int, x_TF: Tensor, y_TE: Tensor) -> None:
-        """Add the tokens of one batch to the sums of one pair."""
+        """Add a batch of tokens to the sums of one pair."""
         x_TF, y_TE = x_TF.float(), y_TE.float()
-        # products about the batch's own mean: in fp32 a mean far above the spread would drown it
+        # centre by the batch mean: fp32 products of a large mean would drown the spread
         near_F, near_E = x_TF.mean(dim=0), y_TE.mean(dim=0)
         x_TF, y_TE = x_TF - near_F, y_TE - near_E
         near_F, near_E, count = near_F.double(), near_E.double(), x_TF.shape[0]
@@ -142,17 +141,17 @@ class RidgeStatistics:
         self.xy_PFE[pair] += (x_TF.T @ y_TE).double() + torch.outer(near_F, sum_E) + torch.outer(rest_F, near_E)
 
     def all_reduce(self) -> None:
-        """Add up the sums of all ranks; nothing happens outside a process group."""
+        """Sum over ranks; no effect outside a process group."""
         sum_over_ranks(training_share(), [self.count_P, self.x_PF, self.y_PE, self.xx_PFF, self.xy_PFE])
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation [P, F] of the features."""
+        """Return mean and standard deviation [P, F] of the features."""
         mean_PF = self.x_PF / self.count_P[:, None]
         second_PF = self.xx_PFF.diagonal(dim1=1, dim2=2) / self.count_P[:, None]
         return mean_PF.float(), (second_PF - mean_PF.square()).clamp(min=0).sqrt().float()
 
     def solve(self, strengths: Sequence[float], features: int | None = None) -> tuple[Tensor, Tensor]:
-        """Weights [S, P, F, E] and biases [S, P, E] in fp32, of the first `features` features or, if None, of all."""
+        """Return weights [S, P, F, E] and biases [S, P, E] in fp32, for the first `features` features or all."""
         width = self.x_PF.shape[1] if features is None else features
         pairs = range(len(self.count_P))
         with Progress("solving", total=len(strengths) * len(pairs), unit="map") as bar:
@@ -177,12 +176,12 @@ class RidgeStatistics:
 
 def _solve_spd(covariance_FF: Tensor, cross_FE: Tensor, strength: float) -> Tensor:
     variance_F = covariance_FF.diagonal()
-    # a feature that never varies (an expert never routed to) would leave a zero pivot
+    # a constant feature (an expert without tokens) would yield a zero pivot
     floor = (1e-6 * variance_F.mean()).clamp(min=torch.finfo(torch.float32).tiny)
     penalty_FF = variance_F.clamp(min=floor).diag()
     while True:
         factor_FF, failed = torch.linalg.cholesky_ex(covariance_FF + strength * penalty_FF)
         if not failed:
             return torch.cholesky_solve(cross_FE, factor_FF)
-        # rounding of the fp32 products can leave repeated features short of positive definite
+        # rounding of the fp32 products can make repeated features indefinite
         strength *= 10

@@ -1,11 +1,11 @@
-"""Training a network with Lightning, on one rank or under torchrun, and resuming a training that was killed.
+"""Train a network with Lightning on one rank or under torchrun, and resume a training that was killed.
 
-`expertcast train ... --out CKPT` keeps Lightning checkpoints in CKPT.partial, a file per training (a distance, a trial
-of a temperature), and removes the folder when CKPT is written. Each validation round writes the file anew, whole or not
-at all, so that a kill at any moment leaves one that can be used. A training resumes only from a checkpoint of its very
-configuration, data and versions. On the CPU it ends bit for bit as one that was not interrupted.
+`expertcast train ... --out CKPT` keeps a Lightning checkpoint per training (a distance, or a trial of a temperature) in
+CKPT.partial, and removes that folder when CKPT is complete. Each validation round replaces the file atomically. A
+training resumes only with the same configuration, data and versions. On a CPU the result is bit-identical to that of an
+uninterrupted training.
 
-Under torchrun the first rank writes and all ranks read: they must share the folder, as they share --out.
+Under torchrun rank 0 writes and all ranks read, so they must share the folder.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ log = logging.getLogger(__name__)
 
 
 def resume_folder(out: Path) -> Path:
-    """Where the trainings of the checkpoint `out` keep their states: beside it."""
+    """Return the folder for training states of the checkpoint `out`: a sibling of it."""
     return out.with_name(out.name + ".partial")
 
 
 def forget(out: Path) -> None:
-    """Remove what the trainings of the checkpoint `out` have kept: it is complete."""
+    """Remove the training states of the checkpoint `out`, which is complete."""
     shutil.rmtree(resume_folder(out), ignore_errors=True)
 
 
 def usable_state(path: Path, fingerprint: str) -> Json | None:
-    """The Lightning checkpoint in a file, or None where training must start over; the reason is logged.
+    """Read a training state; None, with a log message, if the training must start over.
 
     Args:
-        path: of the file.
-        fingerprint: of the training to resume; the checkpoint of another one is not used.
+        path: the file.
+        fingerprint: fingerprint of the training; a state of another training is not used.
     """
     if not os.path.lexists(path):
         return None
@@ -75,14 +75,14 @@ def usable_state(path: Path, fingerprint: str) -> Json | None:
         log.warning("%s: this training starts over", error)
         return None
     if state["fingerprint"] != fingerprint:
-        log.warning("%s is of another configuration, other data or other versions: this training starts over", path)
+        log.warning("%s has another configuration, other data or other versions: this training starts over", path)
         return None
-    log.warning("%s: going on at step %s", path, state["global_step"])
+    log.warning("%s: resuming at step %s", path, state["global_step"])
     return state
 
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:
-    """Write a checkpoint of plain values and tensors behind its digest, whole or not at all; its folder is made."""
+    """Write plain values and tensors with a digest, atomically; missing folders are created."""
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,24 +90,24 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
 
 
 def read_state(path: Path) -> Json:
-    """What :func:`write_state` wrote, its tensors on the CPU; nothing but plain values and tensors is unpickled.
+    """Read a file of :func:`write_state`, with tensors on the CPU; unpickles plain values and tensors only.
 
     Raises:
-        ExpertcastError: it is not there, or is damaged.
+        ExpertcastError: the file is missing or damaged.
     """
     try:
         with open_file(path) as file:
             found, data = file.read(len(digest(b""))), file.read()
     except OSError as error:
-        raise ExpertcastError(f"{path} is damaged ({error.strerror}); remove it") from error
+        raise ExpertcastError(f"cannot read {path} ({error.strerror}): remove it") from error
     if found != digest(data).encode():
-        raise ExpertcastError(f"{path} is damaged: it was changed after it was written; remove it")
+        raise ExpertcastError(f"{path} is damaged, its digest differs: remove it")
     state: Json = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return state
 
 
 class SealedCheckpoints(CheckpointIO):  # type: ignore[misc]
-    """Writes and reads Lightning's checkpoints with their digest and the fingerprint of their training."""
+    """Stores Lightning checkpoints with a digest and the fingerprint of their training."""
 
     def __init__(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint
@@ -115,28 +115,28 @@ class SealedCheckpoints(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: Mapping[str, object], path: Path | str, storage_options: object = None
     ) -> None:
-        """Write a checkpoint; `storage_options` are of other kinds of storage."""
+        """Write a checkpoint; `storage_options` are ignored."""
         write_state(Path(path), {**checkpoint, "fingerprint": self._fingerprint})
 
     def load_checkpoint(
         self, path: Path | str, map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, object]:
-        """The checkpoint on the CPU; Lightning moves tensors to where they belong."""
+        """Read a checkpoint to the CPU; Lightning moves its tensors."""
         return read_state(Path(path))
 
     def remove_checkpoint(self, path: Path | str) -> None:
-        """Remove one checkpoint."""
+        """Delete a checkpoint."""
         Path(path).unlink(missing_ok=True)
 
 
 def logger_of(folder: Path | None, name: str, state: Json | None) -> TensorBoardLogger | None:
-    """TensorBoard's logger of a training; None without a folder.
+    """Create the TensorBoard logger of a training; None without a folder.
 
     Args:
-        folder: of all logs.
-        name: the training's.
-        state: the checkpoint that it goes on from. If it logged in this folder it keeps its version there, and
-            TensorBoard leaves out what was logged after the checkpoint. Without one the version is new.
+        folder: folder of all logs.
+        name: name of the training.
+        state: training state to resume from. If it logged to this folder, logging continues there and TensorBoard
+            discards later events; otherwise a new version begins.
     """
     if folder is None:
         return None
@@ -146,50 +146,55 @@ def logger_of(folder: Path | None, name: str, state: Json | None) -> TensorBoard
     return TensorBoardLogger(str(folder), name=name, version=logs.name, purge_step=state["global_step"])
 
 
-# What trainings have in common. Steps are counted over all passes; a round is a run over the validation split.
+# Base of all trainings. Steps are counted over all passes; a round is one pass over the validation split.
 
 TrainedConfig = EstimatorConfig | NextTokenConfig
 Examples = TypeVar("Examples")
 
 WARM_UP = 0.05
 FLOOR = 0.02
-"""Learning rate at the end, as a share of the peak."""
+"""Final learning rate as a share of the peak."""
 
 
 @dataclass(kw_only=True)
 class BestRound:
-    """The network as it was at its best validation round, and all rounds' scores."""
+    """The network's weights at its best validation round, and the scores of all rounds."""
 
     score: float
-    """What the rounds are compared by; infinitely bad before the first one."""
+    """Score of the best round; infinitely bad before the first round."""
     step: int = 0
-    """The step of the best round."""
+    """Step of the best round."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """The network's weights then; empty before the first round."""
+    """The network's weights at that round; empty before the first round."""
     history: list[dict[str, float]] = field(default_factory=list)
-    """Step and score of every round."""
+    """Step and score of each round."""
 
 
 class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
-    """Trains one network with AdamW and keeps it as it was at its best validation round."""
+    """Trains one network with AdamW and keeps its weights of the best validation round.
+
+    Args:
+        network: network to train.
+        config: training options.
+        steps: optimiser steps of the schedule.
+    """
 
     watched: ClassVar[str] = "recall"
-    """Name of the score of a validation round."""
+    """Name of the validation score."""
     mode: ClassVar[str] = "max"
-    """Whether a greater score (`max`) or a smaller one (`min`) is better."""
+    """Whether a higher (`max`) or a lower (`min`) score is better."""
 
     def __init__(self, network: nn.Module, config: TrainedConfig, steps: int) -> None:
-        """Train `network` as `config` says in a schedule of `steps` optimiser steps."""
         super().__init__()
         self.network, self.config, self.steps = network, config, steps
         self.best = BestRound(score=-math.inf if self.mode == "max" else math.inf)
 
     def identity(self) -> Json:
-        """What must be the same for a training of this network to go on after a kill, as plain values."""
+        """Return JSON values that identify the training; a training state is only used if they are equal."""
         return {"network": type(self).__name__, "config": self.config.as_dict(), "steps": self.steps}
 
     def end_round(self, score: float) -> None:
-        """Log a validation round's score, and keep the network if none was better."""
+        """Log a validation round's score; keep the network's weights if it is the best."""
         best, step = self.best, self.global_step
         self.log(self.watched, score)
         best.history.append({"step": step, self.watched: score})
@@ -198,10 +203,10 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
             best.tensors = {key: tensor.detach().clone() for key, tensor in self.network.state_dict().items()}
 
     def finish(self) -> Json:
-        """Leave the network at its best round, no longer to be trained; what the report says of the training.
+        """Restore the best round's weights, disable gradients, and return the report.
 
         Raises:
-            ExpertcastError: there was nothing to validate on.
+            ExpertcastError: the validation split is empty.
         """
         if not self.best.tensors:
             raise ExpertcastError(NO_VALIDATION)
@@ -214,7 +219,7 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
         }
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW, its learning rate set anew at every step."""
+        """Create AdamW with a learning rate that changes at every step."""
         optimizer = torch.optim.AdamW(
             self.network.parameters(),
             lr=self.config.learning_rate,
@@ -233,7 +238,7 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
 
 
 class TrainingData(lightning.LightningDataModule, Generic[Examples]):  # type: ignore[misc]
-    """Passes over the train split, each in an order of its own, and the validation split; its state is the position."""
+    """Passes over the train split, each in its own order, and the validation split; resumable at any batch."""
 
     def __init__(
         self,
@@ -243,10 +248,10 @@ class TrainingData(lightning.LightningDataModule, Generic[Examples]):  # type: i
     ) -> None:
         """
         Args:
-            passing: the batches of one pass over the train split, from the number of passes before it and a generator
-                to draw from, in the state in which the pass before left it.
-            validation: the batches of the validation split, in the same order each time.
-            seed: of the generator.
+            passing: returns the batches of one pass over the train split; arguments are the number of earlier passes
+                and a random generator, which continues from pass to pass.
+            validation: returns the batches of the validation split, always in the same order.
+            seed: seed of the generator.
         """
         super().__init__()
         self._passing, self._validation = passing, validation
@@ -255,11 +260,11 @@ class TrainingData(lightning.LightningDataModule, Generic[Examples]):  # type: i
         self._epoch, self._skipped = -1, 0
 
     def train_dataloader(self) -> DataLoader[Examples]:
-        """The next pass over the train split, each time it is iterated."""
+        """Return a loader that starts a new pass over the train split at each iteration."""
         return DataLoader(_Stream(self._next_pass), batch_size=None)
 
     def val_dataloader(self) -> DataLoader[Examples]:
-        """The validation split."""
+        """Return a loader of the validation split."""
         return DataLoader(_Stream(self._validation), batch_size=None)
 
     def _next_pass(self) -> Iterator[Examples]:
@@ -269,19 +274,19 @@ class TrainingData(lightning.LightningDataModule, Generic[Examples]):  # type: i
         return islice(self._passing(self._epoch, self._generator), skipped, None)
 
     def state_dict(self) -> dict[str, object]:
-        """The position in the order of the train split, kept with the training's state."""
+        """Return the position in the train split."""
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
         return {"epoch": self._epoch, "generator": self._begin, "batches": batches}
 
     def load_state_dict(self, state_dict: Json) -> None:
-        """Go on at a position; the batches of its pass before it are drawn again and left out."""
+        """Continue at a position; earlier batches of the same pass are drawn again and skipped."""
         self._epoch, self._begin = state_dict["epoch"] - 1, state_dict["generator"]
         self._skipped = state_dict["batches"]
         self._generator.set_state(self._begin)
 
 
 class _Stream(IterableDataset[Examples]):
-    """Whatever a function gives, anew each time."""
+    """Iterates over the result of a function, called anew for each iteration."""
 
     def __init__(self, make: Callable[[], Iterator[Examples]]) -> None:
         self._make = make
@@ -291,13 +296,13 @@ class _Stream(IterableDataset[Examples]):
 
 
 def steps_of(config: TrainedConfig, source: TraceSource, options: FitOptions) -> int:
-    """Optimiser steps of a training: those configured, in no more passes over the tokens than configured."""
+    """Return the optimiser steps of a training: `config.steps`, limited to `config.passes` passes over the tokens."""
     per_pass = max(1, train_tokens(source, options) // (config.step_tokens * training_share().world))
     return max(1, min(config.steps, config.passes * per_pass))
 
 
 def warm_cosine(step: int, steps: int) -> float:
-    """Learning rate at a step as a share of the peak: linear warm-up, then a cosine down to 2%."""
+    """Return the learning rate at a step as a share of the peak: linear warm-up, then cosine decay to 2%."""
     warm = max(1, round(WARM_UP * steps))
     if step < warm:
         return (step + 1) / warm
@@ -306,11 +311,11 @@ def warm_cosine(step: int, steps: int) -> float:
 
 
 ROUNDS = 12
-"""Validation rounds in a full run."""
+"""Number of validation rounds in a full run."""
 
 
 class ShowSteps(Callback):  # type: ignore[misc]
-    """Moves a bar by the steps of a schedule, and shows the score of the last validation round beside it."""
+    """Updates a progress bar with the step, and shows the score of the last validation round."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
@@ -324,7 +329,7 @@ class ShowSteps(Callback):  # type: ignore[misc]
 
 
 class KeepSignals(Callback):  # type: ignore[misc]
-    """Leaves SIGTERM to the program: Lightning's own handler broadcasts between the ranks, which hangs in a step."""
+    """Restores the program's SIGTERM handler: Lightning's broadcasts between ranks, which can deadlock."""
 
     def __init__(self) -> None:
         self._handler = signal.getsignal(signal.SIGTERM)
@@ -337,27 +342,26 @@ class KeepSignals(Callback):  # type: ignore[misc]
 def run(
     module: NetworkTraining, data: TrainingData[Examples], source: TraceSource, options: FitOptions, name: str
 ) -> None:
-    """Train `module` to the end of its schedule; its best validation round is in `module.best` afterwards.
+    """Train `module` to the end of its schedule; `module.best` then has the best validation round.
 
     Args:
         module: the training.
-        data: what it learns from and is validated on.
-        source: where that comes from.
-        options: logs, progress, and where the checkpoint is kept against a kill; one of this very training is gone on
-            from.
-        name: the training's among those of one fit.
+        data: training and validation batches.
+        source: source of the data, for the fingerprint.
+        options: logging, progress, and the folder for training states. A state of the same training is resumed.
+        name: name of the training within the fit.
     """
     folder, state, path, keeping, states = options.resume_folder, None, None, [], None
     if folder is not None:
         path, mark = folder / f"{name}{ModelCheckpoint.FILE_EXTENSION}", _fingerprint(module, source, options)
         state = usable_state(path, mark)
-        wait_for_all(training_share())  # all ranks have looked before the first one writes
-        # after a validation round: what Lightning saves before one, it does not go on from to the bit
+        wait_for_all(training_share())  # all ranks must have read the state before rank 0 writes
+        # save after validation rounds: resuming from a state before one is not bit-identical
         keeping = [ModelCheckpoint(folder, name, save_on_train_epoch_end=False, enable_version_counter=False)]
         states = SealedCheckpoints(mark)
     stopping = EarlyStopping(module.watched, mode=module.mode, patience=module.config.patience, min_delta=1e-4)
     if state is not None and state["callbacks"][stopping.state_key]["wait_count"] >= stopping.patience:
-        module.on_load_checkpoint(state)  # it was stopped, and killed before the next training began
+        module.on_load_checkpoint(state)  # this training was complete when the process was killed
         return
     begin = 0 if state is None else state["global_step"]
     with (
@@ -368,7 +372,7 @@ def run(
         trainer = _trainer(module, [stopping, ShowSteps(bar), KeepSignals(), *keeping], logger, states)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=None if state is None else path, weights_only=True)
-        except SystemExit as left:  # Lightning's way out of an interrupt
+        except SystemExit as left:  # Lightning converts an interrupt into this
             if isinstance(left.__context__, KeyboardInterrupt):
                 raise left.__context__ from None
             raise
@@ -393,13 +397,13 @@ def _trainer(
         plugins=states,
         enable_checkpointing=states is not None,
         enable_model_summary=False,
-        enable_progress_bar=False,  # it counts epochs, and a schedule of steps has none
+        enable_progress_bar=False,  # Lightning's bar counts epochs, the schedule counts steps
         **_placement(module),
     )
 
 
 def _fingerprint(module: NetworkTraining, source: TraceSource, options: FitOptions) -> str:
-    """One value for all that must be the same for a training to go on: what it is, its data, the versions at work."""
+    """Hash all that must be equal for a training to resume: configuration, data, ranks and versions."""
     about = {
         "training": module.identity(),
         "data": {key: value for key, value in source.info.items() if key not in ("command", "documents")},
@@ -411,7 +415,7 @@ def _fingerprint(module: NetworkTraining, source: TraceSource, options: FitOptio
 
 
 def _placement(module: lightning.LightningModule) -> dict[str, object]:
-    """Device and strategy: where the network is, and DDP over gloo or nccl in a process group of several ranks."""
+    """Return device and strategy: the network's device; DDP with gloo or nccl for several ranks."""
     device = next(module.parameters()).device
     on_gpu = device.type == "cuda"
     world = training_share().world
@@ -425,7 +429,7 @@ def _placement(module: lightning.LightningModule) -> dict[str, object]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Lightning's remarks on hardware and data loaders off the terminal."""
+    """Hide Lightning's messages about hardware and data loaders."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():

@@ -1,13 +1,13 @@
-"""Metrics of forecasts and of runs of a model, for training, evaluation and quality.
+"""Metrics of forecasts and of model runs, for training, evaluation and quality.
 
-T tokens, K experts per token, E routed experts per layer, L target layers. States are plain sums and
-counts, so that parts of the data add up to the whole.
+T tokens, K experts per token, E routed experts per layer, L target layers. States are sums and counts, so results of
+parts of the data can be added.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,15 +19,15 @@ from expertcast.predictors.base import Forecast, LogOdds, RouterState, inclusion
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, overfetched
 
-# Comparison of a forecast with the true routing, made once per layer for all metrics; M misses.
+# Comparison of a forecast with the true routing, computed once per layer for all metrics; M misses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedRouting:
-    """One layer's routing with its experts in order of combine weight."""
+    """One layer's routing with the experts in order of combine weight."""
 
     ids_TK: Tensor
-    """Expert ids, the heaviest first; ties go to the higher logit."""
+    """Expert ids, largest weight first; equal weights in order of logits."""
     weights_TK: Tensor
     """Combine weights in the same order, fp32."""
     member_TE: Tensor
@@ -36,18 +36,18 @@ class RankedRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingComparison:
-    """One layer's forecast against the true routing of the same tokens."""
+    """One layer's forecast and the true routing of the same tokens."""
 
     truth: RankedRouting
     forecast: RankedRouting
     place_TK: Tensor
-    """Place of each true expert among the forecast's candidates: 0..K-1 its own ids, then the others by logit."""
+    """Rank of each true expert among the forecast's candidates: 0..K-1 for its own ids, then the others by logit."""
     logits_TE: Tensor
     """The forecast's logits."""
     log_odds: LogOdds | None = None
-    """How they are read as probabilities; None: as they stand."""
+    """Calibration of the logits; None if there is none."""
     cosine_T: Tensor | None = None
-    """Cosine between the predictor's input vector and the true router input; None where it has none."""
+    """Cosine between the predictor's input vector and the true router input; None without an input vector."""
 
     @property
     def hit_TK(self) -> Tensor:
@@ -56,14 +56,14 @@ class RoutingComparison:
 
     @property
     def aligned_TK(self) -> Tensor:
-        """Whether the forecast expert of each rank is the true one."""
+        """Whether the forecast expert of each rank equals the true one."""
         return self.forecast.ids_TK == self.truth.ids_TK
 
 
 def rank_routing(routing: RouterState | Forecast) -> RankedRouting:
-    """Order a routing's experts by combine weight; routers return them unsorted, or sorted by something else."""
+    """Sort a routing's experts by combine weight."""
     ids_TK, logits_TE = routing.topk_ids_TK, routing.logits_TE
-    # two sorts, the second stable: bf16 weights tie often, and the logit behind them decides then
+    # the second sort is stable: bf16 weights are often equal, then logits decide
     by_logit_TK = logits_TE.gather(1, ids_TK).argsort(dim=1, descending=True)
     weights_TK = routing.topk_weights_TK.float().gather(1, by_logit_TK)
     weights_TK, by_weight_TK = weights_TK.sort(dim=1, descending=True, stable=True)
@@ -73,7 +73,7 @@ def rank_routing(routing: RouterState | Forecast) -> RankedRouting:
 
 
 def compare(forecast: Forecast, truth: RankedRouting, cosine_T: Tensor | None = None) -> RoutingComparison:
-    """Set a forecast against the ranked true routing of the same tokens."""
+    """Compare a forecast with the true routing of the same tokens."""
     ranked = rank_routing(forecast)
     return RoutingComparison(
         truth=truth,
@@ -86,14 +86,14 @@ def compare(forecast: Forecast, truth: RankedRouting, cosine_T: Tensor | None = 
 
 
 def _candidate_places(logits_TE: Tensor, ranked: RankedRouting, true_ids_TK: Tensor) -> Tensor:
-    """Place of each true expert in the order in which a prefetcher would take the experts.
+    """Return the rank [T, K] of each true expert in the order in which a prefetcher fetches experts.
 
-    The forecast's own ids come first even where the router chooses by something else than the logit (a
-    correction bias, groups), so that a wider budget always holds the narrower one. Equal logits go by expert id.
+    The forecast's own ids come first, even if the router does not choose by logits alone (correction bias, groups), so
+    recall never falls with the number of fetched experts. Equal logits are ordered by expert id.
     """
     same_TKK = true_ids_TK[:, :, None] == ranked.ids_TK[:, None, :]
     place_TK = same_TKK.to(torch.uint8).argmax(dim=2)
-    # only the misses, M of T * K, need the order of the other experts: a full sort would cost several times more
+    # only the M misses need the order of the other experts; a full sort would cost several times more
     token_M, rank_M = (~same_TKK.any(dim=2)).nonzero(as_tuple=True)
     expert_M1 = true_ids_TK[token_M, rank_M][:, None]
     logits_ME = logits_TE[token_M]
@@ -105,7 +105,7 @@ def _candidate_places(logits_TE: Tensor, ranked: RankedRouting, true_ids_TK: Ten
 
 
 def membership_threshold(comparison: RoutingComparison) -> Tensor:
-    """[T] halfway between the forecast's lowest logit inside its K and the highest outside: a first tau."""
+    """Return the midpoint [T] between the lowest logit of the K forecast experts and the highest other logit."""
     inside_TE = comparison.forecast.member_TE
     logits_TE = comparison.logits_TE.float()
     lowest_T = logits_TE.gather(1, comparison.forecast.ids_TK).amin(dim=1)
@@ -114,8 +114,10 @@ def membership_threshold(comparison: RoutingComparison) -> Tensor:
 
 
 def membership_probability(comparison: RoutingComparison, *, calibrated: bool) -> Tensor:
-    """[T, E] that each expert is among the token's K, by the forecast: as its predictor was calibrated, where it was
-    and that is asked for, else as the logits stand."""
+    """Return the forecast probability [T, E] that each expert is among the token's K.
+
+    Uses the predictor's calibration if `calibrated` is set and there is one.
+    """
     top_k = comparison.place_TK.shape[1]
     if calibrated and comparison.log_odds is not None:
         return comparison.log_odds.of(comparison.logits_TE, top_k).sigmoid()
@@ -123,9 +125,9 @@ def membership_probability(comparison: RoutingComparison, *, calibrated: bool) -
 
 
 class ExpertRecall(Metric):  # type: ignore[misc]
-    """How often the router used each expert, and how often it was then among the K forecast ones.
+    """Counts how often the router used each expert, and how often the forecast then contained it.
 
-    An expert's recall is found / used; summed over a layer's experts first, the same quotient is the layer's recall@k.
+    An expert's recall is found / used. With both counts summed over a layer's experts, it is the layer's recall@k.
     """
 
     full_state_update = False
@@ -133,75 +135,75 @@ class ExpertRecall(Metric):  # type: ignore[misc]
     found_LE: Tensor
 
     def __init__(self, layers: int, experts: int) -> None:
-        """Count for so many target layers of `experts` experts."""
+
         super().__init__(sync_on_compute=False)
         for name in ("used_LE", "found_LE"):
             self.add_state(name, default=torch.zeros(layers, experts, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, layer: int, comparison: RoutingComparison) -> None:
-        """Add the tokens of one batch at one target layer (0 = the first target layer)."""
+        """Add a batch at one target layer (0 = the first target layer)."""
         ids_TK, experts = comparison.truth.ids_TK, self.used_LE.shape[1]
         self.used_LE[layer] += torch.bincount(ids_TK.flatten(), minlength=experts)
         self.found_LE[layer] += torch.bincount(ids_TK[comparison.hit_TK], minlength=experts)
 
     def compute(self) -> dict[str, Tensor]:
-        """`used` and `found` [L, E]: tokens that needed the expert, and those of them whose forecast named it."""
+        """Return `used` [L, E], the tokens routed to each expert, and `found` [L, E], those with a correct forecast."""
         return {"used": self.used_LE, "found": self.found_LE}
 
 
-# Means over tokens: L rows (such as layers), R numbers per token, V vocabulary. The metrics of a run of a model take
-# log probabilities, which do not underflow.
+# Means over tokens: L rows (such as layers), R values per token, V vocabulary. Metrics of model runs use log
+# probabilities, which do not underflow.
 
 
 class TokenMean(Metric):  # type: ignore[misc]
-    """Mean scores of tokens, kept as sums in fp64 and counts: ranks, and parts of the data, add up to the whole."""
+    """Mean scores of tokens, one mean of `width` values per row; fp64 sums and counts, so parts of the data add up."""
 
     full_state_update = False
     total_LR: Tensor
     count_L: Tensor
 
     def __init__(self, rows: int = 1, width: int = 1) -> None:
-        """Keep `rows` means apart, such as one per layer, each of `width` numbers."""
+
         super().__init__(sync_on_compute=False)  # every rank scores the whole split
         self.add_state("total_LR", default=torch.zeros(rows, width, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count_L", default=torch.zeros(rows, dtype=torch.long), dist_reduce_fx="sum")
 
     def add(self, score_TR: Tensor, row: int = 0) -> None:
-        """Add the scores of some tokens, [T] or [T, R], to one row."""
+        """Add scores of tokens, [T] or [T, R], to one row."""
         self.total_LR[row] += score_TR.reshape(len(score_TR), -1).sum(dim=0, dtype=torch.float64)
         self.count_L[row] += len(score_TR)
 
     def means(self) -> Tensor:
-        """The means [L, R] in fp64, NaN where nothing was scored."""
+        """Return the means [L, R] in fp64, NaN for empty rows."""
         return self.total_LR / self.count_L[:, None]
 
     def compute(self) -> Tensor:
-        """The means; torchmetrics makes a single one a scalar."""
+        """Return the means; torchmetrics converts a single value to a scalar."""
         return self.means()
 
 
 class Recall(TokenMean):
-    """Share of a token's true experts that are among its forecast ones, one mean per row."""
+    """Share of a token's true experts that are among the forecast experts, one mean per row."""
 
     def update(self, row: int, forecast_ids_TK: Tensor, true_ids_TK: Tensor) -> None:
-        """Add some tokens to one row."""
+        """Add tokens to one row."""
         found_TK = (true_ids_TK.unsqueeze(-1) == forecast_ids_TK.unsqueeze(-2)).any(dim=-1)
         self.add(found_TK.float().mean(dim=-1), row)
 
     def per_row(self) -> Tensor:
-        """The means [L], also of a single row."""
+        """Return the means [L]."""
         return self.means()[:, 0]
 
 
 class Perplexity(TokenMean):
     """exp of the mean of -log p(token).
 
-    torchmetrics' own takes softmax and then log: from log probabilities that rounds twice, and gives infinity for a
-    token whose probability underflows.
+    torchmetrics' perplexity computes softmax and then log, which rounds twice and yields infinity for underflowing
+    probabilities.
     """
 
     def update(self, log_probs_TV: Tensor, token_T: Tensor) -> None:
-        """Add the tokens that came where these distributions stood."""
+        """Add tokens [T] and the log probabilities [T, V] at their positions."""
         self.total_LR += functional.nll_loss(log_probs_TV, token_T, reduction="sum")
         self.count_L += len(token_T)
 
@@ -210,25 +212,21 @@ class Perplexity(TokenMean):
 
 
 class Agreement(TokenMean):
-    """Share of positions at which two runs hold the same token for the likeliest.
-
-    torchmetrics' accuracy counts per class and wants to know their number; this is one mean.
-    """
+    """Share of positions where two runs predict the same most likely token."""
 
     def update(self, log_probs_TV: Tensor, reference_TV: Tensor) -> None:
-        """Add some positions of a run and of the one it is compared with."""
+        """Add positions of a run and of the reference run."""
         self.add(log_probs_TV.argmax(dim=-1) == reference_TV.argmax(dim=-1))
 
 
 class Divergence(TokenMean):
-    """Mean KL(reference || run) in nats.
+    """Mean KL(reference || run) in nats, clamped at 0.
 
-    torchmetrics' own sums p log(p / q) in fp32 over all batches and, from log probabilities, is NaN where both
-    probabilities are zero; a sum below zero by rounding is zero here.
+    torchmetrics' version sums p log(p / q) in fp32 over all batches, and yields NaN where both probabilities are zero.
     """
 
     def update(self, log_probs_TV: Tensor, reference_TV: Tensor) -> None:
-        """Add some positions of a run and of the one it is compared with; a run does not diverge from itself."""
+        """Add positions of a run and of the reference run; a run has no divergence from itself."""
         if log_probs_TV is not reference_TV:
             self.total_LR += functional.kl_div(log_probs_TV, reference_TV, reduction="sum", log_target=True)
         self.count_L += len(log_probs_TV)
@@ -237,24 +235,29 @@ class Divergence(TokenMean):
         return super().compute().clamp(min=0.0)
 
 
-# Calibration error over (token, expert) pairs: B display bins, F fine bins, G groups of equal mass.
+# Calibration error over (token, expert) pairs: B display bins, F fine bins, G groups of equal mass
 
 BINS = 10
-"""Of equal width, for reliability diagrams."""
+"""Number of equal-width bins of reliability diagrams."""
 GROUPS = 15
-"""Of equal mass, for the error."""
+"""Number of equal-mass groups for the calibration error."""
 LIKELY = 0.05
-"""Pairs above this probability are scored for themselves too: most pairs are experts that are rightly near 0."""
+"""Pairs above this probability are also scored separately: for most pairs, the probability is rightly near 0."""
 _FINE, _PER_NAT = 1024, 32
 _LIKELY_AT = _FINE // 2
-"""The fine bin that begins at `LIKELY`; a bin is 1/32 nat of log-odds wide."""
+"""First fine bin above `LIKELY`; a bin covers 1/32 nat of log-odds."""
 
 
 class Calibration(Metric):  # type: ignore[misc]
-    """How often experts given a probability p of being in the true top-K are there.
+    """Compares forecast probabilities of membership in the true top K with observed frequencies.
 
-    The expected calibration error is the mean over pairs of |mean p - share that is there| of their group, in 15 groups
-    of equally many pairs by rising p. Groups are cut at 1/32 nat of log-odds, so that sums are enough.
+    The expected calibration error is the mean over pairs of |mean p - frequency| of their group. The 15 groups have
+    equal numbers of pairs, in order of p. Group boundaries are multiples of 1/32 nat of log-odds, so sums suffice.
+
+    Args:
+        layers: number of target layers.
+        calibrated: whether to use the predictor's calibration.
+        bins: number of display bins.
     """
 
     full_state_update = False
@@ -266,12 +269,7 @@ class Calibration(Metric):  # type: ignore[misc]
     hits_LF: Tensor
 
     def __init__(self, layers: int, *, calibrated: bool = True, bins: int = BINS) -> None:
-        """
-        Args:
-            layers: target layers.
-            calibrated: score the probabilities of the predictor's calibration; else those of its logits as they stand.
-            bins: for display.
-        """
+
         super().__init__(sync_on_compute=False)
         self.calibrated, self.bins = calibrated, bins
         for name in ("count", "confidence", "hits"):
@@ -280,7 +278,7 @@ class Calibration(Metric):  # type: ignore[misc]
                 self.add_state(f"{name}_{suffix}", default=zeros, dist_reduce_fx="sum")
 
     def update(self, layer: int, comparison: RoutingComparison) -> None:
-        """Add the tokens of one batch at one target layer (0 = the first target layer)."""
+        """Add a batch at one target layer (0 = the first target layer)."""
         p_N = membership_probability(comparison, calibrated=self.calibrated).flatten()
         hit_N = comparison.truth.member_TE.flatten()
         wide_N = (p_N * self.bins).long().clamp_(max=self.bins - 1)
@@ -294,8 +292,10 @@ class Calibration(Metric):  # type: ignore[misc]
             getattr(self, f"confidence_{suffix}")[layer] += torch.bincount(bin_N, weight_N, size)
 
     def compute(self) -> dict[str, Tensor]:
-        """`ece` and `ece_likely` (all layers pooled; the latter of pairs with p > .05, NaN without any), `ece_L`, and
-        per display bin `count_B`, `confidence_B`, `frequency_B` (NaN if empty)."""
+        """Return calibration errors and, per display bin, `count_B`, `confidence_B` and `frequency_B` (NaN if empty).
+
+        `ece` pools all layers, `ece_likely` their pairs with p > .05 (NaN without such pairs), `ece_L` is per layer.
+        """
         count_B, confidence_B, hits_B = self.count_LB.sum(0), self.confidence_LB.sum(0), self.hits_LB.sum(0)
         fine_L3F = torch.stack([self.count_LF, self.confidence_LF, self.hits_LF], dim=1)
         pooled_3F = fine_L3F.sum(0)
@@ -310,13 +310,13 @@ class Calibration(Metric):  # type: ignore[misc]
 
 
 def calibration_error(count_F: Tensor, confidence_F: Tensor, hits_F: Tensor, groups: int = GROUPS) -> Tensor:
-    """The error over `groups` of equally many pairs, as nearly as whole bins allow; NaN without pairs.
+    """Return the calibration error over groups of nearly equal numbers of pairs; NaN without pairs.
 
     Args:
-        count_F: pairs of each bin, by rising probability.
-        confidence_F: the sum of their probabilities.
-        hits_F: how many of them are there.
-        groups: how many.
+        count_F: pairs per bin, by ascending probability.
+        confidence_F: sum of their probabilities.
+        hits_F: number of pairs whose expert is in the true top K.
+        groups: number of groups.
     """
     total = count_F.sum()
     if not total:
@@ -327,64 +327,64 @@ def calibration_error(count_F: Tensor, confidence_F: Tensor, hits_F: Tensor, gro
     return torch.zeros(groups).to(gap_F).index_add_(0, group_F, gap_F).abs().sum() / total
 
 
-# Scores of routing forecasts, one mean per target layer; R ranks or 1.
+# Scores of routing forecasts, one mean per target layer; R = K for rank alignment, else 1
 
 BUDGETS = {"recall_at_k": 1.0, "recall_at_1.5k": 1.5, "recall_at_2k": 2.0}
 
 
 def budget(factor: float, shape: ModelShape) -> int:
-    """Experts fetched at an overfetch factor: what the runtime would ask for (:func:`overfetched`)."""
+    """Return the experts that the runtime fetches at an overfetch factor (:func:`overfetched`)."""
     return overfetched(factor, shape.top_k, shape.experts)
 
 
 Score = Callable[[RoutingComparison], Tensor | None]
-"""Score of each token of one layer, [T] or [T, R]; None where the predictor has nothing to score."""
+"""Scores each token of a layer, [T] or [T, R]; None if the predictor lacks the input."""
 RANK_ALIGNMENT = "rank_alignment"
 
 
 def recall_at(size: int) -> Score:
-    """Share of the true experts that are among the forecast's first `size` experts."""
+    """Return the score: share of the true experts among the forecast's first `size` candidates."""
     return lambda comparison: (comparison.place_TK < size).float().mean(dim=1)
 
 
 def exact_set(comparison: RoutingComparison) -> Tensor:
-    """Whether the K forecast experts are the true ones."""
+    """Return whether the K forecast experts equal the true ones as sets."""
     return comparison.hit_TK.all(dim=1)
 
 
 def hard_match(comparison: RoutingComparison) -> Tensor:
-    """Whether they are the true ones in the same order by weight."""
+    """Return whether the K forecast experts equal the true ones, in the same order of weights."""
     return comparison.aligned_TK.all(dim=1)
 
 
 def soft_match(comparison: RoutingComparison) -> Tensor:
-    """Whether they are the true ones in another order."""
+    """Return whether the K forecast experts equal the true ones, in another order of weights."""
     return exact_set(comparison) & ~hard_match(comparison)
 
 
 def mismatch(comparison: RoutingComparison) -> Tensor:
-    """Whether at least one expert is wrong."""
+    """Return whether at least one forecast expert is wrong."""
     return ~exact_set(comparison)
 
 
 def weight_covered(comparison: RoutingComparison) -> Tensor:
-    """Share of the true combine weight that falls on the K forecast experts."""
+    """Return the share of the true combine weight on the K forecast experts."""
     weights_TK = comparison.truth.weights_TK
     return (weights_TK * comparison.hit_TK).sum(dim=1) / weights_TK.sum(dim=1).clamp_min(1e-20)
 
 
 def rank_alignment(comparison: RoutingComparison) -> Tensor:
-    """[T, K] per rank by weight: whether the forecast expert is the true one."""
+    """Return [T, K]: whether the forecast expert of each rank is the true one."""
     return comparison.aligned_TK
 
 
 def cosine(comparison: RoutingComparison) -> Tensor | None:
-    """Cosine between the predictor's input vector and the true router input s_{l+ahead}."""
+    """Return the cosine between the predictor's input vector and the true router input s_{l+ahead}."""
     return comparison.cosine_T
 
 
 def routing_scores(shape: ModelShape, windows: Windows) -> dict[str, Score]:
-    """The scores of an evaluation by name: both forms of timely recall for each of the `windows`, and the others."""
+    """Return the scores of an evaluation by name, with both forms of timely recall for each window."""
     scores: dict[str, Score] = {name: recall_at(budget(factor, shape)) for name, factor in BUDGETS.items()}
     for score in (exact_set, hard_match, soft_match, mismatch, weight_covered, rank_alignment, cosine):
         scores[score.__name__] = score
@@ -395,41 +395,41 @@ def routing_scores(shape: ModelShape, windows: Windows) -> dict[str, Score]:
 
 
 class ScoreMean(TokenMean):
-    """Mean of a routing score, one per target layer."""
+    """Mean of a routing score, one per target layer; see :class:`TokenMean`."""
 
     def update(self, layer: int, score_TR: Tensor) -> None:
-        """Add the tokens of one batch at one target layer (0 = the first target layer)."""
+        """Add a batch at one target layer (0 = the first target layer)."""
         self.add(score_TR, layer)
 
 
 class RoutingMeans:
-    """Means over tokens of the routing scores, by name and target layer."""
+    """Means over tokens of all routing scores, by name and target layer."""
 
     def __init__(self, shape: ModelShape, layers: int, windows: Windows, device: torch.device | str = "cpu") -> None:
-        """Keep means for so many target layers; `windows` are those of timely recall."""
+
         self._scores = routing_scores(shape, windows)
         widths = {name: shape.top_k if name == RANK_ALIGNMENT else 1 for name in self._scores}
         self._means = {name: ScoreMean(layers, width).to(device) for name, width in widths.items()}
 
     def update(self, layer: int, comparison: RoutingComparison) -> None:
-        """Add the tokens of one batch at one target layer (0 = the first target layer)."""
+        """Add a batch at one target layer (0 = the first target layer)."""
         for name, score in self._scores.items():
             score_TR = score(comparison)
             if score_TR is not None:
                 self._means[name].update(layer, score_TR)
 
     def per_layer(self) -> dict[str, Tensor]:
-        """Mean scores by name, [L], of `rank_alignment` [L, K]; NaN where nothing was scored."""
+        """Return the means by name: [L], or [L, K] for `rank_alignment`; NaN without tokens."""
         means = {name: mean.means().float() for name, mean in self._means.items()}
         return {name: mean_LR if name == RANK_ALIGNMENT else mean_LR[:, 0] for name, mean_LR in means.items()}
 
     def tokens(self) -> int:
-        """Tokens scored."""
+        """Return the number of scored tokens."""
         return int(self._means["recall_at_k"].count_L[0])
 
 
 def chance_levels(shape: ModelShape) -> dict[str, float]:
-    """What forecasting K experts at random scores, by metric name."""
+    """Return the expected scores of K random experts, by metric."""
     exact = 1.0 / math.comb(shape.experts, shape.top_k)
     hard = exact / math.factorial(shape.top_k)
     levels = {name: budget(factor, shape) / shape.experts for name, factor in BUDGETS.items()}
@@ -443,61 +443,54 @@ def chance_levels(shape: ModelShape) -> dict[str, float]:
     }
 
 
-# Timely recall: the share of experts that arrive in time over a link, as a closed form.
+# Timely recall: the share of experts that arrive in time over a link, in closed form.
 #
-# A decode step without a cache: when layer l's router has run, the K forecast experts of layer l + 1 are copied one
-# after another, the heaviest first, behind whatever layer l itself still waits for. Layer l waits for the same copies
-# before it computes, so the link is free for the forecast for one layer's computation, whatever came before. In that
-# window (layer time - the forecast's own time) / (time of a copy) copies are made; the simulator's link counts the same
+# Model of a decode step without a cache: after layer l's router, the K forecast experts of layer l + 1 are copied one
+# by one, largest weight first, behind the copies that layer l still needs. Layer l waits for its own copies before it
+# computes, so the link serves the forecast exactly during one layer's computation. In that window, (layer time -
+# forecast time) / (copy time) copies complete. The simulator's link gives the same counts
 # (`tests/runtime/simulation/test_timely.py`).
 
 RATIOS = (1.0, 2.0, 5.0)
-"""Copies of a token's K experts over the computation of a layer, where nothing is said of the link."""
+"""Default links: time to copy a token's K experts, as a multiple of a layer's computation time."""
 TIMELY, TIMELY_BYTES = "timely@", "timely_bytes@"
 _ROUNDING = 1e-9
 
 Windows = Mapping[str, float]
-"""By name, how many copies are made between a forecast and its layer."""
+"""By link: number of copies between a forecast and its layer."""
 
 
 def copies_in_time(layer_s: float, copy_s: float, forecast_s: float = 0.0) -> float:
-    """Copies made between a forecast and its layer, the last one in part.
+    """Return the number of copies between a forecast and its layer, including a fraction for the last one.
 
     Args:
-        layer_s: seconds that a layer computes.
-        copy_s: seconds that one expert's copy takes.
-        forecast_s: seconds that the forecast itself takes of these.
+        layer_s: seconds of a layer's computation.
+        copy_s: seconds to copy one expert.
+        forecast_s: seconds of the forecast itself.
 
     Raises:
-        ExpertcastError: a time that is not above 0, or a negative one of the forecast.
+        ExpertcastError: `layer_s` or `copy_s` is not positive, or `forecast_s` is negative.
     """
     if not (layer_s > 0 and copy_s > 0 and forecast_s >= 0):
         raise ExpertcastError(
-            f"layer time {layer_s:g} s, copy {copy_s:g} s, forecast {forecast_s:g} s: give seconds above 0"
+            f"layer time {layer_s:g} s, copy {copy_s:g} s, forecast {forecast_s:g} s: must be positive"
         )
     return max(0.0, layer_s - forecast_s) / copy_s
 
 
-def ratio_windows(top_k: int, ratios: Sequence[float] = RATIOS, forecast_share: float = 0.0) -> dict[str, float]:
-    """Windows by how many times as long as a layer's computation the copies of a token's K experts take.
-
-    Args:
-        top_k: K.
-        ratios: those times.
-        forecast_share: the forecast's own time as a share of the layer's.
-    """
-    return {f"R{ratio:g}": copies_in_time(1.0, ratio / top_k, forecast_share) for ratio in ratios}
+def ratio_windows(top_k: int) -> dict[str, float]:
+    """Return the windows of the default links (`RATIOS`) for K experts per token, with instant forecasts."""
+    return {f"R{ratio:g}": copies_in_time(1.0, ratio / top_k) for ratio in RATIOS}
 
 
 def timely_recall(copies: float, *, whole: bool = True) -> Score:
-    """Share of a token's true experts that a forecast has brought when their layer's router has run.
+    """Return the score: share of a token's true experts that arrive before their layer's router runs.
 
-    Wrong experts among the forecast's take their time on the link too.
+    Wrong forecast experts occupy the link too.
 
     Args:
-        copies: made in the window.
-        whole: count experts whose copy is finished; else a copy under way counts by the part that has arrived, which is
-            the share of needed bytes.
+        copies: number of copies in the window.
+        whole: count complete experts only; otherwise a partial copy counts by its share of bytes.
     """
 
     def score(comparison: RoutingComparison) -> Tensor:

@@ -1,7 +1,7 @@
-"""Whole documents in order, as examples for `next_token`: what was known before each token, and what came from there.
+"""Fit `next_token` on whole documents in order.
 
 T tokens of a chunk, B examples, W windows of up to S tokens, N experts of all layers, J of them used by a token,
-A averages, P numbers that stand for an expert, D hidden size.
+A averages, P components of an expert embedding, D hidden size.
 """
 
 from __future__ import annotations
@@ -24,40 +24,41 @@ from expertcast.training.loop import NetworkTraining, TrainingData, run, steps_o
 from expertcast.training.scoring import NO_TRAINING, FitOptions, Fitted, device_of, train_tokens
 
 CHUNK_BYTES = 96 * 2**20
-"""Size of what is counted over a chunk's tokens: steps are drawn at random from one chunk after another."""
+"""Memory for counts over a chunk's tokens; training steps draw from one chunk at a time."""
 LEAST_CHUNK = 2048
-"""Tokens of a chunk at least."""
+"""Minimum number of tokens of a chunk."""
 WINDOW = 64
-"""Tokens whose averages are computed together: a learned map is applied to what they begin with, not to each one's."""
+"""Tokens per window. The learned embedding is applied to the averages at the start of each window, not at each token.
+"""
 LEAST_LATER = 8
-"""Tokens that a mean over later ones must have to be learnt from."""
+"""Minimum number of later tokens for a training target of the last row."""
 VALIDATION_STRIDE = 4
-"""One in so many windows of the validation split is scored: neighbours say nearly the same."""
+"""Validation scores every fourth window; neighbouring windows are similar."""
 
 
 @dataclass(slots=True)
 class TokenExamples:
-    """The tokens of some windows: what was known before each, and where in the chunk it stands."""
+    """Training examples: the tokens of some windows, with the state before each."""
 
     chunk: TokenChunk
     average_WAN: Tensor
-    """Averages that each window begins with."""
+    """Averages at the start of each window."""
     ids_WSJ: Tensor
-    """Experts that its tokens use; those of padding are of no account."""
+    """Experts that the windows' tokens use; arbitrary for padding."""
     place_B: Tensor
-    """Of each example within the windows, W x S."""
+    """Index of each example within the windows, W x S."""
     index_B: Tensor
-    """Of each example within the chunk."""
+    """Index of each example within the chunk."""
 
     def __len__(self) -> int:
         return len(self.index_B)
 
     def only(self, keep_B: Tensor) -> TokenExamples:
-        """Those of the examples for which `keep_B` is true."""
+        """Return the examples for which `keep_B` is true."""
         return replace(self, place_B=self.place_B[keep_B], index_B=self.index_B[keep_B])
 
     def text(self) -> Tensor:
-        """The averages [B, A * P] that each example finds, by the predictor's present map."""
+        """Return the averages [B, A * P] before each example, under the current expert embeddings."""
         predictor = self.chunk.predictor
         expert_NP = predictor.network.expert_NP
         windows, tokens, _ = self.ids_WSJ.shape
@@ -67,32 +68,32 @@ class TokenExamples:
 
     @property
     def residual_BD(self) -> Tensor:
-        """The token before's residual at the last layer, standardised; zeros at a document's first."""
+        """Standardised residual of the previous token at the last layer; zeros at the start of a document."""
         return self.chunk.residual_TD[self.index_B]
 
     @property
     def row_B(self) -> Tensor:
-        """Rows of the tokens' own ids."""
+        """Network rows of the tokens' ids."""
         return self.chunk.row_T[self.index_B]
 
     def known(self, row: int) -> Tensor:
-        """Examples [B] whose `row`-th token after them is of the same document, and in the chunk."""
+        """Return whether the `row`-th token after each example [B] is in the same document and in the chunk."""
         return self.index_B + row < self.chunk.end_T[self.index_B]
 
     def used(self, row: int, of_B: Tensor) -> Tensor:
-        """1 where the `row`-th token after some of the examples (their numbers) uses an expert, [b, N]."""
+        """Return [b, N]: 1 for experts used by the `row`-th token after each example of the subset `of_B`."""
         return self.chunk.membership(self.index_B[of_B] + row)
 
 
 class TokenChunk:
-    """Consecutive tokens of a split; a document that began in the chunk `before` goes on where that left it.
+    """Consecutive tokens of a split; a document continues from the chunk `before`.
 
     Raises:
-        ExpertcastError: the source does not know its tokens' ids.
+        ExpertcastError: the source has no token ids.
     """
 
     _left: tuple[Tensor, Tensor]
-    """What the last token leaves for the next chunk: averages [A, N] and its residual."""
+    """State after the last token, for the next chunk: averages [A, N] and residual."""
 
     def __init__(self, predictor: NextToken, batch: TraceBatch, before: TokenChunk | None = None) -> None:
         self.predictor = predictor
@@ -119,11 +120,11 @@ class TokenChunk:
 
     @property
     def windows(self) -> int:
-        """W, how many the chunk is cut into."""
+        """W, the number of windows."""
         return len(self._windows)
 
     def examples(self, window_W: Tensor) -> TokenExamples:
-        """The examples of some of the windows."""
+        """Return the examples of some windows."""
         span_W2 = self._windows[window_W]
         index_WS = span_W2[:, :1] + torch.arange(WINDOW, device=span_W2.device)
         place_B = (index_WS < span_W2[:, 1:]).flatten().nonzero().flatten()
@@ -136,13 +137,13 @@ class TokenChunk:
         )
 
     def membership(self, index_B: Tensor) -> Tensor:
-        """1 for the experts that these tokens use, else 0: [B, N]."""
+        """Return [B, N]: 1 for the experts that these tokens use, else 0."""
         shape = self.predictor.shape
         member_BN = torch.zeros(len(index_B), shape.layers * shape.experts, device=index_B.device)
         return member_BN.scatter_(1, self.ids_TJ[index_B], 1.0)
 
     def later(self, index_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean use [B, N] over the tokens after the first S from each token on, and whether they are enough [B]."""
+        """Return the mean use [B, N] by the tokens after the first S ones, and whether there are enough of them [B]."""
         if self._count_TN is None:
             member_TN = self.membership(torch.arange(len(self), device=index_B.device))
             self._count_TN = torch.cat([torch.zeros_like(member_TN[:1]), member_TN.cumsum(dim=0)])
@@ -154,7 +155,7 @@ class TokenChunk:
         return total_BN / count_B.clamp(min=1)[:, None], count_B >= LEAST_LATER
 
     def _spans(self) -> tuple[list[int], Tensor]:
-        """First token of each document here, and for each token [T] the end of its document."""
+        """Return the first token of each document in the chunk, and for each token [T] the end of its document."""
         changes_T = (self.document_T[1:] != self.document_T[:-1]).nonzero().flatten() + 1
         begins = [0, *changes_T.tolist()]
         ends = torch.tensor([*begins[1:], len(self)], device=self.document_T.device)
@@ -162,8 +163,12 @@ class TokenChunk:
         return begins, ends.repeat_interleave(lengths)
 
     def _cut(self, front_AN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The windows [W, 2] as first token and end, the averages [W, A, N] that each begins with, and those [A, N]
-        that the last token leaves."""
+        """Cut the chunk into windows.
+
+        Returns:
+            First token and end of each window [W, 2], averages before each window [W, A, N], and averages after the
+            last token [A, N].
+        """
         predictor, device = self.predictor, self.document_T.device
         keep_A1 = predictor.keep_A[:, None]
         usual_AN = predictor.usual_LE.flatten().expand(len(keep_A1), -1)
@@ -185,32 +190,32 @@ class TokenChunk:
 
 
 def token_ids(batch: TraceBatch) -> Tensor:
-    """The ids [T] of a batch's tokens.
+    """Return the token ids [T] of a batch.
 
     Raises:
-        ExpertcastError: they are not known.
+        ExpertcastError: they are unknown.
     """
     if batch.token_T is None:
-        raise ExpertcastError("these traces hold no token ids, which next_token reads: collect them again")
+        raise ExpertcastError("these traces have no token ids, which next_token needs: collect them again")
     return batch.token_T
 
 
 def token_chunks(
     predictor: NextToken, source: TraceSource, split: str, *, max_tokens: int | None = None
 ) -> Iterator[TokenChunk]:
-    """A split as chunks in order; of the train split this rank's documents.
+    """Yield a split as chunks in order; for the train split, only this rank's documents.
 
     Args:
-        predictor: for whose view and memories.
-        source: where tokens come from.
-        split: its name.
-        max_tokens: at most so many.
+        predictor: bound predictor.
+        source: traces, or a running model.
+        split: name of the split.
+        max_tokens: maximum number of tokens.
     """
     share = training_share() if split == "train" else None
     shape = predictor.shape
     size = max(LEAST_CHUNK, CHUNK_BYTES // (4 * shape.layers * shape.experts))
     if share is not None and share.world > 1:
-        size = LEAST_CHUNK  # ranks get equally many full chunks: small ones leave few tokens over
+        size = LEAST_CHUNK  # ranks use equally many full chunks, so small chunks waste fewer tokens
     before: TokenChunk | None = None
     for batch in source.batches(split, size, max_tokens=max_tokens, share=share):
         before = TokenChunk(predictor, batch, before)
@@ -218,16 +223,13 @@ def token_chunks(
 
 
 def token_data(predictor: NextToken, source: TraceSource, options: FitOptions) -> TrainingData[TokenExamples]:
-    """Examples of the train split, windows in an order drawn anew in every pass within each chunk; some of validation.
-
-    A step takes as many windows as hold the tokens that are configured: `windows_per_step`.
-    """
+    """Create examples: windows of the train split in random order within each chunk, and a part of validation."""
     size = windows_per_step(predictor)
 
     def passing(epoch: int, generator: torch.Generator) -> Iterator[TokenExamples]:
         for chunk in token_chunks(predictor, source, "train", max_tokens=options.tokens):
             order_W = torch.randperm(chunk.windows, generator=generator).to(chunk.document_T.device)
-            # no more than there would be without short documents: ranks, whose chunks are of one size, keep in step
+            # limit the steps to those of a chunk without short documents, so that ranks take equally many
             steps = max(1, len(chunk) // (size * WINDOW))
             for window_W in torch.split(order_W, size)[:steps]:
                 yield chunk.examples(window_W)
@@ -242,23 +244,23 @@ def token_data(predictor: NextToken, source: TraceSource, options: FitOptions) -
 
 
 def windows_per_step(predictor: NextToken) -> int:
-    """Windows of a training step."""
+
     return max(1, predictor.config.step_tokens // WINDOW)
 
 
-# Training: cross-entropy of every expert's use, at all tokens ahead together. V known token ids, W width.
+# Training: cross-entropy of every expert's use, for all rows together. V known token ids, W width
 
 RARE = 1e-4
-"""An expert's least frequency, where log-odds are taken."""
+"""Minimum frequency of an expert, for finite log-odds."""
 UNNAMED = 3
-"""One example in so many is learnt from without its token's id: a forecast may be asked for before that is known."""
+"""Every third example omits the token id, so that forecasts also work without it."""
 FEWER = 4
-"""Rows of later tokens are learnt from one example in so many each: there is less to learn, and the head is most of the
-work."""
+"""Each row for later tokens uses every fourth example: its loss is less informative, and the head dominates the cost.
+"""
 
 
 def fit_next_token(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
-    """Frequencies, spreads and ids in one pass, then the network; it is left at its best validation round."""
+    """Measure frequencies, spreads and ids in one pass, then train the network and restore its best round."""
     assert isinstance(config, NextTokenConfig)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
@@ -271,8 +273,7 @@ def fit_next_token(source: TraceSource, config: PredictorConfig, options: FitOpt
 
 
 def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> None:
-    """Set what a predictor knows of the train split as a whole: frequencies of experts, mean and spread of residuals,
-    and which token ids are the most frequent."""
+    """Set the statistics of the train split: expert frequencies, mean and spread of residuals, frequent token ids."""
     shape, device = predictor.shape, predictor.usual_LE.device
     share = training_share()
     count_N = torch.zeros(shape.layers * shape.experts, dtype=torch.float64, device=device)
@@ -288,8 +289,8 @@ def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> 
         sums_2D += torch.stack([residual_TD.sum(dim=0), residual_TD.square().sum(dim=0)])
         tokens_1 += len(batch)
         first_TI = ids_TJ[:, : count_XCE.shape[1] * shape.top_k]
-        count_XCE = _counted(count_XCE, token_ids(batch).to(device), first_TI)
-    count_XCE = _of_one_length(share, count_XCE)
+        count_XCE = _add_counts(count_XCE, token_ids(batch).to(device), first_TI)
+    count_XCE = _pad_to_longest_rank(share, count_XCE)
     sum_over_ranks(share, [count_N, sums_2D, tokens_1, count_XCE])
     if not tokens_1:
         raise ExpertcastError(NO_TRAINING)
@@ -304,51 +305,53 @@ def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> 
     seen_X = (count_XCE[:, 0].sum(dim=1) / shape.top_k).round()
     frequent_V = seen_X.argsort(descending=True, stable=True)[: len(predictor.ids_V)]
     known_V = frequent_V[seen_X[frequent_V] > 0].sort().values
-    predictor.know(known_V)
+    predictor.set_known_ids(known_V)
     predictor.count_VCE[: len(known_V)] = count_XCE[known_V]
     predictor.count_V[: len(known_V)] = seen_X[known_V]
 
 
-def _counted(count_XCE: Tensor, token_T: Tensor, first_TI: Tensor) -> Tensor:
-    """Counts per token id X, with those of some more tokens, which used the experts `first_TI` of the first layers."""
-    count_XCE = _longer(count_XCE, int(token_T.max()) + 1)
+def _add_counts(count_XCE: Tensor, token_T: Tensor, first_TI: Tensor) -> Tensor:
+    """Add the experts `first_TI` of the first layers, used by tokens `token_T`, to the counts per token id."""
+    count_XCE = _padded(count_XCE, int(token_T.max()) + 1)
     per_token = count_XCE[0].numel()
     place_TI = token_T[:, None] * per_token + first_TI
     count_XCE.view(-1).index_add_(0, place_TI.flatten(), count_XCE.new_ones(place_TI.numel()))
     return count_XCE
 
 
-def _longer(count_XCE: Tensor, length: int) -> Tensor:
-    """Counts of at least so many ids."""
+def _padded(count_XCE: Tensor, length: int) -> Tensor:
     return functional.pad(count_XCE, (0, 0, 0, 0, 0, max(0, length - len(count_XCE))))
 
 
-def _of_one_length(share: Share, count_XCE: Tensor) -> Tensor:
-    """Counts as long as the longest rank's: each says its length in a place of its own."""
+def _pad_to_longest_rank(share: Share, count_XCE: Tensor) -> Tensor:
+    """Pad the counts to the length of the longest rank's."""
     length_R = count_XCE.new_zeros(share.world)
     length_R[share.rank] = len(count_XCE)
     sum_over_ranks(share, [length_R])
-    return _longer(count_XCE, int(length_R.max()))
+    return _padded(count_XCE, int(length_R.max()))
 
 
 class TokenDistiller(NetworkTraining):
-    """Trains the network of a `next_token`.
+    """Trains the network of a `next_token` predictor whose statistics are set.
 
-    Logs `loss` per step, and per validation round `nats` (the mean with the token's id known and without).
+    Logs `loss` per step, and per validation round `nats` (the mean of scores with and without token ids).
     """
 
     watched = "nats"
     mode = "min"
 
     def __init__(self, predictor: NextToken, steps: int) -> None:
-        """Train the network of `predictor`, whose frequencies, spreads and ids are set, for `steps` optimiser steps."""
         super().__init__(predictor.network, predictor.config, steps)
-        self._predictor = [predictor]  # in a list: only the network is trained, synchronised and moved
+        self._predictor = [predictor]  # a list hides it from nn.Module: only the network is trained and synchronised
         self.nats = MeanMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
 
     def loss(self, examples: TokenExamples, row_B: Tensor) -> Tensor:
-        """Cross-entropy in nats per token and layer, a mean over the rows of a forecast in which the first one counts
-        FEWER times; `row_B` stands for the ids."""
+        """Return the cross-entropy in nats per token and layer; the first row weighs `FEWER` times as much as others.
+
+        Args:
+            examples: tokens to forecast.
+            row_B: network rows of their ids, or of an unknown id.
+        """
         predictor = self._predictor[0]
         network = predictor.network
         z_BW = network.first(examples.text(), examples.residual_BD, row_B)
@@ -368,7 +371,6 @@ class TokenDistiller(NetworkTraining):
         return loss / (1 + steps / FEWER) * predictor.shape.experts
 
     def training_step(self, examples: TokenExamples, index: int) -> Tensor:
-        """The loss of one step."""
         unknown = self._predictor[0].config.known_ids
         row_B = examples.row_B.clone()
         row_B[index % UNNAMED :: UNNAMED] = unknown
@@ -377,14 +379,12 @@ class TokenDistiller(NetworkTraining):
         return loss
 
     def validation_step(self, examples: TokenExamples, index: int) -> None:
-        """Score one batch of the round."""
         row_B = examples.row_B
         unknown_B = torch.full_like(row_B, self._predictor[0].config.known_ids)
         nats = sum(float(self.loss(examples, given_B)) for given_B in (row_B, unknown_B)) / 2
         self.nats.update(nats, weight=len(examples))
 
     def on_validation_epoch_end(self) -> None:
-        """End the round with its score."""
         nats = float(self.nats.compute())
         self.nats.reset()
         self.end_round(nats)
@@ -392,10 +392,9 @@ class TokenDistiller(NetworkTraining):
     def transfer_batch_to_device(
         self, batch: TokenExamples, device: torch.device, dataloader_idx: int
     ) -> TokenExamples:
-        """Examples are made where the predictor is."""
+        """Return the batch: examples are already on the predictor's device."""
         return batch
 
 
 def _cross_entropy(logits_BN: Tensor, used_BN: Tensor) -> Tensor:
-    """Mean over experts and examples."""
     return functional.binary_cross_entropy_with_logits(logits_BN, used_BN)

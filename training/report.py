@@ -1,6 +1,6 @@
-"""The report of an evaluation: one page that needs nothing else, its pictures as files, and its numbers as JSON.
+"""Write the report of an evaluation: a self-contained HTML page, figures as PNG files, and the numbers as JSON.
 
-The page is `report.html` with `report.css` and `report.js` in it.
+`report.html` is the Jinja2 template, with `report.css` and `report.js` inlined.
 """
 
 from __future__ import annotations
@@ -30,17 +30,15 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.provenance import provenance as running_provenance
 from expertcast.checkpoints.results import (
     CHAINED,
-    METRICS,
     Cell,
     Table,
     calibration_table,
     cell,
     chained_apart,
-    forms_of,
     layer_table,
     layer_tables,
     ledger_table,
-    timely_metrics,
+    mean_tables,
 )  # fmt: skip
 from expertcast.data.batch import TraceBatch
 from expertcast.data.models import load_tokenizer
@@ -55,7 +53,7 @@ from expertcast.training.figures import inline_svg
 from expertcast.training.metrics import compare, rank_routing
 from expertcast.training.scoring import BATCH, Fitted, states_of
 
-# Provenance: command, date, traces, and how the predictors were made.
+# Provenance: command, date, traces, and the predictors' configurations and fits
 
 _OF_TRACES = (
     "model", "id", "tokens", "splits", "window", "seed", "shape", "settings", "collection_s", "command",
@@ -64,24 +62,24 @@ _OF_TRACES = (
 
 
 def now() -> str:
-    """The date and time in UTC, to the minute."""
+    """Return the date and time in UTC, to the minute."""
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def report_sources(source: TraceSource, fitted: Mapping[str, Fitted]) -> Json:
-    """Where an evaluation's numbers come from, as plain values.
+    """Return the provenance of an evaluation as JSON values.
 
     Args:
-        source: the traces that were scored, and fitted on.
-        fitted: the predictors by name, with the reports of their fits.
+        source: traces used for fitting and scoring.
+        fitted: fitted predictors by name.
 
     Returns:
-        `date`, this process's command, revision and versions; `traces`, with the tokens of each domain; `predictors`,
-        each with its config and how it was trained.
+        `date`, command, revision and versions of this process; `traces`, with tokens by domain; `predictors`, with the
+        config and fit of each.
     """
     domains: dict[str, int] = {}
     for document in source.documents:
-        domain = document.domain or "(none named)"
+        domain = document.domain or "(unnamed)"
         domains[domain] = domains.get(domain, 0) + document.tokens
     traces = {key: source.info[key] for key in _OF_TRACES if key in source.info}
     return {
@@ -89,19 +87,18 @@ def report_sources(source: TraceSource, fitted: Mapping[str, Fitted]) -> Json:
         **provenance(),
         "traces": {**traces, "documents": len(source.documents), "tokens by domain": domains},
         "predictors": {
-            name: {"config": made.predictor.config.as_dict(), "training": dict(made.report)}
-            for name, made in fitted.items()
+            name: {"config": each.predictor.config.as_dict(), "training": dict(each.report)}
+            for name, each in fitted.items()
         },
     }
 
 
-# Example text: for each token, how many of its experts each forecast named. T tokens, K experts per token, L target
-# layers.
+# Example text: the number of correctly forecast experts of each token. T tokens, K experts per token, L target layers
 
 PASSAGES, TOKENS = 4, 400
-"""Passages of an example, and tokens of all together."""
+"""Number of passages of an example, and maximum number of their tokens in total."""
 _HALF = "\ufffd"
-"""What a tokenizer makes of a part of a character."""
+"""Replacement character: a tokenizer's output for a part of a character."""
 
 
 @torch.no_grad()
@@ -109,26 +106,26 @@ def example_text(
     predictors: Mapping[str, Predictor], source: TraceSource, split: str, *, ahead: int = 1,
     passages: int = PASSAGES, tokens: int = TOKENS,
 ) -> Json:  # fmt: skip
-    """The beginnings of some documents, of as many domains as there are, and what was forecast of each token's experts.
+    """Return the beginnings of documents from different domains, with the number of correct forecasts per token.
 
     Args:
-        predictors: by name; bound to the source's model.
-        source: whose documents.
-        split: which of them.
-        ahead: layers between a state and what it forecasts.
-        passages: how many beginnings.
-        tokens: of all together, at most.
+        predictors: predictors by name, bound to the source's model.
+        source: traces.
+        split: split of the documents.
+        ahead: distance in layers.
+        passages: number of documents.
+        tokens: maximum number of tokens in total.
 
     Returns:
-        `passages`, each with `document` (its index), `domain`, `token_ids` (None where the source does not know them),
-        `text` (a piece for each token; None where no tokenizer is at hand) and `found`: by predictor, [L][T] how many
-        of the token's K experts are among the forecast's K. `note` says why text is missing, None where it is not.
+        `passages`, each with `document` (index), `domain`, `token_ids` (None if unknown), `text` (a string per token;
+        None without a tokenizer) and `found`: by predictor, [L][T], how many of the token's K experts are among the
+        forecast's K. `note` is the reason for missing text, else None.
     """
     chosen = _choose(source.chosen(split), passages)
     rows = _beginnings(source, split, [document.index for document in chosen], tokens // len(chosen))
     found = _found(predictors, source, TraceBatch.cat(rows), ahead)
     known = all(batch.token_T is not None for batch in rows)
-    tokenizer, note = _tokenizer(source) if known else (None, "the traces do not hold their tokens' ids")
+    tokenizer, note = _tokenizer(source) if known else (None, "the traces have no token ids")
     shown, begin = [], 0
     for document, batch in zip(chosen, rows, strict=True):
         ids = None if batch.token_T is None else batch.token_T.tolist()
@@ -147,7 +144,7 @@ def example_text(
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token: joined, the text of them all. A character of several tokens is the last one's."""
+    """Decode each token; the strings concatenate to the text. A character of several tokens belongs to the last one."""
     found, done = [], ""
     for end in range(1, len(ids) + 1):
         text = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
@@ -158,7 +155,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
 
 
 def _choose(documents: Sequence[PlannedDocument], count: int) -> list[PlannedDocument]:
-    """The first document of each domain, then the others, in the order in which they lie."""
+    """Choose the first document of each domain, then others, in the order of the source."""
     first: dict[str, PlannedDocument] = {}
     for document in documents:
         first.setdefault(document.domain, document)
@@ -167,7 +164,7 @@ def _choose(documents: Sequence[PlannedDocument], count: int) -> list[PlannedDoc
 
 
 def _beginnings(source: TraceSource, split: str, wanted: Sequence[int], tokens: int) -> list[TraceBatch]:
-    """The first tokens of some documents."""
+    """Return the first tokens of the wanted documents."""
     parts: dict[int, list[TraceBatch]] = {index: [] for index in wanted}
     for batch in source.batches(split, BATCH):
         for index, own in parts.items():
@@ -180,7 +177,7 @@ def _beginnings(source: TraceSource, split: str, wanted: Sequence[int], tokens: 
 def _found(
     predictors: Mapping[str, Predictor], source: TraceSource, batch: TraceBatch, ahead: int
 ) -> dict[str, Tensor]:
-    """[L, T] by predictor."""
+    """Count correctly forecast experts, [L, T] by predictor."""
     states = states_of(source.view, batch)
     truths = [rank_routing(state) for state in states]
     found: dict[str, Tensor] = {}
@@ -194,30 +191,30 @@ def _found(
 
 
 def _tokenizer(source: TraceSource) -> tuple[PreTrainedTokenizerBase | None, str | None]:
-    """That of the source's model where it lies on this machine, or why there is none: a report waits for no hub."""
+    """Load the tokenizer of the source's model from local files, or return the reason why it is missing."""
     name = str(source.info["model"])
     try:
         return load_tokenizer(name, local_files_only=True, trust_remote_code=False), None
     except ExpertcastError as error:
         if Path(name).exists():
             return None, str(error)
-        return None, f"no tokenizer for {name!r} on this machine: load it once, with the model or alone"
+        return None, f"no tokenizer for {name!r} on this machine: download it with the model or on its own"
 
 
-# The tables of the page.
+# Tables of the page
 
 SCORES = {"perplexity": "perplexity", "top1_agreement": "top-1 agreement", "kl": "KL"}
 
 
 def chained_words(evaluation: Json) -> str:
-    """One sentence on whose chained scores are left out, and why; none where none are."""
+    """Return a sentence that lists the predictors without chained scores, or an empty string."""
     chained, apart = evaluation.get("recall_at_k" + CHAINED, {}), chained_apart(evaluation)
     same = [name for name in chained if name not in apart]
-    return f"Chained, {', '.join(same)} score as they do teacher-forced and are not shown again." if same else ""
+    return f"Chained and teacher-forced scores of {', '.join(same)} are equal and shown once." if same else ""
 
 
 def routing_tables(evaluation: Json) -> Json:
-    """Tables of forecasts, by the places of the page."""
+    """Build the tables of forecasts, by their place on the page."""
     targets = [str(layer) for layer in evaluation["targets"]]
     calibration, ranks = evaluation["calibration"].items(), evaluation["rank_alignment"].items()
     rank_headings = [f"rank {rank + 1}" for rank in range(evaluation["k"])]
@@ -251,7 +248,7 @@ def routing_tables(evaluation: Json) -> Json:
         ),
         "bins": Table(
             caption="bins",
-            headings=["predictor, probability", "pairs", "mean probability", "how often chosen"],
+            headings=["predictor, probability", "pairs", "mean probability", "frequency"],
             rows=[
                 [f"{name}, {b['low']:.1f} to {b['high']:.1f}", b["count"], b["confidence"], b["frequency"]]
                 for name, result in calibration
@@ -261,22 +258,8 @@ def routing_tables(evaluation: Json) -> Json:
     }  # fmt: skip
 
 
-def mean_tables(evaluation: Json) -> list[Table]:
-    """Means over layers of each form, and of what is there in time."""
-    tables = []
-    for form, suffix, names in forms_of(evaluation):
-        for what, group in ((form, METRICS), (f"{form}, in time", timely_metrics(evaluation))):
-            shown = {key: heading for key, heading in group.items() if key + suffix in evaluation}
-            rows = [[name, *(evaluation[key + suffix][name]["mean"] for key in shown)] for name in names]
-            chance = [["chance", *(evaluation["chance"].get(key) for key in shown)]] if group is METRICS else []
-            if shown:
-                headings = ["predictor", *shown.values()]
-                tables.append(Table(caption=f"mean over layers, {what}", headings=headings, rows=rows, last=chance))
-    return tables
-
-
 def distance_tables(evaluation: Json) -> list[Table]:
-    """Mean recall@k by distance; no table where one distance was scored."""
+    """Build the table of mean recall@k by distance, if several distances were scored."""
     scored = {str(evaluation["ahead"]): evaluation} | evaluation.get("further", {})
     names = evaluation["recall_at_k"]
     rows = [[name, *(each["recall_at_k"].get(name, {}).get("mean") for each in scored.values())] for name in names]
@@ -286,7 +269,7 @@ def distance_tables(evaluation: Json) -> list[Table]:
 
 
 def curve_table(curve: Curve) -> Table:
-    """The learning curve."""
+    """Build the table of the learning curve."""
     known = {name: {int(tokens): recall for tokens, recall in points.items()} for name, points in curve.items()}
     sizes = sorted({tokens for points in known.values() for tokens in points})
     rows = [[name, *(points.get(size) for size in sizes)] for name, points in known.items()]
@@ -294,7 +277,7 @@ def curve_table(curve: Curve) -> Table:
 
 
 def quality_tables(quality: Json) -> Json:
-    """What executing forecasts costs, in the mean and per domain."""
+    """Build the tables of output quality of each run, overall and by domain."""
     runs = quality.get("runs", {})
     domains = {f"{name}, {key}": values for name, run in runs.items() for key, values in run["domains"].items()}
 
@@ -305,25 +288,27 @@ def quality_tables(quality: Json) -> Json:
     return {"runs": table("quality", "run", runs), "domains": table("quality per domain", "run, domain", domains)}
 
 
-# Heat map, example text, single experts, and the data of the page's script.
+# Heat map, example text, single experts, and data of the page's script
 
 BANDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
-"""Lower ends of the shares that have a colour of their own: narrower where good forecasts differ."""
+"""Lower bounds of the colour bands of the heat map: narrower where good forecasts differ."""
 RARE = 20
-"""Experts that the table of the worst forecast ones lists."""
+"""Number of rows in the table of the experts with the lowest recall."""
 LEAST_USE = 0.25
-"""Of an even share of the tokens: experts needed less often are left out of that table, by chance they are anywhere."""
+"""The table omits experts used by fewer tokens than this share of an even distribution: their recall is noisy."""
 
 
 def band_class(share: float | None) -> str:
-    """The class of the colour of a share of 0..1; no class for none."""
-    # the same tolerance as the page's script: a mean of exact counts is not put below its bound by rounding
+    """Return the CSS class of the colour band of a share in 0..1; empty for None."""
+    # same tolerance as the page's script: rounding must not put a mean of exact counts below its bound
     return "" if share is None else f"b{bisect_right(BANDS, share + 1e-9) - 1}"
 
 
 def band_colours() -> list[tuple[str, str]]:
-    """Background and ink of each band: matplotlib's viridis, in which colour-blind readers see the same order, and
-    black or white, whichever stands out more."""
+    """Return background and text colour of each band: matplotlib's viridis with black or white text.
+
+    Colour-blind readers see the bands in the same order.
+    """
     dark = 6
     scale = matplotlib.colormaps["viridis"]
     backgrounds = [to_hex(scale(index / (len(BANDS) - 1))) for index in range(len(BANDS))]
@@ -331,7 +316,7 @@ def band_colours() -> list[tuple[str, str]]:
 
 
 def views(evaluation: Json, examples: Json | None, chosen: str) -> Json:
-    """What the template reads beside the tables; the `chosen` predictor is shown first."""
+    """Return the template's variables besides tables; the `chosen` predictor is shown first."""
     recall = layer_table(evaluation)
     return {
         "predictors": [row[0] for row in recall.rows],
@@ -349,7 +334,7 @@ def views(evaluation: Json, examples: Json | None, chosen: str) -> Json:
 
 
 def _passage(passage: Json, name: str, top_k: int) -> Json:
-    """Each token's text, share of experts forecast (mean over layers) and the same in words."""
+    """Return each token's text, the share of its experts that were forecast (mean over layers), and its label."""
     texts = passage["text"] or [f"{token} " for token in passage["token_ids"] or ["?"] * len(passage["found"][name][0])]
     means = [sum(column) / len(column) for column in zip(*passage["found"][name], strict=True)]
     tokens = [(text, mean / top_k, f"{mean:.1f} of {top_k}") for text, mean in zip(texts, means, strict=True)]
@@ -357,8 +342,8 @@ def _passage(passage: Json, name: str, top_k: int) -> Json:
 
 
 def _rare_experts(evaluation: Json, chosen: str) -> Table:
-    """The experts that the chosen predictor finds least often, with what the others find of them."""
-    caption = f"experts found least often by {chosen}, of those that a quarter of an even share of the tokens needs"
+    """Build the table of the experts with the lowest recall by the chosen predictor."""
+    caption = f"experts with the lowest recall by {chosen}, among those with a quarter of an even share of tokens"
     counts = evaluation.get("per_expert", {"used": [], "found": {}})
     names = [chosen, *(name for name in counts["found"] if name != chosen)]
     least = LEAST_USE * evaluation["tokens"] * evaluation["k"] / evaluation["experts"]
@@ -376,7 +361,7 @@ def _rare_experts(evaluation: Json, chosen: str) -> Table:
 def _script_data(evaluation: Json, examples: Json | None, chosen: str) -> Json:
     chained = {"teacher-forced": "", "chained": ", chained"}
     heat = {heading + chained[form]: _heat(table) for heading, form, table in layer_tables(evaluation)}
-    for distance, further in evaluation.get("further", {}).items():  # its first targets are of no forecast so far off
+    for distance, further in evaluation.get("further", {}).items():  # no forecasts for the first target layers
         missing = [None] * (further["ahead"] - evaluation["ahead"])
         heat[f"recall@k, {distance} layers ahead"] = _heat(layer_table(further), missing)
     return {
@@ -393,7 +378,7 @@ def _script_data(evaluation: Json, examples: Json | None, chosen: str) -> Json:
 
 
 def _heat(table: Table, missing: Sequence[None] = ()) -> Json:
-    """The numbers of a table of layers, with `missing` ones behind the mean."""
+    """Return the numbers of a table by layer, with `missing` values inserted after the mean."""
     values = {name: [mean, *missing, *layers] for name, mean, *layers in table.rows}
     return {"values": values, "chance": table.last[0][1] if table.last else None}
 
@@ -418,35 +403,34 @@ def write_report(
     title: str = "expertcast evaluation",
     provenance: Json | None = None,
 ) -> Path:
-    """Write a report folder; one of an earlier report is overwritten.
+    """Write a report folder; an earlier report in it is overwritten.
 
-        index.html            everything below in one page: pictures inlined, tables of all numbers
-        recall.png            recall@k per layer, teacher-forced and (where it differs) chained
-        weight_covered.png    share of the router's weight covered, likewise
+        index.html            self-contained page with figures and tables of all numbers
+        recall.png            recall@k per layer, teacher-forced and (where different) chained
+        weight_covered.png    share of the router's combine weight on the forecast experts, likewise
         experts.png           recall and use of every expert
         rank_alignment.png    same expert at the same rank, per layer and rank
         calibration.png       reliability of the forecast probabilities
-        learning_curve.png    recall against training tokens (when given)
-        quality.png           what each way to run costs the model (when given)
+        learning_curve.png    recall by training tokens (optional)
+        quality.png           output quality of each way to run (optional)
         report.json           the numbers: evaluation, chosen, learning_curve, quality, examples, provenance
 
     Args:
-        folder: where to; made if it is not there.
-        evaluation: `Evaluation.as_dict()`; further keys are kept in report.json.
-        chosen: name of the predictor with the highest recall@k on the validation split; the page marks it, and never
-            the best of the numbers that it shows.
-        learning_curve: per predictor, mean recall@k by number of training tokens.
+        folder: destination, created if missing.
+        evaluation: `Evaluation.as_dict()`; other keys are kept in report.json.
+        chosen: predictor with the highest recall@k on validation; the page marks this one, not the best on the test
+            split.
+        learning_curve: mean recall@k by predictor and number of training tokens.
         quality: result of the quality harness.
-        examples: text with what was forecast of each token (:func:`expertcast.training.report.example_text`).
+        examples: result of :func:`example_text`.
         title: heading of the page.
-        provenance: where the numbers come from (:func:`expertcast.training.report.report_sources`); this
-            process's command, revision and versions, and the date, if not given.
+        provenance: result of :func:`report_sources`; default: date, command, revision and versions of this process.
 
     Returns:
         Path of index.html.
 
     Raises:
-        ExpertcastError: the folder holds something that is not an earlier report.
+        ExpertcastError: the folder contains other files.
     """
     folder = Path(folder)
     _check(folder)
@@ -470,7 +454,7 @@ def write_report(
 def figures_of(
     evaluation: Json, chosen: str, learning_curve: Curve | None = None, quality: Json | None = None
 ) -> dict[str, Figure]:
-    """The report's figures by file name; `chosen` is the predictor whose experts are drawn."""
+    """Draw the report's figures, by file name; `chosen` is the predictor of the figure of experts."""
     drawn = {
         RECALL: figures.recall_by_layer(evaluation),
         COVERED: figures.recall_by_layer(evaluation, "weight_covered"),
@@ -489,38 +473,38 @@ def figures_of(
 def _png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
-    figure.set_layout_engine("none")  # it is laid out: the page's SVG need not do so again
+    figure.set_layout_engine("none")  # keep the layout for the page's SVG
     return buffer.getvalue()
 
 
 def _text(data: Json) -> str:
-    """JSON with a line for each list of numbers, not for each number."""
+    """Format as JSON with each list of numbers on one line."""
     text = json.dumps(data, indent=1, allow_nan=False) + "\n"
     return re.sub(r"\[\n([^][{}\"]*)\n *\]", lambda found: "[" + " ".join(found[1].split()) + "]", text)
 
 
 def _check(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
-        raise ExpertcastError(f"{folder} is a file: name a folder for the report")
+        raise ExpertcastError(f"{folder} is a file: use a folder for the report")
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     foreign = sorted(present - set(FILES))
     if foreign or (present and not _is_report(folder / DATA)):
-        what = f"{foreign[0]!r}" if foreign else f"files that are no report of expertcast (no {DATA} of one)"
-        raise ExpertcastError(f"report folder {folder} holds {what}: name an empty or a new folder")
+        what = f"{foreign[0]!r}" if foreign else f"files of something else (no {DATA} of a report)"
+        raise ExpertcastError(f"report folder {folder} contains {what}: use an empty or a new folder")
 
 
 def _is_report(data: Path) -> bool:
     try:
-        return read_json(data, dict[str, JsonValue], "name another folder").get("format") == FORMAT
+        return read_json(data, dict[str, JsonValue], "use another folder").get("format") == FORMAT
     except ExpertcastError:
         return False
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Every file whole or not at all; report.json first (it marks the folder as ours), the page last."""
+    """Write each file atomically: report.json first, as it identifies the folder, and the page last."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
-        part = folder.parent / f".{folder.name}.{name}.part"  # beside it: a killed run leaves the folder a report
+        part = folder.parent / f".{folder.name}.{name}.part"  # outside: a killed process leaves only report files in it
         part.write_bytes(data)
         os.replace(part, folder / name)
     for name in set(FILES) - set(files):
@@ -528,7 +512,7 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def page(data: Json, drawn: Mapping[str, Figure]) -> str:
-    """The whole page, of the numbers that stand in report.json and the figures by file name."""
+    """Render the page from the contents of report.json and the figures by file name."""
     here = Path(__file__).parent
     environment = Environment(
         loader=FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
@@ -549,26 +533,26 @@ def page(data: Json, drawn: Mapping[str, Figure]) -> str:
 
 
 def short_cell(value: Cell) -> str:
-    """A share with three digits, without a zero before the point."""
+    """Format a share with three decimals and no leading zero."""
     return cell(value).removeprefix("0") if isinstance(value, float) else cell(value)
 
 
-# TensorBoard: the evaluation's figures, and the HPARAMS tab.
+# TensorBoard: the evaluation's figures, and the HPARAMS tab
 
 _METRICS = ("recall_at_k", "recall_at_1.5k", "recall_at_2k", "weight_covered", "exact_set")
 
 
 def log_evaluation(folder: Path, name: str, evaluation: Json, settings: Json) -> Path:
-    """Add an evaluation's figures and hyperparameters to TensorBoard's logs, as a run of its own.
+    """Add an evaluation's figures and hyperparameters to TensorBoard's logs as a separate run.
 
     Args:
-        folder: of the logs.
-        name: the predictor's, as `evaluation` has it.
+        folder: folder of the logs.
+        name: predictor in `evaluation`.
         evaluation: `Evaluation.as_dict()`.
-        settings: the hyperparameters, plain values. Lists are shown as text, None as "none".
+        settings: hyperparameters as JSON values; lists become text, None becomes "none".
 
     Returns:
-        The run's folder, `evaluation/NAME_N`: N is the first that is free, so that the HPARAMS tab compares trainings.
+        Folder of the run, `evaluation/NAME_N` with the first free N, so that the HPARAMS tab compares trainings.
     """
     run = next(path for number in count() if not (path := folder / "evaluation" / f"{name}_{number}").exists())
     parameters = {key: value if isinstance(value, bool | int | float | str) else _words(value)

@@ -1,7 +1,6 @@
-"""Options and results of a fit, batches to fit from, and recall on the validation split.
+"""Options and results of a fit, batches for fitting, and recall on the validation split.
 
-T tokens, P layer pairs, C candidates, E routed experts, K experts per token. Reports are
-:mod:`expertcast.training.evaluation`.
+T tokens, P layer pairs, C candidates, E routed experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -22,92 +21,92 @@ from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import Json, tokens_read
 from expertcast.training.metrics import Recall
 
-NO_TRAINING = "no tokens in the train split to fit from: collect more text"
-NO_VALIDATION = "no tokens in the validation split to choose by: collect more text, in more documents"
+NO_TRAINING = "the train split is empty: collect more text"
+NO_VALIDATION = "the validation split is empty: collect more text, in more documents"
 
 
 @dataclass(kw_only=True)
 class FitOptions:
-    """How a predictor is fitted; what it is, is its own config."""
+    """Options of a fit: data, seed, logging and resuming. The predictor's own options are its config."""
 
     tokens: int | None = None
-    """Tokens of the train split to learn from; all of them when not given. On the command line, with MODEL: tokens of
-    the text that it is run over, all splits together."""
+    """Tokens of the train split to learn from; default: all. On the command line, with MODEL: tokens of text to run the
+    model on, over all splits."""
     validation_tokens: int | None = None
-    """Tokens of the validation split to choose by; all of them when not given."""
+    """Tokens of the validation split used for selection; default: all."""
     seed: int = 0
-    """Order of tokens and initial weights."""
+    """Seed of the order of tokens and of initial weights."""
     log_folder: Path | None = None
-    """Where TensorBoard logs go; nothing is logged when not given."""
+    """Folder for TensorBoard logs; default: no logs."""
     progress: bool = True
-    """Whether stages that take some seconds show on standard error how far they are."""
+    """Whether long stages show a progress bar."""
     resume_folder: Path | None = None
-    """Where trainings keep their state against a kill (:mod:`expertcast.training.loop`); nowhere when not given."""
+    """Folder for training states, so that a killed training can resume; default: none are saved."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "validation_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ExpertcastError(f"{name}={value}: give at least 1")
+                raise ExpertcastError(f"{name}={value}: must be at least 1")
 
 
 @dataclass(kw_only=True)
 class Fitted:
-    """A fitted predictor and how it came about."""
+    """A fitted predictor with the report of its fit."""
 
     predictor: Predictor
     """Bound to the source's model, in eval mode."""
     report: Json = field(default_factory=dict)
-    """Plain values: seconds, tokens, and what was chosen on validation. Goes into the checkpoint's config.json."""
+    """JSON values: seconds, tokens, and choices on validation. Saved in the checkpoint's config.json."""
 
 
 def train_tokens(source: TraceSource, options: FitOptions) -> int:
-    """How many tokens of the train split a fit uses."""
+    """Return the number of train tokens that a fit uses."""
     available = source.token_count("train")
     return available if options.tokens is None else min(options.tokens, available)
 
 
 def validation_tokens(source: TraceSource, options: FitOptions) -> int:
-    """How many tokens of the validation split a fit chooses by."""
+    """Return the number of validation tokens that a fit uses."""
     available = source.token_count("validation")
     return available if options.validation_tokens is None else min(options.validation_tokens, available)
 
 
 BATCH = 4096
-"""Tokens per batch where order and size do not matter to the result (counts, sums, scores)."""
+"""Tokens per batch for sums and scores, whose result does not depend on the batch size."""
 RANK_BATCH = 256
-FORGET_EVERY = 10
+MASK_EVERY = 10
 Candidates = Callable[[list[RouterState]], Iterable[Iterable[Tensor]]]
-"""The states of all layers to each layer pair's forecast expert ids [T, K] by each candidate."""
+"""Maps the states of all layers to the expert ids [T, K] forecast by each candidate, for each layer pair."""
 
 
 def train_batches(source: TraceSource, options: FitOptions, what: str) -> Iterator[TraceBatch]:
-    """This rank's share of the train split, in order; `what` is what progress is shown of."""
+    """Yield this rank's share of the train split in order, with a progress bar labelled `what`."""
     share = training_share()
-    # several ranks get equally many full batches: small ones leave few tokens over
+    # ranks use equally many full batches, so small batches waste fewer tokens
     size = BATCH if share.world == 1 else RANK_BATCH
     batches = source.batches("train", size, max_tokens=options.tokens, share=share)
     return tokens_read(batches, what, train_tokens(source, options) // share.world, shown=options.progress)
 
 
 def validation_batches(source: TraceSource, options: FitOptions, size: int = BATCH) -> Iterator[TraceBatch]:
-    """The validation split in order, in full on every rank, so that all ranks choose alike."""
+    """Yield the validation split in order, in full on every rank, so that all ranks choose alike."""
     return source.batches("validation", size, max_tokens=options.validation_tokens)
 
 
 def validation_pass(source: TraceSource, options: FitOptions, what: str) -> Iterator[TraceBatch]:
-    """The same, with `what` it is for shown as progress."""
+    """Yield the validation split like :func:`validation_batches`, with a progress bar labelled `what`."""
     total = validation_tokens(source, options)
     return tokens_read(validation_batches(source, options), what, total, shown=options.progress)
 
 
 def scored_batches(source: TraceSource, split: str) -> Iterator[TraceBatch]:
-    """A split in order, for an evaluation whose progress is shown."""
+    """Yield a split in order, with a progress bar."""
     return tokens_read(source.batches(split, BATCH), f"scoring on split {split!r}", source.token_count(split))
 
 
 def validation_batch(source: TraceSource, options: FitOptions) -> TraceBatch:
-    """The first batch of validation tokens, the same on every rank.
+    """Return the first batch of the validation split, the same on every rank.
 
     Raises:
         ExpertcastError: the validation split is empty.
@@ -119,40 +118,40 @@ def validation_batch(source: TraceSource, options: FitOptions) -> TraceBatch:
 
 
 def device_of(view: MoEView) -> torch.device:
-    """Where the model's routers are; whatever is fitted is fitted there."""
+    """Return the device of the model's routers, on which predictors are fitted."""
     return next(view[0].router.parameters()).device
 
 
 def states_of(view: MoEView, batch: TraceBatch) -> list[RouterState]:
-    """The router states of a batch at all layers, on the routers' device."""
+    """Return the router states of a batch at all layers, on the routers' device."""
     batch = batch.to(device_of(view))
     return [batch.state(view, layer) for layer in range(len(view))]
 
 
-def known_stand_in(source: TraceSource, what: str) -> StandIn:
-    """The stand-in that early attention ran on; `what` needs it, for messages.
+def require_stand_in(source: TraceSource, what: str) -> StandIn:
+    """Return the stand-in of early attention.
 
     Raises:
-        ExpertcastError: early attention did not run.
+        ExpertcastError: the source has no early attention, which `what` needs.
     """
     if source.stand_in is None and is_live(source.info):
         raise ExpertcastError(
-            f"{what}: traces of a server's traffic hold no early attention: train the estimator with --set "
+            f"{what}: traces of a server's traffic have no early attention: train the estimator with --set "
             "inputs=quasi_hidden/router_input/routing/previous, or another predictor"
         )
     if source.stand_in is None:
         raise ExpertcastError(
-            f"{what}: these traces hold no early attention: collect them again, without --early-rank none, or choose "
-            "another predictor (of a model whose attention cannot be run early, as inspect says)"
+            f"{what}: these traces have no early attention: collect them again without --early-rank none, or choose "
+            "another predictor (`expertcast inspect` tells whether the model supports early attention)"
         )
     return source.stand_in
 
 
 def check_stand_in(predictor: Predictor, source: TraceSource, name: str) -> None:
-    """See that what `predictor` reads of early attention was made with the stand-in that it was trained on.
+    """Check that a predictor was trained with the same stand-in for early attention as the source.
 
     Raises:
-        ExpertcastError: the source's early attention ran on another one.
+        ExpertcastError: the stand-ins differ.
     """
     own = None if source.stand_in is None else source.stand_in.state_dict()
     for part in predictor.modules():
@@ -160,21 +159,21 @@ def check_stand_in(predictor: Predictor, source: TraceSource, name: str) -> None
             held = part.state_dict()
             if not all(torch.equal(tensor.cpu(), own[key].cpu()) for key, tensor in held.items()):
                 raise ExpertcastError(
-                    f"{name} reads early attention as the traces that it was trained on hold it, and these traces ran "
-                    "it on another stand-in: evaluate it on those traces, with --model and --data for other text"
+                    f"{name} was trained with another stand-in for early attention than these traces: evaluate it on "
+                    "its own traces, or with --model and --data for other text"
                 )
 
 
-def forget_some(batch: TraceBatch) -> TraceBatch:
-    """The batch with the previous token's routing unknown in every tenth row.
+def mask_previous(batch: TraceBatch) -> TraceBatch:
+    """Return the batch with the previous token's routing set to unknown in every tenth row.
 
-    A network trained without gaps leans on it: where nothing is known (a whole prompt at once) recall on the bootstrap
-    was .892, and .902 with gaps in training; where all is known, gaps cost .001.
+    A network trained without unknown rows depends on this input. Measured recall on the bundled model: .892 without and
+    .902 with unknown rows in training if no previous token is known (prefill); .001 lower if all are known.
     """
     if batch.previous_TLE is None:
         return batch
     previous_TLE = batch.previous_TLE.clone()
-    previous_TLE[::FORGET_EVERY] = float("nan")
+    previous_TLE[::MASK_EVERY] = float("nan")
     return replace(batch, previous_TLE=previous_TLE)
 
 
@@ -182,15 +181,15 @@ def forget_some(batch: TraceBatch) -> TraceBatch:
 def candidate_recall(
     source: TraceSource, ahead: int, options: FitOptions, count: int, forecasts: Candidates, what: str
 ) -> Tensor:
-    """Recall@k [C, P] of some candidates on the validation split, teacher-forced, all on the same tokens.
+    """Return teacher-forced recall@k [C, P] of several candidates on the same validation tokens.
 
     Args:
-        source: whose validation split.
-        ahead: layers from a pair's first to its second.
-        options: how many tokens.
-        count: how many candidates there are.
-        forecasts: what they forecast.
-        what: is chosen, for progress.
+        source: traces, or a running model.
+        ahead: distance in layers.
+        options: number of tokens.
+        count: C.
+        forecasts: computes the candidates' forecasts.
+        what: label of the progress bar.
     """
     pairs = source.view.shape.layers - ahead
     recall = Recall(pairs * count).to(device_of(source.view))
@@ -206,13 +205,11 @@ def candidate_recall(
 def validation_recall(
     members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
 ) -> dict[str, Tensor]:
-    """Recall@k [P] of each predictor on the validation split.
+    """Return recall@k [P] of each predictor on the validation split.
 
     Args:
-        members: the predictors by name, bound to the source's view.
-        source: whose validation split.
-        ahead: the distance.
-        options: how many tokens.
+        members: predictors by name, bound to the source's view.
+        source, ahead, options: as for :func:`candidate_recall`.
     """
 
     def forecasts(states: list[RouterState]) -> Iterator[Iterable[Tensor]]:

@@ -1,7 +1,6 @@
-"""Documents that score: none that a predictor learned or was chosen from.
+"""Exclude documents from an evaluation that predictors were trained or selected on.
 
-Documents are known by the hashes of their texts (:attr:`expertcast.data.text.Document.hash`), so that they are known
-again in other traces and other files.
+Documents are identified by the hash of their text (:attr:`expertcast.data.text.Document.hash`), also across files.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from expertcast.training.scoring import Fitted
 
 @dataclass(kw_only=True)
 class LeftOut:
-    """What does not score, and why."""
+    """Number of excluded documents, and the predictors that learned from them."""
 
     documents: int = 0
     tokens: int | None = None
-    """None of documents that are not cut into tokens yet."""
+    """None for documents without token ids."""
     by: list[str] = field(default_factory=list)
-    """Predictors that learned from them."""
+    """Names of these predictors."""
 
     def as_dict(self) -> Json:
-        """For JSON."""
+        """Return the counts as JSON values."""
         counted = {} if self.tokens is None else {"tokens": self.tokens}
         return {"documents": self.documents, **counted}
 
     def __str__(self) -> str:
-        """What is left out, as the end of a sentence; empty where nothing is."""
+        """Describe the excluded documents; empty if there are none."""
         if not self.documents:
             return ""
         tokens = "" if self.tokens is None else f" of {self.tokens:,} tokens"
@@ -40,18 +39,18 @@ class LeftOut:
 
 
 def unseen_traces(traces: TraceDataset, fitted: Mapping[str, Fitted], split: str) -> tuple[TraceDataset, LeftOut]:
-    """The traces without the documents that any of some predictors learned from.
+    """Remove the documents that any of the predictors learned from.
 
     Args:
-        traces: what is to score.
-        fitted: the predictors by name, with the reports of their fits.
-        split: of the traces, in which what is left out is counted.
+        traces: traces to score.
+        fitted: predictors by name, with the reports of their fits.
+        split: split in which removed documents are counted.
 
     Raises:
-        ExpertcastError: nothing of the split is left.
+        ExpertcastError: no document of the split is left.
     """
     chosen = traces.chosen(split)
-    known = {name: made.predictor.learned_from or frozenset() for name, made in fitted.items()}
+    known = {name: each.predictor.learned_from or frozenset() for name, each in fitted.items()}
     what = f"split {split!r}: score another split, or collect other text"
     left_out = _left_out([document.hash for document in chosen], known, what)
     learned = frozenset[str]().union(*known.values())
@@ -62,25 +61,25 @@ def unseen_traces(traces: TraceDataset, fitted: Mapping[str, Fitted], split: str
 def unseen_documents(
     documents: Sequence[Document], predictors: Mapping[str, Predictor], chosen_by: frozenset[str] = frozenset()
 ) -> tuple[list[Document], LeftOut]:
-    """The documents that none of some predictors learned from.
+    """Return the documents that no predictor learned from, and a summary of the others.
 
     Args:
-        documents: of a text.
-        predictors: by name.
-        chosen_by: hashes of the documents that chose the layers of hybrid execution; they are left out too.
+        documents: documents of a text.
+        predictors: predictors by name.
+        chosen_by: hashes of documents that chose the layers of hybrid execution; these are removed too.
 
     Raises:
-        ExpertcastError: none is left.
+        ExpertcastError: no document is left.
     """
     known = {name: each.learned_from or frozenset() for name, each in predictors.items()}
     known["hybrid execution"] = chosen_by.difference(*known.values())
-    left_out = _left_out([document.hash for document in documents], known, "the text: give other --data")
+    left_out = _left_out([document.hash for document in documents], known, "the text: use other --data")
     learned = frozenset[str]().union(*known.values())
     return [document for document in documents if document.hash not in learned], left_out
 
 
 def _left_out(hashes: Sequence[str], known: Mapping[str, frozenset[str]], what: str) -> LeftOut:
-    """What of some documents was learned from, and by whom; `what` they are and what helps, for the message."""
+    """Summarise the documents that were learned from; raise an error about `what` if no other is left."""
     learned = frozenset[str]().union(*known.values())
     left_out = LeftOut(
         documents=sum(each in learned for each in hashes),
