@@ -1,4 +1,4 @@
-"""`collect`: run a model over text once, and keep residuals, router logits and default vectors as traces."""
+"""Collect traces: run a model over text once and store residuals, router logits and default vectors."""
 
 from __future__ import annotations
 
@@ -51,24 +51,35 @@ def collect(
     shard_bytes: int = SHARD_BYTES,
     **fields: object,
 ) -> TraceDataset:
-    """Write traces of a text to `out`, or finish a collection that was begun there.
+    """Collect traces into `out`, or resume a collection there.
 
-    Under torchrun each rank takes its share of the documents and the shards become one dataset. An estimate of the disk
-    it will use, and its progress, are shown on standard error.
+    Under torchrun, each rank processes its share of the documents and the shards form one dataset. An estimate of the
+    disk space and the progress appear on standard error.
 
     Args:
-        model: is run; it stays as it is. One that is offloaded, or its offload, gives the same traces: each expert is
-            read once per forward, and by default forwards take as many windows as fit beside the slots.
-        tokenizer: the model's.
+        model: model to run, unchanged afterwards. An offloaded model (or its offload) yields the same traces: it reads
+            each expert once per forward, and by default runs as many windows per forward as fit next to the slots.
+        tokenizer: the model's tokenizer.
         documents: the text.
-        out: the folder to write.
-        options: how much of the text, and in which portions; none are the default :class:`TextOptions`.
-        shard_bytes: size of a shard, which is also what a kill can cost.
-        fields: fields of :class:`TextOptions` that are other than in `options`, such as `tokens`.
+        out: folder to write.
+        options: amount of text and batching; default: :class:`TextOptions`.
+        shard_bytes: size of a shard in bytes, the most that a killed process loses.
+        fields: fields of :class:`TextOptions` that replace those of `options`, such as `tokens`.
+
+    Returns:
+        The traces.
 
     Raises:
-        ExpertcastError: model not supported, too few documents, `out` holds something else or was begun with other
-            settings, or the traces do not fit the disk.
+        ExpertcastError: the model is not supported, there are too few documents, `out` contains other files or a
+            collection with other settings, or the disk is too small.
+
+    Example:
+        >>> import expertcast
+        >>> from expertcast.data.models import load_model, load_tokenizer
+        >>> model, tokenizer = load_model("reference"), load_tokenizer("reference")
+        >>> documents = expertcast.load_documents("reference")
+        >>> expertcast.collect(model, tokenizer, documents, "traces", tokens=600, early_rank=None)
+        TraceDataset('reference', train=..., validation=..., test=..., layers=12, experts=64, top_k=4, hidden=192)
     """
     share = join_ranks()
     model, folder = model_of(model), Path(out)
@@ -95,7 +106,7 @@ def collect(
     wait_for_all(share)
     info = read_info(folder)
     if info is None:
-        raise ExpertcastError(f"rank {share.rank} does not see {folder}: ranks need a file system that they share")
+        raise ExpertcastError(f"rank {share.rank} cannot read {folder}: ranks need a shared file system")
     check_settings(folder, info, new)
     if not info["complete"]:
         writer = RankWriter(folder, MeanOutputs(view), rank=share.rank, columns=columns, shard_bytes=shard_bytes)
@@ -111,15 +122,7 @@ def collect(
 
 
 def _run(stream: ActivationStream, plan: Plan, share: Share, writer: RankWriter, kept: KeptOutputs) -> None:
-    """Run the batches that are not committed yet.
-
-    Args:
-        stream: runs them.
-        plan: of the collection.
-        share: whose batches these are.
-        writer: writes them.
-        kept: what the experts put out in the first ones, when the stand-in was fitted.
-    """
+    """Run the batches that are not committed yet; `kept` has expert outputs saved by the fit of the stand-in."""
     own = documents_of(plan.documents, share)
     total = sum(document.tokens for document in own)
     label = "collecting" if share.world == 1 else f"collecting, rank {share.rank}"
@@ -127,14 +130,14 @@ def _run(stream: ActivationStream, plan: Plan, share: Share, writer: RankWriter,
     with tqdm(total=total, initial=writer.done["rows"], unit="token", desc=label, unit_scale=True) as bar:
         for number, (split, windows) in batches:
             batch = pad_windows(windows)
-            stream.means = writer.means if split == "train" else None  # nothing a predictor knows is from held-out text
+            stream.means = writer.means if split == "train" else None  # predictors must not learn from held-out text
             writer.append(stream.run(batch, kept.of(number, batch)))
             bar.update(len(batch))
     writer.commit()
 
 
 def _batches(plan: Plan, own: list[PlannedDocument], batch_size: int) -> Iterator[tuple[str, list[Window]]]:
-    """(split, windows) per forward; a batch never mixes splits."""
+    """Yield split and windows of each forward; a batch never mixes splits."""
     for split in SPLITS:
         windows = plan.windows_of(own, split)
         for begin in range(0, len(windows), batch_size):
@@ -142,7 +145,7 @@ def _batches(plan: Plan, own: list[PlannedDocument], batch_size: int) -> Iterato
 
 
 def _settings(stream: ActivationStream, plan: Plan, share: Share, early: EarlyAttention | None) -> Json:
-    """What must be the same for a collection to go on."""
+    """Return the settings that must be unchanged for a collection to resume."""
     return {
         "fingerprint": stream.view.fingerprint(),
         "dtype": str(stream.model.dtype).removeprefix("torch."),
@@ -157,49 +160,36 @@ def _settings(stream: ActivationStream, plan: Plan, share: Share, early: EarlyAt
 
 
 def _begun_with(folder: Path) -> int | None:
-    """Windows per forward of a collection that was begun in the folder, if there is one."""
+    """Return the windows per forward of the collection in the folder, if there is one."""
     begun = read_info(folder) if folder.is_dir() else None
     return None if begun is None else int(begun["settings"]["batch_size"])
 
 
 def _check_disk(folder: Path, plan: Plan, row_bytes: int) -> int:
-    """Print the estimate; refuse what does not fit.
-
-    Returns:
-        Bytes that are free beside it.
-    """
+    """Print the estimated size, raise an error if the disk is too small, and return the bytes left over."""
     total = plan.token_count() * row_bytes
     there = sum(path.stat().st_size for path in folder.glob("data-*"))
     free = shutil.disk_usage(folder).free
     print(
         f"{folder}: {plan.token_count('all'):,} tokens of {row_bytes:,} bytes, about {size_text(total)} on disk "
-        f"({size_text(there)} there already), {size_text(free)} free",
+        f"({size_text(there)} already written), {size_text(free)} free",
         file=sys.stderr,
     )
     if total - there > free:
         raise ExpertcastError(
             f"the traces need {size_text(total - there)} more in {folder} and {size_text(free)} are free: collect "
-            "fewer tokens, choose another disk, or train online (expertcast train MODEL --data D), which stores nothing"
+            "fewer tokens, use another disk, or train online (expertcast train MODEL --data D), which stores nothing"
         )
     return free - (total - there)
 
 
 def _finish(folder: Path, info: Json, stream: ActivationStream, plan: Plan, columns: Columns, share: Share) -> None:
-    """Merge the ranks' work and mark the dataset complete; safe to repeat.
-
-    Args:
-        folder: of the dataset.
-        info: its trace.json so far.
-        stream: of its model.
-        plan: what was run.
-        columns: what was written of a token.
-        share: how many ranks there were.
-    """
+    """Merge the ranks' results and mark the dataset complete; safe to repeat."""
     view = stream.view
     means = [MeanOutputs(view) for _ in range(share.world)]
     done = merged_progress(folder, means)
     if done["rows"] != plan.token_count():
-        raise ExpertcastError(f"{folder}: {done['rows']} rows are written of {plan.token_count()} tokens; {REMEDY}")
+        raise ExpertcastError(f"{folder}: {done['rows']} rows instead of {plan.token_count()} tokens; {REMEDY}")
     defaults = means[0].default_vectors(experts_of(stream.model, view))
     write_atomically(folder / layout.DEFAULTS_FILE, save(defaults.as_tensors()))
     info["collection_s"] = info.get("collection_s", 0.0) + done["seconds"]

@@ -1,6 +1,6 @@
-"""Trace datasets on the Hugging Face hub, where `datasets.load_dataset` reads them like any data set.
+"""Upload trace datasets to the Hugging Face hub, where `datasets.load_dataset` can read them too.
 
-:meth:`expertcast.data.traces.TraceDataset.open` takes `user/repo` and `user/repo@revision`.
+:meth:`expertcast.data.traces.TraceDataset.open` accepts `user/repo` and `user/repo@revision`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TEMPLATE = """---
 
 # Routing traces of {{ model }}
 
-What `{{ model }}` did at each Mixture-of-Experts layer, token by token: the residual stream after attention, the
-router's logits, ids of tokens and documents. For forecasting which experts it routes to next, with `expertcast`.
+Residual streams after attention, router logits, token ids and document ids of `{{ model }}` at each Mixture-of-Experts
+layer, token by token. `expertcast` trains forecasts of expert routing on them.
 
     expertcast train {{ name }} --predictor estimator --out checkpoint
     expertcast eval {{ name }} --predictor checkpoint linear
@@ -35,7 +35,7 @@ from datasets import load_dataset
 
 from expertcast.data.traces import TraceDataset
 
-rows = load_dataset("{{ name }}", split="train")  # all tokens, one a row; documents are split in trace.json
+rows = load_dataset("{{ name }}", split="train")  # one row per token; trace.json assigns documents to splits
 traces = TraceDataset.open("{{ name }}")
 ```
 
@@ -43,7 +43,7 @@ traces = TraceDataset.open("{{ name }}")
 
 {{ facts }}
 """
-"""Rendered by jinja2."""
+"""Jinja2 template."""
 
 
 def push_traces(
@@ -54,20 +54,20 @@ def push_traces(
     message: str | None = None,
     license: str | None = None,
 ) -> Json:
-    """Send traces to a data set repository; every file is compared with its digest first.
+    """Upload traces to a dataset repository, after checking every file against its digest.
 
     Args:
-        folder: of the traces.
-        name: of the repository, made where it is missing; its revision is a branch.
-        private: whether nobody else may see it.
-        message: of the commit.
-        license: of the traces, which hold the text as ids of tokens.
+        folder: folder of the traces.
+        name: repository, created if missing; its revision is a branch.
+        private: whether to create the repository as private.
+        message: commit message.
+        license: hub identifier of the licence of the traces, which contain the text as token ids.
 
     Returns:
-        As :func:`expertcast.checkpoints.hub.push`, and the card's `license`.
+        The result of :func:`expertcast.checkpoints.hub.push`, and the card's `license`.
 
     Raises:
-        ExpertcastError: the traces are not right; or as there.
+        ExpertcastError: the traces are invalid, or the upload fails.
     """
     traces = TraceDataset.open(folder)
     traces.verify()
@@ -83,15 +83,15 @@ def push_traces(
 
 
 def traces_card(info: Json, name: str, license: str | None = None) -> str:
-    """README.md from the contents of trace.json: its metadata tells `datasets` which of the files are the rows.
+    """Render README.md from the contents of trace.json; its metadata tells `datasets` which files have the rows.
 
     Args:
-        info: the contents of trace.json.
-        name: of the repository.
-        license: an identifier of the hub, such as cc-by-4.0.
+        info: contents of trace.json.
+        name: name of the repository.
+        license: hub identifier of the licence, such as cc-by-4.0.
     """
     model, splits = str(info["model"]), info["splits"]
-    columns = [["column", "holds"]]
+    columns = [["column", "content"]]
     for column, note in info["columns"].items():
         if isinstance(note, str):
             columns.append([column, note])
@@ -103,9 +103,9 @@ def traces_card(info: Json, name: str, license: str | None = None) -> str:
         "tokens of train, validation, test, split by document": ", ".join(map(str, splits.values())),
         "documents": len(info["documents"]),
         "MoE layers, experts, experts per token, hidden size": ", ".join(str(info["shape"][key]) for key in "LEKD"),
-        "text, SHA-256 of its tokens": f"`{info['settings']['text']}`",
+        "SHA-256 of the token ids": f"`{info['settings']['text']}`",
         "fingerprint of routers and norms": f"`{info['fingerprint']}`",
-        "made by": f"`{info['command']}`",
+        "command": f"`{info['command']}`",
         "expertcast, git revision": f"{info['expertcast_version']}, {info['git_revision']}",
         "id": f"`{info['id']}`",
     }

@@ -1,4 +1,4 @@
-"""A plain report of a model's MoE layers: what `expertcast inspect MODEL` prints."""
+"""Describe a model's MoE layers, for `expertcast inspect MODEL`."""
 
 from __future__ import annotations
 
@@ -25,60 +25,60 @@ from expertcast.predictors.view import MoELayer, MoEView, OwnTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """What expertcast knows of a model; sizes in bytes."""
+    """Properties of a model; sizes in bytes."""
 
     model: str
     architecture: str
     supported: bool
     reason: str
-    """Why it is not supported; empty when it is."""
+    """Why the model is not supported; empty if it is."""
     layers: int = 0
-    """L: MoE layers."""
+    """L, the number of MoE layers."""
     dense_layers: int = 0
     """Decoder layers without experts."""
     experts: int = 0
-    """E: routed experts per layer."""
+    """E, routed experts per layer."""
     top_k: int = 0
-    """K: experts per token."""
+    """K, experts per token."""
     hidden: int = 0
-    """D: hidden size."""
+    """D, the hidden size."""
     shared_experts: bool = False
     routing_rule: str = ""
     default_vectors: str = ""
-    """What stands for experts that have not run, in forecasts from default vectors."""
+    """Form of the default vectors."""
     router_reads: str = ""
     shipped: str = ""
-    """Form of the checkpoint's quantised weights, such as fp8; empty where there are none."""
+    """Format of the checkpoint's quantised weights, such as fp8; empty for plain weights."""
     loaded: str = ""
-    """What is made of that form, and the codec that moves experts as they are shipped where there is one."""
+    """How quantised weights are loaded, and the codec that keeps experts in their format, if any."""
     shipped_bytes: int = 0
-    """Of the checkpoint's weight files, where they lie on this machine; 0: they do not."""
+    """Size of the checkpoint's weight files; 0 if they are not on this machine."""
     dtype: str = ""
-    """Of the model; with the quantised form before it where there is one."""
+    """Dtype of the model, after the quantised format if there is one."""
     expert_bytes: int = 0
-    """Bytes of one routed expert, as it is computed with."""
+    """Size of one routed expert in the model's dtype."""
     expert_bytes_int8: int = 0
-    """Of one that is rounded to 8 bits (`--experts int8`); 0: these experts cannot be."""
+    """Size of one routed expert at 8 bits (`--experts int8`); 0 if these experts cannot be packed."""
     expert_bytes_int4: int = 0
-    """Likewise to 4 bits."""
+    """Size of one routed expert at 4 bits (`--experts int4`); 0 if these experts cannot be packed."""
     all_experts_bytes: int = 0
     other_bytes: int = 0
-    """Everything that is not a routed expert."""
+    """Size of all parameters other than routed experts."""
     early_attention: int = 0
-    """MoE layers whose attention can be run early, as far as the structure tells."""
+    """Number of MoE layers whose structure allows early attention."""
     not_early: tuple[str, ...] = ()
-    """Why others cannot: a line for each reason, with its layers."""
+    """Reasons why other layers do not, each with its layers."""
 
 
 def inspect_model(model_id: str, **options: object) -> ModelReport:
-    """Report on a model from its configuration alone: no weight is read.
+    """Describe a model from its configuration, without reading weights.
 
     Args:
-        model_id: whose.
-        options: of `from_pretrained`, such as `revision`.
+        model_id: folder, hub id or GGUF file.
+        options: options of `from_pretrained`, such as `revision`.
 
     Raises:
-        ExpertcastError: there is no such model. An unsupported model is reported, not raised.
+        ExpertcastError: the model does not exist. An unsupported model yields a report with a reason.
     """
     source = ModelSource.of(model_id, options)
     model = meta_model(source)
@@ -90,8 +90,7 @@ def inspect_model(model_id: str, **options: object) -> ModelReport:
 
 
 def describe(model: PreTrainedModel, model_id: str, source: ModelSource | None = None) -> ModelReport:
-    """Report on a model that is at hand, on any device (meta included); `source`: where `model_id` lies, None for
-    there."""
+    """Describe a model on any device, including meta; `source` locates its files (default: `model_id`)."""
     architecture = type(model).__name__
     try:
         form = form_of(model.config, source or ModelSource.of(model_id))
@@ -138,7 +137,7 @@ def _packed_bytes(layer: MoELayer, bits: int) -> int:
 
 
 def _weights(source: ModelSource, model: PreTrainedModel) -> tuple[int, str]:
-    """Bytes of the weight files on this machine, and why they cannot be read where their names tell."""
+    """Return the bytes of the weight files on this machine, and the reason if they are known to be unreadable."""
     here = replace(source, options={**source.options, "local_files_only": True})
     paths = source.gguf()
     try:
@@ -153,42 +152,42 @@ def _weights(source: ModelSource, model: PreTrainedModel) -> tuple[int, str]:
 
 def _loaded(form: Quantised | None) -> str:
     if form is None:
-        return "as it is"
-    as_shipped = f"; with a store on disk and codec {form.codec}, experts stay as they are shipped"
+        return "unchanged"
+    as_shipped = f"; with a store on disk and codec {form.codec}, experts keep their format"
     return "dequantised while loading" + (as_shipped if form.codec else "")
 
 
 def _each(view: MoEView, say: Callable[[MoELayer], str]) -> str:
-    """What is said of the layers, with their numbers where it differs."""
-    said: dict[str, list[int]] = {}
+    """Describe the layers, with layer numbers if they differ."""
+    found: dict[str, list[int]] = {}
     for layer in view:
-        said.setdefault(say(layer), []).append(layer.index)
-    if len(said) == 1:
-        return next(iter(said))
-    return "; ".join(f"{words} (layers {', '.join(map(str, layers))})" for words, layers in said.items())
+        found.setdefault(say(layer), []).append(layer.index)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{words} (layers {', '.join(map(str, layers))})" for words, layers in found.items())
 
 
 def _default_vectors(layer: MoELayer) -> str:
     if layer.adds is None or not adds_experts(layer):
-        return "one per layer, the mean step to the next: what experts put out is normalised, gated or projected"
+        return "one per layer, the mean change to the next layer: expert outputs are normalised, gated or projected"
     words = "one per expert" + ("" if layer.adds.factor == 1 else f", times {layer.adds.factor:.3g}")
     if layer.has_shared or layer.adds.beside:
-        words += ", and one of what is added beside them"
+        words += ", and one for the other terms of the sum"
     return words
 
 
 def _router_reads(layer: MoELayer) -> str:
-    words = "the output of a norm" if layer.norm_name else "the residual itself"
+    words = "the output of a norm" if layer.norm_name else "the residual"
     return words + "".join(f", and {name}" for name, value in layer.router_arguments if value is not None)
 
 
 def routing_rule(layer: MoELayer) -> str:
-    """The layer's routing rule in words, found by comparing it with the known rules on sample logits."""
+    """Describe the layer's routing rule, identified by comparison with known rules on random logits."""
     layer = _with_real_router(layer)
     logits_TE = torch.randn(64, layer.num_experts, generator=torch.Generator().manual_seed(0))
     ids_TK, weights_TK = layer.route(logits_TE)
     weights_TK = weights_TK.float()
-    found = "own rule"
+    found = "custom rule"
     for name, scores_TE in (("softmax", logits_TE.softmax(-1)), ("sigmoid", logits_TE.sigmoid())):
         found = _match(name, scores_TE.gather(1, ids_TK), weights_TK, logits_TE.gather(1, ids_TK)) or found
     if any("correction_bias" in name for name, _ in layer.router.named_buffers()):
@@ -213,7 +212,7 @@ def _match(name: str, chosen_TK: Tensor, weights_TK: Tensor, logits_TK: Tensor) 
 
 
 def _with_real_router(layer: MoELayer) -> MoELayer:
-    """The same layer with a router of zeros (its scales ones) on the CPU in fp32: the rule needs logits alone."""
+    """Return the layer with a router of zeros (scales: ones) on the CPU in fp32, because the rule only needs logits."""
     router = deepcopy(layer.router).to_empty(device="cpu")
     for name, tensor in (*router.named_parameters(), *router.named_buffers()):
         tensor.data.fill_(1.0 if "scale" in name else 0.0)

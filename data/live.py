@@ -1,6 +1,6 @@
-"""Traces of a server's traffic, and default vectors from elsewhere, which such traces need.
+"""Traces of a server's traffic, and default vectors from other traces, which such traces need.
 
-A document is a request. Rows are buffered until there are enough of them for a shard.
+A document is a request. Rows are buffered until they fill a shard.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer.
 """
@@ -50,20 +50,20 @@ _MARKS = ("first-question", "an-answer", "second-question")
 
 @dataclass(slots=True, kw_only=True)
 class LiveDocument:
-    """What a request showed of a model."""
+    """Residuals and router logits of one request."""
 
     hash: str
     """:meth:`Conversations.hash`"""
     token_T: Tensor
     residual_TLD: Tensor
-    """bf16, on the CPU."""
+    """[T, L, D] in bf16, on the CPU."""
     logits_TLE: Tensor
-    """On the CPU."""
+    """[T, L, E], on the CPU."""
     start: int = 0
-    """Position of the first row in the request: more than 0 where its beginning was in a prefix cache."""
+    """Position of the first row in the request; above 0 if a prefix cache had its beginning."""
 
     def rows(self, index: int) -> TraceBatch:
-        """As a shard takes them, under this number."""
+        """Return the rows of a shard, with `index` as document number."""
         tokens = len(self.token_T)
         return TraceBatch(
             residual_TLD=self.residual_TLD,
@@ -75,12 +75,14 @@ class LiveDocument:
 
 
 class Conversations:
-    """Knows requests by their conversation: by the text of its first user message, which all turns of a chat share and
-    a system prompt before it does not change; without a chat template by the text of the whole prompt. The hash is
-    that of a document with this text (:attr:`expertcast.data.text.Document.hash`).
+    """Identifies the conversation of a request by the hash of its first user message.
+
+    All turns of a chat share that message, and a system prompt does not change it. Without a chat template the whole
+    prompt is hashed. The hash equals that of a document with the same text
+    (:attr:`expertcast.data.text.Document.hash`).
 
     Args:
-        tokenizer: the model's, with its chat template.
+        tokenizer: the model's tokenizer, with its chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -98,7 +100,7 @@ class Conversations:
             self._before = _common(head[::-1], again[::-1])[::-1]
 
     def hash(self, token_ids: Sequence[int]) -> str:
-        """What the document of a request with this prompt is known by."""
+        """Return the document hash of a request with this prompt."""
         text = str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
         end = text.find(self._behind) if self._behind else -1
         begin = text.rfind(self._before, 0, end) if self._before and end >= 0 else -1
@@ -108,53 +110,54 @@ class Conversations:
 
 
 def _common(one: str, other: str) -> str:
-    """The beginning that two texts share."""
+    """Return the common prefix of two strings."""
     return "".join(first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 SHARD_BYTES = 32 << 20
-"""Of rows that are buffered before they are committed, which is also what a kill can cost."""
+"""Bytes of buffered rows that trigger a commit, the most that a killed process loses."""
 COMMIT_S = 60.0
-"""Rows that are older are committed with the next ones."""
+"""Age in seconds of buffered rows that triggers a commit with the next rows."""
 _MOST_SHARDS = 2
 _MUCH = 50
-"""A fiftieth of what is committed: so that there are not as many shards as lulls."""
+"""A pause commits if the buffer has at least 1/50 of the committed tokens, which limits the number of shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveOptions:
-    """How much of a server's traffic is kept."""
+    """Limits of the traces of a server's traffic."""
 
     tokens: int
-    """Tokens that the folder holds at most."""
+    """Maximum number of tokens in the folder."""
     window: int = 1024
-    """Tokens of one request at most, its first ones."""
+    """Maximum number of tokens of one request, counted from its beginning."""
     shard_bytes: int = SHARD_BYTES
-    """Of rows that are buffered before they are committed."""
+    """Bytes of buffered rows that trigger a commit."""
     commit_s: float = COMMIT_S
-    """Seconds after which fewer are."""
+    """Age in seconds of buffered rows that triggers a commit."""
 
 
 class LiveTraces:
-    """A folder of traces that grows: every commit replaces trace.json, so that what it names can be read at any moment,
-    also after a kill. Nobody else may write it: see :mod:`expertcast.data.processes`.
+    """A growing folder of traces. Every commit replaces trace.json, so the folder is readable at any moment.
+
+    Only one process may write it (:func:`expertcast.data.processes.exclusive`).
     """
 
     def __init__(
         self, folder: Path, view: MoEView, options: LiveOptions, *, config: Json, logits: torch.dtype, dtype: str
     ) -> None:
-        """Goes on where an earlier writer committed last.
+        """Open a folder, or continue after the last commit of an earlier writer.
 
         Args:
-            folder: made where it is missing.
+            folder: destination, created if missing.
             view: the model's routers and norms.
-            options: how much is kept.
+            options: limits.
             config: transformers' configuration of the model.
-            logits: dtype of its router logits.
-            dtype: its own, by name.
+            logits: dtype of the router logits.
+            dtype: dtype of the model, by name.
 
         Raises:
-            ExpertcastError: the folder holds something else, or traces of another model or with other settings.
+            ExpertcastError: the folder contains other files, or traces of another model or with other settings.
         """
         self.folder, self.options = folder, options
         self._columns = columns_of(view.shape, logits)
@@ -168,23 +171,23 @@ class LiveTraces:
         found = claim(folder, new, view, config, may_change=("tokens",))
         self._info = new if found is None else {**new, "id": found["id"]}
         self.documents: list[PlannedDocument] = [] if found is None else documents_in(found)
-        """Committed, in the order they came."""
+        """Committed documents, in order of arrival."""
         shards = {} if found is None else {name: found["files"][name] for name in shard_names(found)}
         self._writer = TraceWriter(folder, self._columns, shards)
         self._splits = {document.hash: document.split for document in self.documents}
         self._held: list[LiveDocument] = []
         self._since = time.monotonic()
         if self.documents:
-            self._publish()  # a kill may have left the files for `datasets` naming a shard that is gone
+            self._publish()  # a killed process may have left dataset files that name a missing shard
 
     @property
     def tokens(self) -> int:
-        """Committed and buffered."""
+        """Number of committed and buffered tokens."""
         return sum(document.tokens for document in self.documents) + self._held_rows
 
     @property
     def left(self) -> int:
-        """Tokens that may still come."""
+        """Number of tokens until the folder is full."""
         return max(0, self.options.tokens - self.tokens)
 
     @property
@@ -192,13 +195,13 @@ class LiveTraces:
         return sum(len(document.token_T) for document in self._held)
 
     def add(self, document: LiveDocument) -> None:
-        """Take a request's rows, as many as may still come; commits when there are enough of them or they are old."""
+        """Buffer a request's rows, up to the limits; commit if the buffer is full or old."""
         rows = min(len(document.token_T), self.left, self.options.window)
         if not rows:
             return
         held = self._held_rows * self._row_bytes
         if held >= _MOST_SHARDS * self.options.shard_bytes and document.hash in {each.hash for each in self._held}:
-            return  # too few different conversations for three splits, as a benchmark's are
+            return  # too few different conversations for three splits, as in a benchmark
         if not self._held:
             self._since = time.monotonic()
         cut = {name: getattr(document, name)[:rows] for name in ("token_T", "residual_TLD", "logits_TLE")}
@@ -207,16 +210,19 @@ class LiveTraces:
             self.commit()
 
     def lull(self) -> None:
-        """Nothing has come for a moment: commit what is buffered if it is old, or much beside what is committed."""
+        """Commit during a pause of the traffic, if the buffer is old or large relative to the committed tokens."""
         held = self._held_rows
         if held and (self._is_old() or held * _MUCH >= self.tokens - held):
             self.commit()
 
     def commit(self) -> bool:
-        """Write what is buffered; False: there is nothing, or too few different conversations yet for three splits.
+        """Write the buffered rows.
+
+        Returns:
+            Whether rows were written; False if there are none, or too few different conversations for three splits.
 
         Raises:
-            ExpertcastError: the model gave NaN or infinity.
+            ExpertcastError: a value is NaN or infinity.
         """
         if not self._held or not self._assign_splits():
             return False
@@ -239,7 +245,7 @@ class LiveTraces:
         return time.monotonic() - self._since >= self.options.commit_s
 
     def _assign_splits(self) -> bool:
-        """Give every buffered conversation a split; False: there are too few yet."""
+        """Assign a split to every buffered conversation; return False if there are too few."""
         lengths: dict[str, int] = {}
         for document in self._held:
             lengths[document.hash] = lengths.get(document.hash, 0) + len(document.token_T)
@@ -251,33 +257,33 @@ class LiveTraces:
 
 
 def _split_by_hash(own: str) -> str:
-    """The split of a conversation, whatever others there are."""
+    """Return the split of a conversation, independent of other conversations."""
     place = int(own, 16) / 2**64
     return "test" if place < HELD_OUT_SHARE else "validation" if place >= 1 - HELD_OUT_SHARE else "train"
 
 
-# Default vectors of other traces of the model, or of a checkpoint
+# Default vectors from other traces of the model, or from a checkpoint
 
 NOTE = "default_vectors_from"
-"""In `TraceSource.info` and a fit's report: where the default vectors come from."""
-_GIVE = "give traces of this model by expertcast collect, or a checkpoint of quasi_hidden, linear or estimator"
+"""Key in `TraceSource.info` and in a fit's report: the origin of the default vectors."""
+_GIVE = "use traces of this model by expertcast collect, or a checkpoint of quasi_hidden, linear or estimator"
 
 Source = TypeVar("Source", bound=TraceSource)
 
 
 def with_default_vectors(source: Source, given: str | Path) -> Source:
-    """The same source with default vectors from elsewhere, whether or not it has any of its own.
+    """Return the source with default vectors from elsewhere.
 
-    Documents of its test split that these come from are left out of it: they are not held out any more.
+    Test documents that contributed to these vectors leave the test split, as they are no longer held out.
 
     Args:
-        source: traces on disk, or a running model.
-        given: traces of the same model by :func:`expertcast.data.collect.collect`, or a checkpoint that holds default
-            vectors: the folder, or `user/repo` or `user/repo@revision` of the hub.
+        source: traces, or a running model.
+        given: traces of the same model, or a checkpoint with default vectors: a folder, or the hub repository
+            `user/repo` or `user/repo@revision`.
 
     Raises:
-        ExpertcastError: neither is there, or a file of it is not right; it holds no default vectors, or another
-            model's; or they come from all documents of the source's test split.
+        ExpertcastError: `given` does not exist, is invalid, has no default vectors or those of another model, or no
+            test document would be left.
     """
     found = _opened(str(given))
     if isinstance(found, TraceDataset):
@@ -287,25 +293,25 @@ def with_default_vectors(source: Source, given: str | Path) -> Source:
     different = different_part(recorded, source.view)
     if different:
         raise ExpertcastError(
-            f"{given} is of {recorded['model_id']!r} and its {different} are not those of {source.view.model_id!r}, "
-            f"so neither are its default vectors: {_GIVE}"
+            f"{given} belongs to {recorded['model_id']!r}; {source.view.model_id!r} has different {different}, so its "
+            f"default vectors do not fit: {_GIVE}"
         )
     if isinstance(found, TraceDataset):
         defaults, learned = found.defaults, frozenset(document.hash for document in found.chosen("train"))
     else:
         defaults, learned = _held(found), found.learned_from or frozenset()
-    made = copy.copy(source)
-    made.defaults, made.defaults_learned_from = defaults, learned
-    made.documents = _held_out(source, learned, str(given))
-    made.info = {
+    result = copy.copy(source)
+    result.defaults, result.defaults_learned_from = defaults, learned
+    result.documents = _held_out(source, learned, str(given))
+    result.info = {
         **source.info,
         NOTE: {"given": without_folders(str(given)), "traces": traces, "digest": _digest_of(defaults)},
     }
-    return made
+    return result
 
 
 def holder_in(predictor: Predictor) -> QuasiInput | None:
-    """The predictor itself, or the member of a hybrid, that holds default vectors; None where none does."""
+    """Return the predictor or its first member with default vectors; None if there is none."""
     parts = (part for part in predictor.modules() if isinstance(part, QuasiInput) and hasattr(part, "expert_LED"))
     return next(parts, None)
 
@@ -316,7 +322,7 @@ def _opened(given: str) -> TraceDataset | PredictorCheckpoint:
     if holds_predictor(given):
         return PredictorCheckpoint.open(given)
     if Path(given).exists() or HubName.of(given) is None:
-        raise ExpertcastError(f"{given} holds neither traces ({TRACE_FILE}) nor a predictor checkpoint: {_GIVE}")
+        raise ExpertcastError(f"{given} has neither traces ({TRACE_FILE}) nor a predictor checkpoint: {_GIVE}")
     try:
         return TraceDataset.open(given)
     except (NotOnHubError, OutOfReachError):
@@ -324,35 +330,34 @@ def _opened(given: str) -> TraceDataset | PredictorCheckpoint:
 
 
 def _origin(training: Json) -> object:
-    """The id of the traces that a checkpoint's default vectors come from."""
+    """Return the id of the traces behind a checkpoint's default vectors."""
     note = training.get(NOTE)
     return (note if isinstance(note, dict) else training).get("traces")
 
 
 def _held(checkpoint: PredictorCheckpoint) -> DefaultVectors:
-    """The default vectors in a checkpoint, which has the means and not their counts.
+    """Return the default vectors of a checkpoint, without counts.
 
     Raises:
-        ExpertcastError: there are none in it, or its weights are not right.
+        ExpertcastError: the checkpoint has no default vectors, or is invalid.
     """
     holder = holder_in(checkpoint.load())
     if holder is None:
-        raise ExpertcastError(f"{checkpoint.folder} is of {checkpoint.name} and holds no default vectors: {_GIVE}")
+        raise ExpertcastError(f"{checkpoint.folder} ({checkpoint.name}) has no default vectors: {_GIVE}")
     counts_LE = torch.zeros(holder.expert_LED.shape[:2], dtype=torch.int64)
     return DefaultVectors(expert_LED=holder.expert_LED, shared_LD=holder.shared_LD, count_LE=counts_LE, token_count=0)
 
 
 def _held_out(source: TraceSource, learned: frozenset[str], given: str) -> list[PlannedDocument]:
-    """The source's documents without those of its test split that the default vectors come from."""
+    """Return the source's documents without test documents that contributed to the default vectors."""
     rest = [document for document in source.documents if document.split != "test" or document.hash not in learned]
     if not any(document.split == "test" for document in rest) and source.chosen("test"):
         raise ExpertcastError(
-            f"the default vectors of {given} come from every document of the test split, none is left to score: give "
-            "those of another text"
+            f"the default vectors of {given} come from every document of the test split, so none is left to score: use "
+            "default vectors from other text"
         )
     return rest
 
 
 def _digest_of(defaults: DefaultVectors) -> str:
-    """Of the values that a predictor takes."""
     return tensors_digest({"expert_LED": defaults.expert_LED, "shared_LD": defaults.shared_LD})

@@ -1,4 +1,4 @@
-"""Memory and processors that this process may use: the machine's, within the limits of its control groups."""
+"""Memory and processors available to this process: those of the machine, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from expertcast.predictors.messages import ExpertcastError
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that can be allocated without swapping, within the limits of this process's control groups; None where the
-    system tells not.
+    """Return the host memory in bytes that can be allocated without swapping; None if the system does not report it.
 
     Args:
-        root: of the file system in which `proc` and the control groups are looked for.
+        root: file system with `proc` and the control groups.
     """
     kilobytes = _fields(root / "proc/meminfo").get("MemAvailable:")
     bounds = [None if kilobytes is None else 1024 * kilobytes]
@@ -28,18 +27,17 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def usable_processors(root: Path = Path("/")) -> int:
-    """Processors that this process may keep busy: those of its affinity, within the quotas of its control groups,
-    rounded up.
+    """Return the number of processors in this process's affinity, limited by its control groups' quotas, rounded up.
 
     Args:
-        root: of the file system in which `proc` and the control groups are looked for.
+        root: file system with `proc` and the control groups.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([affinity, *(_quota(kind, group) or affinity for kind, group in _groups(root, "cpu"))])
 
 
 def _quota(kind: str, group: Path) -> int | None:
-    """Processors' worth of time that a group may take; None: as much as there is."""
+    """Return the number of processors that a group's quota allows; None without a quota."""
     files = ("cpu.max",) if kind == "cgroup2" else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     words = [word for name in files for line in _lines(group / name) for word in line.split()]
     return math.ceil(int(words[0]) / int(words[1])) if len(words) == 2 and words[0].isdigit() else None
@@ -47,15 +45,15 @@ def _quota(kind: str, group: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """Files of a control group in one version of the interface."""
+    """File names of a control group in one version of the interface."""
 
     limit: str
     used: str
     prefix: str
-    """Of the statistics that count groups below too."""
+    """Prefix of statistics that include child groups."""
 
     def available(self, group: Path) -> int | None:
-        """What a group still allows; the file cache that counts against it can be reclaimed."""
+        """Return the bytes that a group may still allocate, counting its file cache as reclaimable."""
         bound, usage = _number(group / self.limit), _number(group / self.used)
         if bound is None or usage is None:
             return None
@@ -68,12 +66,14 @@ _VERSIONS = {
     "cgroup": _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     "cgroup2": _Version("memory.max", "memory.current", ""),
 }
-"""By the name of the file system."""
+"""By file system type."""
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[str, Path]]:
-    """This process's groups that a controller (`memory`, `cpu`) may limit, and all above them, to whose limits they are
-    held: kind of file system and folder."""
+    """Yield this process's control groups of a controller (`memory`, `cpu`) and all their parents.
+
+    Yields the file system type and the folder of each.
+    """
     own: dict[str, PurePosixPath] = {}
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
@@ -87,7 +87,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[str, Path]]:
         if kind not in own or (kind == "cgroup" and controller not in options.split()[-1].split(",")):
             continue
         top, mount = (PurePosixPath(_unescaped(word)) for word in mounted.split()[3:5])
-        # a container may see its own group as the topmost, whatever the group is called outside
+        # inside a container, the own group may be the root, with another name outside
         below = own[kind].relative_to(top) if own[kind].is_relative_to(top) else PurePosixPath()
         folder = mount / below
         for group in [folder, *folder.parents][: len(below.parts) + 1]:
@@ -95,19 +95,19 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[str, Path]]:
 
 
 def _unescaped(word: str) -> str:
-    """Spaces, tabs and backslashes are octal numbers in the list of mounts."""
+    """Replace octal escapes (space, tab, backslash) in the list of mounts."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
 
 
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # another system
+    except OSError:  # not Linux
         return []
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """`name number ...` per line."""
+    """Parse lines of the form `name number ...`."""
     rows = [line.split() for line in _lines(path)]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
@@ -123,10 +123,10 @@ def _number(path: Path) -> int | None:
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """`bf16`, `fp16` and `fp32` as torch names them; None for `auto`, which is the weights' own.
+    """Return the torch dtype of `bf16`, `fp16` or `fp32`; None for `auto`.
 
     Raises:
-        ExpertcastError: another name.
+        ExpertcastError: the name is unknown.
     """
     names = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if name not in names:
@@ -135,15 +135,15 @@ def torch_dtype(name: str) -> torch.dtype | None:
 
 
 def torch_device(device: str | torch.device | None) -> torch.device:
-    """The device of that name, with its number; None is the current CUDA device where there is one, else the CPU.
+    """Return a device with its index; default: the current CUDA device if there is one, else the CPU.
 
     Raises:
-        ExpertcastError: an unknown device, or one that is not there.
+        ExpertcastError: the device is unknown, unsupported or missing.
     """
     try:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise ExpertcastError(f"unknown device {device!r}: write 'cpu', 'cuda' or 'cuda:0'") from None
+        raise ExpertcastError(f"unknown device {device!r}: use 'cpu', 'cuda' or 'cuda:0'") from None
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ExpertcastError(f"device {str(chosen)!r} is not available here: use 'cpu'")
     if chosen.type not in ("cpu", "cuda"):
@@ -152,7 +152,7 @@ def torch_device(device: str | torch.device | None) -> torch.device:
 
 
 def with_index(device: str | torch.device) -> torch.device:
-    """`cuda` as the CUDA device that is current now, any other as it is: torch takes `cuda` and `cuda:0` for two."""
+    """Add the current index to `cuda`; torch treats `cuda` and `cuda:0` as different devices."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -160,8 +160,7 @@ def with_index(device: str | torch.device) -> torch.device:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device now: a GPU's own memory, with what torch has reserved there and does not
-    use, or the host's; None where the system does not say."""
+    """Return the bytes that can be allocated on a device, with torch's unused reserve on a GPU; None if unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused

@@ -1,4 +1,4 @@
-"""Loading models, tokenizers and configurations, from a folder, the hub or a GGUF file."""
+"""Load models, tokenizers and configurations from a folder, the hub or a GGUF file."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from expertcast.data.weights.gguf import GgufFile, check_package, complete_confi
 from expertcast.data.weights.packed import join_bnb, join_packed, join_scales
 from expertcast.predictors.messages import ExpertcastError, first_line
 
-# Weights in any form
+# Weights in any format
 
 
 def form_of(config: PretrainedConfig, source: ModelSource) -> Quantised | None:
-    """The form in which a model's checkpoint lies; None: its weights are plain floats in safetensors.
+    """Return the quantised format of a model's checkpoint; None for plain floats in safetensors.
 
     Raises:
-        ExpertcastError: a form that is not read; the line names it.
+        ExpertcastError: the format is not supported.
     """
     paths = source.gguf()
     return gguf_form(paths, source.name) if paths else quantised_form(config, source.name)
@@ -56,16 +56,16 @@ def form_of(config: PretrainedConfig, source: ModelSource) -> Quantised | None:
 def open_weights(
     source: ModelSource, form: Quantised | None, model: PreTrainedModel, dtype: torch.dtype | None = None
 ) -> WeightFiles:
-    """A checkpoint's tensors; quantised ones are dequantised when they are read, but for MXFP4's blocks and scales.
+    """Open a checkpoint's tensors. Quantised tensors are dequantised on reading, except MXFP4 blocks and scales.
 
     Args:
-        source: whose.
-        form: what :func:`form_of` says.
-        model: without weights; of a GGUF file the tensors get its names.
-        dtype: to load; None: the checkpoint's.
+        source: location of the model.
+        form: result of :func:`form_of`.
+        model: the model without weights; provides the tensor names of a GGUF file.
+        dtype: dtype to load; default: the checkpoint's.
 
     Raises:
-        ExpertcastError: no weights there, damaged ones, or quantised ones without their scales.
+        ExpertcastError: weights are missing or damaged, or quantised weights lack their scales.
     """
     if form is not None and form.method == GGUF:
         return GgufFile(source.gguf(), model, dtype)
@@ -89,33 +89,33 @@ def model_of(
     source: ModelSource,
     device: str | torch.device = "cpu",
 ) -> PreTrainedModel:
-    """A model in eval mode, by transformers' own loading.
+    """Load tensors into a model with transformers, in eval mode.
 
     Args:
-        model: without weights, in the dtype to load; its configuration says nothing of quantisation.
-        tensors: by the names that transformers reads.
-        source: whose.
-        device: where each tensor goes as soon as it is read.
+        model: model without weights, in the dtype to load and without a quantisation config.
+        tensors: tensors by the names that transformers expects.
+        source: location of the model.
+        device: destination of each tensor.
 
     Raises:
-        ExpertcastError: transformers refuses them.
+        ExpertcastError: transformers rejects the tensors.
     """
     try:
-        made: PreTrainedModel = type(model).from_pretrained(
+        loaded: PreTrainedModel = type(model).from_pretrained(
             None, config=model.config, state_dict=dict(tensors), dtype=model.dtype, device_map={"": device}
         )
         if "gguf_file" not in source.options:
-            made.generation_config = _generation_config(source)
+            loaded.generation_config = _generation_config(source)
     except ExpertcastError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ExpertcastError(f"cannot load model {source.name!r}: {first_line(error)}") from error
-    made.name_or_path = made.config._name_or_path = source.name
-    return made.eval()
+    loaded.name_or_path = loaded.config._name_or_path = source.name
+    return loaded.eval()
 
 
 def _generation_config(source: ModelSource) -> GenerationConfig:
-    """As `from_pretrained` finds it: in its own file, else in the model's configuration."""
+    """Load the generation config from its own file, or else from the model's config, as `from_pretrained` does."""
     try:
         return GenerationConfig.from_pretrained(source.path, **source.files)
     except OSError:
@@ -125,23 +125,24 @@ def _generation_config(source: ModelSource) -> GenerationConfig:
 
 
 _DEQUANTISED = {FP8: FineGrainedFP8Config, MXFP4: Mxfp4Config}
-"""Told to dequantise, they have transformers load plain floats."""
+"""Configs with which transformers dequantises while loading."""
 
 
 def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu", **options: object) -> PreTrainedModel:
-    """A causal LM (or one that reads images beside text) in eval mode, from a local folder, the hub or a GGUF file.
+    """Load a causal LM (or image-text model) in eval mode from a folder, the hub or a GGUF file; quantised weights are
+    dequantised.
 
-    What is quantised is dequantised. Each tensor goes to the device as soon as it is read: host memory never holds the
-    whole of a model for a GPU.
+    Each tensor moves to the device as soon as it is read, so host memory never holds a whole model for a GPU.
 
     Args:
-        model_id: whose.
-        dtype, device: to load to.
-        options: of `from_pretrained`, such as `revision`.
+        model_id: folder, hub id or GGUF file.
+        dtype: `auto`, `bf16`, `fp16` or `fp32`.
+        device: destination.
+        options: options of `from_pretrained`, such as `revision`.
 
     Raises:
-        ExpertcastError: it cannot be loaded, is quantised in a form that is not read, or needs more of the device's
-            memory than there is; the line carries the reason.
+        ExpertcastError: the model cannot be loaded, has an unsupported quantisation, or does not fit the device's
+            memory.
     """
     source, wanted, target = ModelSource.of(model_id, options), torch_dtype(dtype), torch.device(device)
     config = load_config(source)
@@ -156,10 +157,10 @@ def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu"
 
 
 def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Say that a model does not fit, before the system ends the process that loads it.
+    """Raise an error if a model exceeds the device's free memory, before the system kills the process.
 
     Raises:
-        ExpertcastError: its weights need more of the device's memory than there is.
+        ExpertcastError: the weights do not fit.
     """
     available, own = free_memory(device), deepcopy(config)
     forget_quantisation(own)
@@ -168,8 +169,8 @@ def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtyp
     if available is not None and needed > available:
         kind = "" if device.type == "cpu" else f"{device.type} "
         raise ExpertcastError(
-            f"{source.name!r} needs {needed} bytes of {kind}memory and {available} are available: run it from a disk "
-            "by --store-folder of generate, serve, collect, train or eval (in Python load_offloaded with store='disk')"
+            f"{source.name!r} needs {needed} bytes of {kind}memory, {available} are available: offload it from disk "
+            "with --store-folder (in Python: load_offloaded with store='disk')"
         )
 
 
@@ -188,7 +189,7 @@ def _by_transformers(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # missing or damaged
         raise source.failure(error) from error
     if form is not None and form.method == FP8 and wanted is not None:
-        for parameter in model.parameters():  # transformers leaves what was not in FP8 as it was
+        for parameter in model.parameters():  # transformers leaves the dtype of tensors that were not FP8
             if parameter.dtype == config.dtype:
                 parameter.data = parameter.data.to(wanted)
     return model
@@ -205,35 +206,35 @@ def _tensor_by_tensor(
 
 
 def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model; that of a GGUF file where nothing lies beside it.
+    """Load a model's tokenizer; the folder of a GGUF file takes precedence over the file.
 
     Args:
-        model_id: whose.
+        model_id: folder, hub id or GGUF file.
         options: as for :func:`load_model`.
 
     Raises:
-        ExpertcastError: there is none.
+        ExpertcastError: there is no tokenizer.
     """
     source = ModelSource.of(model_id, options)
-    given = source.config
+    arguments = source.config
     try:
-        if "gguf_file" in given and any(map(source.file, ("tokenizer.json", "tokenizer_config.json"))):
-            del given["gguf_file"]
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path, **given)
-    except Exception as error:  # a file that is not right fails in whatever way its family's classes fail
+        if "gguf_file" in arguments and any(map(source.file, ("tokenizer.json", "tokenizer_config.json"))):
+            del arguments["gguf_file"]
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path, **arguments)
+    except Exception as error:  # invalid files raise any kind of exception, depending on the family
         if isinstance(error, ExpertcastError):
             raise
-        lists_files = first_line(error).rstrip().endswith(":")  # transformers names what it would read, over more lines
-        reason = ExpertcastError("transformers finds no file of one there") if lists_files else error
+        lists_files = first_line(error).rstrip().endswith(":")  # transformers lists the files that it expects
+        reason = ExpertcastError("transformers finds no tokenizer files") if lists_files else error
         raise source.failure(reason, "no tokenizer for") from error
     return tokenizer
 
 
 def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
-    """A model's configuration, from a local folder, the hub or a GGUF file; no weight is read.
+    """Load a model's configuration from a folder, the hub or a GGUF file, without reading weights.
 
     Raises:
-        ExpertcastError: no config there, or transformers is too old.
+        ExpertcastError: there is no configuration, or transformers is too old.
     """
     check_release("loading")
     source = model if isinstance(model, ModelSource) else ModelSource.of(model)
@@ -244,9 +245,9 @@ def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(source.path, **source.config)
         if paths:
             complete_config(config, paths)
-    except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
+    except Exception as error:  # invalid files raise any kind of exception, depending on the family
         untrusted = isinstance(error, ValueError) and "trust_remote_code" in str(error)
-        reason = "it holds code of its own: say trust_remote_code=True (--trust-remote-code) if you trust it"
+        reason = "it contains custom code: set trust_remote_code=True (--trust-remote-code) if you trust it"
         raise source.failure(ExpertcastError(reason) if untrusted else error) from error
     return config
 
@@ -254,17 +255,15 @@ def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
 def meta_model(
     model: str | ModelSource | PretrainedConfig, dtype: torch.dtype | None = None, *, source: ModelSource | None = None
 ) -> PreTrainedModel:
-    """A model's modules without weights (meta device), from its config alone: that in a folder, of a hub id, or given.
-
-    Its parameters have the config's dtype where none is named.
+    """Build a model's modules without weights (meta device) from its configuration.
 
     Args:
-        model: where the configuration is, or itself.
-        dtype: of the parameters.
-        source: of a configuration that is given, for the options with which a model is made.
+        model: configuration, or the folder, hub id or source to load it from.
+        dtype: dtype of the parameters; default: the configuration's.
+        source: location of the model, whose options apply if `model` is a configuration.
 
     Raises:
-        ExpertcastError: no config there, or none that makes a model.
+        ExpertcastError: there is no configuration, or no model can be built from it.
     """
     if not isinstance(model, PretrainedConfig):
         source = model if isinstance(model, ModelSource) else ModelSource.of(model)
@@ -272,18 +271,17 @@ def meta_model(
     name = str(model) if source is None else source.name
     try:
         with torch.device("meta"):
-            made: PreTrainedModel = auto_class(config).from_config(
+            built: PreTrainedModel = auto_class(config).from_config(
                 config, dtype=dtype or config.dtype, **({} if source is None else source.model)
             )
-    except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
+    except Exception as error:  # invalid configs raise any kind of exception, depending on the family
         raise ExpertcastError(f"cannot load model {name!r}: {first_line(error)}") from error
     if source is not None:
-        made.config._name_or_path = source.name
-    return made.eval()
+        built.config._name_or_path = source.name
+    return built.eval()
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of `transformers` that loads the model of a configuration: the causal LM's, or, for a family that has
-    none, that of models that read images too."""
+    """Return the auto class of `transformers` for a configuration: causal LM, or else image-text model."""
     choices = (AutoModelForCausalLM, AutoModelForImageTextToText)
     return next((cls for cls in choices if type(config) in cls._model_mapping), AutoModelForCausalLM)

@@ -1,4 +1,4 @@
-"""A running model as a source of traces: the batches of :class:`TraceDataset`, with nothing stored."""
+"""A running model as a source of traces: the batches of :class:`TraceDataset` without files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ BUFFER_TOKENS = 16_384
 
 
 class OnlineTraces(TraceSource):
-    """Runs the model each time batches are asked for. Same documents, splits and values as traces collected with the
-    same settings; only the order of shuffled tokens differs, which mix within the buffer and not over the whole split.
+    """Runs the model whenever batches are read.
+
+    Documents, splits and values equal those of collected traces with the same settings. Only shuffling differs: tokens
+    are mixed within a buffer instead of the whole split.
+
+    Args:
+        model, tokenizer, documents, options, fields: as for :func:`expertcast.data.collect.collect`.
+        buffer_tokens: tokens in the shuffle buffer (L x (2 D + 2..4 E) bytes each).
     """
 
     def __init__(
@@ -41,19 +47,14 @@ class OnlineTraces(TraceSource):
         buffer_tokens: int = BUFFER_TOKENS,
         **fields: object,
     ) -> None:
-        """Takes what :func:`expertcast.data.collect.collect` takes, and raises what it raises.
 
-        Args:
-            model, tokenizer, documents, options, fields: as there.
-            buffer_tokens: tokens held for shuffling (a token takes L x (2 D + 2..4 E) bytes).
-        """
         self.model = model_of(model)
         experts = experts_of(self.model)
         self.view = experts.view
         self.plan = make_plan(documents, tokenizer, options, **fields)
         self.documents = self.plan.documents
         self._windows = self.plan.options.batch_size or experts.windows(self.plan.options.window)
-        """Per forward."""
+        """Windows per forward."""
         self._buffer_tokens = buffer_tokens
         account = self.plan.account(self.view)
         identity = hashlib.sha256(f"{account['fingerprint']} {self.plan.digest}".encode())
@@ -61,9 +62,9 @@ class OnlineTraces(TraceSource):
 
     @cached_property
     def defaults(self) -> DefaultVectors:  # type: ignore[override]
-        """Default vectors over the train split: one pass, at the first use.
+        """Default vectors of the train split, computed in one pass on first use.
 
-        With a process group each rank passes over its share, so every rank must ask for them.
+        In a process group each rank processes its share, so every rank must read this attribute.
         """
         means, share = MeanOutputs(self.view), join_ranks()
         own = documents_of(self.chosen("train"), share)
@@ -77,8 +78,10 @@ class OnlineTraces(TraceSource):
 
     @cached_property
     def stand_in(self) -> StandIn | None:  # type: ignore[override]
-        """What early attention runs on: a pass over a part of the train split, at the first use. None where it is
-        left out, or no layer can be run early. Every rank fits the same one."""
+        """Stand-in of early attention, fitted on a part of the train split on first use, equally on every rank.
+
+        None if early attention is disabled or no layer supports it.
+        """
         if self._early is None:
             return None
         rank = self.plan.options.early_rank or 0
@@ -106,7 +109,7 @@ class OnlineTraces(TraceSource):
 
 
 def _with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:
-    """A stream in order of documents and positions, `previous_TLE` filled in."""
+    """Fill in `previous_TLE` of a stream in order of documents and positions."""
     before: TraceBatch | None = None
     for batch in stream:
         yield batch.with_previous(before)
@@ -116,11 +119,10 @@ def _with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:
 def rebatched(
     stream: Iterable[TraceBatch], batch_size: int, *, capacity: int = 0, seed: int | None = None
 ) -> Iterator[TraceBatch]:
-    """Every token once, `batch_size` at a time; the last batch may be smaller.
+    """Yield every token once in batches of `batch_size`; the last batch may be smaller.
 
-    In the order of the stream, or with a `seed` mixed with its neighbours within about `capacity` tokens: a buffer is
-    filled to `capacity` tokens (two batches at least), shuffled in an order drawn from the seed, and half of it given
-    out before it is filled again. The batches of `stream` may be of any size.
+    With a `seed`, tokens are shuffled within a buffer of about `capacity` tokens (at least two batches): the buffer is
+    filled and shuffled, and half of it is yielded before the next fill. Without a seed the order is unchanged.
     """
     parts = 1 if seed is None else 2
     generator = torch.Generator().manual_seed(seed or 0)

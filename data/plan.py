@@ -1,7 +1,7 @@
-"""What will be run, decided before the model runs: documents, windows of tokens, and the split.
+"""Plan of a model run: documents, windows of tokens, and splits.
 
-The plan is a function of (documents, tokenizer, tokens, window, seed) alone, so every rank of a distributed run and
-every resumption of a killed one makes the same plan; its digest proves it.
+The plan depends on documents, tokenizer, tokens, window and seed only. Every rank and every resumed run makes the same
+plan, which its digest confirms.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "validation", "test")
 ALL = "all"
-"""Stands for the three of them together."""
+"""Name for all three splits together."""
 HELD_OUT_SHARE = 0.1
-"""Share of the tokens that each of validation and test aims for."""
+"""Target share of the tokens in validation, and in test."""
 MIN_DOCUMENTS = 3
 MIN_DOCUMENTS_WANTED = 10
-"""A small collection takes parts of so many documents rather than the whole of a few: splits need several."""
+"""A small collection uses parts of this many documents instead of all of a few, because each split needs documents."""
 TOKENIZER_BATCH = 16
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
@@ -42,42 +42,41 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """How much of a text a model is run over, and in which portions: for collection and for online training alike."""
+    """Amount of text and batching, for collection and online training."""
 
     tokens: int | None = None
-    """Tokens of text to use, from documents in an order shuffled by seed (default: all there are)."""
+    """Tokens of text to use, from documents in an order shuffled by seed (default: all)."""
     window: int = 256
-    """Tokens per window; a window sees nothing before it."""
+    """Tokens per window; windows are independent sequences."""
     batch_size: int | None = None
-    """Windows per forward (default: 8; offloaded, as many as take about the memory of the slots)."""
+    """Windows per forward (default: 8; for an offloaded model, as many as need about the memory of the slots)."""
     seed: int = 0
-    """What the order of the documents is drawn from."""
+    """Seed of the order of the documents."""
     early_rank: int | None = 8
-    """Rank of the stand-in for each expert that early attention runs on, 0 for default vectors; none leaves early
-    attention out."""
+    """Rank of the stand-in for each expert in early attention; 0: default vectors; none: no early attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Consecutive tokens of one document, run through the model on their own."""
+    """Consecutive tokens of one document, run through the model as an independent sequence."""
 
     document: int
     """`Document.index`."""
     start: int
-    """Position of its first token in the document."""
+    """Position of the first token in the document."""
     token_ids: TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDocument:
-    """A document that is run: as much of it as is taken, and the split that it is in."""
+    """A document to run, with the number of its tokens and its split."""
 
     index: int
     """`Document.index`."""
     domain: str
-    """Empty where the text names none."""
+    """Empty if unknown."""
     tokens: int
-    """How many are taken, from its beginning."""
+    """Number of tokens to run, from the beginning."""
     split: str
     """train, validation or test."""
     hash: str
@@ -85,55 +84,54 @@ class PlannedDocument:
 
 
 class Documented:
-    """Anything that is made from planned documents: a plan, traces, a running model."""
+    """Base of objects with planned documents: plans, traces, running models."""
 
     documents: Sequence[PlannedDocument]
-    """In the order they are run: train, then validation, then test."""
+    """In the order of the run: train, validation, test."""
 
     def chosen(self, split: str) -> list[PlannedDocument]:
-        """The documents of `train`, `validation`, `test` or `all`, in order.
+        """Return the documents of `train`, `validation`, `test` or `all`, in order.
 
         Raises:
-            ExpertcastError: unknown split.
+            ExpertcastError: the split is unknown.
         """
         if split not in (*SPLITS, ALL):
             raise ExpertcastError(f"unknown split {split!r}: choose from {', '.join((*SPLITS, ALL))}")
         return [document for document in self.documents if split in (document.split, ALL)]
 
     def token_count(self, split: str = ALL) -> int:
-        """Tokens of `train`, `validation`, `test` or `all`."""
+        """Return the number of tokens of `train`, `validation`, `test` or `all`."""
         return sum(document.tokens for document in self.chosen(split))
 
     def learned_from(self) -> frozenset[str]:
-        """Hashes of the documents that a predictor fitted from this learns or is chosen from: those of the splits train
-        and validation."""
+        """Return the hashes of train and validation documents, which a fit learns from or selects on."""
         return frozenset(document.hash for document in self.documents if document.split != "test")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Documented):
-    """What is run, window by window."""
+    """Documents and windows of a run."""
 
     documents: tuple[PlannedDocument, ...]
     windows: dict[str, list[Window]]
-    """Per split, in the order of the documents."""
+    """By split, in the order of the documents."""
     options: TextOptions
     digest: str
-    """SHA-256 over every token id, document and split."""
+    """SHA-256 over all token ids, documents and splits."""
 
     def windows_of(self, documents: Sequence[PlannedDocument], split: str = ALL) -> list[Window]:
-        """The windows of some documents of this plan in the order they are run, those of one split or all."""
+        """Return the windows of some documents in the order of the run, for one split or all."""
         own = {document.index for document in documents}
         splits = SPLITS if split == ALL else (split,)
         return [window for name in splits for window in self.windows[name] if window.document in own]
 
     def account(self, view: MoEView) -> Json:
-        """:func:`account` of a run of the model."""
+        """Return :func:`account` of a run of the plan."""
         return account(view, self.documents, window=self.options.window, seed=self.options.seed)
 
 
 def account(view: MoEView, documents: Sequence[PlannedDocument], *, window: int, seed: int = 0) -> Json:
-    """What traces say of where they come from: the model that is run, the text, the documents, the versions."""
+    """Return the provenance of traces: model, text, documents and versions."""
     return {
         "model": without_folders(view.model_id),
         **fingerprints(view),
@@ -146,7 +144,7 @@ def account(view: MoEView, documents: Sequence[PlannedDocument], *, window: int,
 
 
 def counted(documents: Iterable[PlannedDocument]) -> Json:
-    """Some documents, and their tokens by split."""
+    """Return the documents as JSON values, with the number of tokens by split."""
     notes = [asdict(document) for document in documents]
     splits = {split: sum(note["tokens"] for note in notes if note["split"] == split) for split in SPLITS}
     return {"tokens": sum(splits.values()), "splits": splits, "documents": notes}
@@ -158,26 +156,26 @@ def make_plan(
     options: TextOptions | None = None,
     **fields: object,
 ) -> Plan:
-    """Tokenise documents, in a shuffled order, until there are tokens enough; cut windows; split by document.
+    """Tokenise shuffled documents until there are enough tokens, cut windows, and assign splits by document.
 
-    The shuffle gives a small collection, and every prefix of it, the mix of domains of the whole text. The split goes
-    by the documents' hashes: with few exceptions a document is in the same one in larger and smaller collections.
+    Because of the shuffle, every prefix of the documents has the mix of domains of the whole text. Splits depend on
+    document hashes, so a document is nearly always in the same split in larger and smaller collections.
 
     Args:
-        documents: the text, in any order; long documents, and the last one, are cut.
-        tokenizer: of the model that will be run.
-        options: how much of the text, and in which portions; none are the default :class:`TextOptions`.
-        fields: fields of :class:`TextOptions` that are other than in `options`.
+        documents: the text in any order; long documents and the last one are cut.
+        tokenizer: tokenizer of the model.
+        options: amount of text and batching; default: :class:`TextOptions`.
+        fields: fields of :class:`TextOptions` that replace those of `options`.
 
     Raises:
-        ExpertcastError: fewer than three different documents (one for each split), or a bad `tokens` or `window`.
+        ExpertcastError: there are fewer than three different documents, or `tokens` or `window` is invalid.
     """
     options = replace(options or TextOptions(), **fields)  # type: ignore[arg-type]
     tokens, window = options.tokens, options.window
     if window < 2:
-        raise ExpertcastError(f"window={window}: give at least 2 tokens")
+        raise ExpertcastError(f"window={window}: must be at least 2 tokens")
     if tokens is not None and tokens < 1:
-        raise ExpertcastError(f"tokens={tokens}: give at least 1")
+        raise ExpertcastError(f"tokens={tokens}: must be at least 1")
     order = list(documents)
     random.Random(options.seed).shuffle(order)
     taken = _tokenise(order, tokenizer, tokens, window)
@@ -187,8 +185,8 @@ def make_plan(
         lengths[own] += len(ids)
     if len(lengths) < MIN_DOCUMENTS:
         raise ExpertcastError(
-            f"only {len(lengths)} document(s) that differ in {sum(lengths.values())} tokens, and train, validation and "
-            f"test need one each: give at least {MIN_DOCUMENTS} documents, or more tokens"
+            f"only {len(lengths)} different document(s) in {sum(lengths.values())} tokens: train, validation and test "
+            f"need one each, so use at least {MIN_DOCUMENTS} documents, or more tokens"
         )
     splits = assign_splits(lengths)
     planned: list[PlannedDocument] = []
@@ -208,13 +206,13 @@ def make_plan(
 
 
 def assign_splits(lengths: Mapping[str, int]) -> dict[str, str]:
-    """A split for each document: the lowest hashes that fit into a tenth of the tokens are test, the highest are
-    validation.
+    """Assign a split to each document hash.
 
-    Each gets at least one document, the shortest left if none fits; everything else is train.
+    The lowest hashes, up to a tenth of the tokens, are test; the highest, up to a tenth, are validation; the others are
+    train. Test and validation have at least one document each, the shortest if none fits.
 
     Args:
-        lengths: tokens by hash, of the same text wherever it occurs together.
+        lengths: number of tokens by hash; documents with equal text count together.
     """
     splits = dict.fromkeys(lengths, "train")
     quota = HELD_OUT_SHARE * sum(lengths.values())
@@ -227,7 +225,7 @@ def assign_splits(lengths: Mapping[str, int]) -> dict[str, str]:
                 held.append(own)
                 total += lengths[own]
             elif total >= quota / 2:
-                break  # short documents with other hashes would fill the rest: in another collection they are train
+                break  # filling up with short documents of other hashes would make splits depend on the collection
         splits |= dict.fromkeys(held or [min(free, key=lambda own: lengths[own])], split)
     return splits
 
@@ -235,7 +233,7 @@ def assign_splits(lengths: Mapping[str, int]) -> dict[str, str]:
 def _tokenise(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, tokens: int | None, window: int
 ) -> list[tuple[Document, TokenIds]]:
-    """Documents until there are `tokens`, each cut to a tenth of them when the text has enough others."""
+    """Tokenise documents until there are `tokens`, each cut to a tenth of them if there are enough documents."""
     read: list[tuple[Document, TokenIds]] = []
     cap = None if tokens is None else max(window, -(-tokens // MIN_DOCUMENTS_WANTED))
     for begin in range(0, len(documents), TOKENIZER_BATCH):
@@ -249,7 +247,7 @@ def _tokenise(
 
 
 def first_tokens(parts: Iterable[tuple[T, TokenIds]], limit: int | None) -> Iterator[tuple[T, TokenIds]]:
-    """The parts of a text that hold its first `limit` tokens (None: all); the last is cut, empty ones are left out."""
+    """Yield the parts with the first `limit` tokens (None: all); the last is cut, empty parts are skipped."""
     for part, ids in parts:
         ids = ids[:limit]
         if len(ids):
@@ -257,12 +255,12 @@ def first_tokens(parts: Iterable[tuple[T, TokenIds]], limit: int | None) -> Iter
         limit = None if limit is None else limit - len(ids)
 
 
-# Windows as padded batches: B windows, S tokens of the longest
+# Windows as padded batches: B windows, S tokens of the longest one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowBatch:
-    """Windows padded on the right to the longest; the T real tokens in order."""
+    """Windows padded on the right to the longest, and their T real tokens in order."""
 
     input_ids_BS: Tensor
     mask_BS: Tensor
@@ -275,13 +273,13 @@ class WindowBatch:
 
 
 def window_batches(windows: Sequence[Window], batch_size: int) -> Iterator[WindowBatch]:
-    """Batches of `batch_size` windows, in order; the last one may be smaller."""
+    """Yield batches of `batch_size` windows in order; the last may be smaller."""
     for begin in range(0, len(windows), batch_size):
         yield pad_windows(windows[begin : begin + batch_size])
 
 
 def pad_windows(windows: Sequence[Window]) -> WindowBatch:
-    """Some windows as one batch."""
+    """Pad windows to one batch."""
     longest = max(len(window.token_ids) for window in windows)
     ids_BS, mask_BS = (np.zeros((len(windows), longest), dtype=np.int64) for _ in range(2))
     for row, window in enumerate(windows):

@@ -1,7 +1,7 @@
-"""Two ranks or more: which documents each takes.
+"""Distributed ranks: each rank's share of the documents, reductions, and exclusive access to a folder.
 
-A rank's share is a run of neighbouring documents holding about 1/world of the tokens, so that shares put one after
-the other are the single process's order.
+A rank's share is a range of consecutive documents with about 1/world of the tokens, so concatenated shares are in the
+order of a single process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from expertcast.data.plan import PlannedDocument
 from expertcast.predictors.messages import ExpertcastError
 
 _TIMEOUT = timedelta(days=1)
-"""Ranks wait so long for one that is slower, at the end of a collection. One that has died is noticed at once."""
+"""Longest wait for a slow rank at the end of a collection. A crashed rank is detected at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Share:
 
 
 def join_ranks() -> Share:
-    """Make the process group (gloo) of the ranks that torchrun started, where there is none; this process's rank."""
+    """Join the gloo process group of torchrun's ranks, if any, and return this process's share."""
     started = int(os.environ.get("WORLD_SIZE", "1")) != 1 and "MASTER_ADDR" in os.environ
     if started and distributed.is_available() and not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=_TIMEOUT)
@@ -41,20 +41,20 @@ def join_ranks() -> Share:
 
 
 def training_share() -> Share:
-    """This process's rank in a process group that somebody (Lightning) has made; rank 0 of 1 without one."""
+    """Return this process's rank in the current process group; rank 0 of 1 without a group."""
     if distributed.is_available() and distributed.is_initialized():
         return Share(distributed.get_rank(), distributed.get_world_size())
     return Share()
 
 
 def wait_for_all(share: Share) -> None:
-    """Return when every rank has come here."""
+    """Wait until every rank has called this function."""
     if share.world > 1:
         distributed.barrier()
 
 
 def sum_over_ranks(share: Share, tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its sum over all ranks, in place."""
+    """Replace each tensor by its sum over all ranks."""
     if share.world > 1:
         device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
         for tensor in tensors:
@@ -64,7 +64,7 @@ def sum_over_ranks(share: Share, tensors: Sequence[Tensor]) -> None:
 
 
 def documents_of(documents: Sequence[PlannedDocument], share: Share) -> list[PlannedDocument]:
-    """The documents of one rank, in order; each document belongs to exactly one rank."""
+    """Return the documents of one rank in order; each document belongs to exactly one rank."""
     total = sum(document.tokens for document in documents)
     own, before = [], 0
     for document in documents:
@@ -76,7 +76,7 @@ def documents_of(documents: Sequence[PlannedDocument], share: Share) -> list[Pla
 
 
 def smallest_share(documents: Sequence[PlannedDocument], world: int) -> int:
-    """Tokens of the rank with the fewest: what every rank can train on, in step with the others."""
+    """Return the smallest number of tokens of any rank, which limits the steps of all ranks."""
     return min(sum(d.tokens for d in documents_of(documents, Share(rank, world))) for rank in range(world))
 
 
@@ -84,32 +84,33 @@ def smallest_share(documents: Sequence[PlannedDocument], world: int) -> int:
 
 try:
     import fcntl
-except ImportError:  # a system without it
+except ImportError:  # not POSIX
     fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Nobody else who asks writes `folder` meanwhile, which is made; a kill gives it back. Under torchrun the first
-    rank asks for all of them.
+    """Hold an exclusive lock on `folder`, creating it if needed; the system releases it if the process dies.
+
+    Under torchrun only rank 0 locks. A folder that was created and stays empty is removed.
 
     Raises:
-        ExpertcastError: another process is at it.
+        ExpertcastError: another process holds the lock.
     """
     if fcntl is None or join_ranks().rank != 0 or (folder.exists() and not folder.is_dir()):
-        yield  # whatever is wrong with the folder is said by who writes it
+        yield  # the writer reports problems with the folder
         return
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)  # the lock is the folder's own: no file is left behind
+    descriptor = os.open(folder, os.O_RDONLY)  # locking the folder itself leaves no lock file behind
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ExpertcastError(f"another process is writing {folder}: wait for it, or name another folder") from None
+            raise ExpertcastError(f"another process is writing {folder}: wait for it, or use another folder") from None
         yield
     finally:
         os.close(descriptor)
         with contextlib.suppress(OSError):
-            for path in made:
-                path.rmdir()  # where nothing was written
+            for path in created:
+                path.rmdir()  # fails if anything was written

@@ -1,8 +1,8 @@
-"""Routing that anybody recorded, from a file: .parquet, .csv, .npy or .npz.
+"""Read recorded routing from a .parquet, .csv, .npy or .npz file of any origin.
 
-A table has a row per routed expert with the columns `token` (or `step`), `layer`, `rank` (0 = heaviest) and `expert`,
-and may have `weight`, `prefill` (true: the token belongs to a prompt) and `expert_bytes` (0 where nothing was loaded).
-An array is [tokens, layers, K] of expert ids, as vLLM returns routed experts.
+A table has one row per routed expert with the columns `token` (or `step`), `layer`, `rank` (0 = largest weight) and
+`expert`, and optionally `weight`, `prefill` (true for tokens of a prompt) and `expert_bytes` (0 if the expert was not
+loaded). An array has expert ids of shape [tokens, layers, K], vLLM's format of routed experts.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from expertcast.predictors.messages import ExpertcastError
 
 Ids = npt.NDArray[np.int64]
 ABSENT = -1
-"""In place of an expert: the token was given fewer, or the layer did not run for it."""
+"""Fills places without an expert: the token has fewer experts, or the layer did not run for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward: all tokens of a prompt, or one decoded token."""
+    """One pass through the model: all tokens of a prompt, or one decoded token."""
 
     fresh: bool
-    """A prompt."""
+    """Whether this is a prompt."""
     rows: list[list[list[int]]]
-    """[L][tokens][K] experts, heaviest first; tokens for which a layer did not run are left out."""
+    """[L][tokens][K] experts, largest weight first; tokens without experts at a layer are omitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """The routing of one text after another."""
+    """Routing of consecutive sequences."""
 
     source: str
-    """Where it was read."""
+    """Name of the file."""
     ids_TLK: Ids
-    """Experts, heaviest first; `ABSENT` behind them."""
+    """Experts, largest weight first, padded with `ABSENT`."""
     prompt_T: npt.NDArray[np.bool_]
-    """Tokens of prompts, which one forward runs together; the others are decoded one by one."""
+    """Whether a token belongs to a prompt; one step runs a whole prompt, but decodes one token."""
     experts: int
     """E"""
     bytes_LE: Ids | None = None
-    """Of each expert, where that is known."""
+    """Size of each expert; None if unknown."""
 
     @property
     def layers(self) -> int:
@@ -64,7 +64,7 @@ class Routing:
         return int(self.ids_TLK.shape[2])
 
     def steps(self) -> Iterator[Step]:
-        """The forwards, in order: prompt tokens that follow one another are one of them."""
+        """Yield the steps in order; consecutive prompt tokens form one step."""
         edges = np.flatnonzero(np.diff(self.prompt_T.astype(np.int8))) + 1
         bounds = [0, *edges.tolist(), len(self.prompt_T)]
         for start, end in pairwise(bounds):
@@ -73,7 +73,7 @@ class Routing:
                 yield Step(fresh, [_rows(self.ids_TLK[first:last, layer]) for layer in range(self.layers)])
 
     def sized(self, expert_bytes: int | None) -> Ids:
-        """Bytes of each expert [L, E], as recorded or else all the same.
+        """Return the bytes of each expert [L, E]: recorded sizes, or else `expert_bytes` for all.
 
         Raises:
             ExpertcastError: neither is known.
@@ -82,7 +82,7 @@ class Routing:
             return self.bytes_LE
         if expert_bytes is None:
             raise ExpertcastError(
-                f"{self.source} does not say how large an expert is: give --expert-bytes, such as 3MiB, or record a "
+                f"{self.source} has no sizes of experts: set --expert-bytes, such as 3MiB, or record a "
                 "column expert_bytes"
             )
         return np.full((self.layers, self.experts), expert_bytes, dtype=np.int64)
@@ -93,25 +93,25 @@ def _rows(ids_TK: Ids) -> list[list[int]]:
 
 
 def checked(routing: Routing) -> Routing:
-    """The same, if it can be replayed.
+    """Check that a routing can be replayed, and return it.
 
     Raises:
-        ExpertcastError: with the first token and layer that cannot be: nothing decoded, an id out of range, an expert
-            twice, or a decoded token that a layer did not run for.
+        ExpertcastError: there is no decoded token, an id is out of range, a token has an expert twice, or a decoded
+            token has no experts at a layer. The message names the first such token and layer.
     """
     ids_TLK, source, experts = routing.ids_TLK, routing.source, routing.experts
     if not len(ids_TLK) or routing.prompt_T.all():
-        raise ExpertcastError(f"{source} holds no decoded token: nothing would be replayed; record some")
+        raise ExpertcastError(f"{source} has no decoded tokens to replay: record some")
     ordered, empty_TL = np.sort(ids_TLK, axis=2), ids_TLK[:, :, 0] == ABSENT
     _refuse(
         source, (ids_TLK < ABSENT) | (ids_TLK >= experts), ids_TLK,
-        f"token {{0}}, layer {{1}} names expert {{value}} of {experts}: ids are 0 to {experts - 1}; correct the file "
-        "or give --experts",
+        f"token {{0}}, layer {{1}} has expert {{value}} of {experts}: ids range from 0 to {experts - 1}; correct the "
+        "file or set --experts",
     )  # fmt: skip
     _refuse(
         source, (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != ABSENT), ordered,
-        "token {0}, layer {1} names expert {value} twice: leave out rows that were not captured (vLLM fills them with "
-        "zeros), and give each expert once",
+        "token {0}, layer {1} has expert {value} twice: remove rows that were not captured (vLLM fills them with "
+        "zeros), and list each expert once",
     )  # fmt: skip
     _refuse(
         source, empty_TL & ~routing.prompt_T[:, None], empty_TL,
@@ -119,61 +119,58 @@ def checked(routing: Routing) -> Routing:
         "token at all of them",
     )  # fmt: skip
     empty_L = empty_TL.all(axis=0)
-    _refuse(source, empty_L, empty_L, "no token runs layer {0}: number the MoE layers 0 to L-1 without gaps")
+    _refuse(source, empty_L, empty_L, "no token has experts at layer {0}: number the MoE layers 0 to L-1 without gaps")
     return routing
 
 
 def _refuse(source: object, wrong: npt.NDArray[np.bool_], values: npt.NDArray[np.generic], why: str) -> None:
-    """
-    Raises:
-        ExpertcastError: something is wrong; `why` of the first place, by its indices, and the `value` there.
-    """
+    """Raise an error for the first place where `wrong` is true; `why` is formatted with its indices and `value`."""
     for place in np.argwhere(wrong)[:1].tolist():
         raise ExpertcastError(f"{source}: " + why.format(*place, value=values[tuple(place)]))
 
 
 SUFFIXES = (".parquet", ".csv", ".npy", ".npz")
 DECODED, PROMPT = "routed_experts", "prompt_routed_experts"
-"""Arrays of an .npz file: decoded tokens, and a prompt's, which may be left out."""
+"""Arrays of an .npz file: routing of decoded tokens, and optionally of a prompt."""
 _NEEDED = ("layer", "rank", "expert")
 _MOST = 2**31
-"""Cells of the array that a table may fill."""
+"""Maximum number of cells of the array built from a table."""
 
 Column = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 
 def is_routing_file(path: Path | str) -> bool:
-    """Whether the path names such a file, there or not: it ends in one of `SUFFIXES` and is no folder."""
+    """Return whether a path has one of `SUFFIXES` and is not a folder; the file need not exist."""
     return Path(path).suffix.lower() in SUFFIXES and not Path(path).is_dir()
 
 
 def read_routing(path: Path | str, *, experts: int | None = None) -> Routing:
-    """Routing from a file, checked.
+    """Read and check routing from a file.
 
     Args:
-        path: of the file.
-        experts: E; None: the largest id and one.
+        path: the file.
+        experts: E; default: the largest id plus one.
 
     Raises:
-        ExpertcastError: no such file, one that cannot be read, or what :func:`checked` refuses.
+        ExpertcastError: the file is missing, unreadable, or fails :func:`checked`.
     """
     path = Path(path)
     if not path.is_file():
-        raise ExpertcastError(f"{path}: there is no such file; give a routing file ({', '.join(SUFFIXES)})")
+        raise ExpertcastError(f"{path}: no such file; use a routing file ({', '.join(SUFFIXES)})")
     if path.suffix.lower() in (".npy", ".npz"):
         return _from_arrays(path, experts)
     return _from_table(path, experts)
 
 
 def _arrays(path: Path) -> dict[str, npt.NDArray[np.int64]]:
-    """What a file of numpy holds, by name; the one array of an .npy file as `DECODED`."""
+    """Read the arrays of a numpy file by name; the array of an .npy file is named `DECODED`."""
     loaded = np.load(path, allow_pickle=False)
     return {DECODED: loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
 
 
 def _table(path: Path) -> pyarrow.Table:
-    """A table whose names and values can all be read."""
+    """Read a table and validate its names and values."""
     read = pyarrow.csv.read_csv if path.suffix.lower() == ".csv" else pyarrow.parquet.read_table
     table = read(path)
     table.validate(full=True)
@@ -182,7 +179,7 @@ def _table(path: Path) -> pyarrow.Table:
 
 
 def _parsed(path: Path, parse: Callable[[Path], T]) -> T:
-    """What a library makes of a file; whatever it fails with is one line."""
+    """Apply a library's parser; any failure becomes an error of one line."""
     try:
         return parse(path)
     except Exception as error:
@@ -198,8 +195,8 @@ def _from_arrays(path: Path, experts: int | None) -> Routing:
     for part in parts:
         if part.ndim != 3 or part.dtype.kind not in "iu" or part.shape[1:] != parts[0].shape[1:] or 0 in part.shape[1:]:
             raise ExpertcastError(
-                f"{path}: an array of {part.dtype} {list(part.shape)}: give whole numbers [tokens, layers, experts per "
-                "token], equal layers and experts in all arrays"
+                f"{path}: invalid array of {part.dtype} {list(part.shape)}: use integers [tokens, layers, experts per "
+                "token], with equal layers and experts in all arrays"
             )
     ids_TLK = np.concatenate(parts).astype(np.int64)
     prompt_T = np.arange(len(ids_TLK)) < (len(parts[0]) if len(parts) == 2 else 0)
@@ -216,8 +213,8 @@ def _from_table(path: Path, experts: int | None) -> Routing:
     if missing or doubled:
         what = f"lacks the column {missing[0]}" if missing else f"has the column {doubled[0]} twice"
         raise ExpertcastError(
-            f"{path} {what}: a routing table has token (or step), layer, rank, expert, and may have weight, prefill "
-            f"and expert_bytes; it has {', '.join(names) or 'none'}"
+            f"{path} {what}: a routing table has token (or step), layer, rank, expert, and optionally weight, prefill "
+            f"and expert_bytes; found {', '.join(names) or 'no columns'}"
         )
     if not table.num_rows:
         raise ExpertcastError(f"{path} has no rows: record a row per token, layer and routed expert")
@@ -237,7 +234,7 @@ def _from_table(path: Path, experts: int | None) -> Routing:
     prompt_T = np.zeros(len(tokens), dtype=bool)
     np.logical_or.at(prompt_T, row, prompt != 0)
     mixed = prompt_T[row] != (prompt != 0)
-    _refuse(path, mixed, token, "token {value} is of a prompt in some rows only: correct prefill")
+    _refuse(path, mixed, token, "token {value} belongs to a prompt in only some of its rows: correct prefill")
     count = experts or int(expert.max()) + 1
     sizes = _whole(path, table, "expert_bytes") if "expert_bytes" in names else None
     routing = checked(Routing(source=str(path), ids_TLK=ids_TLK, prompt_T=prompt_T, experts=count))
@@ -245,19 +242,19 @@ def _from_table(path: Path, experts: int | None) -> Routing:
 
 
 def _whole(path: Path, table: pyarrow.Table, name: str) -> Column:
-    """A column of whole numbers of 0 or more, or of booleans."""
+    """Return a column of non-negative integers or booleans."""
     column = table[name]
     values = column.to_numpy(zero_copy_only=False)
     if not column.null_count and values.dtype.kind in "iub" and values.min() >= 0 and values.max() < 2**62:
         whole: Column = values.astype(np.int64)
         return whole
     if column.null_count:
-        what = "is empty in some rows"
+        what = "has empty rows"
     elif values.dtype.kind not in "iub":
-        what = f"holds {column.type}"
+        what = f"has type {column.type}"
     else:
-        what = f"holds {values.min()}" if values.min() < 0 else f"holds {values.max()}"
-    raise ExpertcastError(f"{path}: column {name} {what}: give whole numbers of 0 or more in every row")
+        what = f"has value {values.min()}" if values.min() < 0 else f"has value {values.max()}"
+    raise ExpertcastError(f"{path}: column {name} {what}: use a non-negative integer in every row")
 
 
 def _check_weights(path: Path, table: pyarrow.Table) -> None:
@@ -265,7 +262,7 @@ def _check_weights(path: Path, table: pyarrow.Table) -> None:
         return
     values = table["weight"].to_numpy(zero_copy_only=False)
     if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
-        raise ExpertcastError(f"{path}: column weight is not a finite number in every row: correct it or leave it out")
+        raise ExpertcastError(f"{path}: column weight has values that are not finite: correct or remove it")
 
 
 def _check_places(path: Path, place: Column, token: Column, layer: Column, rank: Column) -> None:
@@ -274,19 +271,19 @@ def _check_places(path: Path, place: Column, token: Column, layer: Column, rank:
     if len(same):
         first = order[same[0]]
         raise ExpertcastError(
-            f"{path}: token {token[first]}, layer {layer[first]} has rank {rank[first]} twice: give each rank once; "
-            "texts that were recorded apart need tokens numbered on"
+            f"{path}: token {token[first]}, layer {layer[first]} has rank {rank[first]} twice: list each rank once; "
+            "number the tokens of separate recordings consecutively"
         )
 
 
 def _check_ranks(path: Path, ids_TLK: Ids, tokens: Column) -> None:
     gaps = (ids_TLK[:, :, :-1] == ABSENT) & (ids_TLK[:, :, 1:] != ABSENT)
     named = np.broadcast_to(tokens[:, None, None], ids_TLK.shape)
-    _refuse(path, gaps, named, "token {value}, layer {1} has no rank {2} before the next one: number ranks from 0")
+    _refuse(path, gaps, named, "token {value}, layer {1} lacks rank {2} but has the next one: number ranks from 0")
 
 
 def _sizes(path: Path, layer: Column, expert: Column, sizes: Column, routing: Routing) -> Ids:
-    """Bytes [L, E] of what was seen loaded; experts that were not are as large as the largest of their layer."""
+    """Return the bytes [L, E] of each expert; experts that were never loaded get the largest size of their layer."""
     bytes_LE = np.zeros((routing.layers, routing.experts), dtype=np.int64)
     np.maximum.at(bytes_LE, (layer, expert), sizes)
     differs = np.flatnonzero((sizes != 0) & (sizes != bytes_LE[layer, expert]))
@@ -294,8 +291,8 @@ def _sizes(path: Path, layer: Column, expert: Column, sizes: Column, routing: Ro
         at = differs[0]
         raise ExpertcastError(
             f"{path}: expert {expert[at]} of layer {layer[at]} has {sizes[at]} and {bytes_LE[layer[at], expert[at]]} "
-            "bytes: give one size per expert (0 where it was not loaded)"
+            "bytes: record one size per expert (0 if it was not loaded)"
         )
     largest_L = bytes_LE.max(axis=1)
-    _refuse(path, largest_L == 0, largest_L, "expert_bytes is 0 throughout layer {0}: give its experts' size")
+    _refuse(path, largest_L == 0, largest_L, "expert_bytes is 0 throughout layer {0}: record the size of its experts")
     return np.where(bytes_LE == 0, largest_L[:, None], bytes_LE)

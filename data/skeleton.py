@@ -1,12 +1,12 @@
-"""The router skeleton: the norms and routers of a model without its experts.
+"""Router skeleton: the norms and routers of a model without its experts.
 
-It lets traces be scored and predictors be trained where the model itself is not:
+With it, traces can be scored and predictors trained without the model:
 
     skeleton/config.json          transformers' configuration of the model
-    skeleton/model.safetensors    weights by MoE layer: `0.norm.*`, `0.router.*`, and `0.given.*`, which its block gives
-                                  the router beside its input
+    skeleton/model.safetensors    weights by MoE layer: `0.norm.*`, `0.router.*`, and `0.given.*` (further tensor
+                                  arguments of the router)
 
-The layers are found in the model that the configuration makes, on the meta device.
+The configuration builds the model on the meta device, where the layers are found.
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ REMEDY = "collect the traces again"
 
 
 def check_code(model: PreTrainedModel) -> None:
-    """See that a skeleton of the model can be loaded again.
+    """Raise an error if a skeleton of the model could not be loaded.
 
     Raises:
-        ExpertcastError: the model's class is code of its own, which a skeleton does not keep.
+        ExpertcastError: the model's class is custom code, which a skeleton does not store.
     """
     from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
     if type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
         raise ExpertcastError(
-            f"{type(model).__name__} is code that the model brings along, which traces do not keep: train online "
-            "(expertcast train MODEL --data D --trust-remote-code), which stores nothing"
+            f"{type(model).__name__} is custom code of the model, which traces cannot store: train online (expertcast "
+            "train MODEL --data D --trust-remote-code), which stores nothing"
         )
 
 
 def save_skeleton(view: MoEView, config: Json, folder: Path) -> None:
-    """Write the router skeleton of a model into `folder`, which is made where it is missing.
+    """Write the router skeleton of a model.
 
     Args:
-        view: routers and norms with the weights of the transformers model, by the same names.
+        view: routers and norms with their weights.
         config: transformers' configuration of the model.
-        folder: where to.
+        folder: destination, created if missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = str(view[0].dtype).removeprefix("torch.")  # what the configuration says may be what the weights were once
+    dtype = str(view[0].dtype).removeprefix("torch.")  # may differ from the configuration's dtype
     write_atomically(folder / CONFIG, (json.dumps({**config, "dtype": dtype}, indent=2) + "\n").encode())
     write_atomically(folder / WEIGHTS, save({name: each.cpu().contiguous() for name, each in _tensors(view).items()}))
 
 
 def load_skeleton(folder: Path, model_id: str) -> MoEView:
-    """The view of a saved skeleton: norms and routers are real, everything else stays on the meta device.
+    """Load a skeleton: norms and routers with weights, everything else on the meta device.
 
     Args:
-        folder: of the skeleton.
-        model_id: where the model came from.
+        folder: folder of the skeleton.
+        model_id: name of the model.
 
     Raises:
-        ExpertcastError: the folder holds no skeleton, or weights of another model.
+        ExpertcastError: the folder has no skeleton, or weights of another model.
     """
     from expertcast.data.models import meta_model
     from expertcast.data.moe_layers import find_moe_layers
@@ -76,7 +76,7 @@ def load_skeleton(folder: Path, model_id: str) -> MoEView:
     try:
         view = replace(find_moe_layers(meta_model(str(folder))), model_id=model_id)
     except ExpertcastError as error:
-        raise ExpertcastError(f"{folder} holds no router skeleton: {error}; {REMEDY}") from error
+        raise ExpertcastError(f"{folder} is not a valid router skeleton: {error}; {REMEDY}") from error
     tensors, _ = read_tensors(folder / WEIGHTS, _tensors(view), REMEDY)
     for name, module in _modules(view):
         module.load_state_dict({key: tensors[f"{name}.{key}"] for key in module.state_dict()}, assign=True)
@@ -91,7 +91,7 @@ def load_skeleton(folder: Path, model_id: str) -> MoEView:
 
 
 def _tensors(view: MoEView) -> dict[str, Tensor]:
-    """All that a skeleton holds, by name."""
+    """Return the tensors of a skeleton by name."""
     own = {f"{name}.{key}": tensor for name, module in _modules(view) for key, tensor in module.state_dict().items()}
     return own | {name: given.tensor.detach() for name, given in _given(view)}
 
@@ -104,7 +104,7 @@ def _modules(view: MoEView) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _given(view: MoEView) -> Iterator[tuple[str, OwnTensor]]:
-    """What blocks give their routers beside the input."""
+    """Yield the further tensor arguments of the routers."""
     for layer in view:
         yield from ((f"{layer.index}.given.{name}", value) for name, value in layer.router_arguments
                     if isinstance(value, OwnTensor))  # fmt: skip

@@ -1,20 +1,20 @@
-"""The format of a trace dataset: names of its files, columns of its shards, and the schema of trace.json.
+"""Format of a trace dataset: file names, columns of the shards, and the schema of trace.json.
 
     TRACES/
-        trace.json                    model, fingerprint, documents with their split and domain, versions, and the
-                                      digests of all other files, shards in the order of their rows
-        data-00000-00000.arrow ...    one row per token; number of the writer, number of its shard
+        trace.json                    model, fingerprint, documents with split and domain, versions, digests of all
+                                      other files; lists shards in the order of their rows
+        data-00000-00000.arrow ...    one row per token; writer number and shard number
         dataset_info.json state.json  for `datasets.load_from_disk`; without digests while a server appends
-        default_vectors.safetensors   means over the documents of the train split; not of a server's traffic
-        stand_in.safetensors          the stand-in for early attention, where it ran
+        default_vectors.safetensors   means over the train split; missing in traces of a server's traffic
+        stand_in.safetensors          the stand-in for early attention, if it ran
         skeleton/                     norms and routers of the model (:mod:`expertcast.data.skeleton`)
-        progress/                     while collecting only: per rank, sums and shards that are done
+        progress/                     during collection: sums and finished shards of each rank
 
-trace.json is written last, so what it names is complete: a dataset may be read while it grows.
+trace.json is written last and lists only complete files, so a dataset is readable while it grows.
 
-Columns: `residual` (L x D, bf16 stored as its 16 bits, Arrow has no bf16), `router_logits` (L x E), `document`,
-`position` (in the document; it begins above 0 where the beginning of a request was in a prefix cache), `token` (id),
-and with early attention `early` (L - 1 x D, stored as `residual` is).
+Columns: `residual` (L x D, bf16 stored as its 16 bits because Arrow has no bf16), `router_logits` (L x E), `document`,
+`position` (in the document; the first may exceed 0 if a prefix cache had the beginning of a request), `token` (id), and
+with early attention `early` (L - 1 x D, stored like `residual`).
 """
 
 from __future__ import annotations
@@ -55,55 +55,55 @@ FOR_DATASETS = (DATASET_INFO_FILE, DATASET_STATE_FILE)
 PARTIAL = ".partial"
 FORMAT = "expertcast-traces-4"
 TRAFFIC = "a server's traffic"
-"""In `settings.text`, in the place of a text's digest."""
+"""Value of `settings.text` for a server's traffic, in place of a text's digest."""
 
 SHARD_PATTERN = r"^data-[0-9]{5,}-[0-9]{5,}\.arrow$"
-"""Of the names that :func:`shard_file` gives."""
+"""Pattern of :func:`shard_file`."""
 
 LOGITS = "router_logits"
 
 
 def shard_file(rank: int, number: int) -> str:
-    """Name of a rank's shard."""
+    """Return the file name of a shard."""
     return f"data-{rank:05d}-{number:05d}.arrow"
 
 
 def progress_file(rank: int) -> str:
-    """Name, in the progress folder, of a rank's account of what it has committed."""
+    """Return the file name of a rank's progress, in the progress folder."""
     return f"rank-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the shards."""
+    """A column of the shards."""
 
     field: str
-    """Of a :class:`TraceBatch`."""
+    """Field of :class:`TraceBatch`."""
     dtype: torch.dtype
-    """Of the values; Arrow holds those of bf16 as their 16 bits."""
+    """Dtype of the values; Arrow stores bf16 as its 16 bits."""
     shape: tuple[int, ...] = ()
-    """Of one row."""
+    """Shape of one row."""
 
     @property
     def width(self) -> int:
-        """Values of one row."""
+        """Number of values per row."""
         return math.prod(self.shape)
 
     @property
     def type(self) -> pa.DataType:
-        """In Arrow."""
+        """Arrow type."""
         value: pa.DataType = getattr(pa, self._stored)()
         return pa.list_(value, self.width) if self.shape else value
 
     @property
     def feature(self) -> Json:
-        """In `datasets`, as dataset_info.json names it."""
+        """Feature in dataset_info.json."""
         value = {"dtype": self._stored, "_type": "Value"}
         return {"feature": value, "length": self.width, "_type": "List"} if self.shape else value
 
     @property
     def note(self) -> Json:
-        """In trace.json."""
+        """Description in trace.json."""
         bits = {"stored_as": f"{self._stored} holding the bits"} if self.dtype == torch.bfloat16 else {}
         return {"dtype": _name(self.dtype), **bits, "shape": list(self.shape)}
 
@@ -112,7 +112,7 @@ class Column:
         return "uint16" if self.dtype == torch.bfloat16 else _name(self.dtype)
 
     def array(self, values: Tensor) -> pa.Array:
-        """The values of some rows, on the CPU."""
+        """Convert rows on the CPU to an Arrow array."""
         values = values.to(self.dtype).contiguous().reshape(-1)
         bits = values.view(torch.int16).numpy().view(np.uint16) if self.dtype == torch.bfloat16 else values.numpy()
         return pa.FixedSizeListArray.from_arrays(pa.array(bits), self.width) if self.shape else pa.array(bits)
@@ -123,18 +123,17 @@ def _name(dtype: torch.dtype) -> str:
 
 
 Columns: TypeAlias = dict[str, Column]
-"""By name, in their order."""
+"""Columns by name, in order."""
 
 
 def columns_of(shape: ModelShape, logits: torch.dtype, *, early: bool = False) -> Columns:
-    """The columns of a dataset.
+    """Return the columns of a dataset.
 
     Args:
-        shape: of the model.
-        logits: dtype of its router logits. They are stored in the narrower of fp16 and fp32 that holds each exactly:
-            fp16 cannot hold bf16 numbers under 2^-17 in size, and rounding them makes ties that routing would break in
-            another way.
-        early: whether early attention ran.
+        shape: L, E, K and D of the model.
+        logits: dtype of its router logits. They are stored as fp16 or fp32, whichever is exact: fp16 cannot represent
+            bf16 values below 2^-17, and rounding would create ties that change the routing.
+        early: whether there is a column of early attention.
     """
     stored = torch.float16 if logits == torch.float16 else torch.float32
     columns = {
@@ -150,20 +149,17 @@ def columns_of(shape: ModelShape, logits: torch.dtype, *, early: bool = False) -
 
 
 def row_bytes(columns: Columns) -> int:
-    """Bytes of one token on disk."""
+    """Return the bytes of one token on disk."""
     return sum(column.width * column.dtype.itemsize for column in columns.values())
 
 
 def column_notes(columns: Columns) -> Json:
-    """Description of the columns, for trace.json."""
+    """Return the description of the columns for trace.json."""
     return {name: column.note for name, column in columns.items() if column.shape}
 
 
 def write_dataset_files(folder: Path, columns: Columns, shards: list[str], mark: str) -> None:
-    """dataset_info.json and state.json, with which `datasets.load_from_disk` reads the files `shards` in this order.
-
-    The `columns` are those of the dataset in `folder`; `mark`, hexadecimal digits, tells it from others.
-    """
+    """Write dataset_info.json and state.json for `datasets.load_from_disk`; `mark` is a hexadecimal fingerprint."""
     state: Json = {
         "_data_files": [{"filename": name} for name in shards],
         "_fingerprint": mark[:16],
@@ -185,15 +181,15 @@ _INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 
 
 def read_tensors(path: Path, like: Mapping[str, Tensor], remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, on the CPU, and the texts in its header.
+    """Read the tensors of a safetensors file to the CPU, and the text of its header.
 
     Args:
-        path: of the file.
-        like: the names that it has, and for each a tensor of its shape, floating or integer like it, on any device.
-        remedy: what to do where the file is not right, for messages.
+        path: the file.
+        like: tensors of the expected names, shapes and kinds (floating or integer) on any device.
+        remedy: end of error messages.
 
     Raises:
-        ExpertcastError: it cannot be read, holds other tensors, or values that are not finite.
+        ExpertcastError: the file is unreadable, has other tensors, or contains NaN or infinity.
     """
     try:
         open_file(path).close()
@@ -202,14 +198,14 @@ def read_tensors(path: Path, like: Mapping[str, Tensor], remedy: str) -> tuple[d
             if names != set(like):
                 odd = sorted(names ^ set(like))[0]
                 raise ExpertcastError(
-                    f"{path} {'lacks' if odd in like else 'also holds'} tensor {odd[:60]!r}; {remedy}"
+                    f"{path} {'lacks' if odd in like else 'has unexpected'} tensor {odd[:60]!r}; {remedy}"
                 )
             for name, tensor in like.items():
                 part = file.get_slice(name)
                 kinds = _FLOATS if tensor.is_floating_point() else _INTEGERS
                 if part.get_shape() != list(tensor.shape) or part.get_dtype() not in kinds:
                     raise ExpertcastError(
-                        f"{path}: tensor {name} is {part.get_dtype()} {part.get_shape()}, expected are "
+                        f"{path}: tensor {name} is {part.get_dtype()} {part.get_shape()}, expected "
                         f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; {remedy}"
                     )
             tensors = {name: file.get_tensor(name) for name in like}
@@ -218,14 +214,14 @@ def read_tensors(path: Path, like: Mapping[str, Tensor], remedy: str) -> tuple[d
         raise ExpertcastError(f"cannot read {path}: {first_line(error)}; {remedy}") from error
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not is_finite(tensor):
-            raise ExpertcastError(f"{path}: tensor {name} holds NaN or infinity; {remedy}")
+            raise ExpertcastError(f"{path}: tensor {name} contains NaN or infinity; {remedy}")
     return tensors, notes
 
 
 def read_range(file: int, start: int, nbytes: int) -> bytearray:
-    """Bytes of an open file from `start` on; fewer where it ends before.
+    """Read bytes of an open file from `start`; fewer at the end of the file.
 
-    Linux gives 2 GiB at most at a time, network file systems may give less.
+    A single read returns at most 2 GiB on Linux, and may return less on network file systems.
     """
     read, done = bytearray(nbytes), 0
     while done < nbytes and (count := os.preadv(file, [memoryview(read)[done:]], start + done)):
@@ -235,7 +231,7 @@ def read_range(file: int, start: int, nbytes: int) -> bytearray:
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """One digest over names, dtypes, shapes and bytes of tensors on the CPU."""
+    """Return one digest over names, dtypes, shapes and bytes of tensors on the CPU."""
     lines = []
     for name, tensor in sorted(tensors.items()):
         content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -244,49 +240,49 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether it holds neither NaN nor infinity: one pass without a copy."""
+    """Return whether a tensor has neither NaN nor infinity, in one pass without a copy."""
     return not tensor.numel() or all(math.isfinite(value) for value in torch.stack(tensor.aminmax()).tolist())
 
 
-# Writing files: each is the old one or the new one, never a part
+# Atomic writes
 
 
 def write_shard(path: Path, columns: Columns, rows: TraceBatch) -> str:
-    """Write rows, whose tokens' ids are known, as one Arrow file.
+    """Write rows with known token ids as one Arrow file.
 
     Returns:
         The file's digest.
 
     Raises:
-        ExpertcastError: the model gave NaN or infinity.
+        ExpertcastError: a value is NaN or infinity.
     """
     arrays = {}
     for name, column in columns.items():
         values: Tensor = getattr(rows, column.field)
         if values.is_floating_point() and not is_finite(values):
             raise ExpertcastError(
-                f"the model gives NaN or infinity among its {name.replace('_', ' ')} values: load it in another dtype "
+                f"the model's {name.replace('_', ' ')} contains NaN or infinity: load it in another dtype "
                 "(--dtype), or collect other text"
             )
         arrays[name] = column.array(values)
     table = pa.table(arrays)
     with _replacing(path) as file:
         sink = DigestingFile(file)
-        # in one piece, so that the reader can look at a whole column as one tensor
+        # a single record batch, so that the reader can map a whole column as one tensor
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
     return sink.digest
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """The file is the old one or the new one, never a part."""
+    """Replace a file atomically."""
     with _replacing(path) as file:
         file.write(content)
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of another once it is on disk as a whole."""
+    """Yield a file that replaces `path` once it is completely on disk."""
     partial = path.with_name(path.name + PARTIAL)
     with partial.open("wb") as file:
         try:
@@ -329,7 +325,7 @@ class _Document(TypedDict):
 
 @with_config(CLOSED)
 class _Settings(TypedDict):
-    """What must be the same for a collection to go on."""
+    """Settings that must be unchanged for a collection to resume."""
 
     fingerprint: str
     dtype: str
@@ -339,9 +335,9 @@ class _Settings(TypedDict):
     ranks: _Count
     text: str
     early_rank: Annotated[int, Field(ge=0, le=4096)] | None
-    """Rank of the stand-in for early attention; None where that did not run."""
+    """Rank of the stand-in for early attention; None without early attention."""
     not_early: list[Annotated[int, Field(ge=1, lt=10_000)]]
-    """Layers that it could not run at: their column holds the stand-in."""
+    """Layers without early attention; their column has the stand-in."""
 
 
 @with_config(CLOSED)
@@ -372,7 +368,7 @@ class TraceInfo(TypedDict):
     model: str
     fingerprint: str
     experts_fingerprint: NotRequired[str]
-    """Where the experts were at hand."""
+    """Missing if the experts were not available."""
     shape: _Shape
     tokens: _Count
     window: _Count
@@ -385,18 +381,18 @@ class TraceInfo(TypedDict):
     versions: dict[str, JsonValue]
     documents: list[_Document]
     collection_s: NotRequired[Annotated[float, Field(ge=0)]]
-    """Seconds of running the model over the text, as measured by the first rank, with those before a kill; of a
-    collection that is not complete, those of fitting the stand-in."""
+    """Seconds of the model run on the first rank, including killed runs; in an incomplete collection, seconds of the
+    stand-in's fit."""
     files: dict[str, str]
-    """Path in the folder to digest, of every other file; empty until the collection is complete."""
+    """Digest of every other file by path in the folder; empty until the collection is complete."""
     digest: str
 
 
 def read_info(folder: Path) -> TraceInfo | None:
-    """trace.json of a folder, whose parts fit each other; None where there is none.
+    """Read trace.json and check its consistency; None if it does not exist.
 
     Raises:
-        ExpertcastError: it is not right, or not of traces.
+        ExpertcastError: the file is invalid.
     """
     path = folder / TRACE_FILE
     if not path.exists():
@@ -409,24 +405,24 @@ def read_info(folder: Path) -> TraceInfo | None:
 
 
 def write_info(folder: Path, info: Json) -> None:
-    """Write trace.json, sealed."""
+    """Write trace.json with its digest."""
     sealed = seal({name: value for name, value in info.items() if name != SEAL})
     write_atomically(folder / TRACE_FILE, (json.dumps(sealed, indent=1) + "\n").encode())
 
 
 def documents_in(info: TraceInfo) -> list[PlannedDocument]:
-    """The documents, in the order of their rows in the shards."""
+    """Return the documents in the order of their rows."""
     return [PlannedDocument(**document) for document in info["documents"]]
 
 
 def shape_in(info: TraceInfo) -> ModelShape:
-    """L, E, K and D of the model that was run."""
+    """Return L, E, K and D of the model."""
     shape = info["shape"]
     return ModelShape(layers=shape["L"], experts=shape["E"], top_k=shape["K"], hidden=shape["D"])
 
 
 def columns_in(info: TraceInfo) -> Columns:
-    """The columns of the shards; the dtype of router logits is fp32 where the file names none that is known."""
+    """Return the columns of the shards; router logits are fp32 unless the file says float16."""
     logits = info["columns"].get(LOGITS)
     half = isinstance(logits, dict) and logits.get("dtype") == "float16"
     early = info["settings"]["early_rank"] is not None
@@ -434,17 +430,17 @@ def columns_in(info: TraceInfo) -> Columns:
 
 
 def is_live(info: Mapping[str, Any]) -> bool:
-    """Whether the traces are of a server's traffic."""
+    """Return whether the traces come from a server's traffic."""
     return bool(info.get("settings", {}).get("text") == TRAFFIC)
 
 
 def shard_names(info: TraceInfo) -> list[str]:
-    """The shards of a complete collection, in the order of their rows."""
+    """Return the shards of a complete collection in the order of their rows."""
     return [name for name in info["files"] if re.match(SHARD_PATTERN, name)]
 
 
 def _contradiction(info: TraceInfo) -> str | None:
-    """What of a file that keeps to the schema does not fit the rest of it."""
+    """Describe an inconsistency in a file that satisfies the schema; None if there is none."""
     shape, columns = info["shape"], info["columns"]
     if shape["K"] > shape["E"]:
         return f"shape.K is {shape['K']}, more than the {shape['E']} experts"
@@ -452,10 +448,10 @@ def _contradiction(info: TraceInfo) -> str | None:
         return f"columns are not those of a model of {shape} with settings.early_rank {info['settings']['early_rank']}"
     documents = info["documents"]
     if len({document["index"] for document in documents}) < len(documents):
-        return "documents has an index twice"
+        return "documents have a duplicate index"
     counted = dict.fromkeys(SPLITS, 0)
     for document in documents:
         counted[document["split"]] += document["tokens"]
     if sum(counted.values()) != info["tokens"] or counted != info["splits"]:
-        return f"documents have {counted} tokens, tokens and splits say {info['tokens']} and {info['splits']}"
+        return f"documents have {counted} tokens, but tokens and splits are {info['tokens']} and {info['splits']}"
     return None

@@ -1,9 +1,9 @@
-"""Writing a trace dataset so that a kill at any moment loses no token and doubles none.
+"""Write a trace dataset so that a kill at any moment neither loses nor duplicates a token.
 
-Rows are appended to a :class:`TraceWriter` and committed a shard at a time: the shard is written under a temporary name
-and renamed, then a record that names the committed shards replaces the old one. A later writer deletes shards that the
-record does not name. A server's record is trace.json itself (:mod:`expertcast.data.live`); that of a collecting rank
-is a progress file, which also holds its sums for the default vectors.
+Rows are appended to a :class:`TraceWriter` and committed a shard at a time. The shard is written under a temporary name
+and renamed; then the record of committed shards is replaced. A later writer deletes shards that the record does not
+list. A server's record is trace.json (:mod:`expertcast.data.live`); a collecting rank's record is a progress file with
+its sums for the default vectors.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class TraceWriter:
     """Appends rows to the numbered shards of one writer.
 
     Args:
-        folder: the trace dataset; it exists.
-        columns: what is written of a token.
-        shards: that are committed, by name with their digests; other shards of this writer are deleted.
-        rank: of the writer, where several collect together.
+        folder: existing folder of the trace dataset.
+        columns: columns of the shards.
+        shards: digests of committed shards by name; other shards of this writer are deleted.
+        rank: rank of the writer.
 
     Raises:
-        ExpertcastError: a committed shard was changed.
+        ExpertcastError: a committed shard has changed.
     """
 
     def __init__(self, folder: Path, columns: Columns, shards: dict[str, str], rank: int = 0) -> None:
@@ -68,18 +68,18 @@ class TraceWriter:
 
     @property
     def held(self) -> int:
-        """Rows that are not committed."""
+        """Number of rows that are not committed."""
         return sum(map(len, self._held))
 
     def append(self, rows: TraceBatch) -> None:
-        """Buffer rows, whose tokens' ids are known."""
+        """Buffer rows; their token ids must be known."""
         self._held.append(rows)
 
     def commit(self) -> None:
-        """Write what is buffered, if anything, as the next shard.
+        """Write the buffered rows, if any, as the next shard.
 
         Raises:
-            ExpertcastError: the model gave NaN or infinity.
+            ExpertcastError: a value is NaN or infinity.
         """
         if self._held:
             name = layout.shard_file(self._rank, len(self.shards))
@@ -91,13 +91,13 @@ class TraceWriter:
 
 
 def new_info(columns: Columns, settings: Json, account: Json, mark: str = "") -> Json:
-    """trace.json of a dataset that begins.
+    """Return trace.json of a new dataset.
 
     Args:
-        columns: of its shards.
-        settings: that must be the same for its writing to go on.
-        account: :func:`expertcast.data.plan.account`
-        mark: tells it from others with the same settings.
+        columns: columns of its shards.
+        settings: settings that must be unchanged for writing to resume.
+        account: result of :func:`expertcast.data.plan.account`.
+        mark: distinguishes datasets with equal settings.
     """
     identity = hashlib.sha256((json.dumps(settings, sort_keys=True) + mark).encode()).hexdigest()
     return {
@@ -114,63 +114,59 @@ def new_info(columns: Columns, settings: Json, account: Json, mark: str = "") ->
 def claim(
     folder: Path, new: Json, view: MoEView, config: Json, *, may_change: Collection[str] = ()
 ) -> TraceInfo | None:
-    """Take a folder for traces: make it with the model's skeleton, or see that what is there was begun likewise.
+    """Prepare a folder for traces: create it with the model's skeleton, or check that its settings are the same.
 
     Args:
-        folder: of the dataset.
-        new: its trace.json, were it new.
+        folder: folder of the dataset.
+        new: trace.json of a new dataset.
         view: the model's routers and norms.
         config: transformers' configuration of the model.
-        may_change: settings that may be others now.
+        may_change: settings that may differ.
 
     Returns:
-        The trace.json that is there; None for a new folder.
+        The existing trace.json; None for a new folder.
 
     Raises:
-        ExpertcastError: the folder holds something else, or traces with other settings.
+        ExpertcastError: the folder contains other files, or traces with other settings.
     """
     if folder.exists() and not folder.is_dir():
-        raise ExpertcastError(f"{folder} is a file: give a folder for the traces")
+        raise ExpertcastError(f"{folder} is a file: use a folder for the traces")
     found = read_info(folder)
     if found is not None:
         check_settings(folder, found, new, may_change)
         return found
-    # what a kill before the first trace.json leaves
+    # files that a process killed before the first trace.json leaves behind
     begun = (layout.SKELETON_FOLDER, layout.TRACE_FILE, layout.shard_file(0, 0), *layout.FOR_DATASETS)
     if folder.exists() and any(path.name.removesuffix(layout.PARTIAL) not in begun for path in folder.iterdir()):
-        raise ExpertcastError(f"{folder} is not empty and holds no traces of ours: give a new or an empty folder")
+        raise ExpertcastError(f"{folder} is not empty and has no traces: use a new or an empty folder")
     save_skeleton(view, config, folder / layout.SKELETON_FOLDER)
     return None
 
 
 def check_settings(folder: Path, begun: TraceInfo, new: Json, may_change: Collection[str] = ()) -> None:
-    """
-    Raises:
-        ExpertcastError: the dataset was begun with other settings than the `new` ones.
-    """
+    """Raise an error if a dataset has other settings than `new`, except those that `may_change`."""
     before: Json = {**begun["settings"]}
     for key, value in new["settings"].items():
         if before[key] != value and key not in may_change:
             raise ExpertcastError(
-                f"{folder} was begun with {key}={before[key]}, now it is {value}: give the settings it was begun with, "
-                "or another folder"
+                f"{folder} has {key}={before[key]}, not {value}: use the settings of its first run, or another folder"
             )
 
 
 def publish(
     folder: Path, info: Json, documents: Iterable[PlannedDocument], columns: Columns, shards: Mapping[str, str]
 ) -> None:
-    """Write trace.json of a dataset that can be read, after the files with which `datasets` reads it.
+    """Write trace.json of a readable dataset, after the files for `datasets`.
 
     Args:
-        folder: of the dataset.
-        info: trace.json without what follows here.
-        documents: in the order of their rows.
-        columns: of the shards.
+        folder: folder of the dataset.
+        info: trace.json without the documents and files.
+        documents: documents in the order of their rows.
+        columns: columns of the shards.
         shards: digest by name, in the order of their rows.
     """
     layout.write_dataset_files(folder, columns, list(shards), info["id"])
-    # those for `datasets` change beside trace.json while a server appends
+    # while a server appends, the files for `datasets` change independently of trace.json
     for_datasets = () if layout.is_live(info) else layout.FOR_DATASETS
     names = (layout.DEFAULTS_FILE, layout.STAND_IN_FILE, *for_datasets)
     others = [path for name in names if (path := folder / name).exists()]
@@ -179,37 +175,37 @@ def publish(
     layout.write_info(folder, {**info, **counted(documents), "files": {**files, **shards}, "complete": True})
 
 
-# What a collecting rank has committed
+# Progress of a collecting rank
 
 
 @with_config(CLOSED)
 class Progress(TypedDict):
-    """In the header of a progress file."""
+    """Header of a progress file."""
 
     shards: dict[Annotated[str, Field(pattern=layout.SHARD_PATTERN)], str]
-    """Digest by name, in their order."""
+    """Digests of the shards by name, in order."""
     batches: Annotated[int, Field(ge=0, le=2**53)]
-    """How many of the rank's batches they hold."""
+    """Number of the rank's batches in them."""
     rows: Annotated[int, Field(ge=0, le=2**53)]
     seconds: Annotated[float, Field(ge=0)]
-    """That the rank took for them, with those before a kill."""
+    """Seconds of the rank's run, including runs that were killed."""
     sums: str
-    """Digest of the tensors beside it."""
+    """Digest of the tensors in the same file."""
     digest: str
 
 
 class RankWriter(TraceWriter):
-    """The writer of a collecting rank: goes on where an earlier one of this rank committed last.
+    """Writer of a collecting rank; continues after the rank's last commit.
 
     Args:
-        folder: the trace dataset; it exists.
-        means: saved with every commit, and set here to what was saved with the last one.
-        rank: whose shards these are.
-        columns: what is written of a token.
-        shard_bytes: size at which a shard is committed.
+        folder: existing folder of the trace dataset.
+        means: sums for default vectors, restored here and saved with every commit.
+        rank: rank of the writer.
+        columns: columns of the shards.
+        shard_bytes: size of a shard.
 
     Raises:
-        ExpertcastError: what was committed before is damaged.
+        ExpertcastError: committed files are damaged.
     """
 
     def __init__(
@@ -221,7 +217,7 @@ class RankWriter(TraceWriter):
         self._since = time.perf_counter()
 
     def append(self, rows: TraceBatch) -> None:
-        """Take one batch's rows; commits when a shard is full."""
+        """Buffer a batch; commit if a shard is full."""
         super().append(rows)
         if self.held >= self._shard_rows:
             self.commit()
@@ -244,11 +240,10 @@ class RankWriter(TraceWriter):
 
 
 def merged_progress(folder: Path, means: Sequence[MeanOutputs]) -> Progress:
-    """What all ranks have committed, in order, with the first one's seconds; in the first of `means` (one for each
-    rank) the sum of theirs.
+    """Merge the progress of all ranks in order, with the first rank's seconds; sums are added to the first of `means`.
 
     Raises:
-        ExpertcastError: a rank's account is damaged.
+        ExpertcastError: a progress file is damaged.
     """
     merged, *others = (_load_progress(folder, rank, own) for rank, own in enumerate(means))
     for done, own in zip(others, means[1:], strict=True):
@@ -274,27 +269,26 @@ def _load_progress(folder: Path, rank: int, means: MeanOutputs) -> Progress:
 
 
 def write_where_told(path: Path, content: bytes) -> None:
-    """:func:`write_atomically` at a path that a user gave.
+    """Write a file atomically at a path chosen by the user.
 
     Raises:
-        ExpertcastError: its folder does not exist or cannot be written.
+        ExpertcastError: the folder does not exist or is not writable.
     """
     try:
         write_atomically(path, content)
     except OSError as error:
-        raise ExpertcastError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from error
+        raise ExpertcastError(f"cannot write {path}: {error.strerror}; use a path in an existing folder") from error
 
 
 def write_stand_in(folder: Path, stand_in: StandIn) -> None:
-    """Keep a stand-in in the folder of traces."""
     write_atomically(folder / layout.STAND_IN_FILE, save(stand_in.state_dict()))
 
 
 def read_stand_in(folder: Path, shape: ModelShape, rank: int) -> StandIn:
-    """The stand-in in a folder of traces, of a model of this `shape` and of this `rank`.
+    """Read the stand-in from a folder of traces.
 
     Raises:
-        ExpertcastError: its file is not right.
+        ExpertcastError: the file is invalid.
     """
     stand_in = StandIn(shape, rank, "meta")
     tensors, _ = read_tensors(folder / layout.STAND_IN_FILE, stand_in.state_dict(), REMEDY)

@@ -1,7 +1,7 @@
-"""Reading a trace dataset: rows of the Arrow shards as tensors, without a copy.
+"""Read trace datasets: rows of the Arrow shards as tensors, without a copy.
 
-T tokens, D hidden size, L MoE layers, E routed experts per layer. The folder is drawn in
-:mod:`expertcast.data.trace_format`.
+T tokens, D hidden size, L MoE layers, E routed experts per layer. :mod:`expertcast.data.trace_format` describes the
+folder.
 """
 
 from __future__ import annotations
@@ -48,25 +48,24 @@ from expertcast.predictors.view import MoEView
 
 
 class TraceSource(Documented):
-    """What predictors are fitted from: traces on disk, or a running model."""
+    """Base of the sources that predictors are fitted from: traces on disk, or a running model."""
 
     view: MoEView
     """The model's norms and routers."""
     defaults: DefaultVectors
-    """Default vectors over the documents of the train split, or from elsewhere
-    (:func:`expertcast.data.live.with_default_vectors`)."""
+    """Default vectors of the train split, or from elsewhere (:func:`expertcast.data.live.with_default_vectors`)."""
     defaults_learned_from: frozenset[str] = frozenset()
-    """Hashes of the documents elsewhere that they come from."""
+    """Hashes of other documents that contributed to the default vectors."""
     info: Json
-    """Where the values come from: model, text, documents, versions."""
+    """Provenance: model, text, documents, versions."""
 
     @property
     def stand_in(self) -> StandIn | None:
-        """What early attention ran on; None where it did not run."""
+        """Stand-in of early attention; None without early attention."""
         raise NotImplementedError
 
     def learned_from(self) -> frozenset[str]:
-        """As of anything that is made from documents, with those elsewhere that the default vectors come from."""
+        """Return the hashes of train and validation documents, and of others behind the default vectors."""
         return super().learned_from() | self.defaults_learned_from
 
     def batches(
@@ -79,33 +78,32 @@ class TraceSource(Documented):
         max_tokens: int | None = None,
         share: Share | None = None,
     ) -> Iterator[TraceBatch]:
-        """Batches of `batch_size` tokens of a split.
+        """Yield batches of a split.
 
-        Without `shuffle` rows are in order of documents and positions, and the last batch may be smaller; a document
-        may be cut between batches.
+        Without `shuffle`, rows are in order of documents and positions, a document may span two batches, and the last
+        batch may be smaller.
 
         Args:
             split: train, validation, test or all.
             batch_size: tokens per batch.
-            shuffle: tokens in an order drawn from `seed`: over the whole split where it lies on disk, within the
-                shuffle buffer where a model is run.
-            seed: only looked at with `shuffle`.
-            max_tokens: only the first so many tokens of the split (whole documents first, then a part of one).
-            share: this rank's documents only, cut so that every rank gets equally many full batches.
+            shuffle: whether to shuffle tokens: over the whole split on disk, within a buffer for a running model.
+            seed: seed of the shuffle.
+            max_tokens: maximum number of tokens, from the beginning of the split.
+            share: only this rank's documents, limited so that every rank gets equally many full batches.
 
         Raises:
-            ExpertcastError: unknown split, `batch_size` under 1, or a share without one full batch.
+            ExpertcastError: the split is unknown, `batch_size` is below 1, or a share has no full batch.
         """
         if batch_size < 1:
-            raise ExpertcastError(f"batch_size={batch_size}: give at least 1 token")
+            raise ExpertcastError(f"batch_size={batch_size}: must be at least 1 token")
         own, tokens = self.chosen(split), self.token_count(split)
         if share is not None and share.world > 1:
             tokens = smallest_share(own, share.world)
             tokens = tokens if max_tokens is None else min(tokens, max_tokens // share.world)
             if tokens < batch_size:
                 raise ExpertcastError(
-                    f"a rank's share of {tokens} tokens of {split} holds no batch of {batch_size}: use more text, a "
-                    "smaller batch or fewer ranks"
+                    f"a rank's share of {tokens} tokens of {split} is smaller than a batch of {batch_size}: use more "
+                    "text, a smaller batch or fewer ranks"
                 )
             own, tokens = documents_of(own, share), tokens - tokens % batch_size
         elif max_tokens is not None:
@@ -115,31 +113,28 @@ class TraceSource(Documented):
     def _batches(
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
-        """The first `tokens` of neighbouring documents, shuffled where there is a seed."""
+        """Yield batches of the first `tokens` of consecutive documents, shuffled if there is a seed."""
         raise NotImplementedError
 
 
 class Shard:
-    """One Arrow file: its columns as tensors over a private memory map.
+    """One Arrow file: its columns as tensors over a private memory map. Its digest is checked before the first read.
 
-    `datasets.load_from_disk` reads the same files, but makes arrays of its own for every batch: batches of 1024 tokens
-    came at 140,000 tokens/s instead of 370,000 in order, and at 22,000 instead of 98,000 shuffled (its Arrow format,
-    of CPU time; its numpy format gives half of that, and its torch format turns the 16 bits of bf16 into 64).
+    `datasets.load_from_disk` reads the same files, but copies each batch. Batches of 1024 tokens in order: 140,000
+    tokens/s instead of 370,000; shuffled: 22,000 instead of 98,000 (with its Arrow format; its numpy format is half as
+    fast, and its torch format widens the 16 bits of bf16 to 64).
 
-    Its bytes are checked once, before the first rows are given out.
+    Args:
+        path: the file.
+        digest: recorded digest.
+        columns: expected columns.
+
+    Raises:
+        ExpertcastError: the file is not such a shard.
     """
 
     def __init__(self, path: Path, digest: str, columns: Columns) -> None:
-        """Opens a file.
 
-        Args:
-            path: of the file.
-            digest: taken when it was written.
-            columns: what it holds of a token.
-
-        Raises:
-            ExpertcastError: it is no such file.
-        """
         self._path, self._digest, self._checked = path, digest, False
         try:
             # copy-on-write: a stray in-place operation on a batch neither crashes nor reaches the file
@@ -155,44 +150,40 @@ class Shard:
             raise ExpertcastError(f"cannot read {path}: {first_line(error)}; {REMEDY}") from error
 
     def _column(self, table: pa.Table, name: str, wanted: Column) -> Tensor:
-        """A column as [T, *shape]: a view of the file."""
+        """Map a column as [T, *shape]."""
         column = table.column(name)
         if not _same_type(column.type, wanted.type):
             raise ExpertcastError(f"{self._path}: column {name} is {column.type}, not {wanted.type}; {REMEDY}")
         if column.num_chunks != 1 or column.null_count:
             raise ExpertcastError(
-                f"{self._path}: column {name} has {column.num_chunks} pieces and {column.null_count} empty rows, not 1 "
-                f"and none; {REMEDY}"
+                f"{self._path}: column {name} has {column.num_chunks} chunks and {column.null_count} nulls instead of "
+                f"1 and 0; {REMEDY}"
             )
         array = column.chunk(0)
         buffer = (array.values if wanted.shape else array).buffers()[1]
         nbytes = len(array) * wanted.width * wanted.dtype.itemsize
-        # through numpy: torch refuses Arrow's read-only buffers
+        # through numpy: torch rejects Arrow's read-only buffers
         begin = 0 if buffer is None else buffer.address - self._content.ctypes.data
         held = 0 if buffer is None else min(buffer.size, self._content.size - begin)
         if begin < 0 or begin % wanted.dtype.itemsize or held < nbytes or array.offset:
-            raise ExpertcastError(f"{self._path}: column {name} does not lie in the file as it says; {REMEDY}")
+            raise ExpertcastError(f"{self._path}: column {name} points outside the file; {REMEDY}")
         return torch.from_numpy(self._content[begin : begin + nbytes]).view(wanted.dtype).reshape(-1, *wanted.shape)
 
     def __len__(self) -> int:
         return len(self._columns["document_T"])
 
     def check(self) -> None:
-        """See, once, that the bytes are those that were written.
+        """Compare the file with its digest, once.
 
         Raises:
-            ExpertcastError: they are not.
+            ExpertcastError: the file has changed.
         """
         if not self._checked and digest(self._content.data) != self._digest:
             raise ExpertcastError(f"{self._path} was changed after it was written; {REMEDY}")
         self._checked = True
 
     def rows(self, index: slice | Tensor, *, residuals: bool = True) -> TraceBatch:
-        """Rows by their numbers in the file, with their residuals or without.
-
-        Raises:
-            ExpertcastError: the file was changed after it was written.
-        """
+        """Return rows by number, optionally without residuals; the first call checks the digest."""
         self.check()
         columns = dict(self._columns)
         if not residuals:
@@ -203,23 +194,19 @@ class Shard:
 
 
 class Rows:
-    """The rows of all shards of a dataset, counted from the first one's first on."""
+    """Rows of all shards of a dataset, numbered consecutively; takes each shard with the number of its first row."""
 
     def __init__(self, shards: Sequence[tuple[int, Shard]]) -> None:
-        """Takes the shards in order, each with the number of its first row."""
+
         self._shards = shards
 
     def check(self) -> None:
-        """:meth:`Shard.check` of all.
-
-        Raises:
-            ExpertcastError: as there.
-        """
+        """Check the digests of all shards (:meth:`Shard.check`)."""
         for _, shard in self._shards:
             shard.check()
 
     def in_order(self, spans: Sequence[range], batch_size: int) -> Iterator[TraceBatch]:
-        """The rows of some spans, so many at a time, the last batch may be smaller; `previous_TLE` is filled in."""
+        """Yield the rows of some spans in order with `previous_TLE`; the last batch may be smaller."""
         held, count = list[TraceBatch](), 0
         for span in spans:
             first = span.start
@@ -235,8 +222,8 @@ class Rows:
             yield held[0] if len(held) == 1 else TraceBatch.cat(held)
 
     def gathered(self, rows_T: Tensor) -> TraceBatch:
-        """These rows, in their order in the files, with `previous_TLE`."""
-        sorted_T = rows_T.sort().values  # neighbours on disk are read together; the batch is a random set all the same
+        """Return a set of rows in the order of the files, with `previous_TLE`."""
+        sorted_T = rows_T.sort().values  # sequential reads; the order within a random batch does not matter
         batch = TraceBatch.cat([shard.rows(own_T) for shard, own_T in self._by_shard(sorted_T)])
         before = TraceBatch.cat(
             [shard.rows(own_T, residuals=False) for shard, own_T in self._by_shard((sorted_T - 1).clamp(min=0))]
@@ -252,7 +239,7 @@ class Rows:
         return parts[0] if len(parts) == 1 else TraceBatch.cat(parts)
 
     def _by_shard(self, sorted_T: Tensor) -> Iterator[tuple[Shard, Tensor]]:
-        """The shards that hold some of the rows, and the rows' numbers in them."""
+        """Yield the shards with some of the rows, and the row numbers within each."""
         for begin, shard in self._shards:
             own_T = sorted_T[(sorted_T >= begin) & (sorted_T < begin + len(shard))]
             if len(own_T):
@@ -260,7 +247,7 @@ class Rows:
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """The same whatever the members of lists are called."""
+    """Compare types, ignoring the names of list elements."""
     if not pa.types.is_fixed_size_list(wanted):
         return bool(found == wanted)
     same_size = pa.types.is_fixed_size_list(found) and found.list_size == wanted.list_size
@@ -268,10 +255,19 @@ def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
 
 
 class TraceDataset(TraceSource):
-    """A complete trace dataset. Made by :func:`expertcast.data.collect.collect`, opened by :meth:`open`.
+    """A complete trace dataset, created by :func:`collect` and opened by :meth:`open`.
 
-    The other files of the folder are compared with the digests in trace.json: small ones when they are read, a shard
-    before its first rows are given out.
+    Files are checked against the digests in trace.json: small ones when they are read, a shard before its first rows
+    are read.
+
+    Example:
+        >>> import expertcast
+        >>> traces = expertcast.TraceDataset.open("traces")
+        >>> traces
+        TraceDataset('reference', train=..., validation=..., test=..., layers=12, experts=64, top_k=4, hidden=192)
+        >>> batch = next(traces.batches("train", 64))
+        >>> batch.residual_TLD.shape, batch.logits_TLE.shape
+        (torch.Size([64, 12, 192]), torch.Size([64, 12, 64]))
     """
 
     def __init__(self, folder: Path, info: TraceInfo) -> None:
@@ -287,7 +283,7 @@ class TraceDataset(TraceSource):
             begin += len(shards[-1][1])
         self._shards = Rows(shards)
         self._first, rows = dict[int, int](), 0
-        """By `PlannedDocument.index`, the number of a document's first row."""
+        """First row of each document, by `PlannedDocument.index`."""
         for document in rows_of:
             self._first[document.index] = rows
             rows += document.tokens
@@ -296,35 +292,49 @@ class TraceDataset(TraceSource):
                 f"{folder}: {begin} rows in {len(shards)} shards, {TRACE_FILE} has {info['tokens']} tokens; {REMEDY}"
             )
 
+    def __repr__(self) -> str:
+        splits = ", ".join(f"{split}={self.token_count(split)}" for split in SPLITS)
+        shape = self._shape
+        return (
+            f"TraceDataset({self.info['model']!r}, {splits}, layers={shape.layers}, experts={shape.experts}, "
+            f"top_k={shape.top_k}, hidden={shape.hidden})"
+        )
+
     @classmethod
     def open(cls, folder: Path | str, *, revision: str | None = None) -> TraceDataset:
-        """The traces in a folder; where there is none, those of `user/repo` or `user/repo@revision` of the hub.
+        """Open a folder of traces, or download `user/repo` or `user/repo@revision` from the hub.
+
+        Args:
+            folder: folder or hub repository.
+            revision: branch, tag or commit of the repository.
 
         Raises:
-            ExpertcastError: no traces there, a file that is not right, or their collection was not finished.
+            ExpertcastError: there are no traces, a file is invalid, or the collection is incomplete.
         """
         found, name = located(folder, TRACES, revision)
         with blamed(name, found, TRACES):
             info = read_info(found)
             if info is None:
                 missing = f"{TRACE_FILE} missing" if found.is_dir() else "no such folder"
-                raise ExpertcastError(f"{found} holds no traces ({missing}): make them with expertcast collect")
+                raise ExpertcastError(f"no traces in {found} ({missing}): create them with expertcast collect")
             if not info["complete"]:
-                raise ExpertcastError(f"the collection in {found} is not finished: run the same collect command again")
+                raise ExpertcastError(f"the collection in {found} is incomplete: run the same collect command again")
             return cls(found, info)
 
     def without(self, documents: Collection[int]) -> TraceDataset:
-        """The same traces as if there were not the rows of some documents (by `PlannedDocument.index`); what is of them
-        all (`defaults`, `stand_in`, `info`) is as it was."""
+        """Return the traces without some documents (by `PlannedDocument.index`).
+
+        `defaults`, `stand_in` and `info` stay the same.
+        """
         rest = copy.copy(self)
         rest.documents = [document for document in self.documents if document.index not in documents]
         return rest
 
     def verify(self) -> None:
-        """Check every file that was not read since the traces were opened.
+        """Check every file that was not read yet.
 
         Raises:
-            ExpertcastError: one is missing, was changed, or holds what cannot be.
+            ExpertcastError: a file is missing, changed or invalid.
         """
         for name in self._files:
             if not name.endswith(".arrow"):
@@ -336,31 +346,31 @@ class TraceDataset(TraceSource):
 
     @cached_property
     def view(self) -> MoEView:  # type: ignore[override]
-        """The model's norms and routers, from the skeleton in the folder.
+        """The model's norms and routers, loaded from the skeleton.
 
         Raises:
-            ExpertcastError: a file of it is not right, or it is of another model than the traces.
+            ExpertcastError: the skeleton is invalid or belongs to another model.
         """
         folder = self.folder / layout.SKELETON_FOLDER
         for name in (CONFIG, WEIGHTS):
             self._check(f"{layout.SKELETON_FOLDER}/{name}")
         view = load_skeleton(folder, self.info["model"])
         if view.shape != self._shape or self.info["fingerprint"] != view.fingerprint():
-            raise ExpertcastError(f"{folder} is not of the model that {TRACE_FILE} was collected from; {REMEDY}")
+            raise ExpertcastError(f"{folder} belongs to another model than {TRACE_FILE}; {REMEDY}")
         return replace(view, experts_known=self.info.get("experts_fingerprint"))
 
     @cached_property
     def defaults(self) -> DefaultVectors:  # type: ignore[override]
-        """Default vectors over the documents of the train split.
+        """Default vectors of the train split.
 
         Raises:
-            ExpertcastError: their file is not right, or there is none.
+            ExpertcastError: they are missing or invalid.
         """
         if layout.DEFAULTS_FILE not in self._files and is_live(self.info):
             raise ExpertcastError(
-                f"{self.folder} is of a server's traffic and holds no default vectors: take those of other traces or "
-                "a checkpoint of the same model (expertcast train --default-vectors), or train linear "
-                "with --set reads=router_input, or a predictor that needs none (router_input, next_norm, frequency, "
+                f"{self.folder} has a server's traffic without default vectors: add those of other traces or a "
+                "checkpoint of the same model (expertcast train --default-vectors), or train linear "
+                "with --set reads=router_input, or a predictor without them (router_input, next_norm, frequency, "
                 "previous_token)"
             )
         path = self.folder / layout.DEFAULTS_FILE
@@ -369,15 +379,15 @@ class TraceDataset(TraceSource):
         defaults = DefaultVectors.from_tensors(tensors)
         count_LE, tokens = defaults.count_LE, self.info["splits"]["train"]
         if defaults.token_count != tokens or int(count_LE.min()) < 0 or int(count_LE.max()) > tokens:
-            raise ExpertcastError(f"{path} is not of the {tokens} tokens of the train split; {REMEDY}")
+            raise ExpertcastError(f"{path} does not match the {tokens} tokens of the train split; {REMEDY}")
         return defaults
 
     @cached_property
     def stand_in(self) -> StandIn | None:  # type: ignore[override]
-        """What early attention ran on; None where it did not run.
+        """Stand-in of early attention; None without early attention.
 
         Raises:
-            ExpertcastError: its file is not right.
+            ExpertcastError: its file is invalid.
         """
         rank = self.info["settings"]["early_rank"]
         if rank is None:
@@ -386,16 +396,14 @@ class TraceDataset(TraceSource):
         return read_stand_in(self.folder, self._shape, rank)
 
     def _check(self, name: str) -> None:
-        """Compare a file with its digest."""
         if name not in self._files:
-            raise ExpertcastError(f"{self.folder / TRACE_FILE}: files lacks {name}; {REMEDY}")
+            raise ExpertcastError(f"{self.folder / TRACE_FILE}: files lack {name}; {REMEDY}")
         check_file(self.folder / name, self._files[name], REMEDY)
 
     def _batches(
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
-        """In order, tensors are views of the files where a batch lies in one of them, private ones: writing to them
-        never reaches the disk."""
+        # in order, batches within one shard are private views of the file: writing to them never reaches the disk
         spans, left = list[range](), tokens
         for document in own:
             first = self._first[document.index]
