@@ -211,6 +211,13 @@ class OffloadConfig:
     Raises:
         ExpertcastError: a value of another type than its field's, an unknown mode, link, store, preset or policy, a
             memory that is no size, or options that rule each other out.
+
+    Example:
+        >>> import expertcast
+        >>> config = expertcast.OffloadConfig(predictor="next_norm", slots=192)
+        >>> config.save("offload.json")
+        >>> expertcast.OffloadConfig.load("offload.json") == config
+        True
     """
 
     predictor: str | Path | Predictor | None = None

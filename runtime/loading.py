@@ -71,6 +71,12 @@ def load_offloaded(
         ExpertcastError: no such model, no safetensors, no MoE, an incomplete checkpoint or one in another quantised
             form, a codec for another form, not enough memory, an unknown option, dtype, device or store, or what
             :func:`expertcast.offload` refuses.
+
+    Example:
+        >>> import expertcast
+        >>> with expertcast.load_offloaded("reference", memory="20MB", dtype="bf16") as offloaded:
+        ...     offloaded.model.dtype
+        torch.bfloat16
     """
     check_release("offloading")
     options, own = ModelSource.split(fields, [field.name for field in dataclasses.fields(OffloadConfig)])

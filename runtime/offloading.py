@@ -252,6 +252,15 @@ class OffloadedModel:
     Pipelines, harnesses, trainers and servers read a model's device, dtype, configuration and class, move it to where
     it is, and call it: they take an offload in place of its model. `isinstance` takes it for one of the model's class,
     and what it lacks the model answers. What belongs to both, such as `generate`, is the offload's.
+
+    Example:
+        >>> import expertcast
+        >>> from expertcast.data.models import load_tokenizer
+        >>> inputs = load_tokenizer("reference")("It is a truth", return_tensors="pt")
+        >>> with expertcast.load_offloaded("reference", slots=192) as offloaded:
+        ...     output = offloaded.generate(**inputs, max_new_tokens=4, do_sample=False)
+        >>> 0.0 < offloaded.stats.as_dict()["hit_rate"] < 1.0
+        True
     """
 
     model: PreTrainedModel
@@ -602,6 +611,17 @@ def offload(
         ExpertcastError: no model, too few slots, an unknown option, mode, link or predictor, other observers, a
             predictor of another model, a model that is offloaded already, has no weights or is not supported; or
             transformers is too old.
+
+    Example:
+        >>> import expertcast
+        >>> from expertcast.data.models import load_model, load_tokenizer
+        >>> model, tokenizer = load_model("reference"), load_tokenizer("reference")
+        >>> inputs = tokenizer("It is a truth", return_tensors="pt")
+        >>> expected = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        >>> with expertcast.offload(model, predictor="next_norm", slots=192):
+        ...     output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        >>> output.equal(expected)
+        True
     """
     check_release("offloading")
     config = OffloadConfig.of(config, fields)

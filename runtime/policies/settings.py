@@ -87,6 +87,13 @@ class Policies:
 
     Raises:
         ExpertcastError: an unknown policy, option or scope.
+
+    Example:
+        >>> import expertcast
+        >>> expertcast.Policies(eviction="lfu", scope="layer").scope
+        'layer'
+        >>> expertcast.OffloadConfig(policies=expertcast.Policies(eviction="lfu")).mode
+        'exact'
     """
 
     eviction: Chosen[EvictionPolicy] = Chosen(EVICTION, "lru")

@@ -252,7 +252,7 @@ def test_stopped_again_and_again_it_comes_to_the_same_end(
             Crash(patch, left := left + 1)
             collect(small_model, reference_tokenizer, text, folder, **SETTINGS)
         if left == 4:
-            with pytest.raises(ExpertcastError, match="not finished"):
+            with pytest.raises(ExpertcastError, match="incomplete"):
                 TraceDataset.open(folder)
         if info := layout.read_info(folder):  # a shard that a kill leaves uncommitted must not be counted
             (folder / layout.shard_file(0, 7)).write_bytes(b"half a shard")
@@ -287,7 +287,7 @@ def test_folders_that_are_not_ours_are_refused(
     small_model: PreTrainedModel, reference_tokenizer: Any, text: list[Document], tmp_path: Path
 ) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ExpertcastError, match="not empty and holds no traces of ours"):
+    with pytest.raises(ExpertcastError, match="not empty and has no traces"):
         collect(small_model, reference_tokenizer, text, tmp_path, **SETTINGS)
     with pytest.raises(ExpertcastError, match="is a file"):
         collect(small_model, reference_tokenizer, text, tmp_path / "thesis.tex", **SETTINGS)

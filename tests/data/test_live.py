@@ -53,7 +53,7 @@ def test_predictors_on_router_inputs_are_trained_and_the_others_say_what_they_la
     scored = {"linear": linear, **{name: fit(name, live).predictor for name in ("router_input", "frequency")}}
     assert scored.keys() <= evaluate(scored, live.batches("test", 1000), live.view).as_dict()["recall_at_k"].keys()
     for name in ("quasi_hidden", "linear", "estimator"):
-        with pytest.raises(ExpertcastError, match="holds no default vectors: take those of other traces"):
+        with pytest.raises(ExpertcastError, match="without default vectors: add those of other traces"):
             fit(name, live)
 
 
@@ -211,7 +211,7 @@ def _flip(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda folder: (folder / "notes.txt").write_text("mine"), "is not empty and holds no traces of ours"),
+        (lambda folder: (folder / "notes.txt").write_text("mine"), "is not empty and has no traces"),
         (lambda folder: writer(folder, range(5), window=16).commit(), "was begun with window=16, now it is 32: give"),
         (_flip, "was changed after it was written"),
     ],

@@ -60,7 +60,7 @@ def test_only_what_is_needed(tmp_path: Path) -> None:
     assert not routing.prompt_T.any()
     assert routing.experts == 8
     assert routing.sized(7).tolist() == [[7] * 8] * 2
-    with pytest.raises(ExpertcastError, match="does not say how large an expert is: give --expert-bytes"):
+    with pytest.raises(ExpertcastError, match="has no sizes of experts: set --expert-bytes"):
         routing.sized(None)
 
 
@@ -114,7 +114,7 @@ def _without(name: str) -> Callable[[Columns], None]:
 DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     "no token": (_without("token"), "lacks the column token: a routing table has token"),
     "no layer": (_without("layer"), "lacks the column layer"),
-    "no rank": (_without("rank"), "lacks the column rank"),
+    "lacks rank": (_without("rank"), "lacks the column rank"),
     "no expert": (_without("expert"), "lacks the column expert"),
     "no rows": (_drop(lambda columns, row: False), "has no rows"),
     "empty cell": (_set("expert", 3, None), "column expert is empty in some rows"),
@@ -122,8 +122,8 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     "fraction": (_each("expert", lambda value: value + 0.5), "column expert holds double: give whole numbers"),
     "nan": (_each("rank", lambda value: float("nan")), "column rank holds double"),
     "negative": (_set("expert", 4, -2), "column expert holds -2: give whole numbers of 0 or more"),
-    "nan weight": (_set("weight", 1, float("nan")), "column weight is not a finite number"),
-    "endless weight": (_set("weight", 1, float("inf")), "column weight is not a finite number"),
+    "nan weight": (_set("weight", 1, float("nan")), "column weight has values"),
+    "endless weight": (_set("weight", 1, float("inf")), "column weight has values"),
     "expert out of range": (_set("expert", 5, 9), "names expert 9 of 4: ids are 0 to 3"),
     "gap in layers": (_each("layer", lambda value: 2 * value), "has no experts at layer 1: number the MoE layers"),
     "from layer 1": (_each("layer", lambda value: value + 1), "has no experts at layer 0: number the MoE layers"),
@@ -136,8 +136,8 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     "expert twice": (_set("expert", 1, 0), "token 0, layer 0 names expert 0 twice"),
     "huge layer": (_set("layer", 2, 2**40), "number both from 0"),
     "half a prompt": (_set("prefill", 0, False), "token 5 is of a prompt in some rows only"),
-    "nothing decoded": (_each("prefill", lambda value: True), "holds no decoded token"),
-    "two sizes": (_set("expert_bytes", 1, 7), "bytes: give one size per expert"),
+    "nothing decoded": (_each("prefill", lambda value: True), "has no decoded tokens"),
+    "two sizes": (_set("expert_bytes", 1, 7), "bytes: record one size per expert"),
     "no size": (_each("expert_bytes", lambda value: 0), "expert_bytes is 0 throughout layer 0"),
     "negative size": (_set("expert_bytes", 2, -5), "column expert_bytes holds -5"),
 }
@@ -160,7 +160,7 @@ ARRAYS: dict[str, tuple[Any, str]] = {
     "floats": (np.zeros((4, 2, 1)), "an array of float64"),
     "zeros": (np.zeros((4, 2, 2), dtype=np.int16), "names expert 0 twice: leave out rows that were not captured"),
     "no layers": (np.zeros((4, 0, 2), dtype=np.int16), "an array of int16 [4, 0, 2]"),
-    "no tokens": (np.zeros((0, 2, 2), dtype=np.int16), "holds no decoded token"),
+    "no tokens": (np.zeros((0, 2, 2), dtype=np.int16), "has no decoded tokens"),
     "too small": (np.full((1, 1, 1), -3), "names expert -3 of 1"),
 }
 
@@ -212,5 +212,5 @@ def test_damaged_bytes(tmp_path: Path) -> None:
             assert line is None or "\n" not in line
             refused += line is not None
     assert refused > 80
-    with pytest.raises(ExpertcastError, match="there is no such file"):
+    with pytest.raises(ExpertcastError, match="no such file"):
         read_routing(tmp_path / "none.csv")

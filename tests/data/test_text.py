@@ -187,5 +187,5 @@ def test_unreachable_hub_dataset_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_folder_without_text_files(tmp_path: Path) -> None:
-    with pytest.raises(ExpertcastError, match="holds no"):
+    with pytest.raises(ExpertcastError, match="has no"):
         load_documents(tmp_path)

@@ -69,7 +69,7 @@ def test_code_of_a_models_own(name: str, trusted: str, tmp_path: Path, capsys: p
     status = main(commands(trusted, "", tmp_path / "again")[name])
     error = capsys.readouterr().err
     assert status == 2
-    assert "it holds code of its own: say trust_remote_code=True (--trust-remote-code) if you trust it" in error
+    assert "it contains custom code: set trust_remote_code=True (--trust-remote-code) if you trust it" in error
     assert "Traceback" not in error
 
 
@@ -113,7 +113,7 @@ def test_a_folder_that_is_not_there(model: str, said: str, capsys: pytest.Captur
 def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Such as a store's."""
     said = fails(capsys, "generate", str(tmp_path), "--prompt", "x")
-    assert f"no tokenizer for '{tmp_path}': transformers finds no file of one there" in said
+    assert f"no tokenizer for '{tmp_path}': transformers finds no tokenizer files" in said
 
 
 def test_inspect_refuses_a_dense_model_and_cuts_no_text(

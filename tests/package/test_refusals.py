@@ -127,7 +127,7 @@ REFUSED = [
     ("simulate {routing} --capacity 2", "capacity=2: give the share"),
     ("simulate {routing} --expert-bytes 3MiB", "leave --expert-bytes out"),
     ("simulate {routing} --experts-per-layer 100", "ids are 0 to 99"),
-    ("simulate {array}", "give --expert-bytes"),
+    ("simulate {array}", "set --expert-bytes"),
 ]
 
 

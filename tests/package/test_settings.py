@@ -116,7 +116,7 @@ def test_unknown_options_name_the_known_ones(capsys: pytest.CaptureFixture[str])
         "expertcast: --set: predictor 'linear' has no option 'strength=1': its options are strengths, "
         "reads, written name=value"
     )
-    assert "it has none" in line(capsys, [*train, "frequency", "--set", "a=1"])
+    assert "it has no options" in line(capsys, [*train, "frequency", "--set", "a=1"])
     assert "no option 'strengths'" in line(capsys, [*train, "linear", "--set", "strengths"])
     assert "no option 'ahead=2'" in line(capsys, [*train, "linear", "--set", "ahead=2"])
     assert "none of linear, next_norm has an option 'steps=1'" in line(

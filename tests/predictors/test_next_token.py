@@ -31,7 +31,7 @@ def made(view: MoEView, **values: object) -> NextToken:
         for tensor in (*predictor.parameters(), predictor.mean_D):
             tensor.normal_(std=0.3)
         predictor.usual_LE.uniform_(0.1, 0.4)
-    predictor.know(torch.tensor([2, 7, 100]))
+    predictor.set_known_ids(torch.tensor([2, 7, 100]))
     predictor.bind(view)
     return predictor
 

@@ -18,7 +18,7 @@ from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.predictors.linear import LinearConfig
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit, forecast_flops, select_hybrid
-from expertcast.training.scoring import FitOptions, Fitted, forget_some, validation_recall
+from expertcast.training.scoring import FitOptions, Fitted, mask_previous, validation_recall
 from tests.training.synthetic import Rows, random_batch, tiny_view
 
 
@@ -111,7 +111,7 @@ def test_estimator_works_without_a_previous_token(
     assert torch.isfinite(logits_TE).all()
     torch.testing.assert_close(logits_TE, estimator.forecast(gaps).logits_TE)
     assert not torch.allclose(logits_TE, estimator.forecast(known).logits_TE)
-    previous_TLE = forget_some(batch).previous_TLE
+    previous_TLE = mask_previous(batch).previous_TLE
     assert previous_TLE is not None
     assert previous_TLE[::10].isnan().all()
     assert torch.equal(previous_TLE[1], known.previous_logits_TLE[1])
@@ -135,7 +135,7 @@ def test_budget_is_kept_and_used(shared: bool) -> None:
     network = EstimatorNetwork(11, 192, 64, parameters=500_000, expansion=2.0, shared=shared)
     count = sum(parameter.numel() for parameter in network.parameters())
     assert 0.85 * 500_000 < count <= 500_000
-    with pytest.raises(ExpertcastError, match="give at least"):
+    with pytest.raises(ExpertcastError, match="use at least"):
         fitting_width(11, 192, 64, parameters=100, expansion=2.0, shared=shared)
 
 
@@ -248,16 +248,16 @@ class TestHybrid:
     [
         (lambda: LinearConfig(strengths=[0.0]), "strengths="),
         (lambda: EstimatorConfig(form="poem"), "form='poem'"),
-        (lambda: EstimatorConfig(inputs=["routing"]), "quasi_hidden first"),
+        (lambda: EstimatorConfig(inputs=["routing"]), "start with quasi_hidden"),
         (lambda: EstimatorConfig(temperatures=[-1.0]), "temperatures="),
         (lambda: EstimatorConfig(parameters=0), "parameters=0"),
         (lambda: HybridConfig(candidates=["hybrid"]), "other than hybrid"),
         (lambda: HybridConfig(threshold=-1.0), "threshold=-1"),
         (lambda: HybridConfig(rule="poem"), "rule='poem'"),
         (lambda: HybridConfig(rule="paper", low_recall=1.5), "low_recall=1.5"),
-        (lambda: HybridConfig(low_recall=0.5), "belongs to rule=paper"),
-        (lambda: HybridConfig(rule="paper", threshold=0.1), "belongs to rule=best"),
-        (lambda: HybridConfig(rule="paper", candidates=["linear"]), "takes two"),
+        (lambda: HybridConfig(low_recall=0.5), "needs rule=paper"),
+        (lambda: HybridConfig(rule="paper", threshold=0.1), "needs rule=best"),
+        (lambda: HybridConfig(rule="paper", candidates=["linear"]), "needs two"),
         (lambda: FitOptions(tokens=0), "tokens=0"),
     ],
 )

@@ -183,7 +183,7 @@ def test_a_running_model_as_the_source(
             fit("estimator", Fatal(source(), batches), config=config, options=options(tmp_path))
     with caplog.at_level(logging.WARNING):
         resumed = fit("estimator", source(), config=config, options=options(tmp_path))
-    assert "going on at step" in caplog.text
+    assert "resuming at step" in caplog.text
     assert_same(tensors_of(resumed), tensors_of(whole))
     assert report_of(resumed) == report_of(whole)
 

@@ -245,7 +245,7 @@ def _unsealed(values: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        ("cut", "is no JSON"), ("empty", "is no JSON"), ("changed", "was changed after it was written"),
+        ("cut", "is not valid JSON"), ("empty", "is not valid JSON"), ("changed", "was changed after it was written"),
         ("other model", "is of another model"), ("no such expert", "names experts that its model has not"),
     ],
 )  # fmt: skip
