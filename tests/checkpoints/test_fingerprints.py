@@ -1,4 +1,4 @@
-"""Which changes of a model a checkpoint notices, and on which forms of a model it can."""
+"""Checkpoints detect changes of a model, in every form in which its fingerprints exist."""
 
 from __future__ import annotations
 

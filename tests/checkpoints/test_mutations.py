@@ -101,7 +101,7 @@ def test_bytes(folder: Path, view: MoEView) -> None:
 
 
 Change = Callable[[Any, Any], object]
-"""What is done to a member of an object, or an element of a list, by its key."""
+"""Mutations of a field of an object or an element of a list, by name."""
 
 
 def put(value: Any) -> Change:

@@ -187,7 +187,7 @@ def test_turns_of_a_chat_are_one_conversation_whatever_comes_before(system: str)
 
 
 def test_a_conversation_is_in_the_same_split_in_any_order(tmp_path: Path) -> None:
-    """Of three long ones none fits beside another: the first commit has them all."""
+    """Three long documents exceed the shard size together; the first commit has all of them."""
     found = []
     for name, order in (("rising", range(3, 33)), ("falling", range(32, 2, -1))):
         made = writer(tmp_path / name, order, shard_bytes=10**6)

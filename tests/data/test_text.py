@@ -49,7 +49,7 @@ def test_txt_joins_paragraphs_into_documents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("blank", ["\n", " ", "x"])
 def test_txt_without_blank_lines_is_cut_by_size(tmp_path: Path, blank: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """At the end of a line, at a blank, or in a word; said in one line."""
+    """Cuts are at the end of a line, at white space, or within a word; one line reports them."""
     text = blank.join(f"{number:04}xxxxxxxx" for number in range(3000))
     path = tmp_path / "log.txt"
     path.write_text(text)

@@ -171,7 +171,7 @@ EITHER = (("seed", -1), ("seed", 10**30), ("git_revision", None))
 
 
 def line(folder: Path, expected: list[Any]) -> str | None:
-    """What is said of a damaged folder; None where everything is as it was."""
+    """Return the error message for a damaged folder; None if everything is unchanged."""
     try:
         found = content(folder)
     except ExpertcastError as error:
@@ -397,6 +397,6 @@ def test_other_columns_are_refused(
 
 
 def test_as_many_experts_per_token_as_there_are_do_not_contradict_each_other(traces: Path, expected: list[Any]) -> None:
-    """What is refused is the model, which has another number."""
+    """The error names the model, whose fingerprint differs."""
     edit_json(traces / "trace.json", lambda info: info["shape"].update(K=info["shape"]["E"]))
     assert "belongs to another model" in str(line(traces, expected))

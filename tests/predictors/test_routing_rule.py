@@ -211,7 +211,7 @@ def test_nothing_is_asked_for_from_further_off(model: PreTrainedModel) -> None:
 
 
 def test_the_first_batch_is_asked_too() -> None:
-    """What made inputs do not show: a router that changes its ways at a size that only the text reaches."""
+    """A router changes its rule at a batch size that random test inputs do not reach."""
     model = tiny_model("mixtral")
     router = model.model.layers[WRONG].mlp.gate
     own = router.forward

@@ -1,4 +1,4 @@
-"""Default vectors from elsewhere: training is as with those of one's own, and what cannot be is said."""
+"""Default vectors from elsewhere: training gives the same result as with own ones, and errors name the remedy."""
 
 from __future__ import annotations
 

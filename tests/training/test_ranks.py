@@ -40,7 +40,7 @@ def merged(ranks: Path) -> TraceDataset:
 
 @pytest.fixture(scope="module")
 def reports(ranks: Path) -> list[dict[str, Any]]:
-    """What each rank read and how it trained."""
+    """Return what each rank read and how it trained."""
     return [json.loads((ranks / f"reports-{rank}.json").read_text()) for rank in range(2)]
 
 

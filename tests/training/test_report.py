@@ -271,12 +271,12 @@ VOID = {"meta", "wbr"}
 
 @dataclass
 class Table:
-    """A table as it stands in the page."""
+    """Return a table of the page."""
 
     attributes: dict[str, str | None]
     caption: str = ""
     rows: list[list[tuple[str, dict[str, str | None], str]]] = field(default_factory=list)
-    """Of each cell its tag, attributes and text."""
+    """Return tag, attributes and text of each cell."""
 
 
 class Page(HTMLParser):
