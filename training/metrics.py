@@ -478,9 +478,12 @@ def copies_in_time(layer_s: float, copy_s: float, forecast_s: float = 0.0) -> fl
     return max(0.0, layer_s - forecast_s) / copy_s
 
 
-def ratio_windows(top_k: int) -> dict[str, float]:
-    """Return the windows of the default links (`RATIOS`) for K experts per token, with instant forecasts."""
-    return {f"R{ratio:g}": copies_in_time(1.0, ratio / top_k) for ratio in RATIOS}
+def ratio_windows(top_k: int, forecast_share: float = 0.0) -> dict[str, float]:
+    """Return the windows of the default links (`RATIOS`) for K experts per token.
+
+    `forecast_share` is the time of a forecast, in units of a layer's computation.
+    """
+    return {f"R{ratio:g}": copies_in_time(1.0, ratio / top_k, forecast_share) for ratio in RATIOS}
 
 
 def timely_recall(copies: float, *, whole: bool = True) -> Score:

@@ -181,7 +181,7 @@ def test_chained_scores_are_left_out_of_tables(traces: TraceDataset, tmp_path: P
 
 def test_other_ranks_are_other_traces(model: PreTrainedModel, parts: tuple[Any, Any], traces: TraceDataset) -> None:
     for rank in (0, None):
-        with pytest.raises(ExpertcastError, match=f"begun with early_rank=2, now it is {rank}"):
+        with pytest.raises(ExpertcastError, match=f"has early_rank=2, not {rank}"):
             collect(model, *parts, traces.folder, **{**SETTINGS, "early_rank": rank})
 
 

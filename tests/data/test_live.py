@@ -212,7 +212,7 @@ def _flip(folder: Path) -> None:
     ("spoil", "said"),
     [
         (lambda folder: (folder / "notes.txt").write_text("mine"), "is not empty and has no traces"),
-        (lambda folder: writer(folder, range(5), window=16).commit(), "was begun with window=16, now it is 32: give"),
+        (lambda folder: writer(folder, range(5), window=16).commit(), "has window=16, not 32: use"),
         (_flip, "was changed after it was written"),
     ],
 )
@@ -225,5 +225,5 @@ def test_what_is_not_ours_is_left_alone(spoil: Callable[[Path], object], said: s
 
 def test_traces_of_collect_are_not_gone_on_with(collected: Path) -> None:
     view, options = TraceDataset.open(collected).view, LiveOptions(tokens=600, window=64)
-    with pytest.raises(ExpertcastError, match="was begun with batch_size=4, now it is 1: give"):
+    with pytest.raises(ExpertcastError, match="has batch_size=4, not 1: use"):
         LiveTraces(collected, view, options, config={}, logits=torch.bfloat16, dtype="bfloat16")

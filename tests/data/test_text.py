@@ -79,7 +79,7 @@ def test_rows_without_text_are_left_out_and_counted(tmp_path: Path, capsys: pyte
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert load_documents(path, column="body") == [Document(0, "one"), Document(4, "two")]
-    assert capsys.readouterr().err == f"{path}: 3 of 5 rows have no text and are left out\n"
+    assert capsys.readouterr().err == f"{path}: skipped 3 of 5 rows, which have no text\n"
 
 
 def test_no_more_of_a_hub_dataset_is_read_than_tokens_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +123,8 @@ def test_a_folder_named_reference_is_not_the_bundled_text(tmp_path: Path, monkey
         ("column.jsonl", '{"body": "a"}', "no text in column 'text' (it has: body)"),
         ("deep.jsonl", "[" * 100_000, "line 1: no JSON object"),
         ("number_too_long.jsonl", '{"text": ' + "1" * 5000 + "}", "line 1: no JSON object"),
-        ("surrogate.jsonl", '{"text": "\\ud800"}', "line 1: holds what is no Unicode"),
-        ("domain.jsonl", '{"text": "a", "domain": "\\ud800"}', "line 1: holds what is no Unicode"),
+        ("surrogate.jsonl", '{"text": "\\ud800"}', "line 1: text is not valid Unicode"),
+        ("domain.jsonl", '{"text": "a", "domain": "\\ud800"}', "line 1: text is not valid Unicode"),
         ("latin.jsonl", b'{"text": "caf\xe9"}', "line 1: no text in UTF-8"),
         ("list.jsonl", "[1, 2]", "no text in column 'text'"),
         ("number.jsonl", '{"text": 3}', "no text in column 'text'"),
@@ -181,7 +181,7 @@ def test_parquet_without_text_column_names_its_columns(tmp_path: Path) -> None:
 def test_unreachable_hub_dataset_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ExpertcastError, match="no such file, and no hub dataset either: 'nobody/nothing'") as raised:
+    with pytest.raises(ExpertcastError, match="neither a file nor a hub dataset: 'nobody/nothing'") as raised:
         load_documents("nobody/nothing")
     assert "\n" not in str(raised.value)
 

@@ -135,7 +135,7 @@ def test_bad_requests_are_one_clear_line(dataset: TraceDataset, tmp_path: Path) 
     for request, expected in (
         (lambda: next(dataset.batches("dev", 8)), "unknown split 'dev'"),
         (lambda: next(dataset.batches("train", 0)), "batch_size=0"),
-        (lambda: next(dataset.batches("test", 2048, share=Share(0, 2))), "holds no batch of 2048"),
+        (lambda: next(dataset.batches("test", 2048, share=Share(0, 2))), "smaller than a batch of 2048"),
         (lambda: TraceDataset.open(tmp_path), "no traces in"),
         (lambda: TraceDataset.open(tmp_path / "nowhere"), "nowhere no traces in .no such folder"),
     ):
@@ -376,7 +376,7 @@ def renamed(table: pa.Table) -> pa.Table:
     [
         (narrower, None, None, "column router_logits is fixed_size_list"),
         (wider, None, None, "column position is int64, not int32"),
-        (empty_row, None, None, "1 pieces and 1 empty rows, not 1 and none"),
+        (empty_row, None, None, "1 chunks and 1 nulls instead of 1 and 0"),
         (renamed, None, None, "has other columns than residual, router_logits"),
         (lambda table: table, 100, None, "pieces and 0 empty rows"),
         (lambda table: table, None, "lz4", "points outside the file"),

@@ -25,7 +25,7 @@ def sent(hub: FakeHub) -> list[str]:
 @pytest.mark.parametrize(
     ("repo", "token", "words"),
     [
-        ("me/new", "", "no login of yours; log in with `hf auth login`"),
+        ("me/new", "", "not logged in to the hub; log in with `hf auth login`"),
         ("me/new", READER, "permission denied"),
         ("you/new", WRITER, "permission denied"),
         ("me/linear", "", "not logged in"),
@@ -52,11 +52,11 @@ def test_a_repository_of_something_else_is_left_alone(hub: FakeHub, worker: Work
 
 def test_private_means_private(hub: FakeHub, worker: Worker) -> None:
     line = worker.run("push", "linear", "me/linear", "--private", token=WRITER).line
-    assert "me/linear is there and public" in line
+    assert "me/linear exists and is public" in line
     right(worker.run("push", "linear", "me/own", "--private", token=WRITER))
     assert hub.repos["model", "me/own"].private
     generate = ["generate", "reference", "--prompt", "It", "--new-tokens", "1", "--predictor", "me/own"]
-    assert "if that is private, log in with `hf auth login`" in worker.run(*generate).line
+    assert "for a private repository, log in with `hf auth login`" in worker.run(*generate).line
     right(worker.run(*generate, token=READER))
     right(worker.run("push", "linear", "me/own", "--private", token=WRITER))
 
@@ -79,7 +79,7 @@ def test_what_is_not_whole_is_not_sent(hub: FakeHub, worker: Worker, work: Path)
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("me/nobody", "'me/nobody' is neither a folder here nor a model repository that the hub shows"),
+        ("me/nobody", "'me/nobody' is neither a local folder nor a visible model repository"),
         ("me/linear@nowhere", "me/linear has no revision 'nowhere'"),
         ("nobody", "nor user/repo of the hub: give a checkpoint's folder"),
         ("out/of/folders", "nor user/repo of the hub"),

@@ -62,7 +62,7 @@ def test_code_of_a_models_own(name: str, trusted: str, tmp_path: Path, capsys: p
     error = capsys.readouterr().err
     if name == "collect":
         assert status == 2
-        assert "OwnForCausalLM is code that the model brings along, which traces do not keep: train online" in error
+        assert "OwnForCausalLM is custom code of the model, which traces cannot store: train online" in error
         assert not (tmp_path / "collected").exists()
     else:
         assert status == 0, error
@@ -100,9 +100,9 @@ def test_attention(trusted: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("./nothing", "cannot load model './nothing': no such folder; give the folder of a model, or its hub id"),
-        ("/no/such/model", "cannot load model '/no/such/model': no such folder; give"),
-        ("no/model", "cannot load model 'no/model': no such folder, and from the hub: "),
+        ("./nothing", "cannot load model './nothing': no such folder; use the folder of a model, or its hub id"),
+        ("/no/such/model", "cannot load model '/no/such/model': no such folder; use"),
+        ("no/model", "cannot load model 'no/model': no such folder, and the hub reports: "),
     ],
 )
 def test_a_folder_that_is_not_there(model: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +136,7 @@ def test_a_folder_named_reference_is_not_the_bundled_model(
     (tmp_path / "reference").mkdir()
     assert main(["inspect", "reference"]) == 0
     (tmp_path / "reference" / "config.json").write_text("{}")
-    assert "'reference' is bundled with expertcast" in fails(capsys, "inspect", "reference")
+    assert "'reference' is the bundled model" in fails(capsys, "inspect", "reference")
     assert "cannot load model './reference'" in fails(capsys, "inspect", "./reference")
 
 

@@ -103,7 +103,7 @@ def test_a_folder_with_a_predictors_name_is_not_the_predictor(
     (tmp_path / "router_input").mkdir()  # no checkpoint, so that the name is the predictor's
     traces, refused = (
         str(made.traces),
-        "'next_norm' is a predictor's name and a checkpoint's folder here: give ./next_norm",
+        "'next_norm' is a predictor and also a checkpoint folder: use ./next_norm",
     )
     generate = ["generate", "reference", "--prompt", "It is", "--new-tokens", "1", "--predictor"]
     assert refused in fails(capsys, "eval", traces, "--predictor", "next_norm")

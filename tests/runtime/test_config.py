@@ -135,7 +135,7 @@ def test_objects_are_not_saved(tmp_path: Path, fields: dict[str, Any], message: 
 
 
 def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ExpertcastError, match="No such file or directory; give a path in a folder that exists"):
+    with pytest.raises(ExpertcastError, match="No such file or directory; use a path in an existing folder"):
         OffloadConfig().save(tmp_path / "no" / "offload.json")
 
 

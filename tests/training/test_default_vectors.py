@@ -225,12 +225,12 @@ def test_what_cannot_be_is_one_line(
     plain = fit("linear", traces, config=LinearConfig(reads="router_input")).predictor
     (tmp_path / "empty").mkdir()
     counts = saved(fit("frequency", live).predictor, live, tmp_path / "counts")
-    no_vectors = "holds no default vectors: give traces of this model by expertcast collect"
+    no_vectors = "has no default vectors: use traces of this model by expertcast collect"
     cases: dict[str, tuple[Path, str]] = {
         "traffic": (live.folder, "has a server's traffic without default vectors: add those of other traces"),
         "counts": (counts, f"is of frequency and {no_vectors}"),
         "plain": (saved(plain, traces, tmp_path / "plain"), f"is of linear and {no_vectors}"),
-        "empty": (tmp_path / "empty", "holds neither traces (trace.json) nor a predictor checkpoint: give traces"),
+        "empty": (tmp_path / "empty", "has neither traces (trace.json) nor a predictor checkpoint: use traces"),
         "nowhere": (tmp_path / "no" / "where", "holds neither traces (trace.json) nor a predictor checkpoint"),
         "hub": (Path("nobody/nothing"), "neither a local folder nor in the hub's cache"),
     }

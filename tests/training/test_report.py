@@ -431,7 +431,7 @@ def test_chained_scores_stand_only_where_they_are_different(values: dict[str, An
     for table in chained:
         assert [row[0][2] for row in table.rows[1:] if row[0][2] != "chance"] == ["same"], table.caption
     said = next(text for _, _, text in page.texts if "shown once" in text)
-    assert "Chained, router_input, before, oracle score as they do teacher-forced" in said
+    assert "Chained and teacher-forced scores of router_input, before, oracle are equal" in said
     assert values["recall_at_k"]["same"] != values["recall_at_k_chained"]["same"]
 
 

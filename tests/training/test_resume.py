@@ -264,7 +264,7 @@ def test_a_damaged_state_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFi
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert usable_state(path, "x") is None
-        assert "is damaged: it was changed after it was written; remove it: this training starts over" in caplog.text
+        assert "is damaged, its digest differs: remove it: this training starts over" in caplog.text
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)

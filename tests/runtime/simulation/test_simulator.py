@@ -309,6 +309,7 @@ def test_timely_recall_by_hand() -> None:
 def test_windows() -> None:
     """K = 4 copies take R layer times; a forecast that takes a fifth of the layer leaves four fifths."""
     assert ratio_windows(4) == pytest.approx({"R1": 4.0, "R2": 2.0, "R5": 0.8})
+    assert ratio_windows(4, forecast_share=0.2) == pytest.approx({"R1": 3.2, "R2": 1.6, "R5": 0.64})
     assert copies_in_time(2e-3, 1e-3, 5e-4) == pytest.approx(1.5)
     assert copies_in_time(1e-3, 1e-3, 2e-3) == 0.0
     assert list(routing_scores(SHAPE, {"link": 2.0}))[-2:] == ["timely@link", "timely_bytes@link"]
