@@ -202,7 +202,7 @@ def test_layers_where_it_is_refused_are_noted_and_not_mixed(
     assert traces.info["settings"]["not_early"] == [2]
     assert main(["inspect", str(traces.folder)]) == 0
     assert "not_early     [2]" in capsys.readouterr().out
-    with pytest.raises(ExpertcastError, match=r"begun with not_early=\[2\], now it is \[\]"):
+    with pytest.raises(ExpertcastError, match=r"has not_early=\[2\], not \[\]"):
         collect(model, *parts, traces.folder, **SETTINGS)
 
 

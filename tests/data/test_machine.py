@@ -136,7 +136,7 @@ def test_bytes_are_those_of_the_loaded_model(
     monkeypatch.setattr(HOST_MEMORY, lambda: needed)
     load_model(path, dtype=dtype)
     monkeypatch.setattr(HOST_MEMORY, lambda: needed - 1)
-    with pytest.raises(ExpertcastError, match=f"needs {needed} bytes of memory and {needed - 1} are available"):
+    with pytest.raises(ExpertcastError, match=f"needs {needed} bytes of memory, {needed - 1} are available"):
         load_model(path, dtype=dtype)
 
 
@@ -149,8 +149,8 @@ def test_more_than_memory_is_one_line(
     assert main(command) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1] == (
-        f"expertcast: 'reference' needs {needed} bytes of memory and 1000 are available: run it from a disk by "
-        "--store-folder of generate, serve, collect, train or eval (in Python load_offloaded with store='disk')"
+        f"expertcast: 'reference' needs {needed} bytes of memory, 1000 are available: offload it from disk with "
+        "--store-folder (in Python: load_offloaded with store='disk')"
     )
 
 
@@ -190,5 +190,5 @@ def test_a_model_for_a_gpu_is_checked_against_its_memory(monkeypatch: pytest.Mon
     needed = held(REFERENCE, "auto")
     monkeypatch.setattr(HOST_MEMORY, lambda: 1 << 50)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1000, 1 << 50))
-    with pytest.raises(ExpertcastError, match=f"needs {needed} bytes of cuda memory and 1000 are available"):
+    with pytest.raises(ExpertcastError, match=f"needs {needed} bytes of cuda memory, 1000 are available"):
         load_model(REFERENCE, device="cuda")
