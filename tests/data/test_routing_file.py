@@ -114,7 +114,7 @@ def _without(name: str) -> Callable[[Columns], None]:
 DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     "no token": (_without("token"), "lacks the column token: a routing table has token"),
     "no layer": (_without("layer"), "lacks the column layer"),
-    "lacks rank": (_without("rank"), "lacks the column rank"),
+    "no rank": (_without("rank"), "lacks the column rank"),
     "no expert": (_without("expert"), "lacks the column expert"),
     "no rows": (_drop(lambda columns, row: False), "has no rows"),
     "empty cell": (_set("expert", 3, None), "column expert has empty rows"),
@@ -123,7 +123,7 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
         _each("expert", lambda value: value + 0.5),
         "column expert has type double: use a non-negative integer",
     ),
-    "nan": (_each("rank", lambda value: float("nan")), "column rank holds double"),
+    "nan": (_each("rank", lambda value: float("nan")), "column rank has type double"),
     "negative": (_set("expert", 4, -2), "column expert has value -2: use a non-negative integer"),
     "nan weight": (_set("weight", 1, float("nan")), "column weight has values"),
     "endless weight": (_set("weight", 1, float("inf")), "column weight has values"),
@@ -136,13 +136,13 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     ),
     "rank twice": (_set("rank", 1, 0), "token 5, layer 0 has rank 0 twice"),
     "rank from 1": (_each("rank", lambda value: value + 1), "token 5, layer 0 lacks rank 0"),
-    "expert twice": (_set("expert", 1, 0), "token 0, layer 0 names expert 0 twice"),
+    "expert twice": (_set("expert", 1, 0), "token 0, layer 0 has expert 0 twice"),
     "huge layer": (_set("layer", 2, 2**40), "number both from 0"),
     "half a prompt": (_set("prefill", 0, False), "token 5 belongs to a prompt in only some"),
     "nothing decoded": (_each("prefill", lambda value: True), "has no decoded tokens"),
     "two sizes": (_set("expert_bytes", 1, 7), "bytes: record one size per expert"),
     "no size": (_each("expert_bytes", lambda value: 0), "expert_bytes is 0 throughout layer 0"),
-    "negative size": (_set("expert_bytes", 2, -5), "column expert_bytes holds -5"),
+    "negative size": (_set("expert_bytes", 2, -5), "column expert_bytes has value -5"),
 }
 
 
@@ -160,9 +160,9 @@ def test_damage_is_one_line_with_a_remedy(tmp_path: Path, name: str) -> None:
 
 ARRAYS: dict[str, tuple[Any, str]] = {
     "flat": (np.zeros((4, 2), dtype=np.int16), "invalid array of int16 [4, 2]: use integers [tokens, layers"),
-    "floats": (np.zeros((4, 2, 1)), "an array of float64"),
+    "floats": (np.zeros((4, 2, 1)), "invalid array of float64"),
     "zeros": (np.zeros((4, 2, 2), dtype=np.int16), "has expert 0 twice: remove rows that were not captured"),
-    "no layers": (np.zeros((4, 0, 2), dtype=np.int16), "an array of int16 [4, 0, 2]"),
+    "no layers": (np.zeros((4, 0, 2), dtype=np.int16), "invalid array of int16 [4, 0, 2]"),
     "no tokens": (np.zeros((0, 2, 2), dtype=np.int16), "has no decoded tokens"),
     "too small": (np.full((1, 1, 1), -3), "names expert -3 of 1"),
 }
