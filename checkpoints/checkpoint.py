@@ -163,11 +163,7 @@ def read_metrics(path: Path, layers: int) -> Json:
 
 
 def _check_targets(path: Path, scores: Json, layers: int) -> None:
-    """Check that every recall belongs to a target layer.
-
-    Raises:
-        ExpertcastError: numbers of recalls and targets differ, or targets are not ascending layers of the model.
-    """
+    """Check that every recall belongs to a target layer, and that target layers are ascending layers of the model."""
     recall = {**scores.get("recall_at_k", {}), **scores.get("baselines", {})}
     longest = max((len(values["per_layer"]) for values in recall.values()), default=0)
     targets: list[int] = list(scores.get("targets", range(1, longest + 1)))
@@ -265,16 +261,7 @@ def load_into(make: Callable[[], Predictor], path: Path, remedy: str) -> Predict
 
 
 def check_tensors(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
-    """Reject tensors with NaN or infinity.
-
-    Args:
-        tensors: tensors by name.
-        what: name of their source in the error message.
-        remedy: end of the error message.
-
-    Raises:
-        ExpertcastError: a tensor contains NaN or infinity.
-    """
+    """Raise :class:`ExpertcastError` if a tensor of `what` contains NaN or infinity."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ExpertcastError(f"{what}: {name} contains NaN or infinity; {remedy}")
@@ -440,11 +427,7 @@ class PredictorCheckpoint:
         return predictor if view is None else predictor.bind(view)
 
     def _calibrate(self, predictor: Predictor) -> None:
-        """Set the calibration of a predictor and of its members.
-
-        Raises:
-            ExpertcastError: the members in the file differ from the predictor's, or a calibration is invalid.
-        """
+        """Set the calibration of a predictor and of its members from config.json."""
         predictor.calibration = self._readings(predictor, "calibration", self.config["calibration"])
         members, stored = _members(predictor), self.config["member_calibration"]
         if members.keys() != stored.keys():
@@ -458,12 +441,7 @@ class PredictorCheckpoint:
     def _readings(
         self, predictor: Predictor, field: str, values: Mapping[str, Sequence[Sequence[float]]]
     ) -> dict[int, Sequence[LogOdds]]:
-        """Parse a calibration: by distance, one :class:`LogOdds` per layer pair.
-
-        Args:
-            predictor: predictor that it belongs to.
-            field: field name in config.json, for error messages.
-            values: value of the field.
+        """Parse the `values` of a `field` in config.json: by distance, one :class:`LogOdds` per layer pair.
 
         Raises:
             ExpertcastError: a distance is not the predictor's, or the number of layer pairs is wrong.

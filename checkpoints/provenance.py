@@ -17,19 +17,15 @@ from expertcast.predictors.view import MoEView
 PACKAGES = ("torch", "transformers", "lightning", "datasets", "safetensors")
 
 
-def provenance(command: str | None = None) -> Json:
-    """Return the command line, the git revision of the code and the versions, as JSON values.
+def provenance() -> Json:
+    """Return this process's command line (paths without folders), the git revision of the code and the versions.
 
-    Args:
-        command: command to record; by default that of this process, with absolute paths reduced to their last part.
-
-    Returns:
-        JSON values; the git revision is None outside a work tree.
+    The git revision is None outside a work tree.
     """
-    running = " ".join([Path(sys.argv[0]).name, *map(_without_folders_in, sys.argv[1:])])
+    command = " ".join([Path(sys.argv[0]).name, *map(_without_folders_in, sys.argv[1:])])
     return {
         "expertcast_version": expertcast.__version__,
-        "command": running if command is None else command,
+        "command": command,
         "git_revision": _git_revision(),
         "python_version": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},

@@ -35,9 +35,6 @@ class OnlineTraces(TraceSource):
     Args:
         model, tokenizer, documents, options, fields: as for :func:`expertcast.data.collect.collect`.
         buffer_tokens: tokens in the shuffle buffer (L x (2 D + 2..4 E) bytes each).
-
-    Raises:
-        ExpertcastError: as :func:`expertcast.data.collect.collect`.
     """
 
     def __init__(

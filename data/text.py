@@ -204,13 +204,13 @@ def _txt_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
     yield from ((document, "") for document in documents)
 
 
-def cut_text(text: str, chars: int = TXT_DOCUMENT_CHARS) -> list[str]:
-    """Cut a long text into documents of at least `chars` and fewer than `2 * chars` characters.
+def cut_text(text: str) -> list[str]:
+    """Cut a long text into documents of at least 4000 and fewer than 8000 characters.
 
-    A cut is at the first blank line after `chars` characters, or else at the end of a line, at white space, or within a
+    A cut is at the first blank line after 4000 characters, or else at the end of a line, at white space, or within a
     word. The last document may be shorter.
     """
-    documents, begin = [], 0
+    documents, begin, chars = list[str](), 0, TXT_DOCUMENT_CHARS
     while len(text) - begin > chars:
         first, last = begin + chars, begin + 2 * chars
         ends = _ENDS if last < len(text) else _ENDS[:1]

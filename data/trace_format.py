@@ -159,14 +159,7 @@ def column_notes(columns: Columns) -> Json:
 
 
 def write_dataset_files(folder: Path, columns: Columns, shards: list[str], mark: str) -> None:
-    """Write dataset_info.json and state.json for `datasets.load_from_disk`.
-
-    Args:
-        folder: folder of the dataset.
-        columns: columns of the shards.
-        shards: file names in order.
-        mark: hexadecimal fingerprint of the dataset.
-    """
+    """Write dataset_info.json and state.json for `datasets.load_from_disk`; `mark` is a hexadecimal fingerprint."""
     state: Json = {
         "_data_files": [{"filename": name} for name in shards],
         "_fingerprint": mark[:16],

@@ -2,8 +2,8 @@
 
 Rows are appended to a :class:`TraceWriter` and committed a shard at a time. The shard is written under a temporary name
 and renamed; then the record of committed shards is replaced. A later writer deletes shards that the record does not
-list. The record of a server is trace.json (:mod:`expertcast.data.live`); the record of a collecting rank is a progress file
-with its sums for the default vectors.
+list. A server's record is trace.json (:mod:`expertcast.data.live`); a collecting rank's record is a progress file with
+its sums for the default vectors.
 """
 
 from __future__ import annotations

@@ -183,11 +183,7 @@ class Shard:
         self._checked = True
 
     def rows(self, index: slice | Tensor, *, residuals: bool = True) -> TraceBatch:
-        """Return rows by number, optionally without residuals.
-
-        Raises:
-            ExpertcastError: the file has changed.
-        """
+        """Return rows by number, optionally without residuals; the first call checks the digest."""
         self.check()
         columns = dict(self._columns)
         if not residuals:

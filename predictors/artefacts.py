@@ -59,11 +59,7 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a regular file of at most 256 MiB.
-
-    Raises:
-        OSError: the file is unreadable, not regular, or larger.
-    """
+    """Read a regular file; raises OSError if it is unreadable, not regular, or larger than 256 MiB."""
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > MOST_BYTES:
             raise OSError(errno.EFBIG, f"More than {MOST_BYTES} bytes", str(path))
@@ -112,11 +108,7 @@ def parse_json(data: bytes | str, schema: type[T], what: str, remedy: str) -> T:
 
 
 def check_values(values: Mapping[str, object], schema: type[T], what: str, remedy: str) -> T:
-    """Check JSON values against a schema; lists become tuples where the schema has tuples.
-
-    Raises:
-        ExpertcastError: the values violate the schema.
-    """
+    """Check JSON values like :func:`parse_json`, without a digest; lists become tuples where the schema has tuples."""
     try:
         checked: T = _adapter(schema).validate_json(json.dumps(values))
     except ValidationError as error:
@@ -160,11 +152,7 @@ class DigestingFile(io.RawIOBase):
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a file in the form of :func:`digest`.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the digest of a file in the form of :func:`digest`; raises OSError if it is unreadable."""
     state = xxhash.xxh3_128()
     with open_file(path) as file:
         while chunk := file.read(_CHUNK):

@@ -271,11 +271,7 @@ class Predictor(nn.Module, ABC):
         return self
 
     def check_ahead(self, ahead: int) -> None:
-        """Raise an error for a distance that the predictor does not support.
-
-        Raises:
-            ExpertcastError: `ahead` is not one of `self.ahead`.
-        """
+        """Raise :class:`ExpertcastError` if `ahead` is not one of `self.ahead`."""
         if ahead not in self.ahead:
             raise ExpertcastError(
                 f"predictor {self.name} forecasts {list(self.ahead)} layers ahead, not {ahead}: use one of these"
@@ -334,11 +330,7 @@ class Predictor(nn.Module, ABC):
         return self.uses_early
 
     def stand_in(self, state: RouterState) -> Tensor:
-        """Approximate the output [T, D] of block `state.layer`, the input of early attention.
-
-        Raises:
-            NotImplementedError: `uses_early` is False.
-        """
+        """Approximate the output [T, D] of block `state.layer`, the input of early attention, if `uses_early`."""
         raise NotImplementedError(f"{self.name} has no early attention")
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor | None:
@@ -374,23 +366,15 @@ class Registry(Generic[R]):
         self._classes: dict[str, type[R]] = {}
 
     def register(self, cls: type[R]) -> type[R]:
-        """Register a class under its `name` and return it.
-
-        Raises:
-            ExpertcastError: another class has the same name.
-        """
+        """Register a class under its `name`; raises :class:`ExpertcastError` if another class has the same name."""
         if self._classes.setdefault(cls.name, cls) is not cls:
             raise ExpertcastError(
-                f"{self.kind} name {cls.name!r} belongs to {self._classes[cls.name].__name__}: choose another name"
+                f"{self.kind} name {cls.name!r} is taken by {self._classes[cls.name].__name__}: choose another name"
             )
         return cls
 
     def get(self, name: str) -> type[R]:
-        """Return the class with this name.
-
-        Raises:
-            ExpertcastError: the name is not registered.
-        """
+        """Return the class with this name; raises :class:`ExpertcastError` for unknown names."""
         if name not in self._classes:
             raise ExpertcastError(f"unknown {self.kind} {reprlib.repr(name)}: {self.allowed()}")
         return self._classes[name]

@@ -185,12 +185,6 @@ def layer_default(expert_ED: Tensor, shared_D: Tensor, ids_TK: Tensor, weights_T
     """Return d_l [T, D] = sum over routed experts of weight x default vector, plus the shared experts' mean, in fp32.
 
     Source: Madan et al., Speculating Experts, 2026, section 3.1.
-
-    Args:
-        expert_ED: the layer's default vectors.
-        shared_D: mean output of the layer's shared experts.
-        ids_TK: experts of each token.
-        weights_TK: the model's own combine weights.
     """
     return weighted_rows(weights_TK.float(), expert_ED.float(), ids_TK) + shared_D.float()
 

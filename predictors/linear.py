@@ -70,14 +70,7 @@ class Linear(QuasiInput):
             self.register_buffer(f"strength_P_{ahead}", torch.zeros(pairs))
 
     def set_map(self, ahead: int, weight_PDE: Tensor, bias_PE: Tensor, strength_P: Tensor) -> None:
-        """Set the maps of one distance.
-
-        Args:
-            ahead: distance in layers.
-            weight_PDE: W of each pair.
-            bias_PE: b of each pair.
-            strength_P: ridge strength of each pair, for the record.
-        """
+        """Set W, b and (for the record) the ridge strength of each layer pair at one distance."""
         for name, value in (("weight_PDE", weight_PDE), ("bias_PE", bias_PE), ("strength_P", strength_P)):
             self.get_buffer(f"{name}_{ahead}").copy_(value)
 

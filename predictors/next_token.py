@@ -229,11 +229,7 @@ class NextToken(Predictor):
         raise ExpertcastError("next_token forecasts tokens, not layers: pass it as next_token, not as predictor")
 
     def forecast(self, state: RouterState, ahead: int = 1) -> NoReturn:
-        """Raise an error: next_token forecasts no single layer.
-
-        Raises:
-            ExpertcastError: always.
-        """
+        """Raise :class:`ExpertcastError`: next_token forecasts no single layer."""
         self.logits(state, ahead)
 
     def chosen(self, logits_BLE: Tensor) -> Tensor:
@@ -273,12 +269,9 @@ class NextToken(Predictor):
         )
 
     def read(self, state: TextState, ids_BTJ: Tensor, residual_BD: Tensor) -> TextState:
-        """Return the state after T more tokens.
+        """Return the state after T more tokens, which used experts `ids_BTJ` (numbered layer * E + expert).
 
-        Args:
-            state: state before them.
-            ids_BTJ: experts that they used, numbered layer * E + expert.
-            residual_BD: residual of the last of them at the last layer.
+        `residual_BD` is the residual of the last of these tokens at the last layer.
         """
         batch, tokens, _ = ids_BTJ.shape
         if tokens == 1:
@@ -303,12 +296,7 @@ class NextToken(Predictor):
 
     @torch.no_grad()
     def tokens_ahead(self, state: TextState, token_B: Tensor | None = None) -> Tensor:
-        """Return the probability [B, H, L, E] that each expert is used.
-
-        Args:
-            state: state after the tokens so far.
-            token_B: ids of the tokens about to run; None if unknown.
-        """
+        """Return the probability [B, H, L, E] that each expert is used; `token_B` are the next ids, if known."""
         if token_B is None:
             row_B = state.residual_BD.new_full((len(state.residual_BD),), len(self.ids_V), dtype=torch.long)
         else:
@@ -351,7 +339,7 @@ class NextTokenTracker:
             token_BS: token ids of the pass; None if unknown.
 
         Returns:
-            The probability [H, L, E] that at least one sequence uses an expert: first for the token about to run, then one
+            The probability [H, L, E] that at least one sequence uses an expert: for the token about to run, then one
             row for each later token, and a last row for all tokens after these. None unless known sequences continue
             with one token each.
         """
@@ -364,14 +352,7 @@ class NextTokenTracker:
         return any_sequence(self._predictor.tokens_ahead(state, None if token_BS is None else token_BS[:, 0]))
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """Record the result of a layer's router for B `sequences`, whose tokens follow one another.
-
-        Args:
-            layer: MoE layer index.
-            residual_TD: input of the norm before the router.
-            logits_TE: the router's logits.
-            sequences: B.
-        """
+        """Record the norm's input and the router's logits of a layer, for the tokens of B `sequences` in order."""
         predictor = self._predictor
         if len(self._logits) != layer:
             self._logits.clear()  # the previous pass was cut short

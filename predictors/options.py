@@ -80,11 +80,7 @@ def parse_settings(words: Iterable[str], cls: type[C], what: str, given: Mapping
 
 
 def parse_options(text: str, cls: type[C], what: str) -> C:
-    """Create a configuration from comma-separated `field=value` words, the format of :func:`options_text`.
-
-    Raises:
-        ExpertcastError: a field is unknown or a value does not parse.
-    """
+    """Create a configuration from the format of :func:`options_text`; raises as :func:`parse_settings`."""
     return parse_settings(filter(None, re.split(r",(?=\w+=)", text)), cls, what)
 
 
@@ -124,11 +120,7 @@ def written(value: object) -> str:
 
 
 def check_finite(config: DataclassInstance) -> None:
-    """Reject nan and infinities, also inside tuples and lists; range checks would let nan pass.
-
-    Raises:
-        ExpertcastError: a number is not finite.
-    """
+    """Raise :class:`ExpertcastError` for nan and infinities, also in tuples and lists; range checks let nan pass."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         several = value if isinstance(value, (tuple, list)) else (value,)
@@ -137,11 +129,7 @@ def check_finite(config: DataclassInstance) -> None:
 
 
 def check_between(config: object, least: float, most: float, *names: str) -> None:
-    """Reject values outside `least` to `most` in the named fields of `config`.
-
-    Raises:
-        ExpertcastError: a value is out of range.
-    """
+    """Raise :class:`ExpertcastError` if a named field of `config` is outside `least` to `most`."""
     for name in names:
         value = getattr(config, name)
         if not least <= value <= most:

@@ -248,10 +248,9 @@ def overfetched(factor: float, top_k: int, experts: int) -> int:
 
 # The routing rule: how a layer's own router turns logits into expert ids and combine weights.
 #
-# The rule is never written down here. The router module itself runs, and one of its operations is answered: the one
-# whose result it returns as its logits gives the given logits, and its last choice gives the given ids, if any. What
-# the router does to its linear map's result before (a multiplier, a soft cap, a softmax) belongs to the logits, not to
-# the rule.
+# The router module itself runs. The operation that produces its logits returns the given logits instead, and its last
+# `topk` returns the given ids, if there are any. Earlier operations on the result of its linear map (a multiplier, a
+# soft cap, a softmax) belong to the logits, not to the rule.
 
 _PROBES = 64
 """Random routings that test whether a router depends on its logits alone."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from expertcast.checkpoints.results import CHAINED, Table, mean_tables
+from expertcast.checkpoints.results import CHAINED, mean_tables
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import PredictorConfig, predictor_class
@@ -60,14 +60,10 @@ class Evaluation:
     values: Json
 
     def __repr__(self) -> str:
-        return self.table().text()
+        return mean_tables(self.values)[0].text()
 
     def _repr_html_(self) -> str:
-        return self.table().html()
-
-    def table(self) -> Table:
-        """Return the teacher-forced means over layers, with predictors as rows and metrics as columns."""
-        return mean_tables(self.values)[0]
+        return mean_tables(self.values)[0].html()
 
     def as_dict(self) -> Json:
         """Return `{metric: {predictor: {"mean": x, "per_layer": [..]}}}` with `chance`, `tokens`, `k` and others."""

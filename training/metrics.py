@@ -7,7 +7,7 @@ parts of the data can be added.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -478,15 +478,12 @@ def copies_in_time(layer_s: float, copy_s: float, forecast_s: float = 0.0) -> fl
     return max(0.0, layer_s - forecast_s) / copy_s
 
 
-def ratio_windows(top_k: int, ratios: Sequence[float] = RATIOS, forecast_share: float = 0.0) -> dict[str, float]:
-    """Return windows for links given by their ratio of copy time to computation time.
+def ratio_windows(top_k: int, forecast_share: float = 0.0) -> dict[str, float]:
+    """Return the windows of the default links (`RATIOS`) for K experts per token.
 
-    Args:
-        top_k: K.
-        ratios: time to copy a token's K experts, in units of a layer's computation.
-        forecast_share: time of a forecast, in the same unit.
+    `forecast_share` is the time of a forecast, in units of a layer's computation.
     """
-    return {f"R{ratio:g}": copies_in_time(1.0, ratio / top_k, forecast_share) for ratio in ratios}
+    return {f"R{ratio:g}": copies_in_time(1.0, ratio / top_k, forecast_share) for ratio in RATIOS}
 
 
 def timely_recall(copies: float, *, whole: bool = True) -> Score:

@@ -11,8 +11,8 @@ The three steps, each also a command of `expertcast`:
     with expertcast.offload(model, predictor="checkpoint", memory="8GB") as offloaded:   # deploy
         offloaded.generate(**inputs)
 
-A predictor of your own is a subclass of `Predictor` that was given to `register`. Errors are `ExpertcastError`: one
-line that says what is wrong and what to do.
+To add a predictor, subclass `Predictor` and decorate the class with `register`. Invalid input raises `ExpertcastError`
+with a message of one line: the problem, then the remedy. Each public name has an example in its docstring.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """`expertcast.offload` on first use: `import expertcast` and `expertcast --help` need not load torch."""
+    """Import a public name on first use, so that `import expertcast` and `expertcast --help` need not load torch."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'expertcast' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Which changes of a model a checkpoint notices, and on which forms of a model it can."""
+"""Checkpoints detect changes of a model, in every form in which its fingerprints exist."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def _one_expert(model: PreTrainedModel) -> None:
     model.model.layers[1].mlp.experts.down_proj.data[5] *= 1.25
 
 
-ROUTING = "routers' or norms'"
+ROUTING = "router or norm"
 CHANGES: dict[str, tuple[Callable[[PreTrainedModel], object], str]] = {
     "router": (lambda model: model.model.layers[1].mlp.gate.weight.data[3].mul_(1.25), ROUTING),
     "norm": (lambda model: model.model.layers[2].post_attention_layernorm.weight.data[3].mul_(1.25), ROUTING),
     "bias": (lambda model: model.model.layers[1].mlp.e_score_correction_bias[3].add_(1.0), ROUTING),
-    "expert": (_one_expert, "experts'"),
+    "expert": (_one_expert, "expert"),
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_a_changed_model_is_refused(change: str, checkpoint: Path) -> None:
     load_predictor(checkpoint, find_moe_layers(model))
     with torch.no_grad():
         CHANGES[change][0](model)
-    with pytest.raises(ExpertcastError, match=f"{CHANGES[change][1]} weights are not those of") as caught:
+    with pytest.raises(ExpertcastError, match=f"different {CHANGES[change][1]} weights") as caught:
         expertcast.offload(model, predictor=checkpoint)
     assert "\n" not in str(caught.value)
 

@@ -84,7 +84,7 @@ def test_card_names_a_base_model_of_the_hub_alone(model_id: str, base: str | Non
 
 def test_a_model_of_another_shape_is_refused(linear: Path) -> None:
     """`test_fingerprints` has models with other weights."""
-    with pytest.raises(ExpertcastError, match="was made for"):
+    with pytest.raises(ExpertcastError, match="is for a model"):
         PredictorCheckpoint.open(linear).load().bind(tiny_view())
 
 
@@ -108,14 +108,14 @@ def test_a_missing_file_gives_one_clear_line(linear: Path, name: str) -> None:
         ({"predictor": "o" * 9999}, r"linear/config.json: unknown predictor 'o{,40}\.\.\.o{,40}':"),
         (
             {"predictor_config": {"ahead": [1], "strengths": [0.1], "reads": "quasi_hidden", "depth": 3}},
-            "depth is no member that is known",
+            "unknown field depth",
         ),
         ({"predictor_config": {"ahead": [1]}}, "strengths is missing"),
         (
             {"predictor_config": {"ahead": [2], "strengths": [0.1], "reads": "quasi_hidden"}},
-            "does not hold the tensors",
+            "does not match",
         ),
-        ({"shape": {"L": 12, "E": 64, "K": 4, "D": 96}}, "does not hold the tensors"),
+        ({"shape": {"L": 12, "E": 64, "K": 4, "D": 96}}, "does not match"),
     ],
 )
 def test_wrong_config_gives_one_clear_line(linear: Path, changes: dict[str, Any], message: str) -> None:

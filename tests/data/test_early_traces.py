@@ -100,7 +100,7 @@ def test_traces_without_the_column_are_as_before(without: TraceDataset, traces: 
     assert list(fitted.inputs) == [name for name in INPUTS if name != "early"]
     for name in ("early_attention", "estimator"):
         config = EstimatorConfig(inputs=["quasi_hidden", "early"], **SMALL) if name == "estimator" else None
-        with pytest.raises(ExpertcastError, match="these traces hold no early attention: collect them again") as raised:
+        with pytest.raises(ExpertcastError, match="these traces have no early attention: collect them again") as raised:
             fit(name, without, config=config)
         assert "\n" not in str(raised.value)
     predictor = EarlyAttention(fit("early_attention", traces).predictor.config, traces.view.shape).bind(traces.view)
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_not_scored_on_early_attention_of_another_stand_in(
     for name, config in (("early_attention", None), ("hybrid", HybridConfig(candidates=["early_attention"]))):
         save_predictor(fit(name, traces, config=config).predictor, tmp_path / name, view=traces.view)
         assert list(evaluated([str(tmp_path / name)], traces)) == [name]
-        with pytest.raises(ExpertcastError, match=f"{name} reads early attention as .* ran it on another stand-in: "):
+        with pytest.raises(ExpertcastError, match=f"{name} was trained with .* another stand-in: "):
             evaluated([str(tmp_path / name)], other)
 
 
@@ -181,7 +181,7 @@ def test_chained_scores_are_left_out_of_tables(traces: TraceDataset, tmp_path: P
 
 def test_other_ranks_are_other_traces(model: PreTrainedModel, parts: tuple[Any, Any], traces: TraceDataset) -> None:
     for rank in (0, None):
-        with pytest.raises(ExpertcastError, match=f"begun with early_rank=2, now it is {rank}"):
+        with pytest.raises(ExpertcastError, match=f"has early_rank=2, not {rank}"):
             collect(model, *parts, traces.folder, **{**SETTINGS, "early_rank": rank})
 
 
@@ -202,7 +202,7 @@ def test_layers_where_it_is_refused_are_noted_and_not_mixed(
     assert traces.info["settings"]["not_early"] == [2]
     assert main(["inspect", str(traces.folder)]) == 0
     assert "not_early     [2]" in capsys.readouterr().out
-    with pytest.raises(ExpertcastError, match=r"begun with not_early=\[2\], now it is \[\]"):
+    with pytest.raises(ExpertcastError, match=r"has not_early=\[2\], not \[\]"):
         collect(model, *parts, traces.folder, **SETTINGS)
 
 

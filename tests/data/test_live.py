@@ -53,7 +53,7 @@ def test_predictors_on_router_inputs_are_trained_and_the_others_say_what_they_la
     scored = {"linear": linear, **{name: fit(name, live).predictor for name in ("router_input", "frequency")}}
     assert scored.keys() <= evaluate(scored, live.batches("test", 1000), live.view).as_dict()["recall_at_k"].keys()
     for name in ("quasi_hidden", "linear", "estimator"):
-        with pytest.raises(ExpertcastError, match="holds no default vectors: take those of other traces"):
+        with pytest.raises(ExpertcastError, match="without default vectors: add those of other traces"):
             fit(name, live)
 
 
@@ -187,7 +187,7 @@ def test_turns_of_a_chat_are_one_conversation_whatever_comes_before(system: str)
 
 
 def test_a_conversation_is_in_the_same_split_in_any_order(tmp_path: Path) -> None:
-    """Of three long ones none fits beside another: the first commit has them all."""
+    """Three long documents exceed the shard size together; the first commit has all of them."""
     found = []
     for name, order in (("rising", range(3, 33)), ("falling", range(32, 2, -1))):
         made = writer(tmp_path / name, order, shard_bytes=10**6)
@@ -211,8 +211,8 @@ def _flip(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda folder: (folder / "notes.txt").write_text("mine"), "is not empty and holds no traces of ours"),
-        (lambda folder: writer(folder, range(5), window=16).commit(), "was begun with window=16, now it is 32: give"),
+        (lambda folder: (folder / "notes.txt").write_text("mine"), "is not empty and has no traces"),
+        (lambda folder: writer(folder, range(5), window=16).commit(), "has window=16, not 32: use"),
         (_flip, "was changed after it was written"),
     ],
 )
@@ -225,5 +225,5 @@ def test_what_is_not_ours_is_left_alone(spoil: Callable[[Path], object], said: s
 
 def test_traces_of_collect_are_not_gone_on_with(collected: Path) -> None:
     view, options = TraceDataset.open(collected).view, LiveOptions(tokens=600, window=64)
-    with pytest.raises(ExpertcastError, match="was begun with batch_size=4, now it is 1: give"):
+    with pytest.raises(ExpertcastError, match="has batch_size=4, not 1: use"):
         LiveTraces(collected, view, options, config={}, logits=torch.bfloat16, dtype="bfloat16")

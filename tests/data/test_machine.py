@@ -73,7 +73,7 @@ def test_the_tightest_of_all_groups_above(version: int, tightest: int, tmp_path:
 
 @pytest.mark.parametrize("top", ["/docker/abc", "/elsewhere"])
 def test_a_container_sees_its_own_group_as_the_topmost(top: str, tmp_path: Path) -> None:
-    """What `/proc/self/cgroup` says may be the path outside; a mount's place is written with octal numbers."""
+    """`/proc/self/cgroup` may have the path outside the container; mount points have octal escapes."""
     root = system(tmp_path, "9:memory:/docker/abc\n", V1.format(top=top, mount="/a\\040place/memory"))
     group(tmp_path / "a place/memory", 1, 300_000, 1_000)
     assert available_memory(root) == 299_000
@@ -136,7 +136,7 @@ def test_bytes_are_those_of_the_loaded_model(
     monkeypatch.setattr(HOST_MEMORY, lambda: needed)
     load_model(path, dtype=dtype)
     monkeypatch.setattr(HOST_MEMORY, lambda: needed - 1)
-    with pytest.raises(ExpertcastError, match=f"needs {needed} bytes of memory and {needed - 1} are available"):
+    with pytest.raises(ExpertcastError, match=f"needs {needed} bytes of memory, {needed - 1} are available"):
         load_model(path, dtype=dtype)
 
 
@@ -149,8 +149,8 @@ def test_more_than_memory_is_one_line(
     assert main(command) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1] == (
-        f"expertcast: 'reference' needs {needed} bytes of memory and 1000 are available: run it from a disk by "
-        "--store-folder of generate, serve, collect, train or eval (in Python load_offloaded with store='disk')"
+        f"expertcast: 'reference' needs {needed} bytes of memory, 1000 are available: offload it from disk with "
+        "--store-folder (in Python: load_offloaded with store='disk')"
     )
 
 
@@ -158,7 +158,7 @@ def test_more_than_memory_is_one_line(
 def test_a_model_for_another_device_never_lies_in_host_memory(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device `meta` stands in for a GPU; host memory, of which there is none left here, does not count."""
+    """The device `meta` replaces a GPU; the exhausted host memory does not count."""
     path = str(tmp_path / "model")
     if kind == "plain":
         tiny_model("qwen2_moe").save_pretrained(path)
@@ -190,5 +190,5 @@ def test_a_model_for_a_gpu_is_checked_against_its_memory(monkeypatch: pytest.Mon
     needed = held(REFERENCE, "auto")
     monkeypatch.setattr(HOST_MEMORY, lambda: 1 << 50)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1000, 1 << 50))
-    with pytest.raises(ExpertcastError, match=f"needs {needed} bytes of cuda memory and 1000 are available"):
+    with pytest.raises(ExpertcastError, match=f"needs {needed} bytes of cuda memory, 1000 are available"):
         load_model(REFERENCE, device="cuda")

@@ -60,7 +60,7 @@ def test_only_what_is_needed(tmp_path: Path) -> None:
     assert not routing.prompt_T.any()
     assert routing.experts == 8
     assert routing.sized(7).tolist() == [[7] * 8] * 2
-    with pytest.raises(ExpertcastError, match="does not say how large an expert is: give --expert-bytes"):
+    with pytest.raises(ExpertcastError, match="has no sizes of experts: set --expert-bytes"):
         routing.sized(None)
 
 
@@ -117,14 +117,17 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     "no rank": (_without("rank"), "lacks the column rank"),
     "no expert": (_without("expert"), "lacks the column expert"),
     "no rows": (_drop(lambda columns, row: False), "has no rows"),
-    "empty cell": (_set("expert", 3, None), "column expert is empty in some rows"),
-    "text": (_each("layer", str), "column layer holds string: give whole numbers"),
-    "fraction": (_each("expert", lambda value: value + 0.5), "column expert holds double: give whole numbers"),
-    "nan": (_each("rank", lambda value: float("nan")), "column rank holds double"),
-    "negative": (_set("expert", 4, -2), "column expert holds -2: give whole numbers of 0 or more"),
-    "nan weight": (_set("weight", 1, float("nan")), "column weight is not a finite number"),
-    "endless weight": (_set("weight", 1, float("inf")), "column weight is not a finite number"),
-    "expert out of range": (_set("expert", 5, 9), "names expert 9 of 4: ids are 0 to 3"),
+    "empty cell": (_set("expert", 3, None), "column expert has empty rows"),
+    "text": (_each("layer", str), "column layer has type string: use a non-negative integer"),
+    "fraction": (
+        _each("expert", lambda value: value + 0.5),
+        "column expert has type double: use a non-negative integer",
+    ),
+    "nan": (_each("rank", lambda value: float("nan")), "column rank has type double"),
+    "negative": (_set("expert", 4, -2), "column expert has value -2: use a non-negative integer"),
+    "nan weight": (_set("weight", 1, float("nan")), "column weight has values"),
+    "endless weight": (_set("weight", 1, float("inf")), "column weight has values"),
+    "expert out of range": (_set("expert", 5, 9), "has expert 9 of 4: ids range from 0 to 3"),
     "gap in layers": (_each("layer", lambda value: 2 * value), "has no experts at layer 1: number the MoE layers"),
     "from layer 1": (_each("layer", lambda value: value + 1), "has no experts at layer 0: number the MoE layers"),
     "layer missing once": (
@@ -132,14 +135,14 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
         "token 1 has no experts at layer 1",
     ),
     "rank twice": (_set("rank", 1, 0), "token 5, layer 0 has rank 0 twice"),
-    "rank from 1": (_each("rank", lambda value: value + 1), "token 5, layer 0 has no rank 0 before the next one"),
-    "expert twice": (_set("expert", 1, 0), "token 0, layer 0 names expert 0 twice"),
+    "rank from 1": (_each("rank", lambda value: value + 1), "token 5, layer 0 lacks rank 0"),
+    "expert twice": (_set("expert", 1, 0), "token 0, layer 0 has expert 0 twice"),
     "huge layer": (_set("layer", 2, 2**40), "number both from 0"),
-    "half a prompt": (_set("prefill", 0, False), "token 5 is of a prompt in some rows only"),
-    "nothing decoded": (_each("prefill", lambda value: True), "holds no decoded token"),
-    "two sizes": (_set("expert_bytes", 1, 7), "bytes: give one size per expert"),
+    "half a prompt": (_set("prefill", 0, False), "token 5 belongs to a prompt in only some"),
+    "nothing decoded": (_each("prefill", lambda value: True), "has no decoded tokens"),
+    "two sizes": (_set("expert_bytes", 1, 7), "bytes: record one size per expert"),
     "no size": (_each("expert_bytes", lambda value: 0), "expert_bytes is 0 throughout layer 0"),
-    "negative size": (_set("expert_bytes", 2, -5), "column expert_bytes holds -5"),
+    "negative size": (_set("expert_bytes", 2, -5), "column expert_bytes has value -5"),
 }
 
 
@@ -156,11 +159,11 @@ def test_damage_is_one_line_with_a_remedy(tmp_path: Path, name: str) -> None:
 
 
 ARRAYS: dict[str, tuple[Any, str]] = {
-    "flat": (np.zeros((4, 2), dtype=np.int16), "an array of int16 [4, 2]: give whole numbers [tokens, layers"),
-    "floats": (np.zeros((4, 2, 1)), "an array of float64"),
-    "zeros": (np.zeros((4, 2, 2), dtype=np.int16), "names expert 0 twice: leave out rows that were not captured"),
-    "no layers": (np.zeros((4, 0, 2), dtype=np.int16), "an array of int16 [4, 0, 2]"),
-    "no tokens": (np.zeros((0, 2, 2), dtype=np.int16), "holds no decoded token"),
+    "flat": (np.zeros((4, 2), dtype=np.int16), "invalid array of int16 [4, 2]: use integers [tokens, layers"),
+    "floats": (np.zeros((4, 2, 1)), "invalid array of float64"),
+    "zeros": (np.zeros((4, 2, 2), dtype=np.int16), "has expert 0 twice: remove rows that were not captured"),
+    "no layers": (np.zeros((4, 0, 2), dtype=np.int16), "invalid array of int16 [4, 0, 2]"),
+    "no tokens": (np.zeros((0, 2, 2), dtype=np.int16), "has no decoded tokens"),
     "too small": (np.full((1, 1, 1), -3), "names expert -3 of 1"),
 }
 
@@ -212,5 +215,5 @@ def test_damaged_bytes(tmp_path: Path) -> None:
             assert line is None or "\n" not in line
             refused += line is not None
     assert refused > 80
-    with pytest.raises(ExpertcastError, match="there is no such file"):
+    with pytest.raises(ExpertcastError, match="no such file"):
         read_routing(tmp_path / "none.csv")

@@ -135,9 +135,9 @@ def test_bad_requests_are_one_clear_line(dataset: TraceDataset, tmp_path: Path) 
     for request, expected in (
         (lambda: next(dataset.batches("dev", 8)), "unknown split 'dev'"),
         (lambda: next(dataset.batches("train", 0)), "batch_size=0"),
-        (lambda: next(dataset.batches("test", 2048, share=Share(0, 2))), "holds no batch of 2048"),
-        (lambda: TraceDataset.open(tmp_path), "holds no traces"),
-        (lambda: TraceDataset.open(tmp_path / "nowhere"), "nowhere holds no traces .no such folder"),
+        (lambda: next(dataset.batches("test", 2048, share=Share(0, 2))), "smaller than a batch of 2048"),
+        (lambda: TraceDataset.open(tmp_path), "no traces in"),
+        (lambda: TraceDataset.open(tmp_path / "nowhere"), "nowhere no traces in .no such folder"),
     ):
         with pytest.raises(ExpertcastError, match=expected) as raised:
             request()
@@ -171,7 +171,7 @@ EITHER = (("seed", -1), ("seed", 10**30), ("git_revision", None))
 
 
 def line(folder: Path, expected: list[Any]) -> str | None:
-    """What is said of a damaged folder; None where everything is as it was."""
+    """Return the error message for a damaged folder; None if everything is unchanged."""
     try:
         found = content(folder)
     except ExpertcastError as error:
@@ -275,12 +275,12 @@ def changed(traces: Path, name: str, content: bytes) -> None:
     ("change", "told"),
     [
         (lambda info: info["documents"][0].update(tokens=2**53), "documents have"),
-        (lambda info: info.update(tokens=2**53), "tokens and splits say"),
+        (lambda info: info.update(tokens=2**53), "tokens and splits are"),
         (lambda info: info["shape"].update(L=10**9), "shape.L is 1000000000"),
         (lambda info: info["shape"].update(L=9999), "columns are not those of a model"),
         (lambda info: info["columns"].pop("early"), "columns are not those of a model"),
         (lambda info: info["shape"].update(K=65), "shape.K is 65"),
-        (lambda info: info["documents"].append(info["documents"][-1]), "an index twice"),
+        (lambda info: info["documents"].append(info["documents"][-1]), "duplicate index"),
         (lambda info: info["files"].pop("data-00000-00000.arrow"), "rows in 1 shards"),
         (lambda info: info["files"].pop("skeleton/config.json"), "files lacks skeleton/config.json"),
         (lambda info: info.update(format="expertcast-traces-1"), "format is 'expertcast-traces-1'"),
@@ -298,10 +298,10 @@ def test_parts_that_do_not_fit_each_other(
 @pytest.mark.parametrize(
     ("members", "told"),
     [
-        ({"vocab_size": 10**30}, "holds no router skeleton"),
-        ({"model_type": []}, "holds no router skeleton"),
+        ({"vocab_size": 10**30}, "not a valid router skeleton"),
+        ({"model_type": []}, "not a valid router skeleton"),
         ({"hidden_size": 96}, "model.safetensors: tensor"),
-        ({"num_experts_per_tok": 3}, "is not of the model"),
+        ({"num_experts_per_tok": 3}, "belongs to another model"),
     ],
 )
 def test_a_configuration_of_another_model(
@@ -318,7 +318,7 @@ def test_values_that_cannot_be_are_refused(name: str, traces: Path, expected: li
     middle = len(values) // 8 * 4
     values[middle : middle + 4] = b"\xff" * 4  # NaN in fp32 and bf16
     changed(traces, name, bytes(values))
-    assert "holds NaN or infinity" in str(line(traces, expected))
+    assert "contains NaN or infinity" in str(line(traces, expected))
 
 
 def test_a_shard_is_read_for_its_digest_once_and_when_it_is_used(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,10 +376,10 @@ def renamed(table: pa.Table) -> pa.Table:
     [
         (narrower, None, None, "column router_logits is fixed_size_list"),
         (wider, None, None, "column position is int64, not int32"),
-        (empty_row, None, None, "1 pieces and 1 empty rows, not 1 and none"),
+        (empty_row, None, None, "1 chunks and 1 nulls instead of 1 and 0"),
         (renamed, None, None, "has other columns than residual, router_logits"),
         (lambda table: table, 100, None, "pieces and 0 empty rows"),
-        (lambda table: table, None, "lz4", "does not lie in the file"),
+        (lambda table: table, None, "lz4", "points outside the file"),
     ],
 )
 def test_other_columns_are_refused(
@@ -397,6 +397,6 @@ def test_other_columns_are_refused(
 
 
 def test_as_many_experts_per_token_as_there_are_do_not_contradict_each_other(traces: Path, expected: list[Any]) -> None:
-    """What is refused is the model, which has another number."""
+    """The error names the model, whose fingerprint differs."""
     edit_json(traces / "trace.json", lambda info: info["shape"].update(K=info["shape"]["E"]))
-    assert "is not of the model" in str(line(traces, expected))
+    assert "belongs to another model" in str(line(traces, expected))

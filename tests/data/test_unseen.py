@@ -55,6 +55,6 @@ def test_texts_without_what_any_predictor_learned_from(dataset: TraceDataset, te
         assert left_out.by == by
         assert left_out.as_dict() == {"documents": 5 - len(kept)}, "not cut into tokens yet"
         assert str(left_out) == f"{5 - len(kept)} document(s) left out: {', '.join(by)} learned from them"
-    with pytest.raises(ExpertcastError, match="one learned from every document of the text: give other --data"):
+    with pytest.raises(ExpertcastError, match="one learned from every document of the text: use other --data"):
         unseen_documents(text[:1], predictors)
     assert unseen_documents([], predictors) == ([], LeftOut())

@@ -64,7 +64,7 @@ another class that was loaded with transformers.
 
 
 def report(family: str) -> ModelReport | str:
-    """What `inspect` says of the family's tiny configuration; a line where there is no model of it to load."""
+    """Return the report of `inspect` for the family's tiny configuration, or a line if there is no model to load."""
     try:
         return describe(meta_model(tiny_config(family), torch.bfloat16), family)
     except ExpertcastError as error:

@@ -32,7 +32,7 @@ from tests.runtime.drafts.by_hand import distance, resident_views, rounded_exper
 
 WORKING = [family for family in FAMILIES if family not in REFUSED]
 SLOTS = 5
-"""Of 16 to 32 experts: every decode step evicts."""
+"""Slots for 16 to 32 experts: every decode step evicts."""
 
 
 @dataclass

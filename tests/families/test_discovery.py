@@ -68,7 +68,7 @@ def test_report_and_meta_model(family: str, tmp_path: Path) -> None:
         ("glm4_moe_lite", "sigmoid, top-k, renormalised to 1, scaled by 1.8, choice by score plus correction bias"),
         ("olmoe", "softmax over all experts, top-k"),
         ("deepseek_v2", "softmax over all experts, top-k, top groups of 2 first"),
-        ("phimoe", "own rule"),
+        ("phimoe", "custom rule"),
     ],
 )
 def test_routing_rule_in_words(family: str, words: str) -> None:

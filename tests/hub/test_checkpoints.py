@@ -64,7 +64,7 @@ def test_the_card_says_what_metrics_and_config_do(hub: FakeHub, work: Path) -> N
     facts = {row[0]: row[1] for row in rows if len(row) == 2}
     assert facts["command"] == "`expertcast train traces --predictor linear --out linear`"
     assert "collect reference --data few.parquet" in facts["text"]
-    assert traces["settings"]["text"] in facts["SHA-256 of the text, as tokens"]
+    assert traces["settings"]["text"] in facts["SHA-256 of the token ids"]
     assert facts["bytes"].replace(",", "") == str(metrics["ledger"]["linear"]["bytes"])
 
 
@@ -175,7 +175,7 @@ def test_pull_makes_the_same_folder(hub: FakeHub, worker: Worker, work: Path) ->
     right(worker.run("pull", "me/linear", "--out", "pulled"))
     assert kept(work / "pulled") == kept(work / "linear")
     assert 'predictor="me/linear"' in (work / "pulled" / "README.md").read_text()
-    assert "pulled is there and not empty" in worker.run("pull", "me/linear", "--out", "pulled").line
+    assert "pulled exists and is not empty" in worker.run("pull", "me/linear", "--out", "pulled").line
     right(worker.run("inspect", "pulled", "--verify"))
 
 

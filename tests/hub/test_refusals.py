@@ -25,11 +25,11 @@ def sent(hub: FakeHub) -> list[str]:
 @pytest.mark.parametrize(
     ("repo", "token", "words"),
     [
-        ("me/new", "", "no login of yours; log in with `hf auth login`"),
-        ("me/new", READER, "your login has no right to"),
-        ("you/new", WRITER, "your login has no right to"),
-        ("me/linear", "", "no login of yours"),
-        ("new", WRITER, "'new' is no repository name: write user/repo"),
+        ("me/new", "", "not logged in to the hub; log in with `hf auth login`"),
+        ("me/new", READER, "permission denied"),
+        ("you/new", WRITER, "permission denied"),
+        ("me/linear", "", "not logged in"),
+        ("new", WRITER, "write user/repo"),
         ("me/new@x", WRITER, "--revision y"),
     ],
 )
@@ -45,18 +45,18 @@ def test_a_repository_of_something_else_is_left_alone(hub: FakeHub, worker: Work
         repo = hub.repos[kind, "me/taken"] = Repo(private=False)
         repo.commit("main", {"config.json": b'{"model_type": "llama"}', "notes.txt": b"mine"}, "mine")
         line = worker.run("push", folder, "me/taken", token=WRITER).line
-        assert "me/taken of the hub holds something else than a" in line
+        assert "me/taken on the hub is not a" in line
         assert len(repo.commits) == 1
-    assert "me/taken of the hub holds no predictor checkpoint" in worker.run("pull", "me/taken", "--out", "x").line
+    assert "me/taken on the hub is not a predictor checkpoint" in worker.run("pull", "me/taken", "--out", "x").line
 
 
 def test_private_means_private(hub: FakeHub, worker: Worker) -> None:
     line = worker.run("push", "linear", "me/linear", "--private", token=WRITER).line
-    assert "me/linear is there and public" in line
+    assert "me/linear exists and is public" in line
     right(worker.run("push", "linear", "me/own", "--private", token=WRITER))
     assert hub.repos["model", "me/own"].private
     generate = ["generate", "reference", "--prompt", "It", "--new-tokens", "1", "--predictor", "me/own"]
-    assert "if that is private, log in with `hf auth login`" in worker.run(*generate).line
+    assert "for a private repository, log in with `hf auth login`" in worker.run(*generate).line
     right(worker.run(*generate, token=READER))
     right(worker.run("push", "linear", "me/own", "--private", token=WRITER))
 
@@ -79,10 +79,10 @@ def test_what_is_not_whole_is_not_sent(hub: FakeHub, worker: Worker, work: Path)
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("me/nobody", "'me/nobody' is neither a folder here nor a model repository that the hub shows"),
-        ("me/linear@nowhere", "me/linear of the hub has no revision 'nowhere'"),
-        ("nobody", "unknown predictor 'nobody'"),
-        ("out/of/folders", "unknown predictor 'out/of/folders'"),
+        ("me/nobody", "'me/nobody' is neither a local folder nor a visible model repository"),
+        ("me/linear@nowhere", "me/linear has no revision 'nowhere'"),
+        ("nobody", "nor user/repo of the hub: give a checkpoint's folder"),
+        ("out/of/folders", "nor user/repo of the hub"),
     ],
 )
 def test_what_is_not_there(given: str, words: str, hub: FakeHub, worker: Worker) -> None:
@@ -97,7 +97,7 @@ def test_a_download_that_stops_goes_on(hub: FakeHub, worker: Worker, work: Path)
     hub.cut_after = 300_000
     line = worker.run("pull", "me/linear", "--out", "cut").line
     assert "cannot get me/linear: " in line
-    assert "try again, what came whole is kept" in line
+    assert "try again, complete files are kept" in line
     assert not (work / "cut").exists()
     hub.cut_after, begin = None, len(hub.requests)
     right(worker.run("pull", "me/linear", "--out", "cut"))
@@ -112,7 +112,7 @@ def test_a_file_that_was_changed_on_the_way_is_refused(hub: FakeHub, worker: Wor
     hub.changed = {WEIGHTS}
     command = ["eval", "traces", "--predictor", "me/changed"]
     line = worker.run(*command).line
-    assert line.startswith("expertcast: me/changed of the hub: ")
+    assert line.startswith("expertcast: me/changed on the hub: ")
     assert f"{WEIGHTS} was changed after it was written; remove " in line
     assert "changed after it was written; remove" in worker.run("pull", "me/changed", "--out", "changed").line
     assert not any(path.name.startswith("changed") for path in work.iterdir())

@@ -70,13 +70,13 @@ def test_default_vectors_come_from_traces_and_checkpoints(hub: FakeHub, worker: 
         right(worker.run(*train, "me/linear@main"))
         assert taken()
         assert "nor in the hub's cache" in worker.run(*train, "me/new").line
-    assert "nor a model repository that the hub shows" in worker.run(*train, "me/new").line
+    assert "nor a visible model repository" in worker.run(*train, "me/new").line
 
 
 def test_who_means_a_model_is_told_what_lacks(hub: FakeHub, worker: Worker) -> None:
     train = ["train", "me/model", "--predictor", "linear", "--out", "never"]
     line = worker.run(*train).line
-    assert "nor a dataset repository that the hub shows" in line
+    assert "nor a visible dataset repository" in line
     assert "to train online on a model of that name, give --data" in line
     assert "for a data set of traces give --traces" in worker.run("pull", "me/traces", "--out", "never").line
 

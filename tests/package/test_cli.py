@@ -210,8 +210,8 @@ def test_bad_configurations_are_one_line(capsys: pytest.CaptureFixture[str], tmp
     generate = ["generate", "reference", "--prompt", "It is", "--new-tokens", "1", "--config", str(saved)]
     assert "cannot read" in fails(capsys, *generate)
     for content, message in (
-        ("{", "is no JSON"),
-        ("[]", "holds no JSON object"),
+        ("{", "is not valid JSON"),
+        ("[]", "is not a JSON object"),
         ('{"slot": 8}', "unknown option 'slot': choose from predictor"),
         ('{"slots": "8"}', "slots='8': give a whole number or leave it out"),
         ('{"mode": "fast"}', "unknown mode 'fast'"),

@@ -82,7 +82,7 @@ def old_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release.transformers, "__version__", "5.19.0")
 
 
-LINE = " a transformers model needs transformers 5.23 or newer, here is 5.19.0: pip install -U transformers"
+LINE = " a transformers model needs transformers 5.23 or newer, found 5.19.0: pip install -U transformers"
 
 
 @pytest.fixture

@@ -48,8 +48,8 @@ def test_a_cut_model(file: str, model: Path, tmp_path: Path, capsys: pytest.Capt
         assert len(lines) == 1
         assert str(model) in lines[0]
         if file.startswith("tokenizer"):
-            assert "a file of it is damaged, which is no JSON" in lines[0]
-            assert lines[0].endswith("fetch it again")
+            assert "a file is not valid JSON" in lines[0]
+            assert lines[0].endswith("download it again")
     assert kept(model) == before
     assert not out.exists()
 
@@ -59,7 +59,7 @@ def test_a_configuration_of_another_size(model: Path, capsys: pytest.CaptureFixt
     command = ["eval", "no/traces", "--predictor", "next_norm"]
     assert main(["collect", str(model), "--data", REFERENCE, "--tokens", "900", *RUN, "--out", str(model / "out")]) == 2
     error = capsys.readouterr().err
-    assert "its configuration and its weights disagree about their sizes" in error
+    assert "the sizes in config.json and in the weights differ" in error
     assert not (model / "out").exists()
     assert "no/traces" in fails(capsys, *command)
 
@@ -79,7 +79,7 @@ def test_what_lacks_its_description(
         ["inspect", str(checkpoint)], ["eval", whole, "--predictor", str(checkpoint)], ["push", str(checkpoint), "a/b"],
     ):  # fmt: skip
         line = fails(capsys, *command)
-        assert f"{checkpoint} is no whole predictor checkpoint, config.json missing" in line
+        assert f"{checkpoint} is an incomplete checkpoint without config.json" in line
 
 
 def test_a_model_that_is_not_the_traces(

@@ -80,7 +80,7 @@ class Inner:
 
     def __post_init__(self) -> None:
         if self.speed < 0:
-            raise ExpertcastError(f"speed={self.speed}: give 0 or more")
+            raise ExpertcastError(f"speed={self.speed}: must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,14 +62,14 @@ def test_code_of_a_models_own(name: str, trusted: str, tmp_path: Path, capsys: p
     error = capsys.readouterr().err
     if name == "collect":
         assert status == 2
-        assert "OwnForCausalLM is code that the model brings along, which traces do not keep: train online" in error
+        assert "OwnForCausalLM is custom code of the model, which traces cannot store: train online" in error
         assert not (tmp_path / "collected").exists()
     else:
         assert status == 0, error
     status = main(commands(trusted, "", tmp_path / "again")[name])
     error = capsys.readouterr().err
     assert status == 2
-    assert "it holds code of its own: say trust_remote_code=True (--trust-remote-code) if you trust it" in error
+    assert "it contains custom code: set trust_remote_code=True (--trust-remote-code) if you trust it" in error
     assert "Traceback" not in error
 
 
@@ -100,9 +100,9 @@ def test_attention(trusted: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("./nothing", "cannot load model './nothing': no such folder; give the folder of a model, or its hub id"),
-        ("/no/such/model", "cannot load model '/no/such/model': no such folder; give"),
-        ("no/model", "cannot load model 'no/model': no such folder, and from the hub: "),
+        ("./nothing", "cannot load model './nothing': no such folder; use the folder of a model, or its hub id"),
+        ("/no/such/model", "cannot load model '/no/such/model': no such folder; use"),
+        ("no/model", "cannot load model 'no/model': no such folder, and the hub reports: "),
     ],
 )
 def test_a_folder_that_is_not_there(model: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def test_a_folder_that_is_not_there(model: str, said: str, capsys: pytest.Captur
 def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Such as a store's."""
     said = fails(capsys, "generate", str(tmp_path), "--prompt", "x")
-    assert f"no tokenizer for '{tmp_path}': transformers finds no file of one there" in said
+    assert f"no tokenizer for '{tmp_path}': transformers finds no tokenizer files" in said
 
 
 def test_inspect_refuses_a_dense_model_and_cuts_no_text(
@@ -136,7 +136,7 @@ def test_a_folder_named_reference_is_not_the_bundled_model(
     (tmp_path / "reference").mkdir()
     assert main(["inspect", "reference"]) == 0
     (tmp_path / "reference" / "config.json").write_text("{}")
-    assert "'reference' is bundled with expertcast" in fails(capsys, "inspect", "reference")
+    assert "'reference' is the bundled model" in fails(capsys, "inspect", "reference")
     assert "cannot load model './reference'" in fails(capsys, "inspect", "./reference")
 
 

@@ -127,8 +127,8 @@ REFUSED = [
     ("simulate {routing} --policy score", "score reads the router's scores"),
     ("simulate {routing} --capacity 2", "--capacity 2: give a share"),
     ("simulate {routing} --expert-bytes 3MiB", "leave --expert-bytes out"),
-    ("simulate {routing} --experts-per-layer 100", "ids are 0 to 99"),
-    ("simulate {array}", "give --expert-bytes"),
+    ("simulate {routing} --experts-per-layer 100", "ids range from 0 to 99"),
+    ("simulate {array}", "set --expert-bytes"),
 ]
 
 

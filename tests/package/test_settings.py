@@ -113,10 +113,10 @@ def test_unknown_options_name_the_known_ones(capsys: pytest.CaptureFixture[str])
     train = ["train", "no/traces", "--out", "no/folder", "--predictor"]
     said = line(capsys, [*train, "linear", "--set", "strength=1"])
     assert said == (
-        "expertcast: --set: predictor 'linear' has no option 'strength=1': its options are strengths, "
+        "expertcast: --set: predictor 'linear' has no option 'strength=1': options are strengths, "
         "reads, written name=value"
     )
-    assert "it has none" in line(capsys, [*train, "frequency", "--set", "a=1"])
+    assert "it has no options" in line(capsys, [*train, "frequency", "--set", "a=1"])
     assert "no option 'strengths'" in line(capsys, [*train, "linear", "--set", "strengths"])
     assert "no option 'ahead=2'" in line(capsys, [*train, "linear", "--set", "ahead=2"])
     assert "--set steps=1: none of linear, next_norm" in line(
@@ -124,7 +124,7 @@ def test_unknown_options_name_the_known_ones(capsys: pytest.CaptureFixture[str])
     )
     assert "no option 'member_configs=1'" in line(capsys, [*train, "hybrid", "--set", "member_configs=1"])
     said = line(capsys, ["simulate", "no/traces", "--policy", "fld:far=1"])
-    assert said.endswith("eviction policy 'fld' has no option 'far=1': its options are distance, written name=value")
+    assert said.endswith("eviction policy 'fld' has no option 'far=1': options are distance, written name=value")
 
 
 def test_settings_arrive_in_the_checkpoint(tiny_traces: TraceDataset, tmp_path: Path) -> None:
@@ -170,10 +170,10 @@ def test_types(text: str, hint: object, expected: object) -> None:
 @pytest.mark.parametrize(
     ("text", "hint", "message"),
     [
-        ("x", int, "it='x' is no int: give a whole number"),
+        ("x", int, "it='x' is not a valid int: use a whole number"),
         ("1,5", float, "it='1,5' is no float: give a number such as 0.5"),
         ("2", bool, "it='2' is no bool: give true or false"),
-        ("x", int | None, "it='x' is no int: give a whole number or none"),
+        ("x", int | None, "it='x' is not a valid int: use a whole number or none"),
         ("c", Literal["a", "b"], "it='c' is no choice: give one of a, b"),
         ("1/x", tuple[int, ...], "it='1/x' is no list: give values such as a/b or a,b, each a whole number"),
         ("1", tuple[float, float], "it='1' is no list: give 2 values such as a/b, each a number such as 0.5"),

@@ -103,7 +103,7 @@ def test_a_folder_with_a_predictors_name_is_not_the_predictor(
     (tmp_path / "router_input").mkdir()  # no checkpoint, so that the name is the predictor's
     traces, refused = (
         str(made.traces),
-        "'next_norm' is a predictor's name and a checkpoint's folder here: give ./next_norm",
+        "'next_norm' is a predictor and also a checkpoint folder: use ./next_norm",
     )
     generate = ["generate", "reference", "--prompt", "It is", "--new-tokens", "1", "--predictor"]
     assert refused in fails(capsys, "eval", traces, "--predictor", "next_norm")
@@ -130,7 +130,7 @@ def test_every_distance_is_scored(made: Made, tmp_path: Path, capsys: pytest.Cap
     for distance, trained in ((found, made.metrics), (found["further"]["2"], made.metrics["further"]["2"])):
         assert distance["recall_at_k"] == trained["recall_at_k"]
         assert distance["tokens"] == trained["tokens"]
-    assert "looks [1, 2] layers ahead, not 3" in fails(capsys, *command, "--ahead", "1", "3")
+    assert "forecasts [1, 2] layers ahead, not 3" in fails(capsys, *command, "--ahead", "1", "3")
 
 
 def test_nothing_left_is_refused(
@@ -208,7 +208,7 @@ def test_several_predictors_and_nothing_to_choose_by(fitted: dict[str, Predictor
     traces = TraceDataset.open(made.traces)
     traces.documents = [each for each in traces.documents if each.split != "validation"]
     assert best_on_validation({"one": fitted["test"]}, traces, 1) == ("one", [])
-    with pytest.raises(ExpertcastError, match="no tokens in the validation split to choose by"):
+    with pytest.raises(ExpertcastError, match="the validation split is empty"):
         best_on_validation(fitted, traces, 1)
 
 

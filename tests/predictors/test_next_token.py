@@ -31,7 +31,7 @@ def made(view: MoEView, **values: object) -> NextToken:
         for tensor in (*predictor.parameters(), predictor.mean_D):
             tensor.normal_(std=0.3)
         predictor.usual_LE.uniform_(0.1, 0.4)
-    predictor.know(torch.tensor([2, 7, 100]))
+    predictor.set_known_ids(torch.tensor([2, 7, 100]))
     predictor.bind(view)
     return predictor
 
@@ -104,7 +104,7 @@ def test_the_network_by_its_formula(view: MoEView) -> None:
 
 
 def test_rows_of_ids(view: MoEView) -> None:
-    """Known ids have their row, all others the last one; whatever fills the list up is nobody's id."""
+    """Known ids have their own rows, all others the last row; padding of the list matches no id."""
     predictor = made(view)
     assert predictor.rows_of(torch.tensor([7, 2, 3, 100, 101, 0, 10**9])).tolist() == [1, 0, 5, 2, 5, 5, 5]
 

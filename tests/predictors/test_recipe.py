@@ -24,7 +24,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "add-a-predictor.md"
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What the page's code defines once it has run; registry and fitters are put back."""
+    """Return the names that the page's code defines; registry and fitters are restored."""
     monkeypatch.setattr(registry.PREDICTORS, "_classes", dict(registry.PREDICTORS._classes))
     monkeypatch.setattr(fitting, "FITTERS", dict(fitting.FITTERS))
     module = ModuleType("recipe")  # dataclasses look their module up

@@ -171,7 +171,7 @@ def test_a_layer_that_goes_by_more_gets_no_forecast(model: PreTrainedModel) -> N
             observe=lambda call, ids: executed.setdefault(call.layer, []).append(ids is call.ids_TK),
         ):  # fmt: skip
             greedy(model)
-    lines = [str(each.message) for each in caught if "goes by more than these" in str(each.message)]
+    lines = [str(each.message) for each in caught if "by its own logits" in str(each.message)]
     assert len(lines) == 1
     assert f"MixtralTopKRouter of MoE layer {WRONG} " in lines[0]
     assert "\n" not in lines[0]
@@ -183,12 +183,12 @@ def test_a_layer_that_goes_by_more_gets_no_forecast(model: PreTrainedModel) -> N
 
 def test_offloaded_in_every_mode(model: PreTrainedModel) -> None:
     expected = greedy(model)
-    with pytest.warns(UserWarning, match="no forecast is made"), expertcast.offload(
+    with pytest.warns(UserWarning, match="have no forecasts"), expertcast.offload(
         model, predictor="next_norm", slots=8, forecasts="always"
     ):  # fmt: skip
         assert torch.equal(greedy(model), expected)
     for mode, layers in (("speculate", None), ("hybrid", [WRONG])):
-        with pytest.warns(UserWarning, match="no forecast is made"):
+        with pytest.warns(UserWarning, match="have no forecasts"):
             offloaded = expertcast.offload(
                 model, predictor="next_norm", mode=mode, layers=layers, slots=8, forecasts="always"
             )
@@ -199,7 +199,7 @@ def test_offloaded_in_every_mode(model: PreTrainedModel) -> None:
 def test_nothing_is_asked_for_from_further_off(model: PreTrainedModel) -> None:
     view, hinted = find_moe_layers(model), []
     predictor = NextNorm(PredictorConfig(ahead=(1, 2)), view.shape).bind(view)
-    with pytest.warns(UserWarning, match="no forecast is made"):
+    with pytest.warns(UserWarning, match="have no forecasts"):
         offloaded = expertcast.offload(model, predictor=predictor, reach=2, slots=32, forecasts="always")
     with offloaded:
         hint = offloaded.flow.hint
@@ -210,7 +210,7 @@ def test_nothing_is_asked_for_from_further_off(model: PreTrainedModel) -> None:
 
 
 def test_the_first_batch_is_asked_too() -> None:
-    """What made inputs do not show: a router that changes its ways at a size that only the text reaches."""
+    """A router changes its rule at a batch size that random test inputs do not reach."""
     model = tiny_model("mixtral")
     router = model.model.layers[WRONG].mlp.gate
     own = router.forward
@@ -226,12 +226,12 @@ def test_the_first_batch_is_asked_too() -> None:
         offloaded = expertcast.offload(
             model, predictor="next_norm", mode="hybrid", layers=[WRONG], slots=8, forecasts="always"
         )
-    with offloaded, pytest.warns(UserWarning, match="no forecast is made"):
+    with offloaded, pytest.warns(UserWarning, match="have no forecasts"):
         assert torch.equal(greedy(model), expected)
 
 
 def test_collection_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(ExpertcastError, match="goes by more than these") as caught:
+    with pytest.raises(ExpertcastError, match="by its own logits") as caught:
         collect(
             model,
             load_tokenizer("reference"),

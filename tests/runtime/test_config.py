@@ -135,25 +135,25 @@ def test_objects_are_not_saved(tmp_path: Path, fields: dict[str, Any], message: 
 
 
 def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ExpertcastError, match="No such file or directory; give a path in a folder that exists"):
+    with pytest.raises(ExpertcastError, match="No such file or directory; use a path in an existing folder"):
         OffloadConfig().save(tmp_path / "no" / "offload.json")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no JSON"),
-        (b'{"slots": 9', "is no JSON"),
-        (b"\xff\xfe\x00", "is no text in UTF-8"),
-        (b"[" * 100_000, "is no JSON .nested more than 32 deep"),
-        (b'{"slots": 9} {"slots": 8}', "is no JSON"),
-        (b'{"slots": 9, "slots": 8}', "'slots' stands there twice"),
-        (b'{"bandwidth": NaN}', "NaN is no number"),
+        (b"", "is not valid JSON"),
+        (b'{"slots": 9', "is not valid JSON"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b"[" * 100_000, "is not valid JSON .nested more than 32 deep"),
+        (b'{"slots": 9} {"slots": 8}', "is not valid JSON"),
+        (b'{"slots": 9, "slots": 8}', "duplicate key 'slots'"),
+        (b'{"bandwidth": NaN}', "NaN is not a number"),
         (b'{"overfetch": 1e308}', "overfetch=1e.308: give a number in"),
         (b'{"store": "disk", "store_folder": "a\\u0000"}', "give a text without NUL"),
-        (b'{"latency": 1e999}', "1e999 is too large a number"),
-        (b"[]", "holds no JSON object"),
-        (b"null", "holds no JSON object"),
+        (b'{"latency": 1e999}', "1e999 overflows"),
+        (b"[]", "is not a JSON object"),
+        (b"null", "is not a JSON object"),
         (b'{"slot": 9}', "unknown option 'slot': choose from predictor, mode, slots"),
         (b'{"slots": "many"}', "slots='many': give a whole number or leave it out"),
         (b'{"slots": true}', "slots=True: give a whole number or leave it out"),
@@ -240,7 +240,7 @@ def test_what_is_no_model_or_no_configuration(reference_model: PreTrainedModel) 
         offload("reference")
     with pytest.raises(ExpertcastError, match="config is a dict: give an OffloadConfig"):
         offload(reference_model, {"slots": 9})
-    with pytest.raises(ExpertcastError, match=r"a Qwen3MoeForCausalLM is no folder.*give a loaded model"):
+    with pytest.raises(ExpertcastError, match=r"a Qwen3MoeForCausalLM is no folder.*pass a loaded model"):
         load_offloaded(reference_model)
 
 

@@ -725,7 +725,7 @@ def test_wrong_models_and_predictors(reference_model: PreTrainedModel, tmp_path:
     with pytest.raises(ExpertcastError, match="predictor next_norm was made for"):
         offload(reference_model, predictor=predictor)
     save_predictor(predictor, tmp_path / "p", view=view)
-    with pytest.raises(ExpertcastError, match="routers' or norms' weights are not those"):
+    with pytest.raises(ExpertcastError, match="different router or norm weights"):
         offload(reference_model, predictor=tmp_path / "p")
     with offload(tiny, predictor=str(tmp_path / "p"), slots=2) as offloaded:
         offloaded(input_ids=torch.tensor([[1]]))

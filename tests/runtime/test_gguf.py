@@ -94,7 +94,7 @@ def test_a_split_file(experts: str, tmp_path: Path) -> None:
     with load_offloaded(parts[0], device="cpu", slots=6, experts=experts) as offloaded:
         assert_same(greedy(offloaded, IDS, 4), expected)
     assert inspect_model(str(parts[0])).shipped_bytes == sum(part.stat().st_size for part in parts)
-    with pytest.raises(ExpertcastError, match=r"is part 2 of \d: give split-00001-of-0000\d.gguf"):
+    with pytest.raises(ExpertcastError, match=r"is part 2 of \d: use split-00001-of-0000\d.gguf"):
         load_offloaded(parts[1])
     parts[1].unlink()
     with pytest.raises(ExpertcastError, match=f"has no file {parts[1].name}"):
@@ -173,7 +173,7 @@ def _unmapped(path: Path) -> None:
         (_split, "is one of 2 parts: join them with llama-gguf-split --merge"),
         (_without_an_expert, r"gives model\.layers\.1\.mlp\.experts\.down_proj no weights: it is incomplete, or"),
         (_unmapped, r"gives model\.layers\.0\.mlp\.experts\.\w+ no weights: .* not map all of architecture 'gpt-oss'"),
-        (None, "there is no file .*model.gguf: give a hub id's with gguf_file="),
+        (None, "no such file .*model.gguf: for a file of a hub repository, use gguf_file="),
     ],
 )
 def test_one_verdict_on_what_is_refused(make: Any, line: str, tmp_path: Path) -> None:

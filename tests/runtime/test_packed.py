@@ -318,7 +318,7 @@ def test_it_runs_packed_once_in_a_folder(tmp_path: Path) -> None:
 def test_fp8_of_compressed_tensors_stays_as_shipped(form: str, tmp_path: Path) -> None:
     make, settings, _ = FORMS[form]
     path, plain = checkpoint(tmp_path, make, **settings)
-    assert inspect_model(path).loaded.endswith("codec fp8, experts stay as they are shipped")
+    assert inspect_model(path).loaded.endswith("codec fp8, experts keep their format")
     with load_offloaded(path, device="cpu", store="disk", codec="fp8", slots=6) as offloaded:
         assert isinstance(offloaded.store, DiskStore)
         assert offloaded.store.stored_nbytes < 0.7 * offloaded.store.nbytes

@@ -297,7 +297,7 @@ KINDS: dict[str, dict[str, object]] = {
         "pack-quantized", _INT4, sparsity_config={"format": "sparse-24-bitmask"}
     ),
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-    "no method is named": {"bits": None},
+    "unknown method": {"bits": None},
     **{name: {"quant_method": name} for name in sorted(_OTHERS)},
 }
 """By what is said of it: a configuration's section; among them every method that transformers knows and is not read."""
@@ -346,6 +346,6 @@ def test_one_verdict_on_what_is(make: Callable[[Path], str], form: str, tmp_path
     report = inspect_model(path)
     assert (report.supported, report.shipped) == (True, form)
     assert report.dtype == (f"{form}, computed in bfloat16" if form else "bfloat16")
-    assert report.loaded.startswith("dequantised while loading; " if form else "as it is")
+    assert report.loaded.startswith("dequantised while loading; " if form else "unchanged")
     with load_offloaded(path, device="cpu", slots=6) as offloaded:
         assert offloaded.store.layout.block_bytes >= report.expert_bytes

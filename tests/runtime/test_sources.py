@@ -88,7 +88,7 @@ def test_code_beside_the_weights(tmp_path: Path) -> None:
     with load_offloaded(path, device="cpu", slots=6, trust_remote_code=True) as offloaded:
         assert type(offloaded.model).__name__ == "OwnForCausalLM"
         same_weights(offloaded, tiny_model("qwen3_moe"))
-    with refused(r"it holds code of its own: say trust_remote_code=True .--trust-remote-code. if you trust it"):
+    with refused(r"it contains custom code: set trust_remote_code=True .--trust-remote-code. if you trust it"):
         load_offloaded(path, trust_remote_code=False)
 
 
@@ -103,14 +103,14 @@ def test_what_is_done_anyway_may_be_asked_for(tmp_path: Path) -> None:
     [
         (
             {"revison": "main"},
-            "unknown option 'revison': choose from predictor, .*, or of from_pretrained's from revision",
+            "unknown option 'revison': choose from predictor, .*, or from_pretrained's revision",
         ),
-        ({"torch_dtype": "auto"}, "torch_dtype is not passed on to from_pretrained: say dtype"),
-        ({"device_map": "auto"}, "device_map is not passed on to from_pretrained: say device, for where"),
-        ({"max_memory": {0: "8GB"}}, "max_memory is not passed on .*: say memory, for"),
-        ({"offload_folder": "x"}, "offload_folder is not passed on .*: say store='disk' and store_folder"),
-        ({"quantization_config": {}}, "quantization_config is not passed on .*: what a checkpoint's own"),
-        ({"use_safetensors": False}, "use_safetensors is not passed on .*: weights are read from safetensors"),
+        ({"torch_dtype": "auto"}, "torch_dtype is not supported: use dtype"),
+        ({"device_map": "auto"}, "device_map is not supported: use device"),
+        ({"max_memory": {0: "8GB"}}, "max_memory is not supported: use memory"),
+        ({"offload_folder": "x"}, "offload_folder is not supported: use store='disk' and store_folder"),
+        ({"quantization_config": {}}, "quantization_config is not supported: a checkpoint's own"),
+        ({"use_safetensors": False}, "use_safetensors is not supported: weights are read from safetensors"),
         ({"revision": "main", "mode": "fast"}, "unknown mode 'fast'"),
     ],
 )

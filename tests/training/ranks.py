@@ -60,7 +60,7 @@ def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def seen(source: TraceSource) -> dict[str, Any]:
-    """What a rank reads of its share of the train split, and the default vectors."""
+    """Return what a rank reads: its share of the train split, and the default vectors."""
     batches = list(source.batches("train", TOKENS_PER_BATCH, shuffle=True, share=training_share()))
     return {
         "seen": [each for b in batches for each in zip(b.document_T.tolist(), b.position_T.tolist(), strict=True)],

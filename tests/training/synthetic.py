@@ -90,7 +90,7 @@ class Same(Predictor):
 
     def logits(self, state: RouterState, ahead: int) -> Tensor:
         del ahead
-        return state.logits_TE.roll(1, dims=1)  # rolled: a chain of copies must be told from a copy of layer 0
+        return state.logits_TE.roll(1, dims=1)  # rolled, so that a chain of copies differs from a copy of layer 0
 
 
 class Oracle(Predictor):

@@ -154,8 +154,8 @@ def test_checkpoints_keep_it(
 @pytest.mark.parametrize(
     ("readings", "message"),
     [
-        ({"2": [[1.0, 0.0, 0.0]]}, "calibration.'2' is no distance of ['1']"),
-        ({"1": [[1.0, 0.0, 0.0]]}, "calibration.1 has 1 layer pairs of 11"),
+        ({"2": [[1.0, 0.0, 0.0]]}, "calibration has distance '2', not in ['1']"),
+        ({"1": [[1.0, 0.0, 0.0]]}, "calibration.1 has 1 layer pairs instead of 11"),
         ({"1": [[1.0, 0.0]] * 11}, "calibration.1.0 is [1.0, 0.0]"),
         ({"1": [["1.0", 0.0, 0.0]] * 11}, "calibration.1.0.0 is '1.0'"),
     ],

@@ -1,4 +1,4 @@
-"""Default vectors from elsewhere: training is as with those of one's own, and what cannot be is said."""
+"""Default vectors from elsewhere: training gives the same result as with own ones, and errors name the remedy."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_of_a_test_split_that_they_all_come_from_nothing_is_scored(
     documents, folder = load_documents("reference"), tmp_path / "traces"
     other = collect(model, reference_tokenizer, documents, folder, **FEW)
     assert {each.hash for each in traces.chosen("test")} < {each.hash for each in other.chosen("train")}
-    with pytest.raises(ExpertcastError, match="come from every document of the test split, none is left to score"):
+    with pytest.raises(ExpertcastError, match="come from every document of the test split, so none is left to score"):
         with_default_vectors(traces, folder)
 
 
@@ -207,9 +207,9 @@ def test_those_of_another_model_are_refused(
     documents = load_documents("reference")
     other = collect(model, reference_tokenizer, documents, tmp_path / "other", **{**FEW, "tokens": 600})
     checkpoint = saved(fit("quasi_hidden", other).predictor, other, tmp_path / "checkpoint")
-    said = "its routers' or norms' weights are not those of" if part == "router" else "its experts' weights are not"
+    reason = "different router or norm weights" if part == "router" else "different expert weights"
     for given in (other.folder, checkpoint):
-        with pytest.raises(ExpertcastError, match=f"{given} is of .* and {said} .*, so neither are its default"):
+        with pytest.raises(ExpertcastError, match=f"{given} belongs to .* has {reason}, so its default"):
             with_default_vectors(live, given)
 
 
@@ -225,14 +225,14 @@ def test_what_cannot_be_is_one_line(
     plain = fit("linear", traces, config=LinearConfig(reads="router_input")).predictor
     (tmp_path / "empty").mkdir()
     counts = saved(fit("frequency", live).predictor, live, tmp_path / "counts")
-    no_vectors = "holds no default vectors: give traces of this model by expertcast collect"
+    no_vectors = "has no default vectors: use traces of this model by expertcast collect"
     cases: dict[str, tuple[Path, str]] = {
-        "traffic": (live.folder, "is of a server's traffic and holds no default vectors: take those of other traces"),
+        "traffic": (live.folder, "has a server's traffic without default vectors: add those of other traces"),
         "counts": (counts, f"is of frequency and {no_vectors}"),
         "plain": (saved(plain, traces, tmp_path / "plain"), f"is of linear and {no_vectors}"),
-        "empty": (tmp_path / "empty", "holds neither traces (trace.json) nor a predictor checkpoint: give traces"),
+        "empty": (tmp_path / "empty", "has neither traces (trace.json) nor a predictor checkpoint: use traces"),
         "nowhere": (tmp_path / "no" / "where", "holds neither traces (trace.json) nor a predictor checkpoint"),
-        "hub": (Path("nobody/nothing"), "neither a folder here nor in the hub's cache"),
+        "hub": (Path("nobody/nothing"), "neither a local folder nor in the hub's cache"),
     }
     damages: dict[str, Callable[[Path], object]] = {
         layout.DEFAULTS_FILE: _cut, layout.TRACE_FILE: lambda path: path.write_text('{"form')
@@ -261,4 +261,4 @@ def test_traffic_without_them_says_what_helps(
     remedy = "train the estimator with --set inputs=quasi_hidden/router_input/routing/previous, or another predictor"
     early = ("estimator", *given, "--set", "inputs=quasi_hidden/early")
     for words in (("early_attention", *given), early):
-        assert f"traces of a server's traffic hold no early attention: {remedy}" in fails(capsys, *train, *words)
+        assert f"traces of a server's traffic have no early attention: {remedy}" in fails(capsys, *train, *words)

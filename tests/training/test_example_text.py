@@ -114,6 +114,6 @@ def test_traces_without_ids_are_said_to_hold_none(
 
     monkeypatch.setattr(traces, "batches", without_ids)
     found = example_text(predictors, traces, "test", passages=1, tokens=8)
-    assert found["note"] == "the traces do not hold their tokens' ids"
+    assert found["note"] == "the traces have no token ids"
     assert found["passages"][0]["token_ids"] is None
     assert len(found["passages"][0]["found"]["router_input"][0]) == 8

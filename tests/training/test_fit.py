@@ -135,7 +135,7 @@ def test_budget_is_kept_and_used(shared: bool) -> None:
     network = EstimatorNetwork(11, 192, 64, parameters=500_000, expansion=2.0, shared=shared)
     count = sum(parameter.numel() for parameter in network.parameters())
     assert 0.85 * 500_000 < count <= 500_000
-    with pytest.raises(ExpertcastError, match="give at least"):
+    with pytest.raises(ExpertcastError, match="use at least"):
         fitting_width(11, 192, 64, parameters=100, expansion=2.0, shared=shared)
 
 
@@ -248,16 +248,16 @@ class TestHybrid:
     [
         (lambda: LinearConfig(strengths=[0.0]), "strengths="),
         (lambda: EstimatorConfig(form="poem"), "form='poem'"),
-        (lambda: EstimatorConfig(inputs=["routing"]), "quasi_hidden first"),
+        (lambda: EstimatorConfig(inputs=["routing"]), "start with quasi_hidden"),
         (lambda: EstimatorConfig(temperatures=[-1.0]), "temperatures="),
         (lambda: EstimatorConfig(parameters=0), "parameters=0"),
         (lambda: HybridConfig(candidates=["hybrid"]), "other than hybrid"),
         (lambda: HybridConfig(threshold=-1.0), "threshold=-1"),
         (lambda: HybridConfig(rule="poem"), "rule='poem'"),
         (lambda: HybridConfig(rule="paper", low_recall=1.5), "low_recall=1.5"),
-        (lambda: HybridConfig(low_recall=0.5), "belongs to rule=paper"),
-        (lambda: HybridConfig(rule="paper", threshold=0.1), "belongs to rule=best"),
-        (lambda: HybridConfig(rule="paper", candidates=["linear"]), "takes two"),
+        (lambda: HybridConfig(low_recall=0.5), "needs rule=paper"),
+        (lambda: HybridConfig(rule="paper", threshold=0.1), "needs rule=best"),
+        (lambda: HybridConfig(rule="paper", candidates=["linear"]), "needs two"),
         (lambda: FitOptions(tokens=0), "tokens=0"),
     ],
 )

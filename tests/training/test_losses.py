@@ -30,7 +30,7 @@ def test_fast_kl_is_the_reference_and_zero_only_between_equals(seed: int, temper
 
 @pytest.mark.parametrize("loss", ["kl", "sigmoid_kl"])
 def test_a_step_of_training_goes_from_the_router_to_the_estimator(loss: str) -> None:
-    """What a training step minimises, against the definition with the router's logits in the first place."""
+    """The loss of a training step equals its definition with the router's logits as target."""
     view = tiny_view()
     shape = view.shape
     estimator = Estimator(EstimatorConfig(form="paper", parameters=20_000), shape)

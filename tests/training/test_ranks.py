@@ -40,7 +40,7 @@ def merged(ranks: Path) -> TraceDataset:
 
 @pytest.fixture(scope="module")
 def reports(ranks: Path) -> list[dict[str, Any]]:
-    """What each rank read and how it trained."""
+    """Return what each rank read and how it trained."""
     return [json.loads((ranks / f"reports-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -132,7 +132,7 @@ def test_a_killed_rank_and_the_other_go_on(merged: TraceDataset, tmp_path: Path)
     assert 6 <= read_state(state)["global_step"] <= 9
     resumed = two_ranks(traces, killed, state.parent, -1)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert "going on at step" in resumed.stderr
+    assert "resuming at step" in resumed.stderr
     alone = two_ranks(traces, whole, tmp_path / "others", -1)
     assert alone.returncode == 0, alone.stderr[-3000:]
     for rank in range(2):

@@ -84,7 +84,7 @@ def test_own_report_is_replaced_and_its_old_pictures_go(values: dict[str, Any], 
 @pytest.mark.parametrize("name", ["notes.txt", "index.html", "report.json"])
 def test_folder_with_other_things_is_refused_and_left_alone(values: dict[str, Any], tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
-    with pytest.raises(ExpertcastError, match="name an empty or a new folder"):
+    with pytest.raises(ExpertcastError, match="use an empty or a new folder"):
         write_report(tmp_path, values, chosen="same")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
@@ -271,12 +271,12 @@ VOID = {"meta", "wbr"}
 
 @dataclass
 class Table:
-    """A table as it stands in the page."""
+    """Return a table of the page."""
 
     attributes: dict[str, str | None]
     caption: str = ""
     rows: list[list[tuple[str, dict[str, str | None], str]]] = field(default_factory=list)
-    """Of each cell its tag, attributes and text."""
+    """Return tag, attributes and text of each cell."""
 
 
 class Page(HTMLParser):
@@ -430,8 +430,8 @@ def test_chained_scores_stand_only_where_they_are_different(values: dict[str, An
     assert chained
     for table in chained:
         assert [row[0][2] for row in table.rows[1:] if row[0][2] != "chance"] == ["same"], table.caption
-    said = next(text for _, _, text in page.texts if "not shown again" in text)
-    assert "Chained, router_input, before, oracle score as they do teacher-forced" in said
+    said = next(text for _, _, text in page.texts if "shown once" in text)
+    assert "Chained and teacher-forced scores of router_input, before, oracle are equal" in said
     assert values["recall_at_k"]["same"] != values["recall_at_k_chained"]["same"]
 
 
@@ -450,7 +450,7 @@ def test_tokens_are_coloured_by_their_share_of_experts(values: dict[str, Any], p
 
 
 def test_experts_found_least_often_come_first(values: dict[str, Any], page: Page) -> None:
-    table = next(table for table in page.tables if table.caption.startswith("experts found least often"))
+    table = next(table for table in page.tables if table.caption.startswith("experts with the lowest recall"))
     used, found = (values["per_expert"][key] for key in ("used", "found"))
     assert table.rows[0][3][2] == "same"
     for row in table.rows[1:]:

@@ -50,7 +50,7 @@ COMMAND = ["--predictor", "estimator", "--set", "parameters=80000", "steps=60", 
 
 
 class KilledError(BaseException):
-    """Nobody catches it, as nobody catches SIGKILL: what is on disk stays as it is."""
+    """Stands for SIGKILL: no code catches it, so files stay as they are."""
 
 
 class Fatal:
@@ -144,7 +144,7 @@ def curves_of(version: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_a_training_that_goes_on_is_one_version_of_the_logs(rows: Rows, tmp_path: Path) -> None:
-    """What was logged between the last checkpoint and the kill is replaced, not shown twice; in another folder the
+    """Log entries between the last checkpoint and the kill are replaced; in another folder the
     logs are a version of their own."""
     config = replace(ESTIMATOR, temperatures=[1.0], patience=80)
     states, logs, whole, other = (tmp_path / name for name in ("states", "logs", "whole", "other"))
@@ -183,7 +183,7 @@ def test_a_running_model_as_the_source(
             fit("estimator", Fatal(source(), batches), config=config, options=options(tmp_path))
     with caplog.at_level(logging.WARNING):
         resumed = fit("estimator", source(), config=config, options=options(tmp_path))
-    assert "going on at step" in caplog.text
+    assert "resuming at step" in caplog.text
     assert_same(tensors_of(resumed), tensors_of(whole))
     assert report_of(resumed) == report_of(whole)
 
@@ -264,7 +264,7 @@ def test_a_damaged_state_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFi
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert usable_state(path, "x") is None
-        assert "is damaged: it was changed after it was written; remove it: this training starts over" in caplog.text
+        assert "is damaged, its digest differs: remove it: this training starts over" in caplog.text
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)

@@ -430,7 +430,7 @@ def next_token(reference_model: PreTrainedModel) -> Predictor:
     predictor = NextToken(NextTokenConfig(tokens=2, width=16, inner=8, known_ids=5000), view.shape)
     for tensor in (predictor.network.head.weight, predictor.network.token_VW):
         torch.nn.init.normal_(tensor)
-    predictor.know(torch.arange(5000))
+    predictor.set_known_ids(torch.arange(5000))
     return predictor.eval().bind(view)
 
 

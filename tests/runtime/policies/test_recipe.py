@@ -87,8 +87,8 @@ def test_choices_as_text(recipe: dict[str, Any]) -> None:
     ("text", "message"),
     [
         ("lur", "unknown eviction policy 'lur': choose from lru, "),
-        ("lru:kept=1", "eviction policy 'lru' has no option 'kept=1': it has none"),
-        ("segmented:kept", "has no option 'kept': its options are kept, written name=value"),
+        ("lru:kept=1", "eviction policy 'lru' has no option 'kept=1': it has no options"),
+        ("segmented:kept", "has no option 'kept': options are kept, written name=value"),
         ("segmented:kept=much", "kept='much' is no float"),
     ],
 )

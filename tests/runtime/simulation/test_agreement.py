@@ -79,7 +79,7 @@ def test_same_forecasts_of_tokens(reference_model: PreTrainedModel, prompt_ids: 
     assert isinstance(next_token, NextToken)
     torch.nn.init.normal_(next_token.network.head.weight)
     torch.nn.init.normal_(next_token.network.token_VW)
-    next_token.know(torch.arange(5000))
+    next_token.set_known_ids(torch.arange(5000))
     misses = []
     for name, given in {"lru": None, "forecast:idle_loads=0": next_token}.items():
         config = replace(LINK, policies=Policies(eviction=name, prefetch="none"), slots=100, next_token=given)

@@ -313,5 +313,5 @@ def test_windows() -> None:
     assert copies_in_time(2e-3, 1e-3, 5e-4) == pytest.approx(1.5)
     assert copies_in_time(1e-3, 1e-3, 2e-3) == 0.0
     assert list(routing_scores(SHAPE, {"link": 2.0}))[-2:] == ["timely@link", "timely_bytes@link"]
-    with pytest.raises(ExpertcastError, match="give seconds above 0"):
+    with pytest.raises(ExpertcastError, match="must be positive"):
         copies_in_time(1.0, 0.0)

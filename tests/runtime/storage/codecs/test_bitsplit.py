@@ -46,7 +46,7 @@ def test_names() -> None:
     assert planes == {"raw": ["block"], "bitsplit": ["low", "high"], "mxfp4": ["shipped"], "fp8": ["shipped"]}
     with pytest.raises(ExpertcastError, match="unknown codec 'zip': choose from raw, bitsplit, mxfp4, fp8"):
         make_codec("zip", LAYOUT)
-    with pytest.raises(ExpertcastError, match="codec 'bitsplit' has no option 'level=3': its options are shards"):
+    with pytest.raises(ExpertcastError, match="codec 'bitsplit' has no option 'level=3': options are shards"):
         make_codec("bitsplit:level=3", LAYOUT)
 
 
