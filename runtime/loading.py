@@ -55,9 +55,8 @@ def load_offloaded(
         model_id: folder or hub id of a checkpoint in safetensors, of any layout that transformers reads, or the path of
             a GGUF file. What is quantised (FP8, MXFP4, GPTQ, AWQ, compressed-tensors, bitsandbytes, GGUF) is
             dequantised as transformers or the form's own library dequantises it; experts, with `store="disk"` and
-            `codec="fp8"` or `"mxfp4"`, only when they arrive;
-            with `experts="packed"` (GGUF of 4 to 8 bits, GPTQ, AWQ, compressed-tensors' integers, MXFP4) never. A split
-            GGUF file is named by its first part.
+            `codec="fp8"` or `"mxfp4"`, only when they arrive; with `experts="packed"` never, or for each product in
+            forms without a kernel. A split GGUF file is named by its first part.
         device: where the model computes. None: the CUDA device where there is one, else the CPU.
         dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None is `auto`: what the model's configuration says.
         config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts are kept in
