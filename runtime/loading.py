@@ -96,9 +96,9 @@ def load_offloaded(
         model = _load_others(skeleton, sources, files, source).to(target)
         # experts without weights: what the store takes the place of, and what a closed model is left with
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
-        for layer, own in zip(view, forms, strict=True):
-            make_packed(layer.experts, layer.num_experts, own)
-            make_packed(model.get_submodule(layer.experts_name), layer.num_experts, own)
+        for layer, layer_forms in zip(view, forms, strict=True):
+            make_packed(layer.experts, layer.num_experts, layer_forms)
+            make_packed(model.get_submodule(layer.experts_name), layer.num_experts, layer_forms)
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
         if forms[0]:  # codes lie as this processor's kernel reads them
             lie = ", ".join(f"{name} {each}" for name, each in forms[0].items())

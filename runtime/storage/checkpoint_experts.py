@@ -281,15 +281,15 @@ class ExpertSources:
         first, last, _ = (experts or slice(None)).indices(self._experts)
         local, module = self._local[layer], self._modules[layer]
         packed = packed_matrices(module)
-        own = packed.get(local.get(group.target, "")) if self.coded else None
-        if own is not None and isinstance(own.form, ShippedForm):
-            matrix, octets = cast(ShippedMatrix, own.form.parameter), own.parts(views)[0]
+        form = packed[local[group.target]].form if self.coded and local.get(group.target) in packed else None
+        if isinstance(form, ShippedForm):
+            matrix, octets = cast(ShippedMatrix, form.parameter), packed[local[group.target]].parts(views)[0]
             for expert in range(first, last):
                 matrix.write(self._shipped_tensors(group, expert), octets[expert])
             if first == 0:  # the others have the same sizes
                 self._check_shape(local, group.target, [1, *matrix(octets[0]).shape], 1)
             return {group.target}
-        made = self.made(group, experts) if own is None else self._made_coded(group, experts, own.form.coding)
+        made = self.made(group, experts) if form is None else self._made_coded(group, experts, form.coding)
         for full, matrices_EDF in made.items():
             self._check_shape(local, full, list(matrices_EDF.shape), last - first)
             if local[full] in packed:
