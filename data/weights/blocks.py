@@ -31,7 +31,7 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 _FIVE_BITS = MIDDLE[8] - 16
 """Added to codes of 5 bits."""
 Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Of blocks: codes [..., n], scales and zeros [..., n / 32]."""
+"""Codes [..., n], scales and zeros [..., n / 32] of blocks."""
 
 
 def coded_blocks(kind: str, octets: Tensor) -> Coded:

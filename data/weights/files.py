@@ -159,7 +159,7 @@ class WeightFiles(ExitStack):
         """Tensors by name, in the order in which transformers reads them."""
         self._stored: dict[str, TensorFile] = {}
         self._names: list[str] = []
-        """Of the tensors of the files, sorted."""
+        """Sorted names of the files' tensors."""
         self._joiner: Join | None = None
 
     def join(self, joiner: Join) -> None:

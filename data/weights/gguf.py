@@ -2,7 +2,7 @@
 
 Names, layouts and arithmetic are transformers' own, so that the weights are those of `from_pretrained(gguf_file=)`:
 newer architectures go through weight converters (`integrations/gguf`, torch), older ones through
-`modeling_gguf_pytorch_utils` (gguf-py's numpy). Neither reads the whole file here.
+`modeling_gguf_pytorch_utils` (gguf-py's numpy). No call here reads the whole file.
 """
 
 from __future__ import annotations

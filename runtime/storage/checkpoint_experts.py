@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make up which experts, and reading them one expert at a time.
+"""Tensors of a checkpoint that make up its experts, read one expert at a time.
 
 Names and conversions are transformers' own (its conversion mapping and weight converters), so that checkpoints with
 one tensor per expert, fused ones and those of older layouts load as `from_pretrained` loads them.
@@ -238,7 +238,7 @@ class ExpertSources:
         return self._local[layer]
 
     def groups(self, layer: int) -> list[Group]:
-        """What makes one layer's parameters."""
+        """Return the groups that make up one layer's parameters."""
         return [self._groups[name] for name in self._local[layer] if name in self._groups]
 
     def files_of(self, group: Group) -> list[TensorFile]:
