@@ -65,7 +65,7 @@ def squared_error(weights_CNI: Tensor, found_CNI: Tensor, hessians_CII: Tensor) 
 
 
 def inverse_factor(hessians_CII: Tensor) -> Tensor:
-    """Return upper U [C, I, I], float32, with U' U the inverse of the damped H; H of no input counts as the identity."""
+    """Return upper U [C, I, I], float32, U' U the inverse of the damped H; H of no input counts as the identity."""
     damped = hessians_CII.double()
     mean_C11 = damped.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[:, None, None]
     added_C11 = torch.where(mean_C11 == 0, torch.ones_like(mean_C11), DAMPING * mean_C11)
