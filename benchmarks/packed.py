@@ -43,6 +43,8 @@ _Q4_BITS, _SPARE = 4.5, 64 << 20
 _FORMS = ["int4", "int8", "Q4_0"]
 _MEDIANS = ("tpot_s", "tpot_mean_s", "ttft_s", "again_s", "bytes_read", "prompt_bytes_read", "hit_rate", "waited_s")
 _KEYS = ("side", "memory", "throttle", "prompt", "repetition")
+BY_HAND = "\n## Kernels\n"
+"""What stands on the page from this heading on is kept."""
 _SMALL = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
           "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
 
@@ -227,7 +229,10 @@ class Bench:
         self.result["results"] = summaries(self.result["runs"])
         self._file.write()
         if self._args.page is not None:
-            self._args.page.write_text(page(json.loads(self._args.out.read_text())))
+            written = self._args.page.read_text() if self._args.page.exists() else ""
+            _, heading, by_hand = written.partition(BY_HAND)
+            made = page(json.loads(self._args.out.read_text()))
+            self._args.page.write_text(made + heading + by_hand)
 
 
 def _key(row: Json) -> tuple[object, ...]:

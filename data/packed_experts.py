@@ -1,16 +1,18 @@
-"""Experts of 4 or 8 bits a weight: matrices as codes and scales, multiplied as they lie by torch's own kernels.
+"""Experts in 4 or 8 bits per weight: matrices of codes and scales, multiplied by torch's own kernels.
 
-    weight = scale * code + minimum        a group of inputs of one output shares scale and minimum
+    weight = scale * code + minimum        inputs of one output that share scale and minimum are a group
 
-A module that is packed holds, in place of each matrix `name` [E, N, I]:
+A packed module holds these parameters in place of each matrix `name` [E, N, I]:
 
-    name_codes    uint8 [E, N, I/2], of 8 bits [E, 2, N, I/2]: high halves, low halves; ordered as the kernel reads them
+    name_codes    uint8 [E, N, I/2], in 8 bits [E, 2, N, I/2]: high halves, low halves; in the kernel's order
     name_scales   bf16 [E, J, N, 2]: scale and zero of each group, weight = scale * (code - 8) + zero
-                  bf16 [E, J, N]: scale alone, where all zeros are 0 (4 bits, symmetric)
+                  bf16 [E, J, N]: scales alone, where all zeros are 0 (4 bits, symmetric)
+
+or, in a form that no kernel multiplies by, `name_codes` uint8 [E, bytes]: the checkpoint's own tensors.
 
 The kernel multiplies by 4-bit codes in bf16. 8 bits are two products, 16 * high + low. Biases stay as they are.
 
-E experts (or slots), N outputs, I inputs, G inputs in a group, J = I / G groups, P rows, D and F a row's sizes.
+E experts (or slots), N outputs, I inputs, G inputs in a group, J = I / G groups, P rows, D and F sizes of a row.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from expertcast.predictors.messages import ExpertcastError, Json
 
 GROUPS = (256, 128, 64, 32)
-"""What torch's kernels take."""
+"""Sizes of groups that torch's kernels take."""
 CODES, SCALES = "_codes", "_scales"
 MANY_ROWS = {4: 384, 8: 112}
 """Rows of one expert, by bits, from which expanding its weights and multiplying in bf16 takes less time; fixed, since
@@ -44,7 +46,7 @@ MIDDLE = {4: 8, 8: 136}
 
 
 class Coding(NamedTuple):
-    """How the codes of a matrix lie."""
+    """Number of bits, size of groups and symmetry of a matrix's codes."""
 
     bits: int
     """4 or 8."""
@@ -58,13 +60,13 @@ class Coding(NamedTuple):
 
     @classmethod
     def over(cls, codings: Iterable[Coding]) -> Coding:
-        """Combine codings into one that all of them fit exactly: the most bits, the smallest groups."""
+        """Return the coding with the most bits and the smallest groups: it represents all of them exactly."""
         bits, groups, symmetric = zip(*codings, strict=True)
         return cls(max(bits), min(groups), all(symmetric))
 
     @classmethod
     def within(cls, bits: int, group: int, symmetric: bool) -> Coding | None:
-        """Split groups of any size into groups that the kernel takes; None where it takes none."""
+        """Return the coding with groups split to a size that the kernel takes; None if there is none."""
         found = next((each for each in GROUPS if group % each == 0), None)
         return None if found is None or bits not in MIDDLE else cls(bits, found, symmetric)
 
@@ -80,7 +82,7 @@ class Coded:
     scales: Tensor
     """float32 [..., N, J]"""
     zeros: Tensor | None
-    """float32 [..., N, J]: what is added, weight = scale * (code - middle) + zero; None: nothing."""
+    """float32 [..., N, J], weight = scale * (code - middle) + zero; None: all zeros are 0."""
 
     @property
     def shape(self) -> torch.Size:
@@ -92,11 +94,11 @@ class Coded:
 
     @property
     def mT(self) -> Coded:
-        """Every matrix transposed: inputs by outputs."""
+        """The transposed matrices [..., I, N]."""
         return Coded(self.bits, self.codes.mT, self.scales.mT, None if self.zeros is None else self.zeros.mT)
 
     def expanded(self) -> Tensor:
-        """float32 [..., N, I]."""
+        """Return the weights, float32 [..., N, I]."""
         codes = self.codes.to(torch.int16) - MIDDLE[self.bits]
         weights = torch.unflatten(codes, -1, (self.scales.shape[-1], -1)) * self.scales.unsqueeze(-1)
         if self.zeros is not None:
@@ -104,7 +106,7 @@ class Coded:
         return weights.flatten(-2)
 
     def fitted(self, coding: Coding) -> Coded:
-        """The same weights in a coding of no fewer bits and no larger groups."""
+        """Return the same weights in a coding with at least as many bits and no larger groups."""
         codes, scales, zeros = self.codes, self.scales, self.zeros
         if self.bits < coding.bits:
             codes = codes + (MIDDLE[coding.bits] - MIDDLE[self.bits])
@@ -118,10 +120,10 @@ class Coded:
 
 
 def rounded(weights: Tensor, bits: int, group: int) -> Coded:
-    """To nearest, of weights [..., N, I] of any float dtype.
+    """Round weights [..., N, I] of any float dtype to the nearest code.
 
-    Of 4 bits symmetric: a group's weight of largest magnitude becomes code 0, which is -8, whatever its sign; so scales
-    may be negative, and no code is left unused. Of 8 bits a group's range is divided evenly. Scales and zeros are
+    4 bits are symmetric: a group's weight of largest magnitude becomes code 0, which stands for -8, whatever its sign;
+    so scales may be negative, and every code is used. 8 bits divide a group's range evenly. Scales and zeros are
     rounded to bf16 first.
     """
     groups = torch.unflatten(weights.float(), -1, (-1, group))
@@ -141,10 +143,10 @@ def rounded(weights: Tensor, bits: int, group: int) -> Coded:
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """How one matrix of every expert lies, and how it is multiplied.
+    """One matrix of every expert as codes and scales in the kernel's order.
 
     Raises:
-        ExpertcastError: the kernel takes no such matrix.
+        ExpertcastError: the kernel does not take a matrix of this shape or coding.
     """
 
     coding: Coding
@@ -166,7 +168,7 @@ class PackedForm:
         return str(self.coding)
 
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what holds one expert's matrix, by the end of its name."""
+        """Return shape and dtype of the parameters of one expert's matrix, by the end of their names."""
         halves = (self.outputs, self.inputs // 2)
         groups = (self.inputs // self.coding.group, self.outputs)
         return {
@@ -180,7 +182,7 @@ class PackedForm:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts().values())
 
     def encode(self, matrices_ENI: Coded, codes: Tensor, scales: Tensor) -> None:
-        """Write some experts' matrices into their parts [E, ...], on the device that multiplies by them."""
+        """Write some experts' matrices to codes and scales [E, ...], which are on the device that computes."""
         fitted = matrices_ENI.fitted(self.coding)
         if fitted.bits == 8:
             _pack(fitted.codes >> 4, codes[:, 0])
@@ -221,9 +223,9 @@ class PackedForm:
 
 @dataclass(frozen=True, slots=True)
 class ShippedForm:
-    """One matrix of every expert of a layer as the bytes of the checkpoint, expanded for each product.
+    """One matrix of every expert of a layer as bytes of the checkpoint, expanded for each product.
 
-    The product has the bits of the expanded model's.
+    Products have the bits of the expanded model's.
     """
 
     outputs: int
@@ -231,7 +233,7 @@ class ShippedForm:
     inputs: int
     """I"""
     nbytes: int
-    """Bytes of one expert; those of the layer with the most."""
+    """Bytes of one expert in the layer where they are most."""
     transposed: bool
     """Whether the parameter is [I, N]."""
     parameter: Callable[[Tensor], Tensor]
@@ -241,7 +243,7 @@ class ShippedForm:
         return f"as shipped, {8 * self.nbytes / self.outputs / self.inputs:.2f} bits, expanded for each product"
 
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what holds one expert's matrix, by the end of its name."""
+        """Return shape and dtype of the parameters of one expert's matrix, by the end of their names."""
         return {CODES: ((self.nbytes,), torch.uint8)}
 
     def multiply(self, rows_PI: Tensor, octets: Tensor) -> Tensor:
@@ -259,7 +261,7 @@ Form = PackedForm | ShippedForm
 
 
 def _pairs(scales: Tensor) -> Tensor:
-    """bf16 [J, N, 2] of a symmetric form's scales, as the kernel reads them, in memory that the next call takes."""
+    """Return scales and zeros bf16 [J, N, 2] of a symmetric form, in memory that the next call overwrites."""
     pairs = _scratch(scales.shape, scales.device)
     # two bf16 are one int32: a scale's bits in its low half, and 0 in its high one
     pairs.copy_(scales.view(torch.uint16))
@@ -270,18 +272,18 @@ _HELD = threading.local()
 
 
 def _scratch(shape: torch.Size, device: torch.device) -> Tensor:
-    """int32 memory of this thread."""
+    """Return int32 memory of this thread."""
     held: dict[tuple[torch.Size, torch.device], Tensor] = _HELD.__dict__.setdefault("by_shape", {})
     if (shape, device) not in held:
         held[shape, device] = torch.empty(shape, dtype=torch.int32, device=device)
     return held[shape, device]
 
 
-# torch's kernel on the CPU and its order of codes: blocks of outputs; in a block input after input, two outputs a byte
+# torch's CPU kernel orders codes in blocks of outputs; within a block by input, with two outputs in a byte
 
 
 def product(rows_PI: Tensor, codes: Tensor, group: int, pairs: Tensor) -> Tensor:
-    """bf16 [P, N] of bf16 rows [P, I] and one matrix of 4 bits, its scales and zeros as `pairs` bf16 [J, N, 2]."""
+    """Multiply bf16 rows [P, I] by one matrix in 4 bits, with scales and zeros `pairs` bf16 [J, N, 2]; bf16 [P, N]."""
     if rows_PI.is_cuda:
         inputs = rows_PI.shape[1]
         words = codes.view(torch.int32).view(len(codes) // 8, -1, 32, _tiles(inputs) // 2)
@@ -290,12 +292,12 @@ def product(rows_PI: Tensor, codes: Tensor, group: int, pairs: Tensor) -> Tensor
 
 
 def _tiles(inputs: int) -> int:
-    """Tiles of 16 inputs that the CUDA kernel reads at a time."""
+    """Return the tiles of 16 inputs that the CUDA kernel reads at a time."""
     return next(tiles for tiles in (8, 4, 2) if inputs % (16 * tiles) == 0)
 
 
 def _pack(codes_ENI: Tensor, packed: Tensor) -> None:
-    """Write codes of 4 bits as the kernel reads them, uint8 [E, N, I/2], where both lie."""
+    """Write 4-bit codes in the kernel's order, uint8 [E, N, I/2]; both are on one device."""
     if packed.is_cuda:  # the first code in the high bits
         for codes_NI, octets in zip(codes_ENI, packed, strict=True):
             pairs = codes_NI[:, ::2] << 4 | codes_NI[:, 1::2]
@@ -308,7 +310,7 @@ def _pack(codes_ENI: Tensor, packed: Tensor) -> None:
 
 
 def _unpacked(packed: Tensor, outputs: int, inputs: int) -> Tensor:
-    """uint8 [N, I] of what :func:`_pack` wrote of one expert."""
+    """Return the codes uint8 [N, I] of one expert that :func:`_pack` wrote."""
     codes = torch.empty(1, outputs, inputs, dtype=torch.uint8)
     for rows_EBRI, octets in _blocks(codes, packed.unsqueeze(0)):
         low, high = _order(rows_EBRI.shape[2])
@@ -318,7 +320,10 @@ def _unpacked(packed: Tensor, outputs: int, inputs: int) -> Tensor:
 
 
 def _blocks(codes_ENI: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The kernel's blocks of R outputs [E, B, R, I] with their bytes [E, B, I, R/2]; those left over are one block."""
+    """Iterate over the kernel's blocks of R outputs [E, B, R, I] and their bytes [E, B, I, R/2].
+
+    The last outputs form a smaller block.
+    """
     outputs, inputs = codes_ENI.shape[1:]
     most = 64 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 32
     whole = outputs - outputs % most
@@ -331,7 +336,7 @@ def _blocks(codes_ENI: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 @cache
 def _order(rows: int) -> tuple[slice, slice]:
-    """Which outputs of a block the low and the high halves of its bytes are of, by torch's own packing."""
+    """Return the outputs of a block in the low and in the high halves of its bytes, found by torch's own packing."""
     row_RI = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, 32).contiguous()
     sixteens, ones = (torch._convert_weight_to_int4pack_for_cpu(each, 1) for each in (row_RI >> 4, row_RI & 15))
     first, second = sixteens.reshape(32, -1)[0].int(), ones.reshape(32, -1)[0].int()
@@ -339,7 +344,7 @@ def _order(rows: int) -> tuple[slice, slice]:
 
 
 def _run(numbers: Tensor) -> slice:
-    """Evenly spaced numbers as a slice, which is read faster."""
+    """Return evenly spaced numbers as a slice, which torch reads faster."""
     first, *_, last = numbers.tolist()
     step = (last - first) // (len(numbers) - 1)
     assert numbers.tolist() == list(range(first, last + 1, step))
@@ -350,14 +355,14 @@ def _run(numbers: Tensor) -> slice:
 
 
 class PackedMatrix:
-    """In place of a parameter [E, N, I] or [E, I, N]: transformers' grouped kernel multiplies by it.
+    """Packed matrices in place of a parameter [E, N, I] or [E, I, N]; transformers' grouped kernel multiplies by them.
 
     Args:
-        experts: the module, whose parameters hold the parts.
-        name: of the parameter.
-        form: how it lies.
+        experts: the module whose parameters hold the parts.
+        name: the parameter's name.
+        form: the form of the matrices.
         transposed: whether the parameter was [E, I, N].
-        dtype: of the parameter, and of the products.
+        dtype: the parameter's and the products' dtype.
     """
 
     def __init__(self, experts: nn.Module, name: str, form: Form, transposed: bool, dtype: torch.dtype) -> None:
@@ -373,25 +378,25 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of the parameter that it replaces."""
+        """Shape of the replaced parameter."""
         sizes = (self.form.outputs, self.form.inputs)
         return (len(self.parts()[0]), *(sizes[::-1] if self.transposed else sizes))
 
     @property
     def device(self) -> torch.device:
-        """Where they lie."""
+        """Device of the parts."""
         return self.parts()[0].device
 
     def data_ptr(self) -> int:
-        """Address of the codes."""
+        """Return the address of the codes."""
         return self.parts()[0].data_ptr()
 
     def transpose(self, *_dims: int) -> PackedMatrix:
-        """Itself: it knows its outputs."""
+        """Return the object itself, since its form names the outputs."""
         return self
 
     def products(self, rows_PI: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
-        """One product in bf16 per group (expert, rows), the groups' rows in order: [P, N] in the rows' dtype."""
+        """Multiply each group's rows, given as (expert, number of rows) in order; [P, N] in the rows' dtype."""
         parts, outputs, start = self.parts(), [], 0
         for expert, count in groups:
             own = [part[expert] for part in parts]
@@ -413,11 +418,11 @@ class PackedMatrix:
 
 
 Forms = Mapping[str, Form]
-"""By the parameter's name."""
+"""Forms by the parameter's name."""
 
 
 def matrices(experts: nn.Module, count: int) -> dict[str, nn.Parameter]:
-    """A module's matrices [E, N, I], by name."""
+    """Return a module's matrices [E, N, I] by name."""
     return {
         name: parameter
         for name, parameter in experts.named_parameters(recurse=False)
@@ -444,15 +449,15 @@ def form_for(experts: nn.Module, matrix: Tensor, bits: int) -> PackedForm:
 
 
 def down_projection(experts: nn.Module) -> Tensor | PackedMatrix:
-    """A module's down projection, packed or not."""
+    """Return a module's down projection, packed or not."""
     return experts.down_proj  # type: ignore[return-value]
 
 
 def packed_nbytes(experts: nn.Module, count: int, bits: int) -> int:
-    """Bytes of one expert once its matrices are rounded to 4 or 8 bits; the module may be on the meta device.
+    """Return the bytes of one expert with matrices rounded to 4 or 8 bits; the module may be on the meta device.
 
     Raises:
-        ExpertcastError: the kernel takes no such matrix.
+        ExpertcastError: the kernel does not take one of the matrices.
     """
     own = matrices(experts, count)
     packed = sum(form_for(experts, matrix, bits).nbytes for matrix in own.values())
@@ -461,7 +466,7 @@ def packed_nbytes(experts: nn.Module, count: int, bits: int) -> int:
 
 
 def weight_bits(experts: nn.Module) -> float:
-    """Bits that a weight of a module's matrices takes, scales included."""
+    """Return the bits per weight of a module's matrices, scales included."""
     forms = [matrix.form for matrix in packed_matrices(experts).values()]
     if not forms:
         return 8.0 * down_projection(experts).dtype.itemsize
@@ -469,7 +474,7 @@ def weight_bits(experts: nn.Module) -> float:
 
 
 def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
-    """Replace a module's matrices by packed ones, not filled, on the device of the matrices.
+    """Replace a module's matrices by empty packed ones on the same device.
 
     The module then runs transformers' grouped kernel, whichever of transformers' kernels the model names.
     """
@@ -497,20 +502,20 @@ def _grouped(experts: nn.Module, *args: Any) -> Tensor:
 
 
 def packed_matrices(experts: nn.Module) -> dict[str, PackedMatrix]:
-    """By name; none of a module that is not packed."""
+    """Return a module's packed matrices by name; empty for an expanded module."""
     return {name: each for name, each in experts.__dict__.items() if isinstance(each, PackedMatrix)}
 
 
 def write_packed(
     experts: nn.Module, name: str, matrices_EDF: Tensor | Coded, parts: Mapping[str, Tensor], first: int = 0
 ) -> None:
-    """Pack some experts' matrices.
+    """Pack matrices of some experts.
 
     Args:
-        experts, name: the matrices' module and name.
-        matrices_EDF: as the module has them, [E, N, I] or [E, I, N], of any float dtype or coded, on the CPU.
-        parts: what holds all experts, by name.
-        first: the first one's number.
+        experts, name: module and name of the matrices.
+        matrices_EDF: [E, N, I] or [E, I, N] as the module has them, in any float dtype or coded, on the CPU.
+        parts: parameters of all experts by name, which are written.
+        first: number of the first expert.
     """
     own = packed_matrices(experts)[name]
     form, matrices_ENI = own.form, matrices_EDF.mT if own.transposed else matrices_EDF
@@ -522,7 +527,7 @@ def write_packed(
 
 
 def expanded_experts(experts: nn.Module, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One expert's parameters by name, without the expert dimension, its packed ones expanded."""
+    """Return one expert's parameters by name, without the expert dimension and with packed ones expanded."""
     packed = packed_matrices(experts)
     held = {name for matrix in packed.values() for name in matrix.names}
     plain = {name: part for name, part in parts.items() if name not in held}
@@ -533,10 +538,10 @@ def expanded_experts(experts: nn.Module, parts: Mapping[str, Tensor]) -> dict[st
 
 
 def pack_module(experts: nn.Module, count: int, bits: int) -> None:
-    """Round a module's matrices and hold them packed, one matrix at a time.
+    """Round a module's matrices and hold them packed, one matrix after another.
 
     Raises:
-        ExpertcastError: the kernel takes one of them not; all stay as they were.
+        ExpertcastError: the kernel does not take one of them; the module is unchanged.
     """
     own = matrices(experts, count)
     forms = {name: form_for(experts, matrix, bits) for name, matrix in own.items()}
@@ -549,12 +554,12 @@ def pack_module(experts: nn.Module, count: int, bits: int) -> None:
 
 
 def at_once(matrices_EDF: Tensor) -> int:
-    """How many experts' matrices are packed in one call: more are not faster, and take memory."""
+    """Return the number of experts packed in one call; larger numbers are no faster and take more memory."""
     return max(1, 2**22 // matrices_EDF[0].numel())
 
 
 def iterate_plain(experts: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
-    """Each expert's own parameters by name, packed ones expanded."""
+    """Iterate over the experts' parameters by name, with packed ones expanded."""
     own = {
         name: each.detach()
         for name, each in experts.named_parameters(recurse=False)

@@ -55,8 +55,8 @@ def load_offloaded(
         model_id: folder or hub id of a checkpoint in safetensors, in any layout of transformers, or the path of a GGUF
             file (the first part of a split one). Quantised weights (FP8, MXFP4, GPTQ, AWQ, compressed-tensors,
             bitsandbytes, GGUF) are dequantised as transformers or the library of the form does it. With `store="disk"`
-            and `codec="fp8"` or `"mxfp4"` experts are dequantised after their transfer, with `experts="packed"` (GGUF
-            of 4 to 8 bits, GPTQ, AWQ, integers of compressed-tensors, MXFP4) never.
+            and `codec="fp8"` or `"mxfp4"` experts are dequantised after their transfer, with `experts="packed"` never,
+            or for each product in forms without a kernel.
         device: the device that computes. None: the CUDA device if there is one, else the CPU.
         dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None or `auto`: the dtype of the model's configuration.
         config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts stay in
@@ -102,9 +102,9 @@ def load_offloaded(
         model = _load_others(skeleton, sources, files, source).to(target)
         # experts on the meta device: the store replaces them, and a closed model keeps them
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
-        for layer, own in zip(view, forms, strict=True):
-            make_packed(layer.experts, layer.num_experts, own)
-            make_packed(model.get_submodule(layer.experts_name), layer.num_experts, own)
+        for layer, layer_forms in zip(view, forms, strict=True):
+            make_packed(layer.experts, layer.num_experts, layer_forms)
+            make_packed(model.get_submodule(layer.experts_name), layer.num_experts, layer_forms)
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
         if forms[0]:  # codes lie as this processor's kernel reads them
             lie = ", ".join(f"{name} {each}" for name, each in forms[0].items())

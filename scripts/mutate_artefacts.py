@@ -25,6 +25,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -317,19 +318,23 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         driver = Driver(args.out or Path(temporary), args.seed, args.artefacts)
         rows: list[Row] = []
-        for case in range(args.count) if args.only is None else [args.only]:
-            for row in driver.case(case):
-                rows.append(row)
-                if row.outcome in BAD or args.only is not None:
-                    what = f"{row.file}: {row.change}; {row.operation}: {row.outcome}, {row.line!a}"
-                    print(
-                        f"--seed {args.seed} --only {case} --artefacts {' '.join(args.artefacts)}: {what}", flush=True
-                    )
+        done = 0
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with contextlib.suppress(KeyboardInterrupt):  # what is counted so far is written
+            for case in range(args.count) if args.only is None else [args.only]:
+                for row in driver.case(case):
+                    rows.append(row)
+                    if row.outcome in BAD or args.only is not None:
+                        print(
+                            f"--seed {args.seed} --artefacts {' '.join(args.artefacts)} --only {case}: {row}",
+                            flush=True,
+                        )
+                done += 1
     by_file = counts(rows)
     print(table(by_file))
     if args.json:
         failures = [asdict(row) for row in rows if row.outcome in BAD]
-        result = {"seed": args.seed, "count": args.count, "operations": len(rows), "by_file": by_file}
+        result = {"seed": args.seed, "count": done, "operations": len(rows), "by_file": by_file}
         args.json.write_text(json.dumps({**result, "failures": failures}, indent=2) + "\n")
     return int(any(row.outcome in BAD for row in rows))
 

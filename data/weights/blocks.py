@@ -1,4 +1,4 @@
-"""Blocks of a GGUF file's quantised kinds, and of MXFP4, as codes and scales, without dequantising them.
+"""Read blocks of GGUF's quantised kinds and of MXFP4 as codes and scales, without dequantising them.
 
     bytes of a block                                       weight
     Q4_0    d, 16 codes                                    d (q - 8)
@@ -26,16 +26,16 @@ from torch import Tensor
 from expertcast.data.packed_experts import MIDDLE, Coded, Coding
 
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice what codes of MXFP4 stand for."""
+"""Twice the values of MXFP4's codes."""
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FIVE_BITS = MIDDLE[8] - 16
-"""What is added to codes of 5 bits."""
+"""Added to codes of 5 bits."""
 Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Of blocks: codes [..., n], scales and zeros [..., n / 32]."""
+"""Codes [..., n], scales and zeros [..., n / 32] of blocks."""
 
 
 def coded_blocks(kind: str, octets: Tensor) -> Coded:
-    """Codes and scales of rows of blocks.
+    """Return codes and scales of rows of blocks.
 
     Args:
         kind: one of `CODINGS`.
@@ -47,12 +47,17 @@ def coded_blocks(kind: str, octets: Tensor) -> Coded:
 
 
 def coded_mxfp4(blocks: Tensor, scales: Tensor) -> Coded:
-    """As gpt-oss ships them: blocks uint8 [..., J, 16], whose codes lie in order, and exponents uint8 [..., J]."""
+    """Return codes and scales of MXFP4 as gpt-oss ships it.
+
+    Args:
+        blocks: uint8 [..., J, 16], codes in order.
+        scales: exponents uint8 [..., J].
+    """
     return Coded(8, _looked_up(nibbles(blocks).flatten(-2), _FP4), _exponential(scales), None)
 
 
 def nibbles(octets: Tensor) -> Tensor:
-    """The codes of 4 bits in bytes, low half first: uint8 [..., n] -> [..., 2 n]."""
+    """Return the 4-bit codes in bytes, low half first: uint8 [..., n] -> [..., 2 n]."""
     wide = octets.to(torch.int16)
     return (wide << 4).bitwise_or_(wide).bitwise_and_(0x0F0F).view(torch.uint8)
 
@@ -62,25 +67,25 @@ def _float(blocks: Tensor, start: int) -> Tensor:
 
 
 def _halves(octets: Tensor) -> Tensor:
-    """Low halves, then high ones, [..., n] -> [..., 2 n]."""
+    """Return all low halves of bytes, then all high ones: [..., n] -> [..., 2 n]."""
     eights = octets.contiguous().view(torch.int64)
     mask = 0x0F0F0F0F0F0F0F0F
     return torch.cat((eights & mask, (eights >> 4).bitwise_and_(mask)), dim=-1).view(torch.uint8)
 
 
 def _bits(octets: Tensor) -> Tensor:
-    """The bits of bytes, lowest first, [..., n] -> [..., 8 n]."""
+    """Return the bits of bytes, lowest first: [..., n] -> [..., 8 n]."""
     return ((octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
 
 
 def _looked_up(codes: Tensor, values: tuple[int, ...]) -> Tensor:
-    """Codes of 8 bits for signed values."""
+    """Return 8-bit codes of the signed values that codes stand for."""
     table = torch.tensor(values, dtype=torch.int16).add_(MIDDLE[8]).to(torch.uint8)
     return table[codes.int()]
 
 
 def _exponential(exponents: Tensor) -> Tensor:
-    """2^(e - 128), in float32's own bits, since the smallest two are subnormal."""
+    """Return 2^(e - 128), written as bits of float32, since the smallest two are subnormal."""
     e = exponents.int()
     return torch.where(e < 2, 0x200000 << e.clamp_max(1), (e - 1) << 23).view(torch.float32)
 
@@ -110,7 +115,7 @@ def _q8_0(blocks: Tensor) -> Parts:
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [..., 8] scales, and what is subtracted."""
+    """Return scales and subtracted offsets, both float32 [..., 8]."""
     first, second, third = torch.unflatten(blocks[..., 4:16], -1, (3, 4)).unbind(-2)
     scales = torch.cat((first & 63, (third & 15) | (first >> 2) & 48), dim=-1)
     offsets = torch.cat((second & 63, (third >> 4) | (second >> 2) & 48), dim=-1)
@@ -157,6 +162,6 @@ _KINDS: dict[str, tuple[int, Coding, Callable[[Tensor], Parts]]] = {
     "IQ4_XS": (136, Coding(8, 32, True), _iq4_xs),
     "MXFP4": (17, Coding(8, 32, True), _mxfp4),
 }
-"""Bytes of a block, what its codes become, and how."""
+"""Bytes of a block, coding of its codes, and the function that reads it."""
 CODINGS = {kind: coding for kind, (_, coding, _) in _KINDS.items()}
-"""How the codes of each kind lie once they are read."""
+"""Codings of the kinds' codes after reading."""

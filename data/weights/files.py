@@ -1,6 +1,6 @@
-"""The files of a checkpoint: its tensors by name, each read when it is needed, with `pread`.
+"""Files of a checkpoint: tensors by name, each read with `pread` when it is needed.
 
-Of a mapped file every page that was looked at would count as this process's memory.
+Pages of a mapped file would count as this process's memory once they are read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 _MOST_HEADER = 2**26
-"""Bytes of a header that a fingerprint covers."""
+"""Bytes of a header that a fingerprint covers at most."""
 Part = slice | EllipsisType
 """Rows of a tensor one after another, or all of it."""
 
@@ -58,10 +58,10 @@ class TensorFile(Protocol):
     """One tensor of a checkpoint, as `safe_open(...).get_slice` returns it; read when indexed, each time anew."""
 
     def get_shape(self) -> list[int]:
-        """Its sizes."""
+        """Return its sizes."""
 
     def get_dtype(self) -> str:
-        """As safetensors names it."""
+        """Return its dtype as safetensors names it."""
 
     def __getitem__(self, part: Part) -> Tensor: ...
 
@@ -72,20 +72,20 @@ class ComputedTensor:
 
     shape: Sequence[int]
     dtype: str
-    """As safetensors names it; what is read may be narrower already."""
+    """Dtype as safetensors names it; the tensor may be read in a narrower one."""
     make: Callable[[Part], Tensor]
     """Computes some rows, or all."""
     coding: Callable[[], Coding | None] = lambda: None
-    """Returns how the codes of a quantised one lie; None where no kernel takes them."""
+    """Returns the coding of a quantised tensor; None if no kernel takes it."""
     coded: Callable[[Part], Coded] | None = None
     """Reads the codes of some rows, or all."""
 
     def get_shape(self) -> list[int]:
-        """Its sizes."""
+        """Return its sizes."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """As safetensors names it."""
+        """Return its dtype as safetensors names it."""
         return self.dtype
 
     def __getitem__(self, part: Part) -> Tensor:
@@ -145,20 +145,20 @@ Join: TypeAlias = Callable[[Mapping[str, TensorFile]], dict[str, TensorFile]]
 
 
 class WeightFiles(ExitStack):
-    """The files of one checkpoint; a context manager, since they stay open.
+    """Open files of one checkpoint; a context manager that closes them.
 
     Args:
-        paths: of the files.
+        paths: the files' paths.
     """
 
     def __init__(self, paths: list[str]) -> None:
         super().__init__()
         self.paths = paths
         self.tensors: dict[str, TensorFile] = {}
-        """By name, in the order in which transformers reads them."""
+        """Tensors by name, in the order in which transformers reads them."""
         self._stored: dict[str, TensorFile] = {}
         self._names: list[str] = []
-        """Of the tensors of the files, sorted."""
+        """Sorted names of the files' tensors."""
         self._joiner: Join | None = None
 
     def join(self, joiner: Join) -> None:
@@ -182,12 +182,12 @@ class WeightFiles(ExitStack):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first floating tensor."""
+        """Dtype of the first floating tensor."""
         names = (tensor.get_dtype() for tensor in self.tensors.values())
         return next((_FLOATS[name] for name in names if name in _FLOATS), torch.float32)
 
     def fingerprint(self) -> str:
-        """SHA-256 over the files' names, sizes, times of change and headers: cheap, and other after any change."""
+        """Return SHA-256 over the files' names, sizes, times of change and headers; it differs after any change."""
         digest = hashlib.sha256()
         for path in map(Path, self.paths):
             status = path.stat()
@@ -198,10 +198,10 @@ class WeightFiles(ExitStack):
 
 
 class SafetensorsFiles(WeightFiles):
-    """All tensors of one checkpoint in safetensors by name.
+    """Tensors of one checkpoint in safetensors.
 
     Raises:
-        ExpertcastError: no safetensors there, or damaged ones.
+        ExpertcastError: the checkpoint has no safetensors, or damaged ones.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -230,11 +230,12 @@ class SafetensorsFiles(WeightFiles):
 
 
 def weight_files(source: ModelSource) -> list[str]:
-    """The one file of a checkpoint in safetensors, or the shards that its index names; a hub id's are downloaded into
-    the hub's cache.
+    """Return the paths of a checkpoint's safetensors: one file, or the shards that its index names.
+
+    Files of a hub id are downloaded into the hub's cache.
 
     Raises:
-        ExpertcastError: there are none.
+        ExpertcastError: the checkpoint has none.
     """
     try:
         if (single := source.file(SAFE_WEIGHTS_NAME)) is not None:

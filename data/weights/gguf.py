@@ -1,8 +1,8 @@
-"""A GGUF file's tensors by the names and in the shapes that a model has, each read and dequantised when it is needed.
+"""A GGUF file's tensors under the model's names and shapes, each read and dequantised when it is needed.
 
-Names, layouts and arithmetic are transformers' own, so that the weights are those of `from_pretrained(gguf_file=)`: of
-an architecture that it converts by weight converters (`integrations/gguf`, torch), or of an older one
-(`modeling_gguf_pytorch_utils`, gguf-py's numpy). Neither is ever asked for the whole file.
+Names, layouts and arithmetic are transformers' own, so that the weights are those of `from_pretrained(gguf_file=)`:
+newer architectures go through weight converters (`integrations/gguf`, torch), older ones through
+`modeling_gguf_pytorch_utils` (gguf-py's numpy). No call here reads the whole file.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _UNMAPPED = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-"""What files say of a model's shape and transformers leaves at the configuration class's default."""
+"""Sizes in a file's metadata that transformers does not read, with the configuration's fields."""
 _AGAIN = {"Q6_K": Coding(8, 32, False)}
-"""Kinds whose groups are smaller than the kernel's: their weights are rounded again."""
+"""Kinds with groups smaller than the kernel's: weights are rounded again."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -60,15 +60,15 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """A parameter of the model, and the tensors of the file that make it."""
+    """A parameter of the model, with the tensors of the file that make it up."""
 
     stored: list[_Stored]
     read: Callable[[_Stored, Part], Tensor]
     """Dequantises one of them."""
     convert: Callable[[list[Tensor]], Tensor]
-    """Joins what was read of them: weights, or codes or scales or zeros."""
+    """Joins the tensors' weights, or their codes, scales or zeros."""
     dtype: torch.dtype | None = None
-    """Of the weights; None: as they are read."""
+    """Dtype of the weights; None: as they are read."""
 
     def weights(self, part: Part) -> Tensor:
         made = self.convert([self.read(tensor, part) for tensor in self.stored])
@@ -80,7 +80,7 @@ class _Parameter:
         return ComputedTensor((), "F32", replace(self, stored=stored).weights)
 
     def coding(self) -> Coding | None:
-        """How the parameter's codes lie; None where they are not read."""
+        """Return the coding of the parameter's codes; None if they are not read."""
         kinds = [CODINGS.get(tensor.kind.name, _AGAIN.get(tensor.kind.name)) for tensor in self.stored]
         return None if None in kinds else Coding.over(kind for kind in kinds if kind is not None)
 
@@ -106,13 +106,13 @@ class GgufFile(WeightFiles):
     """The tensors of a GGUF file.
 
     Args:
-        paths: of the file, or of its parts.
-        model: without weights.
-        dtype: that the model is to have; None: what transformers takes, the file's where it holds floats alone and its
-            architecture is a newer one, else float32.
+        paths: path of the file, or of each part.
+        model: the model without weights.
+        dtype: the dtype to load; None: transformers' choice, the file's for plain floats of a newer architecture, else
+            float32.
 
     Raises:
-        ExpertcastError: the file lacks a parameter, or names no expert as transformers maps them.
+        ExpertcastError: the file lacks a parameter, or transformers maps no tensor to one.
     """
 
     def __init__(self, paths: list[str], model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
@@ -154,7 +154,7 @@ class GgufFile(WeightFiles):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the model where none is named."""
+        """Dtype of the model if the caller names none."""
         return self._dtype
 
 
@@ -163,10 +163,10 @@ def _rows(file: BinaryIO, tensor: Any) -> TensorFile:
 
 
 def _tensors(path: str) -> list[Any]:
-    """What a file says of its tensors.
+    """Return a file's descriptions of its tensors.
 
     Raises:
-        ExpertcastError: it is cut off or damaged.
+        ExpertcastError: the file is cut off or damaged.
     """
     from gguf import GGUFReader
 
@@ -177,7 +177,7 @@ def _tensors(path: str) -> list[Any]:
 
 
 def gguf_form(paths: list[str], name: str) -> Quantised:
-    """A GGUF file's form in words, by its metadata.
+    """Return a GGUF file's form in words, from its metadata.
 
     Raises:
         ExpertcastError: parts of the file are missing.
@@ -196,7 +196,7 @@ def gguf_form(paths: list[str], name: str) -> Quantised:
 
 
 def complete_config(config: PretrainedConfig, paths: list[str]) -> None:
-    """Give a configuration that transformers made of a GGUF file, or of its first part, what it leaves out."""
+    """Complete the configuration that transformers makes of a GGUF file, or of its first part."""
     metadata, _ = read_gguf_metadata(paths[0])
     for end, name in _UNMAPPED.items():
         size = metadata.get(f"{metadata['general.architecture']}.{end}")
@@ -207,11 +207,7 @@ def complete_config(config: PretrainedConfig, paths: list[str]) -> None:
 
 
 def check_package(name: str) -> None:
-    """That GGUF files can be read.
-
-    Raises:
-        ExpertcastError: the package gguf is not installed.
-    """
+    """Raise ExpertcastError if the package gguf, which reads GGUF files, is not installed."""
     if not is_gguf_available():
         raise ExpertcastError(f"{name!r} is a GGUF file, which takes a package: pip install 'expertcast[gguf]'")
 
@@ -219,7 +215,7 @@ def check_package(name: str) -> None:
 def _converted(
     stored: dict[str, _Stored], model: PreTrainedModel, architecture: str, dtype: torch.dtype
 ) -> dict[str, _Parameter]:
-    """What makes each parameter, by transformers' weight converters for the architecture."""
+    """Return the source of each parameter, by transformers' weight converters for the architecture."""
     mapping = get_gguf_conversion_mapping(architecture, model.config)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -257,7 +253,7 @@ def _converted(
 
 
 def _mapped(stored: dict[str, _Stored], model: PreTrainedModel, architecture: str) -> dict[str, _Parameter]:
-    """What makes each parameter, by transformers' map of names and its processor of the older architectures."""
+    """Return the source of each parameter, by transformers' names and processors of the older architectures."""
     from gguf import dequantize
 
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint that are packed into integers: several tensors, read as the one that they stand for.
+"""Quantised weights of a checkpoint: several tensors, read as the one weight that they make up.
 
     GPTQ                x.qweight [C b/32, R], x.qzeros [G, R b/32], x.scales [G, R], x.g_idx [C]
     AWQ (gemm)          x.qweight [C, R b/32], x.qzeros [G, R b/32], x.scales [G, R]
@@ -37,22 +37,22 @@ from expertcast.predictors.messages import ExpertcastError
 # The last blocks of a matrix may be cut off.
 
 FP8_CODES = ("F8_E4M3", "F8_E5M2")
-"""As safetensors names them."""
+"""safetensors' names of FP8."""
 _WEIGHT = ".weight"
 _SCALES = (".weight_scale_inv", ".scale", ".qscale_weight")
-"""What the scales of `.weight` are called; transformers renames the latter two."""
+"""Names of the scales of `.weight`; transformers renames the latter two."""
 _ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act")
-"""Scales of what weights are multiplied by: of no use to weights that are dequantised."""
+"""Scales of activations, which dequantised weights do not need."""
 
 
 class Fp8Tensor:
-    """A weight as the float32 that its codes and scales stand for; transformers rounds those to the model's dtype.
+    """A weight in FP8, read as the float32 of its codes and scales; transformers rounds that to the model's dtype.
 
     Args:
-        name: of the codes.
+        name: name of the codes.
         codes: float8 [R, C] or [E, R, C].
         scales: see above.
-        block: rows and columns that share a scale, as the configuration says; None: as many as divide the matrix.
+        block: the configuration's rows and columns that share a scale; None: as many as divide the matrix.
 
     Raises:
         ExpertcastError: codes of another type, or scales that do not fit them.
@@ -61,7 +61,7 @@ class Fp8Tensor:
     def __init__(self, name: str, codes: TensorFile, scales: TensorFile, block: Sequence[int] | None = None) -> None:
         self._codes, self._scales = codes, scales
         self.shape = tuple(codes.get_shape())
-        """Of the weight."""
+        """Shape of the weight."""
         *outer, rows, columns = self.shape
         self._outer = len(outer)
         found = scales.get_shape()
@@ -69,7 +69,7 @@ class Fp8Tensor:
         if len(inner) < 2:
             inner = [*inner, 1, 1][:2]
         self.grid = (*found[: self._outer], *inner)
-        """Of the scales: [gR, gC] or [E, gR, gC]; one number for each row are gR = R and gC = 1."""
+        """Shape of the scales: [gR, gC] or [E, gR, gC]; with a scale for each row gR = R and gC = 1."""
         wanted = block or (None, None)
         self.block = _shared(rows, self.grid[-2], wanted[0]), _shared(columns, self.grid[-1], wanted[1])
         """Rows and columns that share a scale."""
@@ -84,19 +84,19 @@ class Fp8Tensor:
         return all(size % shared == 0 for size, shared in zip(self.shape[-2:], self.block, strict=True))
 
     def get_shape(self) -> list[int]:
-        """Of the weight."""
+        """Return the weight's sizes."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Of the codes."""
+        """Return the codes' dtype as safetensors names it."""
         return self._codes.get_dtype()
 
     def codes(self, part: Part = ...) -> Tensor:
-        """As shipped, of some experts or all."""
+        """Return the codes of some experts or all."""
         return self._codes[part]
 
     def scales(self, part: Part = ...) -> Tensor:
-        """float32 [gR, gC] or [E, gR, gC], of some experts or all."""
+        """Return the scales of some experts or all, float32 [gR, gC] or [E, gR, gC]."""
         scales = self._scales[part] if self._outer else self._scales[...]
         # a byte is an exponent (MXFP8): transformers' formula
         floats = (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
@@ -113,14 +113,14 @@ class Fp8Tensor:
 
 
 def join_scales(tensors: Mapping[str, TensorFile], block: Sequence[int] | None) -> dict[str, TensorFile]:
-    """A checkpoint's tensors by name, where each weight in FP8 has taken up its scales.
+    """Join FP8 codes with their scales; return a checkpoint's weights by name.
 
     Args:
-        tensors: codes and scales by themselves.
+        tensors: the checkpoint's tensors by name.
         block: see :class:`Fp8Tensor`.
 
     Raises:
-        ExpertcastError: an FP8 weight without scales, or as :class:`Fp8Tensor`.
+        ExpertcastError: an FP8 weight without scales, or with scales that do not fit.
     """
     joined, used = dict(tensors), set()
     for name, tensor in tensors.items():
@@ -141,28 +141,28 @@ def join_scales(tensors: Mapping[str, TensorFile], block: Sequence[int] | None) 
 
 
 def _shared(size: int, count: int, wanted: int | None) -> int:
-    """Rows (or columns) that share a scale when there are so many scales; 0: none fits."""
+    """Return the rows (or columns) that share one of `count` scales; 0 if no number fits."""
     if wanted and -(-size // wanted) == count:
         return min(wanted, size)
     return 0 if count < 1 or size % count else size // count
 
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the codes of eight rows lie."""
+"""Places of eight rows' codes in a word."""
 _OF_OTHERS = re.compile(r"\.(input|output|q|k|v)_(scale|zero_point|global_scale)$")
-"""Scales of activations: of no use to weights that are dequantised."""
+"""Scales of activations, which dequantised weights do not need."""
 
 
 def join_packed(tensors: Mapping[str, TensorFile], method: str, settings: Mapping[str, Any]) -> dict[str, TensorFile]:
-    """A checkpoint's tensors by name, where each packed weight is one.
+    """Join the tensors of each packed weight; return a checkpoint's weights by name.
 
     Args:
-        tensors: as they lie in the files.
-        method: one of :mod:`expertcast.data.source`'s.
+        tensors: the checkpoint's tensors by name.
+        method: `GPTQ`, `AWQ` or `COMPRESSED` of :mod:`expertcast.data.source`.
         settings: the configuration's section on quantisation.
 
     Raises:
-        ExpertcastError: a weight lacks its scales, or they do not fit it.
+        ExpertcastError: a weight lacks its scales, or has scales that do not fit.
     """
     joiner = {GPTQ: _gptq, AWQ: _awq, COMPRESSED: _compressed}[method]
     marks = (".weight_packed", ".weight") if method == COMPRESSED else (".qweight",)
@@ -180,7 +180,7 @@ def join_packed(tensors: Mapping[str, TensorFile], method: str, settings: Mappin
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The codes (uint8) in words of int32 [..., N], lowest bits first: [..., N 32/bits]."""
+    """Return the codes in words, lowest bits first: int32 [..., N] -> uint8 [..., N 32/bits]."""
     octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     if bits == 8:
         return octets
@@ -192,15 +192,15 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 class _Parts:
-    """The tensors of one weight, by what follows its name."""
+    """The tensors of one weight, by the ends of their names."""
 
     def __init__(self, tensors: Mapping[str, TensorFile], stem: str) -> None:
         self._tensors, self.stem = tensors, stem
         self.used: set[str] = set()
-        """Names that were asked for, but for the weight's own."""
+        """Names of the tensors that were looked up, without the weight's own."""
 
     def get(self, suffix: str) -> TensorFile | None:
-        """One of them; None: it is not there."""
+        """Return the tensor of this end; None if the checkpoint has none."""
         name = f"{self.stem}.{suffix}"
         if suffix != "weight":
             self.used.add(name)
@@ -212,7 +212,7 @@ class _Parts:
         return found
 
     def check(self, right: bool, *suffixes: str) -> None:
-        """That shapes fit each other."""
+        """Raise ExpertcastError unless the shapes are right."""
         if not right:
             shapes = ", ".join(f"{suffix} {self[suffix].get_shape()}" for suffix in suffixes)
             raise ExpertcastError(f"the checkpoint's {self.stem} has {shapes}: not supported")
@@ -338,13 +338,13 @@ def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
 
 
 def _signed(words: Tensor, bits: int) -> Tensor:
-    """Codes (int16) that are stored with half their range added."""
+    """Return signed codes (int16); they are stored with half their range added."""
     codes: Tensor = unpacked(words, bits).to(torch.int16) - 2 ** (bits - 1)
     return codes
 
 
 def _weights_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What compressed-tensors says of a module's weights: the group that names it, else the one of all linear ones."""
+    """Return compressed-tensors' settings of a module's weights: its own group's, else those of all linear ones."""
     groups = list(settings["config_groups"].values())
 
     def names(target: str) -> bool:
@@ -370,10 +370,10 @@ _OF_127 = 7.874015718698502e-3
 
 
 def _four_bits(parts: Mapping[str, TensorFile]) -> ComputedTensor:
-    """A weight in 4 bits.
+    """Return a weight in 4 bits.
 
     Args:
-        parts: the tensors by what follows the weight's name: ``, `absmax`, `quant_map`, `state`, ...
+        parts: tensors by the ends of their names: ``, `absmax`, `quant_map`, `state`, ...
     """
     state: dict[str, Any] = json.loads(bytes(parts["state"][...].tolist()))
     shape, each = list(state["shape"]), int(state["blocksize"])
@@ -394,10 +394,10 @@ def _four_bits(parts: Mapping[str, TensorFile]) -> ComputedTensor:
 
 
 def join_bnb(tensors: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
-    """A checkpoint's tensors by name, where each weight in 4 or 8 bits is one.
+    """Join the tensors of each weight in 4 or 8 bits; return a checkpoint's weights by name.
 
     Raises:
-        ExpertcastError: one lacks its tables or scales.
+        ExpertcastError: a weight lacks its tables or scales.
     """
     joined, used = dict(tensors), set[str]()
     for name, tensor in tensors.items():

@@ -1,6 +1,6 @@
-"""Self-drafts with all routed experts in 8 or 4 bits on the computing device, or by lossy policies (rows C1, C12).
+"""Self-drafts with all routed experts in 8 or 4 bits on the computing device, or by lossy policies.
 
-Everything that is no expert, and the experts' biases, stays as it is: the draft shares it with the model (row C11).
+The draft shares everything else, and the experts' biases, with the model.
 
 T tokens, D hidden size, E routed experts per layer, K experts per token, N outputs, I inputs of a projection, G inputs
 in a group, J = I // G groups, P = T x K token-expert pairs, R rows of one expert, C experts at once, S windows of W
@@ -31,22 +31,22 @@ from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.storage.layout import expert_parameters
 
-# Rounding with error compensation, one input after another: GPTQ (row C1)
+# Rounding with error compensation, one input after another: GPTQ (Frantar et al. 2022)
 #
 # For one output's weights w and inputs X the squared error of X w is (w - q)' H (w - q), H = X' X. Once weight i is
-# rounded to q_i, the best that those behind it can do is to move by -(w_i - q_i) / [F^-1]_ii * [F^-1]_:i, F being H
-# over the inputs that are not rounded yet. Up to a factor, all those columns of inverses are rows of one Cholesky
-# factor of H^-1. Inputs are taken in their order; a group's scale is set when its first input comes.
+# rounded to q_i, the error is least if the weights behind it move by -(w_i - q_i) / [F^-1]_ii * [F^-1]_:i, where F is H
+# over the inputs that are not rounded yet. Up to a factor, these columns of inverses are rows of one Cholesky factor of
+# H^-1. Inputs are rounded in their order; a group's scale is set at its first input.
 
 DAMPING = 0.01
-"""Share of the mean of H's diagonal that is added to it: few inputs, or alike, do not make weights run away."""
+"""Share of the mean of H's diagonal that is added to H, so that few or similar inputs do not make weights diverge."""
 
 
 def compensated(weights_CNI: Tensor, hessians_CII: Tensor, group: int) -> Coded:
-    """4-bit codes of C experts; no output's error is larger than with nearest rounding.
+    """Return 4-bit codes of C experts; no output's error is larger than with rounding to nearest.
 
     Args:
-        weights_CNI: of any float dtype.
+        weights_CNI: weights in any float dtype.
         hessians_CII: X' X of each expert's inputs, float32.
         group: inputs that share a scale.
     """
@@ -59,13 +59,13 @@ def compensated(weights_CNI: Tensor, hessians_CII: Tensor, group: int) -> Coded:
 
 
 def squared_error(weights_CNI: Tensor, found_CNI: Tensor, hessians_CII: Tensor) -> Tensor:
-    """[C, N]: of each output, summed over the inputs that H was made of."""
+    """Return each output's squared error [C, N], summed over the inputs of H."""
     error_CNI = weights_CNI - found_CNI
     return ((error_CNI @ hessians_CII) * error_CNI).sum(dim=-1)
 
 
 def inverse_factor(hessians_CII: Tensor) -> Tensor:
-    """Upper U [C, I, I], float32, with U' U the inverse of the damped H; H without any input counts as the identity."""
+    """Return upper U [C, I, I], float32, U' U the inverse of the damped H; H of no input counts as the identity."""
     damped = hessians_CII.double()
     mean_C11 = damped.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[:, None, None]
     added_C11 = torch.where(mean_C11 == 0, torch.ones_like(mean_C11), DAMPING * mean_C11)
@@ -99,20 +99,22 @@ def _one_after_another(weights_CNI: Tensor, factor_CII: Tensor, group: int) -> C
 
 # Products of rows with the quantised experts of a layer
 #
-# Rows come sorted by expert, and each expert is read once for all its rows. 4 bits are those of packed experts, with
-# zeros beside the scales, which the kernel then reads as they lie. 8 bits have a scale for each output: torch's kernel
+# Rows are sorted by expert, and each expert is read once for all its rows. 4 bits have the form of packed experts with
+# zeros beside the scales, which the kernel reads without a copy. 8 bits have a scale for each output: torch's kernel
 # for these takes a fifth of the time of two 4-bit products on one row of a small expert, and no longer on large ones.
 
 Groups: TypeAlias = Sequence[tuple[int, int]]
-"""(expert, its rows), in the order of the rows."""
+"""(expert, number of its rows), in the order of the rows."""
 Multiply: TypeAlias = Callable[..., Tensor]
-"""Rows [R, I] and an expert's parts to [R, N], in the dtype of the rows."""
+"""Multiplies rows [R, I] by an expert's parts; returns [R, N] in the rows' dtype."""
 
 
 def group_of(outputs: int, inputs: int, bits: int) -> int | None:
-    """Inputs that share a scale: of 8 bits all, of 4 bits 128, 64 or 32; None where the kernel takes no such matrix,
-    which then stays as it is."""
-    if bits == 8:  # with other sizes it reads what is not its own
+    """Return the inputs that share a scale: all in 8 bits; 128, 64 or 32 in 4 bits.
+
+    None: the kernel does not take such a matrix, which stays in the model's dtype.
+    """
+    if bits == 8:  # with other sizes the kernel reads beyond its memory
         return inputs if outputs % 4 == 0 and inputs % 32 == 0 else None
     return None if outputs % 16 else next((group for group in (128, 64, 32) if inputs % group == 0), None)
 
@@ -121,18 +123,18 @@ class Matrices:
     """E matrices [N, I].
 
     Args:
-        multiply: by one of them.
-        parts: of all of them, each [E, ...]; one part is the weights themselves.
+        multiply: the product with one matrix.
+        parts: parts of all matrices, each [E, ...]; a single part is the weights.
     """
 
     def __init__(self, multiply: Multiply, *parts: Tensor) -> None:
         self._multiply, self._experts = multiply, list(zip(*(part.unbind() for part in parts), strict=True))
         self._dtype = None if len(parts) == 1 else torch.bfloat16
         self.nbytes = sum(part.nbytes for part in parts)
-        """Bytes that they take on the device."""
+        """Bytes on the device."""
 
     def products(self, rows_PI: Tensor, groups: Groups) -> Tensor:
-        """[P, N] in the rows' dtype."""
+        """Return the products [P, N] in the rows' dtype."""
         given = rows_PI if self._dtype is None else rows_PI.to(self._dtype)
         parts = torch.split(given, [count for _, count in groups])
         pairs = zip(parts, groups, strict=True)
@@ -141,17 +143,18 @@ class Matrices:
 
 
 def whole_matrices(weights_ENI: Tensor) -> Matrices:
-    """Weights as they are, strided in any way."""
+    """Return matrices of plain weights with any strides."""
     return Matrices(torch.mm, weights_ENI.mT)
 
 
 def four_bits(chunks: Iterable[Coded], shape_ENI: Sequence[int], group: int, device: torch.device) -> Matrices:
-    """
+    """Return matrices in 4 bits.
+
     Args:
-        chunks: experts in their order, some at a time.
-        shape_ENI: of all.
+        chunks: codes of some experts at a time, in order.
+        shape_ENI: shape of all matrices.
         group: inputs that share a scale.
-        device: where they lie.
+        device: the device that computes.
     """
     experts, outputs, inputs = shape_ENI
     form = PackedForm(Coding(4, group, False), outputs, inputs)
@@ -168,12 +171,12 @@ def four_bits(chunks: Iterable[Coded], shape_ENI: Sequence[int], group: int, dev
 
 
 def eight_bits(weights: Callable[[slice], Tensor], shape_ENI: Sequence[int], device: torch.device) -> Matrices:
-    """An output's weight of largest magnitude becomes 127 or -127.
+    """Return matrices in 8 bits; an output's weight of largest magnitude becomes 127 or -127.
 
     Args:
-        weights: of some experts, [..., N, I].
-        shape_ENI: of all.
-        device: where they lie.
+        weights: returns the weights [..., N, I] of some experts.
+        shape_ENI: shape of all matrices.
+        device: the device that computes.
     """
     codes = torch.empty(*shape_ENI, dtype=torch.int8, device=device)
     scales = torch.empty(shape_ENI[:2], dtype=torch.bfloat16, device=device)
@@ -192,17 +195,17 @@ def _by_rows(rows_RI: Tensor, codes_NI: Tensor, scales_N: Tensor) -> Tensor:
     return torch._weight_int8pack_mm(rows_RI, codes_NI, scales_N)
 
 
-# Calibration on text (row C1)
+# Calibration on text
 
 ENOUGH = 64
-"""Tokens of its own that an expert is calibrated on; one that saw fewer is calibrated on all tokens of its layer."""
+"""Tokens of its own from which an expert is calibrated; with fewer, all tokens of the layer are used."""
 _CHUNK = 1 << 24
-"""Entries of the H of experts that are rounded at once."""
+"""Entries of H of all experts that are rounded at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Per layer the inputs of its experts on some text and who was chosen, in host memory: L x T x D values."""
+    """Inputs and chosen experts of each layer on some text, in host memory: L x T x D values."""
 
     hidden_TD: Sequence[Tensor]
     ids_TK: Sequence[Tensor]
@@ -210,7 +213,7 @@ class Calibration:
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel, view: MoEView, ids_SW: Tensor, batch: int = 8) -> Calibration:
-        """Run the model, resident or offloaded, over windows of token ids, some at a time; it stays as it is."""
+        """Run the model, resident or offloaded, over windows of token ids, `batch` at a time."""
         hidden: list[list[Tensor]] = [[] for _ in view]
         ids: list[list[Tensor]] = [[] for _ in view]
         with ExitStack() as stack:
@@ -226,7 +229,7 @@ class Calibration:
         return cls([torch.cat(parts) for parts in hidden], [torch.cat(parts) for parts in ids])
 
     def inputs(self, layer: int, expert: int) -> Tensor:
-        """[R, D]: what the expert was given; what all experts of its layer were given if that is less than `ENOUGH`."""
+        """Return the expert's inputs [R, D]; those of all experts of its layer if fewer than `ENOUGH`."""
         own_T = (self.ids_TK[layer] == expert).any(dim=-1)
         return self.hidden_TD[layer][own_T] if int(own_T.sum()) >= ENOUGH else self.hidden_TD[layer]
 
@@ -234,12 +237,12 @@ class Calibration:
 def calibrated(
     weights: Callable[[slice], Tensor], inputs: Callable[[int], Tensor], shape_ENI: Sequence[int], group: int
 ) -> Iterator[Coded]:
-    """4-bit codes of some experts at a time, in order.
+    """Iterate over 4-bit codes of some experts at a time, in order.
 
     Args:
-        weights: of some experts, [..., N, I].
-        inputs: of an expert, [R, I], on the weights' device.
-        shape_ENI: of all.
+        weights: returns the weights [..., N, I] of some experts.
+        inputs: returns an expert's inputs [R, I], on the weights' device.
+        shape_ENI: shape of all matrices.
         group: inputs that share a scale.
     """
     experts, _, width = shape_ENI
@@ -251,7 +254,7 @@ def calibrated(
 
 
 CALIBRATED = "int4:calibrated"
-"""4 bits, the error of each weight made good by those behind it."""
+"""4 bits; each weight's rounding error is compensated by the weights behind it."""
 BITS = {"int8": 8, "int4": 4, CALIBRATED: 4}
 """Bits of a code by the name of a precision."""
 
@@ -275,14 +278,14 @@ class _Projection:
 
 
 class QuantisedExperts:
-    """Every layer's experts in one precision; what :meth:`of` makes.
+    """Every layer's experts in one precision, made by :meth:`of`.
 
-    Symmetric. 4 bits: groups of 128 inputs, of 64 or 32 where that does not divide. 8 bits: one scale for each output.
-    What torch's kernels do not take stays as it is; they compute in bf16, whatever the model's dtype.
+    Codes are symmetric. 4 bits have groups of 128 inputs, of 64 or 32 where 128 does not divide; 8 bits have one scale
+    for each output. Matrices that torch's kernels do not take keep the model's dtype. The kernels compute in bf16.
 
     Args:
-        precision: its name.
-        layers: of each layer the projection to the inner width, and the one back.
+        precision: a name of `BITS`.
+        layers: each layer's projections to the inner width and back.
     """
 
     def __init__(self, precision: str, layers: Sequence[tuple[_Projection, _Projection]]) -> None:
@@ -304,10 +307,10 @@ class QuantisedExperts:
 
         Args:
             view: the model's MoE layers, resident or offloaded.
-            views: of its experts, in host memory.
+            views: returns a layer's parameters, in host memory.
             precision: a name of `BITS`.
-            calibration: what the experts were given on some text; for `CALIBRATED`.
-            device: where the model computes; None: where its routers are.
+            calibration: the experts' inputs on some text, for `CALIBRATED`.
+            device: the device that computes; None: the routers' device.
 
         Raises:
             ExpertcastError: unknown precision, one without the calibration that it needs, or an older GPU.
@@ -329,15 +332,15 @@ class QuantisedExperts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is held, scales and biases included."""
+        """Bytes of codes, scales and biases."""
         return sum(projection.nbytes for layer in self._layers for projection in layer)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The layer's experts' output [T, D] with quantised weights, as transformers' kernels combine it.
+        """Return the output [T, D] of a layer's quantised experts, combined as transformers' kernels do.
 
         Args:
-            layer: of the view that this was made of.
-            hidden_TD, ids_TK, weights_TK: what transformers gives an experts function.
+            layer: a layer of the view.
+            hidden_TD, ids_TK, weights_TK: arguments of transformers' experts functions.
         """
         tokens, top_k = ids_TK.shape
         if tokens == 1:  # sorting costs more than it is worth
@@ -363,14 +366,14 @@ class QuantisedExperts:
 def _made(
     layer: MoELayer, views: Mapping[str, Tensor], bits: int, calibration: Calibration | None, device: torch.device
 ) -> tuple[_Projection, _Projection]:
-    """One layer's projections, to the inner width and back, from its weights.
+    """Quantise one layer's projections to the inner width and back.
 
     Args:
-        layer: whose module says how they lie.
+        layer: the layer.
         views: its parameters [E, ...] by name, in host memory.
-        bits: of a code.
-        calibration: None: to nearest.
-        device: where they go.
+        bits: bits of a code.
+        calibration: the experts' inputs; None: rounding to nearest.
+        device: the device that computes.
     """
     up_name = "gate_up_proj" if layer.experts.has_gate else "up_proj"
 
@@ -383,7 +386,7 @@ def _made(
         return calibration.inputs(layer.index, expert).to(device)
 
     def inner(expert: int) -> Tensor:
-        """What the down projection is given of these inputs, with full weights."""
+        """Return the down projection's inputs for an expert's inputs, with full weights."""
         rows_RN = inputs(expert) @ matrices(up_name)[expert].T.to(device)
         if layer.experts.has_bias:
             rows_RN += views[f"{up_name}_bias"][expert].to(device)
@@ -413,16 +416,16 @@ def _made(
 
 
 def _activated(experts: Any, rows_PN: Tensor) -> Tensor:
-    """What stands between the two projections, by the experts' own code."""
+    """Apply the gate or activation between the two projections, by the experts' own code."""
     activated: Tensor = experts._apply_gate(rows_PN) if experts.has_gate else experts.act_fn(rows_PN)
     return activated
 
 
 def expected_bytes(view: MoEView, precision: str) -> int:
-    """Bytes that :attr:`QuantisedExperts.nbytes` will be, before any weight is there: codes, scales and biases.
+    """Return :attr:`QuantisedExperts.nbytes` before weights are loaded: codes, scales and biases.
 
     Args:
-        view: the model's MoE layers, on whatever device.
+        view: the model's MoE layers, on any device.
         precision: a name of `BITS`.
     """
     bits, total = BITS[precision], 0
@@ -441,7 +444,7 @@ def expected_bytes(view: MoEView, precision: str) -> int:
 
 
 class QuantisedStage:
-    """All experts are resident in less precision: nothing is waited for (rows C1 and C12)."""
+    """Draft with all experts resident in less precision, which waits for no transfer."""
 
     def __init__(self, experts: QuantisedExperts, schedule: Schedule, link: Link) -> None:
         self._experts, self._schedule, self._link = experts, schedule, link
@@ -460,7 +463,7 @@ class QuantisedStage:
 
 
 class PolicyStage:
-    """Lossy policies decide over the same slots: a draft with what is on the device."""
+    """Draft by lossy policies over the same slots, with the experts on the device."""
 
     def __init__(self, parts: EngineParts, policies: Policies, residency: ExpertCache, schedule: Schedule) -> None:
         shape = parts.speculator.view.shape
@@ -469,7 +472,7 @@ class PolicyStage:
         )
         made.eviction = residency.eviction
         self.precisions = made.miss.precisions
-        """Copies beside the full experts that the store must hold."""
+        """Precisions of copies that the store holds beside the full experts."""
         speculator = Speculator(parts.speculator.view, None)
         self._residency, self._schedule = residency, schedule
         self._engine = HostEngine(

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make up which experts, and reading them one expert at a time.
+"""Tensors of a checkpoint that make up its experts, read one expert at a time.
 
 Names and conversions are transformers' own (its conversion mapping and weight converters), so that checkpoints with
 one tensor per expert, fused ones and those of older layouts load as `from_pretrained` loads them.
@@ -230,7 +230,7 @@ class ExpertSources:
         return self._local[layer]
 
     def groups(self, layer: int) -> list[Group]:
-        """What makes one layer's parameters."""
+        """Return the groups that make up one layer's parameters."""
         return [self._groups[name] for name in self._local[layer] if name in self._groups]
 
     def files_of(self, group: Group) -> list[TensorFile]:
@@ -273,25 +273,30 @@ class ExpertSources:
         first, last, _ = (experts or slice(None)).indices(self._experts)
         local, module = self._local[layer], self._modules[layer]
         packed = packed_matrices(module)
-        own = packed.get(local.get(group.target, "")) if self.coded else None
-        if own is not None and isinstance(own.form, ShippedForm):
+        form = packed[local[group.target]].form if self.coded and local.get(group.target) in packed else None
+        if isinstance(form, ShippedForm):
+            matrix, octets = cast(ShippedMatrix, form.parameter), packed[local[group.target]].parts(views)[0]
             for expert in range(first, last):
-                matrix = cast(ShippedMatrix, own.form.parameter)
-                matrix.write(self._shipped_tensors(group, expert), own.parts(views)[0][expert])
+                matrix.write(self._shipped_tensors(group, expert), octets[expert])
+            if first == 0:  # the others have the same sizes
+                self._check_shape(local, group.target, [1, *matrix(octets[0]).shape], 1)
             return {group.target}
-        made = self.made(group, experts) if own is None else self._made_coded(group, experts, own.form.coding)
+        made = self.made(group, experts) if form is None else self._made_coded(group, experts, form.coding)
         for full, matrices_EDF in made.items():
-            shape = [last - first, *self.parameters[full].shape[1:]] if full in local else None
-            if shape != list(matrices_EDF.shape):
-                raise ExpertcastError(
-                    f"the checkpoint's {full} is {list(matrices_EDF.shape)}, the model's is "
-                    f"{'not among its experts' if shape is None else shape}: it belongs to another model"
-                )
+            self._check_shape(local, full, list(matrices_EDF.shape), last - first)
             if local[full] in packed:
                 write_packed(module, local[full], matrices_EDF, views, first)
             else:
                 views[local[full]][first:last].copy_(cast(Tensor, matrices_EDF))
         return set(made)
+
+    def _check_shape(self, local: Mapping[str, str], full: str, found: list[int], experts: int) -> None:
+        shape = [experts, *self.parameters[full].shape[1:]] if full in local else None
+        if shape != found:
+            raise ExpertcastError(
+                f"the checkpoint's {full} is {found}, the model's is "
+                f"{'not among its experts' if shape is None else shape}: it belongs to another model"
+            )
 
     def _made_coded(self, group: Group, experts: slice | None, coding: Coding) -> Mapping[str, Coded]:
         """Convert as :meth:`made`, codes, scales and zeros each by themselves."""
