@@ -26,7 +26,7 @@ def test_a_demo_without_time_does_a_tenth_and_leaves_what_comes_next(
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--tokens", "3000", "--steps", "40", "--minutes", "0.001"]) == 0
     said = capsys.readouterr()
-    assert "4 steps of the estimator, not 40: " in said.err
+    assert "4 steps of the estimator instead of 40" in said.err
     assert "8 new tokens instead of 48, and 1 repetitions" in said.err
     out = tmp_path / "expertcast-demo"
     result = json.loads((out / "demo.json").read_text())
