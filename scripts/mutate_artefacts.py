@@ -2,7 +2,7 @@
 
     python scripts/mutate_artefacts.py --count 2000 --seed 0 --json faults.json
 
-An artefact (traces, checkpoints, expert stores, quantised models, an options file, texts) is copied and one of its files
+An artefact (traces, checkpoints, stores, quantised models, an options file, texts) is copied and one of its files
 is changed. Up to two operations then open it, each in a fork with limits of time and memory. Outcomes:
 
     right       the same result as for the undamaged files, compared exactly
