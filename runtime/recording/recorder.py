@@ -293,7 +293,7 @@ def layer_times(recorder: Recorder) -> LayerTimes:
         f"{part}_s": [stretch * typical.get((part, layer), 0.0) for layer in range(layers)]
         for part in ("before", "request", "forecast", "prefetch", "launch", "experts")
     }
-    return LayerTimes(**columns, tail_s=stretch * typical["before", layers])
+    return LayerTimes(**columns, tail_s=stretch * typical["before", layers], late_s=0.0)
 
 
 def _parts(spans: Iterable[Span]) -> dict[str, float]:
