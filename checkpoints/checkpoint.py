@@ -33,7 +33,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from expertcast.checkpoints.card import model_card
-from expertcast.checkpoints.hub import HubName, Kind, blamed, located, push
+from expertcast.checkpoints.hub import HubName, Kind, located, push, repository_in_errors
 from expertcast.checkpoints.provenance import check_fingerprints, fingerprints, provenance, without_folders
 from expertcast.predictors import ModelShape, MoEView, predictor_class
 from expertcast.predictors.artefacts import CLOSED, check_file, digest, open_file, read_json, seal
@@ -356,7 +356,7 @@ class PredictorCheckpoint:
         """
         recover(Path(folder))
         found, name = located(folder, CHECKPOINT, revision)
-        with blamed(name, found, CHECKPOINT):
+        with repository_in_errors(name, found, CHECKPOINT):
             return cls._read(found)
 
     @classmethod

@@ -81,7 +81,7 @@ class Kind:
 
 
 @contextmanager
-def in_one_line(name: HubName, kind: Kind, doing: str) -> Iterator[None]:
+def hub_errors(name: HubName, kind: Kind, doing: str) -> Iterator[None]:
     """Convert any exception of huggingface_hub into an error of one line with a remedy.
 
     Args:
@@ -155,7 +155,7 @@ def located(given: str | Path, kind: Kind, revision: str | None = None) -> tuple
 
 
 @contextmanager
-def blamed(name: HubName | None, folder: Path, kind: Kind) -> Iterator[None]:
+def repository_in_errors(name: HubName | None, folder: Path, kind: Kind) -> Iterator[None]:
     """Add the repository's name and a remedy to errors about a downloaded folder."""
     try:
         yield
@@ -211,7 +211,7 @@ def _recognised(name: HubName, kind: Kind) -> Path:
     Raises:
         ExpertcastError: the download fails, or the repository is of another kind.
     """
-    with in_one_line(name, kind, "get"):
+    with hub_errors(name, kind, "get"):
         snapshot = snapshot_download(
             name.repo, repo_type=kind.repo_type, revision=name.revision, allow_patterns=list(kind.marks)
         )
@@ -223,7 +223,7 @@ def _recognised(name: HubName, kind: Kind) -> Path:
 def _whole(name: HubName, kind: Kind, snapshot: Path, folder: Path | None = None) -> Path:
     """Download all files of a snapshot, into the cache or into `folder`."""
     commit = snapshot.name  # a push in the meantime does not change the files
-    with in_one_line(name, kind, "get"):
+    with hub_errors(name, kind, "get"):
         found = snapshot_download(
             name.repo, repo_type=kind.repo_type, revision=commit, allow_patterns=list(kind.files), local_dir=folder
         )
@@ -271,7 +271,7 @@ def push(
     """
     api, where = HfApi(library_name="expertcast"), {"repo_id": name.repo, "repo_type": kind.repo_type}
     branch = name.revision or MAIN
-    with in_one_line(name, kind, "push to"):
+    with hub_errors(name, kind, "push to"):
         held = _held(api, name, kind)
         if held is None:
             api.create_repo(**where, private=private or None)

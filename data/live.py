@@ -310,7 +310,7 @@ def with_default_vectors(source: Source, given: str | Path) -> Source:
     return result
 
 
-def holder_in(predictor: Predictor) -> QuasiInput | None:
+def default_vectors_holder(predictor: Predictor) -> QuasiInput | None:
     """Return the predictor or its first member with default vectors; None if there is none."""
     parts = (part for part in predictor.modules() if isinstance(part, QuasiInput) and hasattr(part, "expert_LED"))
     return next(parts, None)
@@ -341,7 +341,7 @@ def _held(checkpoint: PredictorCheckpoint) -> DefaultVectors:
     Raises:
         ExpertcastError: the checkpoint has no default vectors, or is invalid.
     """
-    holder = holder_in(checkpoint.load())
+    holder = default_vectors_holder(checkpoint.load())
     if holder is None:
         raise ExpertcastError(f"{checkpoint.folder} ({checkpoint.name}) has no default vectors: {_GIVE}")
     counts_LE = torch.zeros(holder.expert_LED.shape[:2], dtype=torch.int64)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from expertcast.checkpoints.hub import blamed, located
+from expertcast.checkpoints.hub import located, repository_in_errors
 from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.plan import SPLITS, Documented, PlannedDocument
@@ -312,7 +312,7 @@ class TraceDataset(TraceSource):
             ExpertcastError: there are no traces, a file is invalid, or the collection is incomplete.
         """
         found, name = located(folder, TRACES, revision)
-        with blamed(name, found, TRACES):
+        with repository_in_errors(name, found, TRACES):
             info = read_info(found)
             if info is None:
                 missing = f"{TRACE_FILE} missing" if found.is_dir() else "no such folder"

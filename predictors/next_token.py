@@ -21,7 +21,7 @@ from torch.nn import functional
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import check_between, check_finite, written
-from expertcast.predictors.view import ModelShape, MoEView, goes_by_logits, route_all
+from expertcast.predictors.view import ModelShape, MoEView, route_all, routes_by_logits
 
 # The network
 #
@@ -155,7 +155,7 @@ class NextTokenConfig(PredictorConfig):
 
 
 @dataclass(slots=True)
-class TextState:
+class SequenceState:
     """Recurrent state of `next_token` for B sequences; immutable."""
 
     average_BAP: Tensor
@@ -222,7 +222,7 @@ class NextToken(Predictor):
 
     def bind(self, view: MoEView) -> Predictor:
         super().bind(view)
-        self._plain = goes_by_logits(view)
+        self._plain = routes_by_logits(view)
         return self
 
     def logits(self, state: RouterState, ahead: int) -> NoReturn:
@@ -260,15 +260,15 @@ class NextToken(Predictor):
         self.ids_V[: len(ids)] = ids
         self._row_of = None
 
-    def start(self, batch: int) -> TextState:
+    def start(self, batch: int) -> SequenceState:
         """Return the state before the first token of `batch` sequences."""
         average_P = self.usual_LE.flatten() @ self.network.expert_NP
-        return TextState(
+        return SequenceState(
             average_BAP=average_P.expand(batch, len(self.keep_A), -1),
             residual_BD=average_P.new_zeros(batch, self.shape.hidden),
         )
 
-    def read(self, state: TextState, ids_BTJ: Tensor, residual_BD: Tensor) -> TextState:
+    def read(self, state: SequenceState, ids_BTJ: Tensor, residual_BD: Tensor) -> SequenceState:
         """Return the state after T more tokens, which used experts `ids_BTJ` (numbered layer * E + expert).
 
         `residual_BD` is the residual of the last of these tokens at the last layer.
@@ -283,7 +283,7 @@ class NextToken(Predictor):
             age_T = torch.arange(tokens - 1, -1, -1, device=keep_A1.device)
             share_AT = (1 - keep_A1) * keep_A1**age_T
             average_BAP = state.average_BAP * keep_A1**tokens + share_AT @ stands_BTP
-        return TextState(average_BAP, self.standardised(residual_BD))
+        return SequenceState(average_BAP, self.standardised(residual_BD))
 
     def averages_before(self, average_BAP: Tensor, stands_BTP: Tensor) -> Tensor:
         """Return the averages [B, T, A, P] before each of T tokens; `average_BAP` are those before the first."""
@@ -295,7 +295,7 @@ class NextToken(Predictor):
         return kept_TA1 * average_BAP[:, None] + torch.einsum("atu,bup->btap", share_ATU, stands_BTP)
 
     @torch.no_grad()
-    def tokens_ahead(self, state: TextState, token_B: Tensor | None = None) -> Tensor:
+    def tokens_ahead(self, state: SequenceState, token_B: Tensor | None = None) -> Tensor:
         """Return the probability [B, H, L, E] that each expert is used; `token_B` are the next ids, if known."""
         if token_B is None:
             row_B = state.residual_BD.new_full((len(state.residual_BD),), len(self.ids_V), dtype=torch.long)
@@ -326,7 +326,7 @@ class NextTokenTracker:
 
     def __init__(self, predictor: NextToken) -> None:
         self._predictor = predictor
-        self._state: TextState | None = None
+        self._state: SequenceState | None = None
         self._logits: list[Tensor] = []
         """Logits [T, E] of each layer of this pass so far."""
 

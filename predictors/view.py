@@ -299,7 +299,7 @@ def renormalises(layer: MoELayer) -> bool:
     return bool(abs(flat - steep) < _SAME_SUM * abs(flat))
 
 
-def goes_by_logits(view: MoEView) -> bool:
+def routes_by_logits(view: MoEView) -> bool:
     """Return whether every router takes the K experts with the highest logits, tested on random logits.
 
     The test logits lie on a grid around 0 that bf16 represents without ties.

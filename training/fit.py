@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from expertcast.data.live import NOTE, holder_in
+from expertcast.data.live import NOTE, default_vectors_holder
 from expertcast.data.processes import join_ranks, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, predictor_class
@@ -148,7 +148,7 @@ def fit(
         "ranks": training_share().world,
         "collection_s": source.info.get("collection_s"),
     }
-    used |= {NOTE: source.info[NOTE]} if NOTE in source.info and holder_in(predictor) else {}
+    used |= {NOTE: source.info[NOTE]} if NOTE in source.info and default_vectors_holder(predictor) else {}
     fitted.report = {**used, "seconds": time.perf_counter() - start, **fitted.report}
     return fitted
 

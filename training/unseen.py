@@ -16,7 +16,7 @@ from expertcast.training.scoring import Fitted
 
 
 @dataclass(kw_only=True)
-class LeftOut:
+class ExcludedDocuments:
     """Number of excluded documents, and the predictors that learned from them."""
 
     documents: int = 0
@@ -38,7 +38,9 @@ class LeftOut:
         return f"{self.documents} document(s){tokens} left out: {', '.join(self.by)} learned from them"
 
 
-def unseen_traces(traces: TraceDataset, fitted: Mapping[str, Fitted], split: str) -> tuple[TraceDataset, LeftOut]:
+def unseen_traces(
+    traces: TraceDataset, fitted: Mapping[str, Fitted], split: str
+) -> tuple[TraceDataset, ExcludedDocuments]:
     """Remove the documents that any of the predictors learned from.
 
     Args:
@@ -60,7 +62,7 @@ def unseen_traces(traces: TraceDataset, fitted: Mapping[str, Fitted], split: str
 
 def unseen_documents(
     documents: Sequence[Document], predictors: Mapping[str, Predictor], chosen_by: frozenset[str] = frozenset()
-) -> tuple[list[Document], LeftOut]:
+) -> tuple[list[Document], ExcludedDocuments]:
     """Return the documents that no predictor learned from, and a summary of the others.
 
     Args:
@@ -78,10 +80,10 @@ def unseen_documents(
     return [document for document in documents if document.hash not in learned], left_out
 
 
-def _left_out(hashes: Sequence[str], known: Mapping[str, frozenset[str]], what: str) -> LeftOut:
+def _left_out(hashes: Sequence[str], known: Mapping[str, frozenset[str]], what: str) -> ExcludedDocuments:
     """Summarise the documents that were learned from; raise an error about `what` if no other is left."""
     learned = frozenset[str]().union(*known.values())
-    left_out = LeftOut(
+    left_out = ExcludedDocuments(
         documents=sum(each in learned for each in hashes),
         by=[name for name, own in known.items() if not own.isdisjoint(hashes)],
     )

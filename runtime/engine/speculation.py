@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from expertcast.data.batch import RouterCall, RouterOutput, capturing
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.view import MoELayer, MoEView, RuleCheck, goes_by_logits, weights_over
+from expertcast.predictors.view import MoELayer, MoEView, RuleCheck, routes_by_logits, weights_over
 
 if TYPE_CHECKING:
     from expertcast.data.early import EarlyAttention
@@ -184,7 +184,7 @@ class Speculator:
         """The first `count` ids of one token's forecast are all that is read of it: :meth:`hint` gives them where no
         layer executes forecasts, weights do not change, and routers take the experts with the highest logits."""
         plain = not self.layers and self.refit is None and not self._check.wrong
-        if self.rungs and plain and goes_by_logits(self.view):
+        if self.rungs and plain and routes_by_logits(self.view):
             for rung in self.rungs:
                 rung.hinted = count
 

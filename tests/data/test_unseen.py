@@ -9,7 +9,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig
 from expertcast.predictors.baselines import QuasiHidden
 from expertcast.training.scoring import Fitted
-from expertcast.training.unseen import LeftOut, unseen_documents, unseen_traces
+from expertcast.training.unseen import ExcludedDocuments, unseen_documents, unseen_traces
 
 ELSEWHERE = "0" * 16
 
@@ -57,4 +57,4 @@ def test_texts_without_what_any_predictor_learned_from(dataset: TraceDataset, te
         assert str(left_out) == f"{5 - len(kept)} document(s) left out: {', '.join(by)} learned from them"
     with pytest.raises(ExpertcastError, match="one learned from every document of the text: use other --data"):
         unseen_documents(text[:1], predictors)
-    assert unseen_documents([], predictors) == ([], LeftOut())
+    assert unseen_documents([], predictors) == ([], ExcludedDocuments())

@@ -20,7 +20,7 @@ from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.baselines import NextNorm
-from expertcast.predictors.view import RuleCheck, follows_rule, goes_by_logits, renormalises, route_all, weights_over
+from expertcast.predictors.view import RuleCheck, follows_rule, renormalises, route_all, routes_by_logits, weights_over
 from expertcast.runtime.engine.front import speculate
 from tests.families.models import CONFIGS, tiny_model
 
@@ -85,13 +85,13 @@ def test_many_experts_are_told_apart(experts: int) -> None:
     config = GptOssConfig(**{**CONFIGS["gpt_oss"].to_dict(), **sizes})
     view = find_moe_layers(GptOssForCausalLM(config).bfloat16())
     before = torch.get_rng_state()
-    assert goes_by_logits(view)
+    assert routes_by_logits(view)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_which_routers_go_by_their_logits_alone(family: str) -> None:
-    assert goes_by_logits(find_moe_layers(tiny_model(family))) == (family in BY_LOGITS)
+    assert routes_by_logits(find_moe_layers(tiny_model(family))) == (family in BY_LOGITS)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
