@@ -96,6 +96,7 @@ def make(made: Path, seed: int) -> None:
 
 def make_quantised(made: Path, seed: int) -> None:
     """Make the quantised checkpoints, and a store of packed experts. Runs tensor operations."""
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
     from tests.runtime.gguf_files import tiny, write
     from tests.runtime.quantised import fp8
     from tests.runtime.test_packed import awq, checkpoint, compressed, gptq, of_modules

@@ -268,3 +268,12 @@ def test_experts_in_several_forms(tmp_path: Path) -> None:
     with offloaded:
         assert not packed_matrices(offloaded.view[0].experts)
         assert greedy(offloaded, IDS, 2)[0].shape[1] == 7
+
+
+@pytest.mark.parametrize("experts", ["packed", "auto"])
+def test_weights_of_another_model(experts: str, tmp_path: Path) -> None:
+    """One line that names the checkpoint."""
+    path = _packed_once(gptq(group=32), quant_method="gptq", bits=4, group_size=32)(tmp_path)
+    save_file({"x.weight": torch.zeros(2)}, Path(path) / "model.safetensors")
+    with pytest.raises(ExpertcastError, match=rf"{tmp_path.name}.* has no weights for .*: it is incomplete"):
+        load_offloaded(path, device="cpu", slots=6, experts=experts)
