@@ -15,6 +15,7 @@ from expertcast.runtime.storage.codecs import Codec
 from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN, CodedRead, CodedReader, Kinds
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL
+from expertcast.runtime.storage.memory import give_back_freed
 from expertcast.runtime.storage.reader import THREADS, Read
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
@@ -187,6 +188,8 @@ class DiskLink(Link):
             self.pools = self._kept.pools
         self._open()
         self._free_at = 0.0
+        if pool.count < file.shape.layers * file.shape.experts:
+            give_back_freed(at_once=True)  # memory is short: it is for slots
 
     def _open(self) -> None:
         """The queue is a new reader's, which carries out what is in it."""

@@ -125,7 +125,8 @@ def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
     nbytes = count * layout.block_bytes
     try:
         if device.type == "cpu":
-            return HostMemory(nbytes).bytes  # large pages: a disk reads into them faster, and kernels read them faster
+            # zeroed now: pages that the disk's threads are the first to touch doubled the time of the first prompt
+            return HostMemory(nbytes).bytes.zero_()
         raw = torch.zeros(nbytes + _PAGE, dtype=torch.uint8, device=device)
     except (torch.OutOfMemoryError, ExpertcastError) as error:
         raise ExpertcastError(
