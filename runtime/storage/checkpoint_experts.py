@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -50,7 +51,7 @@ from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.layout import expert_parameters
 
 _MOST_READERS = 4
-"""Threads that read and convert; more do not read faster, and on few cores they are in each other's way."""
+"""Threads that read and convert experts, at most."""
 Read = Callable[[TensorFile, Part], Tensor]
 
 
@@ -134,7 +135,7 @@ class ExpertSources:
             for experts in self._portions(group)
         ]
         missing = set(local)
-        with ThreadPoolExecutor(max(1, min(_MOST_READERS, usable_processors() - 1))) as pool:
+        with _converters() as pool:
             for written in pool.map(lambda job: job(), jobs):
                 missing -= written
         check_complete(missing)
@@ -262,6 +263,19 @@ class ExpertSources:
         codes, scales = (self.made(group, experts, partial(read, field)) for field in ("codes", "scales"))
         zeros = {} if coding.symmetric else self.made(group, experts, partial(read, "zeros"))
         return {full: Coded(coding.bits, codes[full], scales[full], zeros.get(full)) for full in codes}
+
+
+@contextmanager
+def _converters() -> Iterator[ThreadPoolExecutor]:
+    """Yield threads whose tensor operations take one processor each: operations on one expert are short."""
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(
+            min(_MOST_READERS, usable_processors()), initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)  # a thread's number is also that of all threads to come
 
 
 def check_complete(missing: set[str]) -> None:

@@ -156,7 +156,7 @@ def give_back_freed(*, at_once: bool = False) -> None:
 
 
 def _lock_limit() -> str:
-    """What the shell's limit says, for the warning: most drivers do not count against it, some do."""
+    """Return the shell's limit as text for the warning: most drivers do not count against it, some do."""
     try:
         import resource
     except ImportError:  # Windows
