@@ -2,10 +2,10 @@
 
     python -m benchmarks.packed --keep FOLDER --peer PYTHON --out packed.json --page packed.md
 
-makes a Q4_0 file of Qwen3-30B-A3B's shape, cut to a few layers and as much less vocabulary, measures what every side
-takes beside its experts, and runs every side at every share of memory, rate of the disk (0: as it is) and length of
-prompt, in turns, each run a process of its own in a memory control group with a cold page cache. It writes the JSON
-after every run; given again, it goes on where it stopped. PYTHON is an interpreter with `xllamacpp`.
+writes a GGUF file of a published shape, cut to a few layers and as much less vocabulary, measures the memory that every
+side takes beside its experts, and runs every side at every share of memory, rate of the disk (0: as it is) and length
+of prompt, in turns. Each run is a process in a memory control group of its own, with a cold page cache. The command
+writes the JSON after every run and continues an earlier one. PYTHON is an interpreter with `xllamacpp`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import gguf
+import numpy as np
 from tests.runtime.gguf_files import write
 from transformers import PretrainedConfig
 
 from benchmarks.children import abilities, run
 from benchmarks.disk_files import RUN, local_model
 from benchmarks.packed_fidelity import fidelity
-from benchmarks.packed_page import page
+from benchmarks.packed_page import TITLE, page
 from benchmarks.results import ResultFile
 from expertcast.commands.output import say
 from expertcast.data.models import load_tokenizer
@@ -35,11 +37,21 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 from expertcast.runtime.benchmarking.shapes import SHAPES
 
-SETTINGS = ("layers", "small", "warm", "new_tokens", "threads")
-"""Runs of a file with the same ones are kept."""
+SETTINGS = ("shape", "kind", "layers", "small", "warm", "new_tokens", "threads")
+"""Runs of a file with the same settings are kept."""
 PEER, PEER_RUN = "llama.cpp", "benchmarks.packed_peer"
-_Q4_BITS, _SPARE = 4.5, 64 << 20
-"""Bits per weight of Q4_0; bytes of memory that everyone has beside the most that was seen."""
+_SPARE = 64 << 20
+"""Bytes of memory that every side has beside the most that was seen."""
+_OLMOE = {"num_experts": 64, "moe_intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16,
+          "vocab_size": 50304}  # fmt: skip
+SHAPE_FIELDS: dict[str, dict[str, int]] = {"qwen3-30b-a3b": {}, "olmoe-1b-7b": _OLMOE}
+"""Fields in which a shape differs from Qwen3-30B-A3B's, whose architecture all files have."""
+MIXED = "Q4_K_M"
+KINDS = ("Q4_0", MIXED)
+"""Kinds of a file. The mixed one has Q4_K experts, whose down projections are Q6_K in every second layer."""
+_K_BLOCKS = {"Q4_K": (slice(4, 16), (160,) * 8 + (0,) * 4, {0: 1.36e-4, 2: 1.02e-3}),
+             "Q6_K": (slice(192, 208), (32,) * 16, {208: 3.4e-5})}  # fmt: skip
+"""Per kind the bytes of a block's scales, all 32, and by byte the floats that give random codes the model's size."""
 _FORMS = ["int4", "int8", "Q4_0"]
 _MEDIANS = ("tpot_s", "tpot_mean_s", "ttft_s", "again_s", "bytes_read", "prompt_bytes_read", "hit_rate", "waited_s")
 _KEYS = ("side", "memory", "throttle", "prompt", "repetition")
@@ -95,14 +107,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def shape(layers: int, *, small: bool) -> PretrainedConfig:
-    """Qwen3-30B-A3B with so many of its layers and that part of its vocabulary; `small`: of toy size, for tests."""
-    whole = SHAPES["qwen3-30b-a3b"]
-    config = whole.config(layers)
-    config.vocab_size = max(4096, config.vocab_size * layers // whole.layers // 32 * 32)
-    for name, value in (_SMALL if small else {}).items():
-        setattr(config, name, value)
+def shape(name: str, layers: int, *, small: bool) -> PretrainedConfig:
+    """Return a shape with so many of its layers and that part of its vocabulary; `small`: of toy size, for tests."""
+    config = SHAPES["qwen3-30b-a3b"].config(layers)
+    for entry, value in SHAPE_FIELDS[name].items():
+        setattr(config, entry, value)
+    whole = SHAPES[name].config().num_hidden_layers
+    config.vocab_size = max(4096, config.vocab_size * layers // whole // 32 * 32)
+    for entry, value in (_SMALL if small else {}).items():
+        setattr(config, entry, value)
     return config
+
+
+def write_model(path: Path, config: PretrainedConfig, kind: str) -> None:
+    """Write a GGUF file with random weights; all matrices of a Q4_K_M file but the experts' are Q4_0."""
+    others = {}
+    if kind == MIXED:
+        for layer in range(config.num_hidden_layers):
+            down = "Q6_K" if layer % 2 else "Q4_K"
+            others |= {f"blk.{layer}.ffn_{part}_exps.weight": "Q4_K" for part in ("gate", "up")}
+            others[f"blk.{layer}.ffn_down_exps.weight"] = down
+    write(path, local_model(config), "Q4_0", others=others)
+    for tensor in gguf.GGUFReader(path, "r+").tensors:
+        if tensor.tensor_type.name in _K_BLOCKS:
+            place, scales, floats = _K_BLOCKS[tensor.tensor_type.name]
+            blocks = tensor.data.reshape(-1, gguf.GGML_QUANT_SIZES[tensor.tensor_type][1])
+            blocks[:, place] = scales
+            for start, value in floats.items():
+                blocks[:, start : start + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
 
 
 class Bench:
@@ -110,17 +142,10 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._folder, self._began = args, args.keep.resolve(), time.monotonic()
-        self._model, self._config = self._folder / "model.gguf", shape(args.layers, small=args.small)
+        self._model = self._folder / "model.gguf"
+        self._config = shape(args.shape, args.layers, small=args.small)
         self._file = ResultFile(args.out, {name: getattr(args, name) for name in SETTINGS})
         self.result = self._file.values
-        config = self._config
-        weights = 3 * config.hidden_size * config.moe_intermediate_size
-        count, nbytes = args.layers * config.num_experts, int(weights * _Q4_BITS / 8)
-        self.result["model"] = {
-            "layers": args.layers, "experts": config.num_experts, "top_k": config.num_experts_per_tok, "count": count,
-            "weights": weights, "expert_bytes": {"packed": nbytes, "expanded": 2 * weights},
-            "vocabulary": config.vocab_size, "experts_bytes": count * nbytes,
-        }  # fmt: skip
 
     def measure(self) -> None:
         """All runs that are not in the file, until the time is up."""
@@ -151,8 +176,16 @@ class Bench:
         if not self._model.is_file():
             say(f"the model, {self._model}")
             partial = self._model.with_suffix(".partial")
-            write(partial, local_model(self._config), "Q4_0")
+            write_model(partial, self._config, self._args.kind)
             partial.rename(self._model)
+        config, layers = self._config, self._args.layers
+        stored = [int(each.n_bytes) for each in gguf.GGUFReader(self._model).tensors if "_exps" in each.name]
+        self.result["model"] = {
+            "shape": self._args.shape, "kind": self._args.kind, "layers": layers, "experts": config.num_experts,
+            "top_k": config.num_experts_per_tok, "count": layers * config.num_experts,
+            "weights": 3 * config.hidden_size * config.moe_intermediate_size, "vocabulary": config.vocab_size,
+            "experts_bytes": sum(stored),
+        }  # fmt: skip
 
     def _time_is_left(self) -> bool:
         return self._args.most_seconds is None or time.monotonic() - self._began < self._args.most_seconds
@@ -214,7 +247,11 @@ class Bench:
         return {**side.options, "store": "disk", "slots": count}
 
     def _block(self, side: Side) -> int:
-        return int(self.result["model"]["expert_bytes"]["packed" if side.peer else side.form])
+        """Return the bytes of one expert in memory."""
+        model = self.result["model"]
+        if side.peer:
+            return int(model["experts_bytes"] // model["count"])
+        return int(self.result["stores"][side.form]["bytes"] // model["count"])
 
     def _store(self, side: Side) -> Path:
         return self._folder / f"store-{side.form}"
@@ -231,8 +268,8 @@ class Bench:
         if self._args.page is not None:
             written = self._args.page.read_text() if self._args.page.exists() else ""
             _, heading, by_hand = written.partition(BY_HAND)
-            made = page(json.loads(self._args.out.read_text()))
-            self._args.page.write_text(made + heading + by_hand)
+            results = [json.loads(path.read_text()) for path in (self._args.out, *self._args.beside)]
+            self._args.page.write_text(TITLE + "\n".join(map(page, results)) + heading + by_hand)
 
 
 def _key(row: Json) -> tuple[object, ...]:
@@ -251,16 +288,7 @@ def _summary(row: Json, group: Sequence[Json]) -> Json:
     good = [each for each in group if "failed" not in each]
     if not good:
         return row | {name: group[0].get(name) for name in ("failed", "limit_bytes")}
-    for name in (
-        "tpot_s",
-        "tpot_mean_s",
-        "ttft_s",
-        "again_s",
-        "bytes_read",
-        "prompt_bytes_read",
-        "hit_rate",
-        "waited_s",
-    ):
+    for name in _MEDIANS:
         values = [each[name] for each in good if each.get(name) is not None]
         row[name] = statistics.median(values) if values else None
     times = [each["tpot_s"] for each in good]
@@ -282,6 +310,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetitions", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--fidelity", nargs="*", choices=_FORMS, default=_FORMS, help="of the bundled model")
     parser.add_argument("--fidelity-tokens", type=int, default=8192, help="(default: %(default)s)")
+    parser.add_argument("--shape", choices=SHAPE_FIELDS, default="qwen3-30b-a3b", help="(default: %(default)s)")
+    parser.add_argument("--kind", choices=KINDS, default="Q4_0", help="of the file (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="of the model (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=8, help="tokens before those timed (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=16, help="tokens that are timed (default: %(default)s)")
@@ -290,6 +320,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true", help="a model of toy size")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--page", type=Path, help="Markdown page to write")
+    parser.add_argument("--beside", type=Path, nargs="*", default=[], help="JSON files of other models for the page")
     return parser
 
 

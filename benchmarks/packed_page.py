@@ -1,4 +1,4 @@
-"""The page of `benchmarks.packed`, from the figures in its JSON."""
+"""Page of `benchmarks.packed`, made of the figures in its JSON files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from expertcast.predictors.messages import Json
 
+TITLE = "# Packed experts, in equal memory\n\n"
 PEER, EXPANDED = "llama.cpp", "expanded"
 _LONG = 512
 """Tokens of a prompt whose time is compared."""
@@ -42,27 +43,27 @@ def page(result: Json) -> str:
         for name, made in result.get("stores", {}).items()
     )
     text = (
-        f"""# Packed experts, in equal memory
+        f"""## {model["shape"]}, {model["kind"]}
 
     {result["command"]}
 
-{result["date"]}, {settings["threads"]} threads for everyone; every row is in `results/packed.json`.
+{result["date"]}, {settings["threads"]} threads for every side.
 {model["layers"]} layers of {model["experts"]} experts of {model["weights"] / 1e6:.1f} M weights, top {model["top_k"]},
-vocabulary {model["vocabulary"]}: {model["experts_bytes"] / 1e9:.2f} GB of experts in Q4_0, all read from one
-file. llama.cpp is the wheel as it comes (AVX2); `lazy auto` reads tensors of more than 4 GB lazily, here none;
-`moe_cache_size` is refused without a GPU. Repacked copies are memory of its own.
+vocabulary {model["vocabulary"]}: {model["experts_bytes"] / 1e9:.2f} GB of experts in {model["kind"]}, all read from one
+file. llama.cpp is the wheel as it ships (AVX2); `lazy auto` reads tensors of more than 4 GB lazily, here none;
+`moe_cache_size` needs a GPU. Repacked copies are memory of their own.
 
-Everyone reads the same text: a prompt at once, then {settings["warm"]} tokens one by one, and
-{settings["new_tokens"]} more, which are timed. All is cold at first.
+Every side reads the same tokens: a prompt at once, then {settings["warm"]} tokens one by one, and
+{settings["new_tokens"]} more, which are timed. Files are not in the page cache at first.
 
-A control group holds every process and the pages of its files to a limit: what llama.cpp takes beside the experts,
-64 MiB, and a share of the packed experts' bytes. What we take more beside our experts, and 64 MiB, is not there for
-slots: so the share is llama.cpp's, ours is smaller. Beside experts sides take:
+A control group limits the memory of every process and of the pages of its files: the memory that llama.cpp takes beside
+the experts, 64 MiB, and a share of the experts' bytes in the file. The larger memory of our sides beside their experts,
+and another 64 MiB, is subtracted from their slots. Memory beside the experts:
 {beside}.
 {stores}
 
 {"".join(f"- {note}" + chr(10) for note in result.get("notes", []))}
-{_fidelity(result.get("fidelity", []))}## Asked
+{_fidelity(result.get("fidelity", []))}### Targets
 
 """
         + "\n".join(_targets(rows))
@@ -72,7 +73,7 @@ slots: so the share is llama.cpp's, ours is smaller. Beside experts sides take:
         group = [row for row in rows if (row["memory"], row["throttle"], row["prompt"]) == (memory, throttle, prompt)]
         limit = next((row["limit_bytes"] for row in group if row.get("limit_bytes")), 0)
         space = "all in memory" if memory is None else f"memory for {memory:.0%} ({limit / 1e9:.2f} GB)"
-        text += f"## Prompt of {prompt}, {space}, {_disk(throttle)}\n\n" + "\n".join(_table(group)) + "\n\n"
+        text += f"### Prompt of {prompt}, {space}, {_disk(throttle)}\n\n" + "\n".join(_table(group)) + "\n\n"
     return text.rstrip() + "\n"
 
 
@@ -93,7 +94,7 @@ def _fidelity(found: Sequence[Json]) -> str:
                 f"| {each['form']} | {words} | {row['kl']:.5f} | {row['agreement']:.4f} | {row['perplexity']:.3f} "
                 f"| {row['perplexity_against']:.3f} |"
             )
-    return f"## Fidelity, the bundled model, {found[0]['tokens']} tokens\n\n" + "\n".join(lines) + "\n\n"
+    return f"### Fidelity, the bundled model, {found[0]['tokens']} tokens\n\n" + "\n".join(lines) + "\n\n"
 
 
 def best(rows: Sequence[Json], whose: str, figure: str) -> Json | None:

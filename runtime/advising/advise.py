@@ -120,7 +120,7 @@ def advice_from(found: Survey) -> Advice[PrefetchOption]:
 
 
 def most_to_gain(on_demand: Simulation, compute_s: Sequence[float], ahead: int = 1) -> float:
-    """Share of the time per token that can be hidden: sum over layers of min(copy, compute) (row B11). From further
+    """Share of the time per token that can be hidden: sum over layers of min(copy, compute). From further
     ahead, more than one layer's compute hides the copies of one.
     """
     hidden_s = []
@@ -164,7 +164,7 @@ def advice_errors(
 
 
 def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int] | None = None) -> PrefetchOption:
-    """What a replay says; `name`: the predictor's label and the layers ahead."""
+    """Make the option of a replay; `name`: the predictor's label and the layers ahead."""
     forecasting = None if name is None else found.known(*name)
     label, ahead = name or (None, None)
     times = found.case.machine.times if forecasting is None else forecasting.times
@@ -228,7 +228,7 @@ def _verdict(on_demand: PrefetchOption, best: PrefetchOption, chosen: PrefetchOp
 def _further(
     on_demand: PrefetchOption, speculated: Sequence[PrefetchOption], chosen: PrefetchOption, levers: Mapping[str, float]
 ) -> list[str]:
-    """What would be faster still, at a price."""
+    """List faster ways that have a price."""
     reasons = []
     fastest = min(speculated, key=lambda option: option.tpot_s, default=chosen)
     if fastest.tpot_s < (1 - WORTH) * chosen.tpot_s:

@@ -186,7 +186,7 @@ class DiskOption(Option):
     wait_s: float
     """Waiting for experts, per token."""
     hit_rate: float
-    """Of the slots."""
+    """Bytes of the slots."""
     read_per_token: float
     """Bytes from the disk."""
 
@@ -223,23 +223,23 @@ COMPRESS = 0.1
 beside its own time, memory and processors that others use, is not in the event model."""
 _STEP = 0.1
 _SIMULATED = 8
-"""Of the planner's allocations, how many are simulated."""
+"""Number of the planner's allocations that are simulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFindings:
-    """What is known of model, machine and routing."""
+    """Measurements of model, machine and routing."""
 
     trace: Trace
-    """That is replayed."""
+    """Routing that is replayed."""
     routing: str
-    """Where it comes from."""
+    """Source of the routing."""
     times: LayerTimes
-    """Of a decode step, waits left out."""
+    """Seconds of a decode step without waits."""
     slots: int
     """Experts that fit the memory."""
     block_bytes: int
-    """Of one expert."""
+    """Bytes of one expert."""
     rate: float
     """Bytes per second of the disk."""
     rate_source: str
@@ -264,10 +264,10 @@ class DiskFindings:
         return self.trace.shape.layers * self.trace.shape.experts
 
     def option(self, stored: Stored | None, slots: int | None = None) -> DiskOption:
-        """What the event model says of experts on the disk as `stored`, or in memory (None), on demand.
+        """Simulate experts on the disk as `stored`, or in memory (None), on demand.
 
-        What a short run took beyond the event model counts for runs of its own kind; of a raw one, for compressed ones
-        too, which do no less.
+        The time of a short run beyond the event model counts for runs of its own kind; that of a raw run counts for
+        compressed ones too.
         """
         times, rate, slots = replace(self.times, late_s=0.0), self.rate, slots or self.slots
         if stored is None:
@@ -293,7 +293,7 @@ class DiskFindings:
 
 
 def advise_disk(found: DiskFindings) -> Advice[DiskOption]:
-    """What is fastest on demand, with compression only where it is expected to pay well."""
+    """Choose the fastest way on demand, with compression only where it is expected to pay well."""
     options = [found.option(found.raw)]
     if found.stored is not None:
         options += [found.option(found.stored), *_pooled(found, found.stored)]

@@ -1,16 +1,16 @@
-"""What drafts would do for a model whose routing was recorded: cycles of every length through the runtime's own books.
+"""Simulation of drafts for a model whose routing was recorded: cycles of every length through the runtime's own cache.
 
-What it assumes, for a recorded run holds none of it:
+Assumptions, since a recorded run has no drafts:
 
 - a drafted token is accepted by chance, with the same acceptance wherever it stands; tokens that are refused need the
   experts of those that the text really had there;
 - a draft pass takes a set share of an exact token's computing, copies nothing itself, and foresees a set share of the
-  experts; in place of each other one it asks for another of that layer;
+  experts; each other expert is replaced by another one of that layer;
 - an exact pass over several tokens takes as long before its experts as one over one token, and each distinct expert of
   a layer takes the same time: both are bound by reading weights.
 
-What is asked for while drafting is what the draft foresaw, position by position and layer by layer, as far as there is
-room that nothing foreseen has. S decode steps, L MoE layers, E routed experts per layer, n drafted tokens.
+While it drafts, the runtime requests the experts that the draft foresaw, position by position and layer by layer, as
+far as slots without foreseen experts last. S decode steps, L MoE layers, E routed experts per layer, n drafted tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from expertcast.runtime.simulation.simulator import VirtualRuntime
 from expertcast.runtime.simulation.trace import Forward, Trace, request_order
 
 LONGEST = 8
-"""n of the longest draft that is asked about."""
+"""n of the longest draft that is considered."""
 FEWEST = 4
 """Tokens to be written at least: the first comes from the prompt, and a draft of one needs three steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTraits:
-    """What is taken to be true of a draft.
+    """Assumptions about a draft.
 
     Raises:
         ExpertcastError: a share that is none, or a cost below 0.
@@ -78,7 +78,7 @@ class DraftOption(Option):
     cycle_s: float
     """Mean seconds of a cycle."""
     wait_s: float
-    """Of these, waiting for copies."""
+    """Seconds of these spent waiting for copies."""
     copies: float
     """Experts copied per token."""
 

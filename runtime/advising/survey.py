@@ -44,7 +44,7 @@ class Watcher(Observer):
         self._needed: list[dict[int, list[int]]] = []
         """Per forward, keys by layer."""
         self._asked: list[dict[int, list[int]]] = []
-        """Per forward, keys by target layer; what is asked for on behalf of the next token is left out."""
+        """Per forward, keys by target layer, without requests for the next token."""
 
     def needed(self, layer: int, keys: Sequence[int]) -> None:
         if layer == 0:
@@ -57,7 +57,7 @@ class Watcher(Observer):
             self._asked[-1][layer] = list(keys)
 
     def trace(self, shape: ModelShape) -> Trace:
-        """What each layer needed."""
+        """Experts that each layer needed."""
         forwards = [
             Forward(fresh=index == 0, rows=slice(max(0, index - 1), index), keys=[keys[n] for n in sorted(keys)])
             for index, keys in enumerate(self._needed)
@@ -65,7 +65,7 @@ class Watcher(Observer):
         return Trace(shape=shape, forwards=forwards)
 
     def forecasts(self, ahead: int) -> Asked:
-        """What forecasts of so many layers ahead asked for in the decode steps."""
+        """Return the experts that forecasts of so many layers ahead requested in the decode steps."""
         return Asked(ahead=ahead, steps=self._asked[1:])
 
 
@@ -128,7 +128,7 @@ def executed(trace: Trace, asked: Asked, layers: Iterable[int]) -> Trace:
 
 def replay(trace: Trace, case: Case, asked: Asked | None = None) -> Simulation:
     """Run a recorded decoding in virtual time; its prefill leaves the cache as the decode steps find it. The case has
-    the cost of a forecast at layers that make one; without what forecasts asked for, it loads on demand.
+    the cost of a forecast at layers that make one; without `asked`, the replay loads on demand.
     """
     machine = replace(case.machine, prefill=no_times(trace.shape.layers))
     hints = {} if asked is None else {_ASKED: asked}
@@ -148,7 +148,7 @@ Given = str | Path | Predictor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecasting:
-    """A predictor at one distance: what it asks for, how often it is right, and what it costs."""
+    """A predictor at one distance: its requests, its recall and its cost."""
 
     asked: Asked
     """In the decode steps."""
@@ -157,7 +157,7 @@ class Forecasting:
     source: str
     """Where recall comes from: `metrics.json`, or `measured` over the run's own decode steps."""
     times: LayerTimes
-    """Of the run that made these forecasts."""
+    """Layer times of the run that made these forecasts."""
 
     @property
     def mean_recall(self) -> float:
@@ -167,7 +167,7 @@ class Forecasting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What the short runs found."""
+    """Result of the short runs."""
 
     case: Case
     """How the runs were set up, with the layer times of the on-demand run."""
@@ -185,7 +185,7 @@ class Survey:
 
     @property
     def block_bytes(self) -> int:
-        """Of one expert."""
+        """Bytes of one expert."""
         return self.case.machine.block_bytes[FULL]
 
     def predict(
@@ -196,7 +196,7 @@ class Survey:
         executed_layers: Iterable[int] = (),
         case: Case | None = None,
     ) -> Simulation:
-        """What a run takes by the event model.
+        """Simulate a run by the event model.
 
         Args:
             predictor: its label; None loads on demand.
@@ -214,7 +214,7 @@ class Survey:
         return replay(executed(self.trace, found.asked, executed_layers), case.with_times(found.times), found.asked)
 
     def known(self, predictor: str, ahead: int) -> Forecasting:
-        """What was found of a predictor at one distance.
+        """Return the measurements of a predictor at one distance.
 
         Raises:
             ExpertcastError: the survey did not run it.
@@ -252,8 +252,8 @@ def survey(
     Args:
         model: as :func:`expertcast.offload` takes it.
         prompt_ids: [1, T] on the model's device; a text of the kind that will be run.
-        config: slots, cache, link, store and so on, without a predictor; link `auto` on CUDA is `cuda`, for the books
-            of `kernel` are out of sight on the device.
+        config: slots, cache, link, store and so on, without a predictor; link `auto` on CUDA is `cuda`, for the tables
+            of `kernel` lie on the device.
         predictors: as :func:`expertcast.offload` takes them. Where a checkpoint's metrics.json has recall for a
             distance, its forecasts count as good as that; else as good as they were in the short run.
         new_tokens: per run; the first comes from the prefill. Too few find a cache that is still filling up.

@@ -15,6 +15,7 @@ from expertcast.runtime.storage.codecs import Codec
 from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN, CodedRead, CodedReader, Kinds
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL
+from expertcast.runtime.storage.memory import give_back_freed
 from expertcast.runtime.storage.reader import THREADS, Read
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
@@ -75,7 +76,7 @@ class KeptParts:
         """Slots that were last filled with a full expert: one in less precision has other parts."""
 
     def restart(self) -> None:
-        """Drop what is queued and kept; the pools are told by others."""
+        """Drop what is queued and kept; the caller informs the pools."""
         self.reader.close()
         self._leaving.clear()
         self._whole.clear()
@@ -94,7 +95,7 @@ class KeptParts:
             slot = self._slots.slots.get(key)
             comes = slot is None or self._slots.state(slot) is SlotState.LOADING
             if key in self.pools.running and comes:
-                continue  # what is held of it is about to be used; its end is the reader's
+                continue  # its parts are about to be used; the reader decides at its end
             self.reader.drop(key, _KINDS[state])
             if slot in self._whole and state is State.S:
                 self._leaving[slot] = key
@@ -114,7 +115,7 @@ class KeptParts:
         (self._whole.add if full else self._whole.discard)(slot)
 
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
-        """The order in which a layer's misses keep disk and processors busy (row E7)."""
+        """The order in which a layer's misses keep disk and processors busy."""
         if len(keys) < 2:
             return keys
         self.settle()
@@ -187,6 +188,8 @@ class DiskLink(Link):
             self.pools = self._kept.pools
         self._open()
         self._free_at = 0.0
+        if pool.count < file.shape.layers * file.shape.experts:
+            give_back_freed(at_once=True)  # memory is short: it is for slots
 
     def _open(self) -> None:
         """The queue is a new reader's, which carries out what is in it."""
@@ -238,7 +241,7 @@ class DiskLink(Link):
         super().wait(copy)
 
     def read_ahead(self, keys: object) -> None:
-        """Nothing to do: pages of the mapped file are not used."""
+        """Do nothing: pages of the mapped file are not used."""
 
     def restart(self) -> None:
         if self._kept is None:

@@ -8,8 +8,8 @@ A transfer of an expert is a read, then a copy:
 - the block is free for the next read when the event behind its copy has been reached. Experts without a block wait in
   the link's queue, where they can be dropped; an urgent one takes the block of the latest forecast whose read has not
   begun;
-- who waits for an expert holds the host until it has been read, and compute's stream until it has been copied: a
-  stream can wait for events of the device only. What else is read meanwhile is copied meanwhile.
+- a wait for an expert holds the host until it has been read, and compute's stream until it has been copied: a stream
+  can wait for events of the device only. Other experts are read and copied meanwhile.
 
 Tested with real files on devices that stand in; never run on a GPU.
 """
@@ -122,7 +122,7 @@ class CudaDiskLink(CudaLink):
         return cancelled
 
     def read_ahead(self, keys: Sequence[int]) -> None:
-        """Nothing to do: pages of a mapped file are not used."""
+        """Do nothing: pages of a mapped file are not used."""
 
     def close(self) -> None:
         if self._memory is not None:

@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, cast
@@ -53,9 +54,9 @@ from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.layout import expert_parameters
 
 _MOST_READERS = 4
-"""Threads that read and convert; more do not read faster, and on few cores they are in each other's way."""
+"""Threads that read and convert experts, at most."""
 _ALIGNED = 64
-"""Bytes: a multiple of every dtype's."""
+"""Alignment in bytes, a multiple of the size of every dtype."""
 Read = Callable[[TensorFile, Part], Tensor]
 
 
@@ -139,7 +140,7 @@ class ExpertSources:
             for experts in self._portions(group)
         ]
         missing = set(local)
-        with ThreadPoolExecutor(max(1, min(_MOST_READERS, usable_processors() - 1))) as pool:
+        with _converters() as pool:
             for written in pool.map(lambda job: job(), jobs):
                 missing -= written
         check_complete(missing)
@@ -316,6 +317,19 @@ class ExpertSources:
         codes, scales = (self.made(group, experts, partial(read, field)) for field in ("codes", "scales"))
         zeros = {} if coding.symmetric else self.made(group, experts, partial(read, "zeros"))
         return {full: Coded(coding.bits, codes[full], scales[full], zeros.get(full)) for full in codes}
+
+
+@contextmanager
+def _converters() -> Iterator[ThreadPoolExecutor]:
+    """Yield threads whose tensor operations take one processor each: operations on one expert are short."""
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(
+            min(_MOST_READERS, usable_processors()), initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)  # a thread's number is also that of all threads to come
 
 
 def check_complete(missing: set[str]) -> None:

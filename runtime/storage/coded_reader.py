@@ -1,7 +1,7 @@
 """Reads coded experts past the system's page cache and decodes them into the caller's memory, several at a time.
 
-The pieces of an expert are asked of a :class:`DirectReader` together, so that it can join them. Each that has come may
-make jobs ready (:class:`DecodePlan`), and a free thread takes the next job of the expert that
+A :class:`DirectReader` gets the requests for all pieces of an expert together, so that it can join them. Each piece
+that has been read may make jobs ready (:class:`DecodePlan`), and a free thread takes the next job of the expert that
 comes first: the last expert of a layer is decoded by all threads at once. Parts may be kept for the next time.
 """
 
@@ -37,7 +37,7 @@ CUT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is read at once, of one part."""
+    """Bytes of one part that are one request."""
 
     part: int
     start: int = 0
@@ -48,12 +48,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one thread does at a time."""
+    """Unit of work of a decoding thread."""
 
     parts: tuple[int, ...]
-    """That it checks and expands."""
+    """Parts that the job checks and expands."""
     pieces: tuple[int, ...]
-    """That it needs."""
+    """Pieces that the job needs."""
     shard: int | None = None
     """The compressed shard that is recovered; None: all of the block, or nothing where `checks`."""
     checks: bool = False
@@ -95,14 +95,14 @@ class DecodePlan:
         ready, and threads decode while the rest is read."""
         self.jobs: tuple[Job, ...] = tuple(jobs)
         self.scratch_bytes = max((codec.shards[index].nbytes for index in packed), default=0)
-        """Of memory that a thread needs to do a job."""
+        """Bytes of memory that a thread needs for a job."""
 
     def run(self, job: Job, parts: Sequence[Part], scratch: Tensor, block: Tensor) -> None:
         """Do one job of an expert.
 
         Args:
             job: all of its pieces have come.
-            parts: of the expert, where they were read; those without a digest have been compared.
+            parts: of the expert, where they were read; parts without a digest have been compared.
             scratch: uint8 [scratch_bytes] of the thread's own, for the compressed shard.
             block: uint8 [block_bytes], what follows from the job is written.
 
@@ -145,7 +145,7 @@ class PartPlaces:
         packed_P = np.array([codec.planes[shard.plane].compressed for shard in codec.shards])
         whole_NP = -(-file.nbytes // SECTOR) * SECTOR
         self.kinds = [PACKED if packed else PLAIN for packed in packed_P.tolist()]
-        """Of each part."""
+        """Kind of each part."""
         self.nbytes = [0, 0]
         """Bytes of a buffer of each kind; 0 if there are no such parts."""
         self._starts_NP = np.zeros_like(whole_NP)
@@ -200,7 +200,7 @@ class PartMemory:
         """Buffers that are kept, those under way left out."""
 
     def held(self, key: int) -> Kinds:
-        """Of an expert that is not under way."""
+        """Return the kinds of parts that are kept of an expert that is not under way."""
         return frozenset(self._kept.get(key, ()))
 
     def take(self, key: int, spare: int = 0) -> Taken | None:
@@ -273,11 +273,11 @@ class CodedRead(Transfer):
     taken: Taken | None = None
     """While it is under way, the memory of its parts."""
     parts: list[Part] = field(default_factory=list)
-    """Where they are read."""
+    """Memory of the parts."""
     reads: list[Read] = field(default_factory=list)
-    """What the disk was asked for."""
+    """Requests of the disk."""
     reading: int = 0
-    """Of these, how many have not come."""
+    """Number of these that are not done."""
     needs: list[int] = field(default_factory=list)
     """Pieces that have not come, of each job."""
     ready: deque[Job] = field(default_factory=deque)
@@ -308,17 +308,17 @@ class Rates:
     """Bytes per second."""
 
     disk: float
-    """Of the file, while anything is read."""
+    """Bytes of the file, while anything is read."""
     decoding: float
-    """Of experts' blocks, by one thread."""
+    """Bytes of experts' blocks, by one thread."""
     threads: int
-    """That decode."""
+    """Decoding threads."""
 
 
 UNDER_WAY = 4
 """Experts that are read or decoded at a time."""
 SPARE = 2
-"""Of these, how many are left for urgent ones when a forecast's begins."""
+"""Places among these that stay free for urgent experts when a forecast's begins."""
 _COMMON_DISK, _COMMON_DECODING = 1e9, 1e9
 
 
@@ -367,7 +367,7 @@ class CodedReader(TransferQueue[CodedRead]):
         self._under_way: list[CodedRead] = []
         """Experts that have begun, in that order."""
         self.held_back = False
-        """Whether the model computes on these processors: forecasts are decoded while somebody waits, at other times
+        """Whether the model computes on these processors: forecasts are decoded while a thread waits, at other times
         only by processors that torch leaves free. To decode beside the model costs it more than it saves."""
         self._processors, self._awaited = usable_processors(), 0
         """Threads that wait for an expert compute nothing meanwhile."""
@@ -382,7 +382,7 @@ class CodedReader(TransferQueue[CodedRead]):
 
     @property
     def nbytes(self) -> int:
-        """Of the memory for parts, under way and kept."""
+        """Bytes of the memory for parts, under way and kept."""
         return self._memory.nbytes
 
     def submit(self, read: CodedRead, *, front: bool = False) -> None:
@@ -391,7 +391,7 @@ class CodedReader(TransferQueue[CodedRead]):
             self._begin()
 
     def promote(self, read: CodedRead) -> None:
-        """It comes before all forecasts; of one that has begun, what the disk and the threads have not."""
+        """Move a read, or the rest of its requests and jobs, before all forecasts."""
         with self.lock:
             super().promote(read)
             read.urgent = True
@@ -411,12 +411,12 @@ class CodedReader(TransferQueue[CodedRead]):
                 self._awaited -= 1
 
     def held(self, key: int) -> Kinds:
-        """Which parts of an expert that is not under way are in memory."""
+        """Return the kinds of parts in memory of an expert that is not under way."""
         with self.lock:
             return self._memory.held(key)
 
     def drop(self, key: int, keep: Kinds = NOTHING) -> None:
-        """Forget the kept parts of an expert, but for some kinds; of one under way `wanted` says it at its end."""
+        """Forget the kept parts of an expert, but for some kinds; `wanted` decides about an expert under way."""
         with self.lock:
             self._memory.drop(key, keep)
 
@@ -429,7 +429,7 @@ class CodedReader(TransferQueue[CodedRead]):
             self._codec.take_plain(block, buffer[: plain.nbytes])
 
     def rates(self) -> Rates:
-        """What was measured so far, else what is common."""
+        """Return the rates measured so far, else common ones."""
         came = self._disk.bytes_read
         return Rates(
             disk=came / self._disk.busy_s if came else _COMMON_DISK,
@@ -456,7 +456,7 @@ class CodedReader(TransferQueue[CodedRead]):
             self._ask(read, taken)
 
     def _ask(self, read: CodedRead, taken: Taken) -> None:
-        """Ask for the pieces that are not in memory; jobs that need none are ready at once."""
+        """Request the pieces that are not in memory; jobs that need none are ready at once."""
         read.taken = taken
         file, key, plan = self._file, read.key, self._plan
         offsets, sizes, digests = file.offsets[key].tolist(), file.nbytes[key].tolist(), file.digests[key].tolist()
@@ -525,7 +525,7 @@ class CodedReader(TransferQueue[CodedRead]):
                 read.running -= 1
                 read.undone -= 1
                 if error is None:
-                    self._decoding_s += time.perf_counter() - start  # first: rates are asked for meanwhile
+                    self._decoding_s += time.perf_counter() - start  # first: other threads read the rates meanwhile
                     self._decoded += read.target.numel() / len(self._plan.jobs)
                 else:
                     read.fail(error)

@@ -1,8 +1,8 @@
 """The experts of a model in a file, for models larger than memory: as they are, or coded in fewer bytes.
 
-Nothing of them is held in memory. As they are (codec `raw`), they are mapped: the system's file cache is the memory,
-what is copied often stays in it, and what is forecast is read ahead by the system. Coded ones are read and decoded when
-they are asked for. The disk's own link reads either past the cache.
+The store holds no expert in memory. The experts of codec `raw` are mapped: the system's file cache is the memory,
+experts that are copied often stay in it, and the system reads forecast ones ahead. Coded experts are read and decoded
+at every request. The disk's own link reads either past the cache.
 
 L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 """
@@ -70,11 +70,11 @@ class DiskStore(ExpertStore):
         super().__init__(view, device=device)
         self.codec = make_codec(codec, self.layout)
         self.shipped: Callable[[int, int], Shipped] | None = None
-        """What a checkpoint ships of an expert of a layer, for a codec that moves it so; layers are then filled from
+        """Reads an expert of a layer as its checkpoint ships it, for a codec of that form; layers are then filled by
         it."""
         self._target = None if folder is None else Path(folder) / FILE_NAME
         self.path = self._target or Path(tempfile.gettempdir())
-        """Of the file; of one without a name once it is written, for this process."""
+        """Path of the file; a file without a name has one for this process once it is written."""
         self._header = Header(
             layers=self.layers, experts=self.experts, block_bytes=self.layout.block_bytes,
             layout=layout_text(self.layout), model_id=view.model_id, fingerprint=fingerprint or "",
@@ -172,8 +172,8 @@ class DiskStore(ExpertStore):
         return block
 
     def views(self, layer: int) -> dict[str, Tensor]:
-        """One layer's parameters, [E, ...] by name, mapped, or read and decoded now; of a file that could not be
-        completed too.
+        """One layer's parameters, [E, ...] by name, mapped, or read and decoded now, also of an incomplete
+        file.
 
         Raises:
             ExpertcastError: the file was damaged, cannot be read, or is shorter than it was: touching what it lacks of
@@ -212,7 +212,7 @@ class DiskStore(ExpertStore):
     def read(
         self, key: int, block: Tensor, *, urgent: bool, slot: int = -1, then: Callable[[Any], None] | None = None
     ) -> Read | CodedRead:
-        """What is to be asked of a :meth:`reader` for one expert's block.
+        """Make the request for one expert's block, for :meth:`reader`.
 
         Args:
             key: the expert.
@@ -226,7 +226,7 @@ class DiskStore(ExpertStore):
         return Read(key, slot, urgent, target=block, then=then, offset=int(self.file.offsets[key, 0]))
 
     def read_ahead(self, keys: Iterable[int]) -> None:
-        """Have the system read these experts' pages; nothing to do for coded ones."""
+        """Have the system read these experts' pages; does nothing for coded ones."""
         if self._mapped is not None:
             self._mapped.read_ahead(keys)
 

@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from io import FileIO
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -71,22 +72,22 @@ class Header:
     layers: _Count
     experts: _Count
     block_bytes: _Count
-    """Of an expert in memory."""
+    """Bytes of an expert in memory."""
     layout: str
     """A block's fields, as :func:`layout_text` says them."""
     fingerprint: str
-    """Of the weights' origin."""
+    """Fingerprint of the weights' origin."""
     codec: str
     """As :attr:`expertcast.runtime.storage.codecs.Codec.text` says it."""
     parts: Annotated[int, Field(ge=1, le=10**4)]
     """P"""
     model_id: str = field(compare=False)
     nbytes: Annotated[int, Field(ge=1, le=_MOST)] = field(default=_MOST, compare=False)
-    """Of all experts' parts, padding included."""
+    """Bytes of all experts' parts, padding included."""
     index: str = field(default="f" * 100, compare=False)
     """Digest of the index."""
     changed: Annotated[int, Field(ge=0, lt=10**12)] = field(default=10**12 - 1, compare=False)
-    """Seconds since 1970: the file's time of change, as long as nobody changes it."""
+    """Seconds since 1970: the file's time of change, as long as no process changes it."""
 
     @property
     def plain(self) -> bool:
@@ -189,13 +190,16 @@ class ExpertWriter:
         self._index: list[tuple[list[int], list[int], list[int]]] = []
         self._path: Path | None = None
         self._file: BinaryIO | None = None
+        self._direct: FileIO | None = None
+        """Writes past the page cache, where the file system can."""
         try:
             with self._failing():
                 self._create()
                 self._check_room(least)
                 weakref.finalize(self, self._open.close)
                 self._open.write(bytes(header.room))
-        except BaseException:  # an interrupt too: nobody removes an empty file later
+                self._direct = _opened_direct(self._open.fileno())
+        except BaseException:  # an interrupt too: an empty file would stay
             self.drop()
             raise
 
@@ -232,10 +236,21 @@ class ExpertWriter:
         with self._failing():
             for part in parts:
                 offsets.append(self._open.tell())
-                self._open.write(part.data.numpy().data)
+                self._write(part.data)
                 if not self._header.plain:
                     self._open.write(bytes(-len(part.data) % SECTOR))
         self._index.append((offsets, [len(part.data) for part in parts], [part.digest or 0 for part in parts]))
+
+    def _write(self, data: Tensor) -> None:
+        """Write bytes, whole sectors past the page cache: to make its pages takes longer than the disk."""
+        view, start = data.numpy().data, self._open.tell()
+        if self._direct is None or start % SECTOR or len(view) % SECTOR or data.data_ptr() % SECTOR:
+            self._open.write(view)
+            return
+        self._direct.seek(start)
+        while len(view):
+            view = view[self._direct.write(view) :]
+        self._open.seek(self._direct.tell())
 
     def flush(self) -> None:
         """Hand all that was added to the system: whoever added it may let go of it.
@@ -276,7 +291,7 @@ class ExpertWriter:
             else:
                 os.replace(self._path, self._target)
                 complete.path = self._target
-            file.close()
+            self._close()
         return complete
 
     def drop(self) -> None:
@@ -285,10 +300,15 @@ class ExpertWriter:
             if self._file.closed:
                 return
             with contextlib.suppress(OSError):  # what was not written yet finds no room
-                self._file.close()
+                self._close()
         if self._target is not None and self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
+
+    def _close(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
+        self._open.close()
 
     @property
     def _open(self) -> BinaryIO:
@@ -297,7 +317,7 @@ class ExpertWriter:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """An error of the system becomes one line; what was flushed can still be read."""
+        """Turn an error of the system into one line; flushed bytes can still be read."""
         try:
             yield
         except OSError as error:
@@ -306,8 +326,15 @@ class ExpertWriter:
             ) from error
 
 
+def _opened_direct(descriptor: int) -> FileIO | None:
+    """Open an open file again, to write past the page cache; None where the file system cannot."""
+    with contextlib.suppress(OSError, AttributeError):
+        return FileIO(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_DIRECT), "w")
+    return None
+
+
 def _lock(descriptor: int) -> bool:
-    """Whether nobody else has the file: a process that was killed has it no more."""
+    """Whether no other process has the file: a killed process no longer has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -358,7 +385,7 @@ class ExpertFile:
             with contextlib.suppress(OSError):  # another user's, or read-only: it is verified whenever it is opened
                 os.utime(self.handle, (header.changed, header.changed))
         self.stamp = stamp_of(self.handle)
-        """Of the file when it was found right."""
+        """Size and time of change of the file when it was checked."""
 
     def verify(self) -> None:
         """Compare every part with its digest.

@@ -103,16 +103,16 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsForm:
-    """What a store of experts is made for: how many there are, and how each of them lies in memory."""
+    """Form of the experts of a store: their number, and the layout of each in memory."""
 
     shape: ModelShape
     layout: BlockLayout
     model_id: str = ""
-    """Where they come from; a store on disk writes it down."""
+    """Model that the experts come from; a store on disk writes its name down."""
 
     @classmethod
     def of(cls, view: MoEView) -> ExpertsForm:
-        """That of a model.
+        """Return the form of a model's experts.
 
         Raises:
             ExpertcastError: as :meth:`BlockLayout.of` says.

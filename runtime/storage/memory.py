@@ -23,6 +23,10 @@ from expertcast.predictors.messages import ExpertcastError
 _PORTABLE_AND_MAPPED = 3
 """cudaHostRegisterPortable | cudaHostRegisterMapped: page-locked for every context, and readable by kernels."""
 _LEFT_TO_THE_SYSTEM = 2**30
+_THRESHOLDS = (-1, -3)
+"""glibc's `M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD`, which grow with the tensors that are freed until they are set."""
+_KEPT_FREE = 1 << 20
+"""Bytes of freed memory that glibc keeps with these thresholds."""
 
 
 class Driver:
@@ -135,15 +139,24 @@ def _map(size: int) -> mmap.mmap:
     return mapping
 
 
-def give_back_freed() -> None:
-    """Return to the system what the C library keeps of freed tensors for later (glibc; elsewhere nothing is done)."""
+def give_back_freed(*, at_once: bool = False) -> None:
+    """Return freed memory that the C library keeps for later to the system (glibc; other systems: do nothing).
+
+    Args:
+        at_once: whether the C library returns freed tensors at once from now on, in the whole process. A prompt of 512
+            tokens then takes 0.2 GB less memory, and a sixth more time.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+            library = ctypes.CDLL(None)
+            if at_once:
+                for threshold in _THRESHOLDS:
+                    library.mallopt(threshold, _KEPT_FREE)
+            library.malloc_trim(0)
 
 
 def _lock_limit() -> str:
-    """What the shell's limit says, for the warning: most drivers do not count against it, some do."""
+    """Return the shell's limit as text for the warning: most drivers do not count against it, some do."""
     try:
         import resource
     except ImportError:  # Windows

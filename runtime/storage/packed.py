@@ -237,7 +237,7 @@ def _fitted_range(weights_RG: Tensor, levels: int, share: float) -> tuple[Tensor
 
 
 def _tail_dtype(bits: int) -> torch.dtype:
-    """Of a row's scale and offset."""
+    """Return the dtype of a row's scale and offset."""
     return torch.float32 if bits == 8 else torch.float16
 
 

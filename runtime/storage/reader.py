@@ -1,7 +1,7 @@
 """Reads ranges of a file into memory of the caller's, past the system's page cache: what is read costs no other memory.
 
 A range is read in pieces by several threads at once, for a disk is fast only with several large requests under way;
-ranges that lie one after another and are asked for together are one request. Urgent ones come first, and what no
+neighbouring ranges that are requested together are one request. Urgent requests come first, and requests that no
 thread has begun can be cancelled.
 """
 
@@ -25,7 +25,7 @@ from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 # Direct reads of a file.
 
 SECTOR = 4096
-"""Direct reads begin and end at a multiple of it, in the file as in memory. Disks ask for 512 or 4096."""
+"""Direct reads begin and end at a multiple of it, in the file as in memory. Disks need 512 or 4096."""
 PIECE = 2 << 20
 """Bytes of one request: several threads share what is larger."""
 
@@ -72,7 +72,7 @@ class Read(Transfer):
 
 
 def stamp_of(file: int) -> tuple[int, int]:
-    """Bytes and time of change of an open file: the same as long as nobody writes to it."""
+    """Bytes and time of change of an open file: the same as long as no process writes to it."""
     found = os.fstat(file)
     return found.st_size, found.st_mtime_ns
 
@@ -213,7 +213,7 @@ class DirectReader(TransferQueue[Read]):
                 os.posix_fadvise(self._file, offset + done, count, os.POSIX_FADV_DONTNEED)
             if done + count >= least:
                 return
-            done += count - count % unit  # less than was asked for, as network file systems may give
+            done += count - count % unit  # less than requested, as network file systems may return
 
     def _keep_pace(self, size: int, pace: float) -> None:
         with self.lock:
@@ -231,7 +231,7 @@ class DirectReader(TransferQueue[Read]):
 
 
 def _behind(views: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of some views when so many bytes have come."""
+    """Return the rest of some views behind so many bytes."""
     left = []
     for view in views:
         left.append(view[done:])

@@ -22,7 +22,7 @@ _PAGE = 4096
 
 
 class SlotState(Enum):
-    """What may be done with a slot; see :meth:`SlotPool.mark` for the order."""
+    """State of a slot; see :meth:`SlotPool.mark` for the order."""
 
     FREE = "free"
     LOADING = "loading"
@@ -37,8 +37,8 @@ _FREE, _LOADING, _READY, _IN_USE = SlotState
 class SlotPool:
     """One buffer on the device; any expert of any layer may lie in any slot.
 
-    The pool keeps the books (which key is where, what state a slot is in). What goes in and out is decided
-    by :class:`expertcast.runtime.engine.cache.ExpertCache`.
+    The pool records the slot of each key and the state of each slot.
+    :class:`expertcast.runtime.engine.cache.ExpertCache` decides which experts enter and leave.
     """
 
     def __init__(self, layout: BlockLayout, count: int, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class SlotPool:
         return self._buffer.numel()
 
     def free(self) -> None:
-        """Give the memory back, as far as nobody else holds a view of it."""
+        """Give the memory back, as far as no other object holds a view of it."""
         self.views.clear()
         self._buffer = self._buffer.new_empty(0)
 
@@ -84,7 +84,7 @@ class SlotPool:
         return self._key_of[slot]
 
     def state(self, slot: int) -> SlotState:
-        """What may be done with this slot."""
+        """Return the state of this slot."""
         return self._state[slot]
 
     def resident(self) -> list[int]:
@@ -125,7 +125,8 @@ def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
     nbytes = count * layout.block_bytes
     try:
         if device.type == "cpu":
-            return HostMemory(nbytes).bytes  # large pages: a disk reads into them faster, and kernels read them faster
+            # zeroed now: pages that the disk's threads are the first to touch doubled the time of the first prompt
+            return HostMemory(nbytes).bytes.zero_()
         raw = torch.zeros(nbytes + _PAGE, dtype=torch.uint8, device=device)
     except (torch.OutOfMemoryError, ExpertcastError) as error:
         raise ExpertcastError(

@@ -120,7 +120,7 @@ class ExpertStore:
         return self.layout.views(blocks)
 
     def read_ahead(self, keys: Iterable[int]) -> None:
-        """These experts will be copied soon. Nothing to do for a store in memory."""
+        """Prepare for copies of these experts; does nothing for a store in memory."""
 
     def open(self, layer: int) -> dict[str, Tensor]:
         """Make one layer's blocks, and give its parameters [E, ...] by name to be written, expert by expert and at any

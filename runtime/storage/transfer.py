@@ -1,4 +1,4 @@
-"""What is on its way to the device: transfers of experts, the queue of every link and reader, and small values."""
+"""Transfers of experts to the device, the queue of every link and reader, and small values on their way."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Transfer:
     lock: it is set once, after everything else that :meth:`finish` writes, and never cleared. So a thread that reads
     True also reads the final `error` and `end`. One that reads False may be a moment late and asks again, or waits:
     there it looks once more under the lock under which `done` is set, and leaves a lock for :meth:`finish` to release
-    only if it is not set yet. No end is missed, and a transfer that nobody waits for makes no lock.
+    only if it is not set yet. No end is missed, and a transfer without a waiting thread makes no lock.
     """
 
     key: int = -1
     """The expert."""
     slot: int = -1
     urgent: bool = False
-    """A layer that runs needs it; else a forecast asks for it."""
+    """A layer that runs needs it; else a forecast requests it."""
     precision: str = FULL
     started: bool = False
     """It has begun, and cannot be cancelled any more."""
@@ -51,7 +51,7 @@ class Transfer:
     end: float = 0.0
     """Seconds of the clock between which it was under way."""
     then: Callable[[Any], None] | None = None
-    """Called with this when it is over, before anybody who waits goes on."""
+    """Called with this transfer when it is over, before a waiting thread goes on."""
     begun: Any = None
     arrived: Any = None
     """Events of a CUDA device around its copy; the copy before it ends at `begun`."""
@@ -68,7 +68,7 @@ class Transfer:
         self.started = True
 
     def finish(self, end: float, error: BaseException | None = None) -> None:
-        """It has arrived, or failed; what `then` raises is an error of it too.
+        """End the transfer, arrived or failed; an exception of `then` fails it too.
 
         Args:
             end: seconds of the clock.
@@ -128,7 +128,7 @@ class TransferQueue(Generic[T]):
             self.changed.notify_all()
 
     def promote(self, transfer: T) -> None:
-        """What has not begun of a forecast's transfer comes before all other forecasts."""
+        """Move the rest of a forecast's transfer before all other forecasts."""
         with self.lock:
             if transfer.waiting and not transfer.urgent:
                 transfer.urgent = True

@@ -13,7 +13,7 @@ from benchmarks.packed_page import page
 
 from expertcast.predictors.messages import Json
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 SMALL = ["--small", "--layers", "2", "--memory", "0", "--repetitions", "1", "--prompts", "6", "--warm", "2"]
 
 
@@ -43,12 +43,21 @@ def test_the_page_compares_medians_with_the_best_of_the_peer() -> None:
     runs = [_run("packed", tpot_s, n) for n, tpot_s in enumerate((0.3, 0.1, 0.2))]
     runs += [_run("llama.cpp, mmap", 3.0), _run("llama.cpp, lazy on", 1.2), _run("expanded", 0.4)]
     runs += [{**_run("llama.cpp, repacked", 0), "failed": "killed"}]
-    model = {"layers": 1, "experts": 8, "weights": 1, "top_k": 1, "vocabulary": 1, "experts_bytes": 1}
+    model = dict.fromkeys(("layers", "experts", "weights", "top_k", "vocabulary", "experts_bytes"), 1)
+    model = {"shape": "toy", "kind": "Q4_0", **model}
     result = {"model": model, "settings": {"threads": 2, "warm": 1, "new_tokens": 1}, "command": "", "date": ""}
     made = page(result | {"results": packed.summaries(runs)})
     assert "**yes**, 6.00 (packed; llama.cpp, lazy on)" in made
     assert "**no**, 2.00 (packed; expanded)" in made
     assert "| llama.cpp, repacked | killed |" in made
+
+
+def test_a_mixed_file_has_weights_of_the_model_s_size(tmp_path: Path) -> None:
+    packed.write_model(tmp_path / "model.gguf", packed.shape("olmoe-1b-7b", 2, small=True), packed.MIXED)
+    tensors = {each.name: each for each in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    gate = tensors["blk.0.ffn_gate_exps.weight"]
+    assert gate.tensor_type.name == "Q4_K"
+    assert gguf.dequantize(gate.data, gate.tensor_type).std() == pytest.approx(0.02, rel=0.1)
 
 
 def test_fidelity_of_eight_bits_is_better_than_of_four() -> None:

@@ -15,7 +15,7 @@ for _codec in (Raw, BitSplit, Mxfp4, Fp8):
 
 
 def make_codec(text: str, layout: BlockLayout) -> Codec:
-    """The codec that a text asks for, written `name` or `name:option=value,option=value`.
+    """Return the codec of a text, written `name` or `name:option=value,option=value`.
 
     Raises:
         ExpertcastError: unknown name or option, a value that does not fit, or experts that the codec cannot hold.

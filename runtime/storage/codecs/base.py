@@ -1,12 +1,12 @@
-"""What every codec has in common: how one expert's block lies in a store, and how it becomes a block again.
+"""Base of the codecs: the form of one expert's block in a store, and the way back to the block.
 
 block --split--> planes --shards, each coded by itself--> parts        in the store, in caches, on the link
 block <--recover-- planes <--expand, a part at a time---- parts
 
 A *plane* is a run of bytes of known length that `recover` reads. It is stored in *shards*: each can be read, cached and
-expanded alone, by any thread; the calls that do the work hold no interpreter lock. What one shard became in the store
-is a *part*. Planes and shards follow from the layout of the block; how long the parts of a compressed plane are differs
-from expert to expert.
+expanded alone, by any thread; the calls that do the work hold no interpreter lock. A shard in the store is a *part*.
+Planes and shards follow from the layout of the block; the parts of a compressed plane differ in length from expert to
+expert.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class Shard:
     """A run of one plane that becomes one part."""
 
     plane: int
-    """Which of the codec's planes."""
+    """Number of the plane."""
     start: int
     """Byte of the plane."""
     nbytes: int
-    """Of the plane; a compressed part is shorter."""
+    """Bytes of the plane; a compressed part is shorter."""
 
     def of(self, plane: Tensor) -> Tensor:
-        """What the shard covers of its plane; of memory for the shard alone, all."""
+        """Return the shard's bytes of its plane, or all of memory for the shard alone."""
         return plane if len(plane) == self.nbytes else plane[self.start : self.start + self.nbytes]
 
 
@@ -161,7 +161,7 @@ class Codec(ABC):
         """Write the block, uint8 [block_bytes] in host memory, that the planes stand for.
 
         Args:
-            planes: each uint8 [nbytes]; of a compressed one perhaps the shard alone (:meth:`Shard.of` takes both).
+            planes: each uint8 [nbytes]; a compressed one may be the shard alone (:meth:`Shard.of` takes both).
             block: the slot's, or one in host memory.
             shard: a compressed one, or the only one: write no more than what follows from it and from the plain planes
                 under it; other threads write the rest, from planes of their own. None: all.
@@ -189,12 +189,12 @@ class Codec(ABC):
         return self._parts(self.split(block))
 
     def expand(self, index: int, part: Part, planes: Sequence[Tensor]) -> None:
-        """Check a part and write its shard into its plane. Nothing is written where the plane's memory is the part's.
+        """Check a part, and write its shard into its plane unless the plane's memory is the part's.
 
         Args:
             index: which of `shards` the part is.
             part: as it was stored.
-            planes: of :meth:`new_planes`, in host memory; those of other shards are not touched.
+            planes: of :meth:`new_planes`, in host memory; other shards keep their bytes.
 
         Raises:
             ExpertcastError: the part is damaged, or not of this shard.

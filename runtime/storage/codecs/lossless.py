@@ -55,7 +55,7 @@ _BITS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExponentHistogram:
-    """Of 16-bit floats of one type."""
+    """Counts of the exponents of 16-bit floats of one type."""
 
     counts: Tensor
     """int64 [256] (bf16) or [32] (fp16), by the exponent's bits as they are stored."""

@@ -59,7 +59,7 @@ class Scaled(Codec):
 
     @abstractmethod
     def _forms(self, field: Field) -> tuple[Form, Form]:
-        """Of the codes and of the scales of a matrix; raises where it cannot be held."""
+        """Return the forms of a matrix's codes and scales; raise where the codec cannot hold it."""
 
     @abstractmethod
     def _stored(self, field: Field, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,8 +122,8 @@ _MOST_SCALE = 2.0**119
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config(CodecConfig):
-    """What one scale is for. One per row of a matrix (compressed-tensors' channels) is `rows=1,columns=0`; so is one
-    per matrix, which is then repeated.
+    """Weights that share a scale. A scale per row of a matrix (compressed-tensors' channels) is `rows=1,columns=0`, and
+    so is one per matrix, which is then repeated.
     """
 
     rows: int = 128
@@ -139,7 +139,7 @@ class Fp8Config(CodecConfig):
 class Fp8(Scaled):
     """Moved as shipped, expanded by the formula of transformers' `Fp8Dequantize`: code times scale in float32, rounded.
 
-    Only e4m3 codes; a block is not encoded, for its scales cannot be told from it.
+    Only e4m3 codes; a block is not encoded, since it does not determine its scales.
     """
 
     name = "fp8"
@@ -198,9 +198,9 @@ _MOST_EXPONENT = 240
 """Times 2**14 it is still a float32. 241 to 254 would make weights of 2**113 and more, 255 is no number."""
 _MXFP4_SCALES = torch.exp2(torch.arange(256, dtype=torch.float64) - _BIAS + _MXFP4_SHIFT).float()
 _MAGNITUDES = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-"""Of the codes 0 to 7: two bits of exponent, one of mantissa."""
+"""Values of the codes 0 to 7: two bits of exponent, one of mantissa."""
 _TOP_EXPONENT = 2
-"""Of the largest magnitude, 6 = 1.5 * 2**2."""
+"""Exponent of the largest magnitude, 6 = 1.5 * 2**2."""
 
 
 class Mxfp4(Scaled):
