@@ -527,8 +527,8 @@ class EarlyAttention:
         block.written = DynamicCache()
         return args, {**kwargs, "past_key_values": block.written}
 
-    def attend_roughly(self, layer: int, hidden_1D: Tensor) -> Tensor | None:
-        """As :meth:`attend` for one token of one text, up to rounding and by fewer operations."""
+    def attend_roughly(self, layer: int, hidden_BD: Tensor) -> Tensor | None:
+        """As :meth:`attend` for one token of each sequence, up to rounding and by fewer operations."""
         block = self._blocks[layer]
         latest, index = self._latest.get(block.kind), block.cache_index
         if latest is None or latest.given is None or latest.cache_index is None or layer in self.refused:
@@ -536,11 +536,11 @@ class EarlyAttention:
         kwargs = latest.given[1]
         pasts = getattr(kwargs.get("past_key_values"), "layers", [])
         if not block.checked or index is None or index >= len(pasts):
-            return self.attend(layer, hidden_1D)
+            return self.attend(layer, hidden_BD)
         if layer not in self._quick:
             self._quick[layer] = QuickBlock(block.layer)
         past, other = pasts[index], pasts[latest.cache_index]
-        return self._quick[layer].run(hidden_1D, past, other, kwargs, partial(self.attend, layer, hidden_1D))
+        return self._quick[layer].run(hidden_BD, past, other, kwargs, partial(self.attend, layer, hidden_BD))
 
     def attend(self, layer: int, hidden_TD: Tensor, *, by_program: bool = True) -> Tensor | None:
         """The residual [T, D] before the norm of `layer`'s router, had its block been given `hidden_TD`: in a decode

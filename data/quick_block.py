@@ -1,9 +1,9 @@
-"""A block's attention for one token of one text by as few operations as it takes, up to rounding: for hints.
+"""A block's attention for one token of each sequence by as few operations as it takes, up to rounding: for hints.
 
 It is read from modules as most models have them (input norm; q, k, v and o projections; norms of q and k; rotary
 positions), with weights folded and in fp32, and used only where it gives what the block gives.
 
-D hidden size, H heads of q, G of keys, C channels of a head, N = (H + 2 G) C, S tokens of the past.
+B sequences, D hidden size, H heads of q, G of keys, C channels of a head, N = (H + 2 G) C, S tokens of the past.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class QuickBlock:
         self._calls = 0
 
     def run(
-        self, hidden_1D: Tensor, past: object, other: object, kwargs: dict[str, Any], own: Callable[..., Tensor | None]
+        self, hidden_BD: Tensor, past: object, other: object, kwargs: dict[str, Any], own: Callable[..., Tensor | None]
     ) -> Tensor | None:
-        """[1, D], fp32 where it is not the block's own; None where that is None.
+        """Return the residual [B, D], fp32 where it is not the block's own; None where that is None.
 
         Args:
-            hidden_1D: stands for the block's input, fp32.
+            hidden_BD: stands for the block's input, fp32.
             past: the cache's layer.
             other: that of the block which has just run, which must not hold more tokens than this one will.
             kwargs: the block is called with.
@@ -49,9 +49,10 @@ class QuickBlock:
         positions = kwargs.get("position_embeddings")
         if self._function is None or kwargs.get("attention_mask") is not None or not isinstance(positions, tuple):
             return own()
-        if not _plain(past) or not _plain(other) or past.keys.shape[2] + 1 < other.keys.shape[2]:
+        rows = len(hidden_BD)
+        if not _plain(past, rows) or not _plain(other, rows) or past.keys.shape[2] + 1 < other.keys.shape[2]:
             return own()
-        given = hidden_1D, past.keys, past.values, *positions
+        given = hidden_BD, past.keys, past.values, *positions
         self._calls += 1
         if self._calls > _CHECKED and self._calls % _AGAIN:
             return self._function(*given)
@@ -61,9 +62,9 @@ class QuickBlock:
         return expected
 
 
-def _plain(past: Any) -> TypeGuard[DynamicLayer]:
-    """Whether it is a cache's layer that holds all tokens of one text."""
-    return type(past) is DynamicLayer and past.is_initialized and len(past.keys) == 1
+def _plain(past: Any, sequences: int) -> TypeGuard[DynamicLayer]:
+    """Whether it is a cache's layer that holds all tokens of so many sequences."""
+    return type(past) is DynamicLayer and past.is_initialized and len(past.keys) == sequences
 
 
 def _near(function: Callable[..., Tensor], given: tuple[Tensor, ...], expected: Tensor) -> bool:
@@ -76,7 +77,8 @@ def _near(function: Callable[..., Tensor], given: tuple[Tensor, ...], expected: 
 
 @torch.no_grad()
 def _function(layer: MoELayer) -> Callable[..., Tensor] | None:
-    """From input [1, D], keys and values [1, G, S, C] and the position's cos and sin; None: it is another block."""
+    """From input [B, D], keys and values [B, G, S, C] and the positions' cos and sin [1 or B, 1, C]; None: it is another
+    block."""
     attention, norm = getattr(layer.decoder, "self_attn", None), getattr(layer.decoder, "input_layernorm", None)
     linear = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
     channels, scaling = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
@@ -97,19 +99,20 @@ def _function(layer: MoELayer) -> Callable[..., Tensor] | None:
     if own_HC is None and norms != [None, None]:
         return None
 
-    def run(hidden_1D: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        size_11 = torch.hypot(torch.linalg.vector_norm(hidden_1D, dim=1, keepdim=True), floor)
-        made = (torch.mm(hidden_1D, map_DN) / size_11).view(1, sum(heads), 1, channels)
+    def run(hidden_BD: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        size_B1 = torch.hypot(torch.linalg.vector_norm(hidden_BD, dim=1, keepdim=True), floor)
+        made = (torch.mm(hidden_BD, map_DN) / size_B1).view(-1, sum(heads), 1, channels)
         both, value = made.split_with_sizes([heads[0] + heads[1], heads[2]], dim=1)
         if own_HC is not None:
             both = both / torch.linalg.vector_norm(both, dim=3, keepdim=True) * own_HC
-        both = torch.addcmul(both * cos, torch.roll(both, channels // 2, 3), sin * sign_C)
+        turned = torch.roll(both, channels // 2, 3)
+        both = torch.addcmul(both * cos.unsqueeze(1), turned, (sin * sign_C).unsqueeze(1))
         query, key = both.split_with_sizes(heads[:2], dim=1)
         output = functional.scaled_dot_product_attention(
             query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2), scale=scaling,
             enable_gqa=heads[0] != heads[1],
         )  # fmt: skip
-        return torch.addmm(hidden_1D, output.view(1, -1), out_XD)
+        return torch.addmm(hidden_BD, output.view(len(hidden_BD), -1), out_XD)
 
     return run
 

@@ -44,7 +44,7 @@ from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.driver import Readback
 from expertcast.runtime.policies.eviction import PROMPT_ROWS
 from expertcast.runtime.policies.miss import Lookup, Verdict
-from expertcast.runtime.policies.prefetch import NoPrefetch, Wanted
+from expertcast.runtime.policies.prefetch import NoPrefetch, Wanted, by_rank
 from expertcast.runtime.policies.routing import Routed, Standard
 from expertcast.runtime.policies.settings import ALWAYS, AUTO, PolicySet
 from expertcast.runtime.recording.recorder import State, heard
@@ -237,7 +237,7 @@ class LayerFlow:
         """
         if self._latest is not None:
             return self._latest.rung
-        return own if self._rungs is None else 0 if self._rungs else None
+        return own if self._rungs is None or self._rungs else None
 
     def forecasts_report(self) -> Json:
         """`forecasts`: what was chosen and why, by the least number of sequences (1, 2, 4 ...); left out where nothing
@@ -342,7 +342,7 @@ class LayerFlow:
         self._missing += misses
         self._found += found
         self._chunks_left -= 1
-        if self.governor is not None and self._weighs and not self._chunks_left:
+        if self.governor is not None and not self._chunks_left:
             self.governor.requested(layer, self._missing, self._found)
 
     def _chunked(self, keys: list[int], limit: int) -> list[list[int]]:
@@ -773,14 +773,14 @@ class HostEngine(Engine):
             return
         self._enter("forecast", call.layer)
         start = perf_counter()
-        ids_1N = speculator.hint(call, rung)
-        forecast = speculator.forecast(call, rung) if ids_1N is None else None
+        ids_TN = speculator.hint(call, rung)
+        forecast = speculator.forecast(call, rung) if ids_TN is None else None
         self._enter("policy", call.layer)
-        if ids_1N is not None:
-            ((ids,),) = self._read(ids_1N)
+        if ids_TN is not None:
+            (rows,) = self._read(ids_TN)
             if rung == own:
-                self._known[target] = ids[: call.ids_TK.shape[1]]
-            flow.prefetch(target, ids)
+                self._known[target] = [expert for row in rows for expert in row[: call.ids_TK.shape[1]]]
+            flow.prefetch(target, by_rank(rows))
         elif forecast is not None:
             self._hint(forecast, known=rung == own)
         else:

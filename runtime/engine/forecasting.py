@@ -11,8 +11,7 @@ A key is layer * E + expert.
 from __future__ import annotations
 
 import math
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,7 +24,7 @@ from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.policies.eviction import Eviction
 from expertcast.runtime.policies.prefetch import Transfer
-from expertcast.runtime.recording.learning import BETTER, Option, RunningMean, RunningSums, Share, Trials
+from expertcast.runtime.recording.learning import Option, RunningMean, RunningSums, Share, Trials
 
 _MEMORY = 0.1
 """Weight of the newest observation in running means."""
@@ -114,72 +113,66 @@ class Pace:
 
 
 RECALL = 0.8
-"""Share of the missing experts that a forecast is taken to find, where its checkpoint does not say."""
+"""Share of the missing experts that a forecast finds, where its checkpoint does not say."""
 _FIRM = 8.0
 """Missing experts that a checkpoint's recall counts for."""
 _FORGET = 0.995
-"""What a forecast is taken to cost shrinks by this whenever it is not made for that reason: a price that was measured
-at a bad moment does not stand for ever."""
+"""Factor on the assumed cost of a forecast each time that the cost prevents it: a cost that was measured at a bad
+moment does not last."""
 _EMPTY = 100
-"""Forecasts not made that a trial without any counts for."""
-_DEARER = 2.0
-"""Cost of a rung that has never run, over that of the one before it."""
-_CHECKING = 4
-"""Forecasts for each layer whose seconds say nothing of later ones, and steps by each rung: programs are made and
-compared in them."""
+"""Prevented forecasts that a trial without any forecast counts for."""
+_DEARER = 1.3
+"""Cost of a rung that has never run, over that of the dearest cheaper one."""
+_CHECKING = 1
+"""First forecasts for each layer whose cost does not count: programs are made and compared in them."""
 _LEAST_S = 1e-6
-"""Waiting below which no forecast is thought of."""
+"""Waiting below which a layer gets no forecast."""
 _LITTLE = 0.01
-_NEIGHBOURS = 5
-"""Steps of the best kind whose median a trial of another one is compared with: those just before it."""
-_EVERY = 2
-"""Steps from one look at the kinds of steps to the next."""
-_TRIALS = 32
-"""Trials that are remembered."""
-_FIRST_TRIALS = 3
-"""Trials before another kind can become the best."""
-_FARTHEST = 0.3
-"""Part of a step by which another kind is expected to take longer or shorter, at most, before it was tried."""
-_SPREAD = 0.05
-"""Relative standard deviation of a step's seconds, at least."""
+_KEEP = 0.97
+"""Weight that one step leaves to the earlier steps of its kind."""
+_STALE = 0.25
+"""Weight that is left to the steps of a kind when it is no longer the best."""
+_OUTLIER = 1.25
+"""A step counts as at most so many times its expected duration."""
+_SPREAD = 0.08
+"""Relative standard deviation of a step's duration without waiting."""
+_MARGIN = 0.5
+"""Standard errors by which a rung must be better to replace the best kind; steps without forecasts need none."""
 _NONE = "none"
 
 
 @dataclass(slots=True, eq=False)
-class _Rung:
-    """One way to forecast and the steps that use it; or none, and the steps without forecasts."""
+class _Kind:
+    """Decode steps by one rung, or steps without forecasts.
+
+    A step's duration is level x own + waited x demand: the level is common to all kinds, the demand is the time that
+    copies of the step's missing experts take.
+    """
 
     name: str
     found: Share
-    """Share of a layer's missing experts that it had under way."""
+    """Share of a layer's missing experts that its forecasts had requested."""
     cost: RunningMean = field(default_factory=RunningMean)
-    """Seconds of the model's thread, with all that was asked for by it."""
+    """Seconds of the model's thread per forecast, prefetching included."""
     made: int = 0
     calls: Counter[int] = field(default_factory=Counter)
-    """Forecasts by target layer: the first ones for each also check what later ones need not."""
+    """Forecasts by target layer."""
     passed_over: int = 0
-    """Times in a row that it was not made for its price."""
-    saved: RunningSums = field(default_factory=lambda: RunningSums(1 - _MEMORY))
-    """Seconds per step that it is expected to save."""
-    steps: int = 0
-    errors: deque[float] = field(default_factory=lambda: deque(maxlen=_TRIALS))
-    """How much longer its trials took than was expected, in parts of a step."""
-
-    @property
-    def error(self) -> float:
-        """Their median; one more of 0 stands for the expectation."""
-        return statistics.median([0.0, *self.errors])
+    """Forecasts in a row that its cost prevented."""
+    own: RunningMean = field(default_factory=lambda: RunningMean(_KEEP))
+    """Duration without waiting, over the level."""
+    waited: RunningSums = field(default_factory=lambda: RunningSums(_KEEP))
+    """Seconds of waiting; the weight is the demand."""
 
     @property
     def doubt(self) -> float:
-        """Standard error of a step's expected duration, in parts of a step."""
-        spread = statistics.stdev(self.errors) if len(self.errors) > 2 else _SPREAD
-        return max(_SPREAD, min(spread, 1.0)) / math.sqrt(len(self.errors) + 1)
+        """Relative standard error of a step's expected duration."""
+        return _SPREAD / math.sqrt(self.own.weight + 0.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps(Option):
-    """Decode steps by one rung, or without forecasts."""
+    """A kind of step as an option for trials."""
 
     kind: str
 
@@ -189,95 +182,86 @@ class _Steps(Option):
 
 
 class ForecastGovernor:
-    """Decides by which rung of the predictor a decode step's forecasts are made, if by any, and for which layers.
+    """Decides which rung of the predictor makes a decode step's forecasts, if any does, and for which layers.
 
-    A forecast for a layer is worth the waiting that it removes. Of M experts that the layer will miss it finds a share
-    f, and their copies run while the model computes until that layer, for w seconds: it saves f x min(M x copy, w). It
-    costs its own c seconds; as far as the running layer waits for copies anyway, it is free. M, f, w and c are learned
-    while the model runs. A layer whose f x min(M x copy, w) - max(0, c - waiting) is not above 0 gets no forecast.
+    A forecast saves waiting. Of the M experts that a layer lacks it finds a share f, and their copies run while the
+    model computes until that layer, for w seconds: it saves f x min(M x copy, w). It costs c seconds, less those that
+    the running layer waits for copies anyway. M, f, w and c are learned while the model runs. A layer gets a forecast
+    where the saving exceeds the cost.
 
-    One rung makes all forecasts of a step. Steps by the others, and steps without forecasts, are tried now and then,
-    and the fastest kind is run: so is measured what the formula leaves out (experts that wrong copies evict, caches of
-    the processor, following the model for early attention). Until a kind was tried, the formula says what it would
-    take. Trials lose less than 1% of the time. Decisions depend on time, and never change a bit of the output.
+    One rung makes all forecasts of a step. Each kind of step (one per rung, and one without forecasts) has a measured
+    duration apart from waiting and a measured share of waiting in the time that copies of the missing experts take; so
+    tokens that lack many experts compare with tokens that lack few. Until a kind has run, its recall and the share of
+    the copies that other kinds hide predict its waiting. The kind with the shortest expected step runs. Other kinds run
+    as trials where they may be as good; trials that are expected to lose cost less than 1% of the time. Decisions
+    depend on time, and never change a bit of the output.
 
     One governor holds for one number of sequences.
 
     Args:
-        residency: says what is held and under way.
-        pace: says what is computed between layers.
-        rungs: ways to forecast by name, the cheapest first, with their recall@k where it is known; the last is the
+        residency: experts in slots and in flight.
+        pace: time of computing between layers.
+        rungs: recall@k, where it is known, by name of each way to forecast, the cheapest first; the last one is the
             predictor itself.
-        tokens_ahead: says what a layer will miss, where something forecasts whole tokens; else it is the running mean.
+        tokens_ahead: number of experts that a layer will lack, where whole tokens are forecast; else it is the running
+            mean.
     """
 
     def __init__(
         self, residency: ExpertCache, pace: Pace, rungs: Mapping[str, float | None],
         tokens_ahead: TokensAhead | None = None,
     ) -> None:  # fmt: skip
-        self._link, self._pace, self._tokens_ahead = residency.link, pace, tokens_ahead
+        self._link, self._residency, self._pace, self._tokens_ahead = residency.link, residency, pace, tokens_ahead
         self.rungs = [
-            _Rung(name, Share(RECALL if recall is None else recall, firmness=_FIRM)) for name, recall in rungs.items()
+            _Kind(name, Share(RECALL if recall is None else recall, firmness=_FIRM)) for name, recall in rungs.items()
         ]
-        self._none = _Rung(_NONE, Share(0.0))
+        self._none = _Kind(_NONE, Share(0.0))
         self._missing: dict[int, Share] = {}
-        self._made: dict[int, _Rung] = {}
-        """By target layer, what has made the forecast that is under way for it."""
-        self._layers: list[tuple[float, float]] = []
-        """Per layer of the step, seconds that perfect forecasts would save, and seconds in which a forecast is free."""
-        self._recent = deque[float](maxlen=_NEIGHBOURS)
-        """Seconds of the last steps of the best kind."""
+        """By layer, experts that it lacks."""
+        self._made: dict[int, _Kind] = {}
+        """By target layer, the rung whose forecast is pending."""
+        self._level = RunningMean(_KEEP)
+        """Seconds of a step without waiting, by the kind that ran first."""
+        self._demand = RunningMean()
+        """Seconds that copies of a step's missing experts take."""
+        self._hidden = Share(0.5, firmness=self._link.copy_s, keep=_KEEP)
+        """Share of the copies of found experts that no layer waits for, over all rungs."""
         self._trials = Trials()
         self._kind = self._best = self.rungs[0]
         self._start_s: float | None = None
-        self._count = 0
-        """Forecasts of this step."""
-        self._steps = 0
+        self._waited_s = 0.0
+        """Seconds of waiting until the step began."""
+        self._lacking = self._count = self._tried = 0
+        """Missing experts and forecasts of this step; trials so far."""
         self._reasons: Counter[str] = Counter()
 
     @property
     def rung(self) -> int | None:
-        """The rung of the step that runs or comes next; None: it makes no forecasts."""
+        """The rung of the running or next step; None: the step makes no forecasts."""
         return None if self._kind is self._none else self.rungs.index(self._kind)
 
     # one step
 
     def start(self) -> None:
-        """A decode step has reached its first layer."""
+        """Begin a decode step: its first layer has been reached."""
         self._made.clear()
-        self._layers.clear()
-        self._count, self._start_s = 0, self._link.clock()
+        self._lacking = self._count = 0
+        self._waited_s, self._start_s = self._residency.waited_s, self._link.clock()
 
     def end(self) -> None:
-        """The step's last layer has been launched."""
+        """End the step: its last layer has been launched."""
         if self._start_s is None:
             return
         seconds, self._start_s = self._link.clock() - self._start_s, None
+        first = not self._trials.seconds  # it runs with cold caches
         self._trials.spent(seconds)
-        self._learn(self._kind, seconds)
-        self._kind, self._steps = self._best, self._steps + 1
-        if self._steps % _EVERY == 0:
-            self._expect()
-            self._kind = self._next_trial() or self._best
-
-    def _learn(self, kind: _Rung, seconds: float) -> None:
-        """A step of a kind took so long."""
-        if kind is not self._none:
-            kind.steps += 1
-            if not self._layers:  # nothing was missing: it says nothing of forecasts
-                return
-        new, empty = 0 < kind.steps <= _CHECKING, not self._count and kind is not self._none
-        if kind is self._best:
-            if not new:
-                self._recent.append(seconds)
-        elif new or empty:
-            kind.passed_over += _EMPTY * empty  # its price forbade all forecasts: the next trial is less strict
-            self._trials.tried(kind.name, BETTER if new else 1.0, seconds - statistics.median(self._recent))
-        else:
-            self._tried(kind, seconds)
+        if not self._lacking:  # it says nothing of forecasts
+            self._kind = self._best
+        elif not first:
+            self._learn(seconds, self._residency.waited_s - self._waited_s, self._lacking * self._link.copy_s)
 
     def choose(self, target: int) -> int | None:
-        """The rung that is to forecast a layer; None: no forecast is worth its time."""
+        """Return the rung that is to forecast a layer; None: no forecast is worth its time."""
         kind = self._kind
         if kind is self._none:
             self._reasons["steps without forecasts are faster"] += 1
@@ -288,17 +272,15 @@ class ForecastGovernor:
         if most_s < _LEAST_S:
             self._reasons["nothing is missing"] += 1
             return None
-        free_s = self._pace.awaited_s(self._link.clock())
-        self._layers.append((most_s, free_s))
         price_s = (kind.cost.value or 0.0) * _FORGET**kind.passed_over
-        if kind.found.value * most_s <= price_s - free_s:
+        if kind.found.value * most_s <= price_s - self._pace.awaited_s(self._link.clock()):
             kind.passed_over += 1
             self._reasons["it costs more than it saves"] += 1
             return None
         return self.rungs.index(kind)
 
     def _expected_missing(self, target: int) -> float:
-        """Experts that a layer will need and that have no slot."""
+        """Return the expected number of experts that a layer needs and that have no slot."""
         found = None if self._tokens_ahead is None else self._tokens_ahead.missing(target)
         if found is not None:
             return found
@@ -306,7 +288,7 @@ class ForecastGovernor:
         return 1.0 if known is None else known.value
 
     def made(self, target: int, number: int, seconds: float) -> None:
-        """The rung's forecast for a layer, with all that was asked for by it, took the model's thread so long."""
+        """Count a rung's forecast for a layer, which took the model's thread so long, prefetching included."""
         rung = self.rungs[number]
         rung.calls[target] += 1
         rung.cost.fade(_FORGET**rung.passed_over)
@@ -318,14 +300,15 @@ class ForecastGovernor:
         self._made[target] = rung
 
     def requested(self, layer: int, misses: int, found: int) -> None:
-        """A layer asked for its experts.
+        """Count what a layer lacked when it requested its experts.
 
         Args:
-            layer: which.
-            misses: of its experts that had no slot.
-            found: those that have one by a forecast, and are asked for the first time.
+            layer: MoE layer.
+            misses: experts without a slot.
+            found: experts that have a slot by a forecast, and are requested for the first time.
         """
         missing = misses + found
+        self._lacking += missing
         known = self._missing.get(layer)
         if known is None:
             known = self._missing[layer] = Share(float(missing), firmness=_LITTLE, keep=1 - _MEMORY)
@@ -336,66 +319,92 @@ class ForecastGovernor:
 
     # kinds of steps
 
-    def _expect(self) -> None:
-        """Update the seconds that steps by each rung are expected to save, from the layers of the last step."""
-        price_s = 0.0
-        for rung in self.rungs if self._layers else ():
-            price_s = _DEARER * price_s if rung.cost.value is None else rung.cost.value
-            found = rung.found.value
-            each_s = [found * most_s - max(0.0, price_s - free_s) for most_s, free_s in self._layers]
-            saved_s = sum(own for own in each_s if own > 0) or sum(each_s)  # it pays nowhere: what trying it costs
-            rung.saved.fade(1 - _MEMORY)
-            rung.saved.add(1.0, saved_s)
+    def _learn(self, seconds: float, waited_s: float, demand_s: float) -> None:
+        """Learn from a step, and choose the kind of the next one.
 
-    def _expected(self, kind: _Rung, usual_s: float) -> float:
-        """By how many parts of a step, which usually takes so long, one of the kind is longer by the formula."""
-        best_s, own_s = (own.saved.total / (own.saved.weight or 1.0) for own in (self._best, kind))
-        return max(-_FARTHEST, min(_FARTHEST, (best_s - own_s) / usual_s))
-
-    def _ratio(self, kind: _Rung, usual_s: float) -> float:
-        """Duration of the kind's steps over that of the best kind's."""
-        return max(_LITTLE, 1.0 + self._expected(kind, usual_s) + kind.error - self._best.error)
-
-    def _tried(self, kind: _Rung, seconds: float) -> None:
-        """A step of a kind that is not the best took so long."""
-        usual_s = statistics.median(self._recent)
-        before = self._ratio(kind, usual_s)
-        kind.errors.append(seconds / usual_s - 1.0 - self._expected(kind, usual_s) + self._best.error)
-        self._trials.tried(kind.name, before * usual_s / seconds, seconds - usual_s)
-        count, margin = len(kind.errors), 0.0  # where it makes no difference, there are no forecasts
+        Args:
+            seconds: its duration.
+            waited_s: part of it that was waiting for copies.
+            demand_s: time that copies of its missing experts take.
+        """
+        kind, best = self._kind, self._best
+        if not self._count and kind is not self._none:  # cost prevented all forecasts: the next trial is less strict
+            kind.passed_over += _EMPTY
+            kind = self._none
+        if self._level.value is None:
+            self._level.observe(seconds - waited_s)
+        self._demand.observe(demand_s)
+        gain, lost_s = self._expected(kind, demand_s) / max(seconds, 1e-9), seconds - self._expected(best, demand_s)
+        counted = min(1.0, _OUTLIER * gain)
+        own_s, waited_s = counted * (seconds - waited_s), counted * waited_s
+        self._level.observe(own_s / self._own(kind))
+        kind.own.observe(own_s / self._usual)
+        kind.waited.fade(_KEEP)
+        kind.waited.add(demand_s, waited_s)
         if kind is not self._none:
-            margin = max(kind.doubt, min(1.0, statistics.stdev(self._recent) / usual_s) / math.sqrt(count + 1))
-        if count >= _FIRST_TRIALS and self._ratio(kind, usual_s) + margin < 1.0:
-            self._best = kind
-            self._trials.won(kind.name)
-            self._recent.clear()
+            self._hidden.observe(max(0.0, demand_s - waited_s), kind.found.value * demand_s)
+        if self._kind is not best:
+            self._tried += 1
+            self._trials.tried(self._kind.name, gain, lost_s)
+        self._choose_kind()
 
-    def _next_trial(self) -> _Rung | None:
-        """The kind that is not the best, where it is time to run it once more."""
-        if len(self._recent) < _NEIGHBOURS:
-            return None
-        usual_s = statistics.median(self._recent)
-        others = {own.name: own for own in (*self.rungs, self._none) if own is not self._best}
-        best = _Steps(kind=self._best.name, seconds=usual_s)
-        key = self._trials.next(
-            best,
-            {
-                name: _Steps(kind=name, seconds=self._ratio(own, usual_s) * usual_s, doubt=own.doubt)
-                for name, own in others.items()
-            },
-        )
-        return None if key is None else others[key]
+    @property
+    def _usual(self) -> float:
+        """Seconds of a step without waiting, by the kind that ran first."""
+        value = self._level.value
+        assert value is not None, "no step has run"
+        return value
+
+    def _own(self, kind: _Kind) -> float:
+        """Return a step's duration without waiting, over the level; by the cost of its forecasts where none has run."""
+        if kind.own.value is not None:
+            return kind.own.value
+        if self._best.own.value is None:
+            return 1.0
+        more_s = (self._price(kind) - self._price(self._best)) * len(self._missing)
+        return max(_LITTLE, self._best.own.value + more_s / self._usual)
+
+    def _price(self, kind: _Kind) -> float:
+        """Return the seconds of one forecast."""
+        if kind is self._none or kind.cost.value is not None:
+            return kind.cost.value or 0.0
+        cheaper = self.rungs[: self.rungs.index(kind)]
+        return _DEARER * max((own.cost.value or 0.0 for own in cheaper), default=0.0)
+
+    def _expected(self, kind: _Kind, demand_s: float | None = None) -> float:
+        """Return the expected seconds of a step of a kind, with a demand or with the usual one."""
+        usual_s = self._demand.value or 0.0
+        waited_s = usual_s * (1.0 - kind.found.value * self._hidden.value)
+        share = (kind.waited.total + waited_s) / (kind.waited.weight + usual_s)
+        return self._own(kind) * self._usual + share * (usual_s if demand_s is None else demand_s)
+
+    def _choose_kind(self) -> None:
+        """Choose the best kind, and the kind of the next step."""
+        kinds = {kind.name: kind for kind in (*self.rungs, self._none)}
+        seconds = {name: self._expected(kind) for name, kind in kinds.items()}
+        for name in sorted(kinds, key=seconds.__getitem__):
+            kind, usual_s = kinds[name], seconds[self._best.name]
+            margin = 0.0 if kind is self._none else _MARGIN * kind.doubt
+            if kind.own.weight >= 1.0 and seconds[name] * (1.0 + margin) < usual_s:
+                self._best.own.fade(_STALE)
+                self._best.waited.fade(_STALE)
+                self._best = kind
+                self._trials.won(name)
+                break
+        options = {name: _Steps(kind=name, seconds=seconds[name], doubt=kind.doubt) for name, kind in kinds.items()}
+        best = options.pop(self._best.name)
+        trial = None if self._kind is not self._best else self._trials.next(best, options)
+        self._kind = kinds[trial or best.name]
 
     def report(self) -> Json:
-        """The choices so far, with counts, reasons and present estimates, as plain values.
+        """Return the choices so far, with counts, reasons and present estimates, as plain values.
 
         `rungs` by name: how many forecasts were `made`, their `cost_ms`, and the share of missing experts that they
-        `found`; `left_out`, by reason, those that were not made; `best`, by what most steps make forecasts now;
-        `takes`, by what was tried, how many times as long as these its steps take, and `trials` how many there were;
-        `lost_s` by trials of `seconds`.
+        `found`; `left_out`, by reason, forecasts that were not made; `best`, the kind of most steps at present;
+        `takes`, by kind that has run, the duration of its steps over those of the best kind; `trials`, steps of other
+        kinds; `lost_s`, seconds that these lost, of `seconds` in all.
         """
-        usual_s = statistics.median(self._recent) if self._recent else 1.0
-        tried = [own for own in (*self.rungs, self._none) if own.errors and own is not self._best]
+        ran = [kind for kind in (*self.rungs, self._none) if kind.own.weight and kind is not self._best]
         return {
             "rungs": {
                 rung.name: {
@@ -407,8 +416,8 @@ class ForecastGovernor:
             },
             "left_out": dict(self._reasons),
             "best": self._best.name,
-            "takes": {own.name: self._ratio(own, usual_s) for own in tried},
-            "trials": sum(len(own.errors) for own in tried),
+            "takes": {kind.name: self._expected(kind) / self._expected(self._best) for kind in ran},
+            "trials": self._tried,
             "lost_s": self._trials.lost_s,
             "seconds": self._trials.seconds,
         }

@@ -172,7 +172,7 @@ class Speculator:
         """Follows the text with the predictor's weights, where it is set before the first forward."""
 
     def hint_only(self, count: int) -> None:
-        """The first `count` ids of one token's forecast are all that is read of it: :meth:`hint` gives them where no
+        """The first `count` ids of each token's forecast are all that is read of it: :meth:`hint` gives them where no
         layer executes forecasts, weights do not change, and routers take the experts with the highest logits."""
         plain = not self.layers and self.refit is None and not self._check.wrong
         if self.rungs and plain and goes_by_logits(self.view):
@@ -290,18 +290,19 @@ class Speculator:
 
     @torch.no_grad()
     def hint(self, call: RouterCall, rung: int = -1) -> Tensor | None:
-        """Ids [1, N] in place of the forecast that is :meth:`due`, the likeliest first; None: it must be made.
+        """Return ids [T, N] in place of the forecast that is :meth:`due`, each token's likeliest first; None: only the
+        forecast has them.
 
         Arguments are those of :meth:`forecast`.
         """
         state, traced = self._known(call, rung)
-        if traced.hinted is None or call.tokens > 1 or call.sequences > 1:
+        if traced.hinted is None or call.tokens > 1:
             return None
         if traced.predictor.wants_early(call.layer, self.ahead):
             assert self.early is not None
-            standing_1D = traced.stand_in(state)
-            found_1D = self.early.attend_roughly(call.layer + 1, standing_1D)
-            state.early_TD = standing_1D if found_1D is None else found_1D
+            standing_TD = traced.stand_in(state)
+            found_TD = self.early.attend_roughly(call.layer + 1, standing_TD)
+            state.early_TD = standing_TD if found_TD is None else found_TD
         return traced.hint(state, self.ahead)
 
     def further(self, call: RouterCall, rung: int = -1) -> Iterator[Forecast]:

@@ -39,6 +39,8 @@ _INPUTS_OF = {
     for early in (True, False)
 }
 """A trace's inputs, by which of the last two there are."""
+_FEW = 16
+"""Tokens of a batch up to which hints are made: beyond, rows of experts cost more memory than the forecast."""
 _Function = Callable[[RouterState], Tensors]
 
 
@@ -92,10 +94,10 @@ class TracedForecasts:
         )  # fmt: skip
 
     def hint(self, state: RouterState, ahead: int) -> Tensor | None:
-        """The ids [1, `hinted`] that a forecast of one token would name, the likeliest first, by fewer operations and
-        up to rounding; None where only the forecast can tell."""
+        """Return the ids [T, `hinted`] that a forecast would name, each token's likeliest first, by fewer operations
+        and up to rounding; None where only the forecast has them."""
         count, layer = self.hinted, state.layer
-        if count is None or len(state.residual_TD) > 1:
+        if count is None or len(state.residual_TD) > _FEW:
             return None
         key = layer, ahead
         if key not in self._hints:
@@ -103,14 +105,14 @@ class TracedForecasts:
         own = self._hints[key]
         if own is None:
             return None
-        if own.short:
+        if own.short or len(state.residual_TD) > 1:  # a trace of each batch size costs more than it saves
             return own(state)
         return self._run(("hint", ahead), lambda given: (own(given),), state, layer + ahead)[0]
 
     def stand_in(self, state: RouterState) -> Tensor:
         """As `predictor.stand_in`; up to rounding where hints are given."""
         held = self.predictor.held if isinstance(self.predictor, LooksEarly) else None
-        if held is None or self.hinted is None or len(state.residual_TD) > 1:
+        if held is None or self.hinted is None or len(state.residual_TD) > _FEW:
             (standing_TD,) = self._run("stand_in", lambda given: (self.predictor.stand_in(given),), state, state.layer)
             return standing_TD
         if state.layer not in self._stand_ins:

@@ -203,6 +203,8 @@ LOSS = 0.0075
 """Share of all seconds that trying again may lose; the first cycles, when nothing is known, are not counted."""
 FIRST_PAUSE = 8
 """Cycles from one trial to the next; twice as many after every trial that found nothing better than was known."""
+LONGEST_PAUSE = 1024
+"""Cycles from one trial to the next, at most."""
 BETTER = 1.1
 """A trial that finds so much more than was known is followed by another soon."""
 NEAR = 0.1
@@ -258,7 +260,8 @@ class Trials:
             gain: tokens per second that it is believed to give now, over what it was believed to give before.
             lost_s: seconds that it took more than the best would have; below 0 if it was better.
         """
-        pause = FIRST_PAUSE if gain >= BETTER else 2 * self._pauses.get(key, FIRST_PAUSE)
+        longer = min(2 * self._pauses.get(key, FIRST_PAUSE), LONGEST_PAUSE)
+        pause = FIRST_PAUSE if gain >= BETTER else longer
         self._pauses[key], self._due[key] = pause, self._cycle + pause
         self.lost_s = max(0.0, self.lost_s + lost_s)
 

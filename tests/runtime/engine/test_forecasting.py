@@ -307,7 +307,8 @@ def test_recall_that_no_checkpoint_knows() -> None:
 
 
 class Played:
-    """Decode steps that take 1 s without forecasts and `ratios` s by each rung, with noise and disturbances.
+    """Decode steps that take 4 s without forecasts, half of it waiting for two experts, and `ratios` times as long by
+    each rung, which hides 4/5 of the copies; with noise and disturbances.
 
     Args:
         noise: relative standard deviation of a step.
@@ -330,10 +331,12 @@ class Played:
             made.append(name)
             if governor.rung is not None and name is not None:
                 self._steps.flow.forecast(1, governor.rung, costs[governor.rung])
-            governor.requested(1, 0, 2)
+            governor.requested(1, 2 * (name is None), 2 * (name is not None))
             mean = 1.0 if name is None else of[name]
             disturbed = 5.0 if self._random.random() < 0.02 else 1.0
-            self._steps.link.spend(mean * disturbed * self._random.lognormvariate(0.0, self._noise))
+            factor = disturbed * self._random.lognormvariate(0.0, self._noise)
+            self._steps.link.spend(4 * mean * factor)
+            self._steps.residency.waited_s += factor * (2.0 if name is None else 0.4)
             governor.end()
             self.lost_s += mean - min(1.0, *ratios)
             self.total_s += mean
