@@ -443,7 +443,7 @@ class EarlyAttention:
         self._blocks = [Block(each, kind_of(model, each.decoder), cache_index(each.decoder)) for each in view]
         self._programs = [EarlyProgram(block) for block in self._blocks]
         self._quick: dict[int, QuickBlock] = {}
-        """By layer, those that have run quickly."""
+        """By layer."""
         self._latest: dict[str | None, Block] = {}
         """By kind, the block that has run last."""
         self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -527,6 +527,11 @@ class EarlyAttention:
         block.written = DynamicCache()
         return args, {**kwargs, "past_key_values": block.written}
 
+    def prepare(self) -> None:
+        """Fold the weights that :meth:`attend_roughly` reads, where that was not done."""
+        if not self._quick:
+            self._quick = {index: QuickBlock(block.layer) for index, block in enumerate(self._blocks)}
+
     def attend_roughly(self, layer: int, hidden_BD: Tensor) -> Tensor | None:
         """As :meth:`attend` for one token of each sequence, up to rounding and by fewer operations."""
         block = self._blocks[layer]
@@ -537,8 +542,7 @@ class EarlyAttention:
         pasts = getattr(kwargs.get("past_key_values"), "layers", [])
         if not block.checked or index is None or index >= len(pasts):
             return self.attend(layer, hidden_BD)
-        if layer not in self._quick:
-            self._quick[layer] = QuickBlock(block.layer)
+        self.prepare()
         past, other = pasts[index], pasts[latest.cache_index]
         return self._quick[layer].run(hidden_BD, past, other, kwargs, partial(self.attend, layer, hidden_BD))
 

@@ -21,8 +21,8 @@ from expertcast.predictors.view import MoELayer
 
 _MOST_BYTES = 2**21
 """Of a block's folded weights. Where they are larger, reading them costs more than the operations that are saved."""
-_CHECKED, _AGAIN = 3, 256
-"""Tokens on which it is compared with the block: the first ones, and one in so many."""
+_AGAIN = 256
+"""The first token, and one in so many, is compared with the block."""
 _CLOSE = 2e-2
 """Largest error of the residual, in parts of its size."""
 
@@ -54,7 +54,7 @@ class QuickBlock:
             return own()
         given = hidden_BD, past.keys, past.values, *positions
         self._calls += 1
-        if self._calls > _CHECKED and self._calls % _AGAIN:
+        if self._calls % _AGAIN != 1:
             return self._function(*given)
         expected = own(by_program=False)
         if expected is not None and not _near(self._function, given, expected):
@@ -77,8 +77,8 @@ def _near(function: Callable[..., Tensor], given: tuple[Tensor, ...], expected: 
 
 @torch.no_grad()
 def _function(layer: MoELayer) -> Callable[..., Tensor] | None:
-    """From input [B, D], keys and values [B, G, S, C] and the positions' cos and sin [1 or B, 1, C]; None: it is another
-    block."""
+    """Return a function from input [B, D], keys and values [B, G, S, C] and the positions' cos and sin [1 or B, 1, C];
+    None: it is another block."""
     attention, norm = getattr(layer.decoder, "self_attn", None), getattr(layer.decoder, "input_layernorm", None)
     linear = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
     channels, scaling = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)

@@ -130,13 +130,15 @@ _LEAST_S = 1e-6
 _LITTLE = 0.01
 _KEEP = 0.97
 """Weight that one step leaves to the earlier steps of its kind."""
-_STALE = 0.25
+_ENOUGH = 3.0
+"""Steps of a kind from which its own duration is measured alone; before, the cost of its forecasts counts too."""
+_STALE = 0.1
 """Weight that is left to the steps of a kind when it is no longer the best."""
 _OUTLIER = 1.25
 """A step counts as at most so many times its expected duration."""
 _SPREAD = 0.08
 """Relative standard deviation of a step's duration without waiting."""
-_MARGIN = 0.5
+_MARGIN = 1.0
 """Standard errors by which a rung must be better to replace the best kind; steps without forecasts need none."""
 _NONE = "none"
 
@@ -356,13 +358,14 @@ class ForecastGovernor:
         return value
 
     def _own(self, kind: _Kind) -> float:
-        """Return a step's duration without waiting, over the level; by the cost of its forecasts where none has run."""
-        if kind.own.value is not None:
-            return kind.own.value
-        if self._best.own.value is None:
+        """Return a step's duration without waiting, over the level."""
+        known, best = kind.own, self._best.own.value
+        if best is None:
             return 1.0
         more_s = (self._price(kind) - self._price(self._best)) * len(self._missing)
-        return max(_LITTLE, self._best.own.value + more_s / self._usual)
+        guessed = 0.0 if kind is self._best else max(0.0, _ENOUGH - known.weight)
+        guess = max(_LITTLE, best + more_s / self._usual)
+        return (known.total + guessed * guess) / (known.weight + guessed)
 
     def _price(self, kind: _Kind) -> float:
         """Return the seconds of one forecast."""

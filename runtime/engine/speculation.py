@@ -180,7 +180,9 @@ class Speculator:
                 rung.hinted = count
 
     def prepare(self) -> None:
-        """Get ready for decode steps of one text."""
+        """Get ready for decode steps of one sequence."""
+        if self.early is not None and any(rung.hinted for rung in self.rungs):
+            self.early.prepare()
         for rung in self.rungs:
             rung.prepare(self.view, self.ahead, self._check.wrong)
 

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.data import early as early_attention
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.tracing import traced
 from expertcast.predictors import ExpertcastError, ModelShape, NextToken, Predictor
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.messages import Json
 from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
 from expertcast.runtime.engine import forecasting as module
+from expertcast.runtime.engine import traced as traced_forecasts
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.engine.forecasting import RECALL, ForecastGovernor, TokensAhead, early_layers
@@ -534,6 +537,38 @@ def test_rungs_of_an_estimator(reference_model: PreTrainedModel, estimator: Pred
         assert offloaded.stats.total.prefetched > 0
     assert set(made) == {"quasi_hidden", "estimator"}
     assert made.total() > 0
+
+
+@pytest.mark.parametrize("sequences", [4, 16])
+@pytest.mark.parametrize("forecasts", ["auto", "always"])
+def test_a_batch_traces_no_programs(
+    reference_model: PreTrainedModel, estimator: Predictor, sequences: int, forecasts: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A trace takes as long as fifty forecasts, and each batch size would need its own."""
+    given, traces = inputs(reference_model, sequences), Counter[str]()
+
+    def counted(*args: Any, **kwargs: Any) -> object:
+        traces["all"] += 1
+        return traced(*args, **kwargs)
+
+    with offload(reference_model, slots=192, predictor=estimator, bandwidth=2e8, forecasts=forecasts) as offloaded:
+        monkeypatch.setattr(early_attention, "traced", counted)
+        monkeypatch.setattr(traced_forecasts, "traced", counted)
+        greedy(reference_model, given, tokens=6)
+        assert offloaded.stats.total.prefetched > 0
+    assert not traces
+
+
+def test_what_is_learned_lasts_from_one_text_to_the_next(reference_model: PreTrainedModel) -> None:
+    """The second text's 5 x 11 decisions are added to those of the first."""
+    given, decisions = inputs(reference_model, 1), []
+    with offload(reference_model, slots=192, predictor="next_norm", bandwidth=2e8) as offloaded:
+        for _ in range(2):
+            greedy(reference_model, given, tokens=6)
+            report = offloaded.stats.as_dict()["forecasts"]["1"]
+            decisions.append(report["rungs"]["next_norm"]["made"] + sum(report["left_out"].values()))
+    assert decisions == [55, 110]
 
 
 @pytest.mark.parametrize(
