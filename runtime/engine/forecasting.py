@@ -1,8 +1,8 @@
-"""Forecasts at work: which are made, how much time a prefetch has, and what forecasts of whole tokens are good for.
+"""Choice of the forecasts to make, time that prefetches have, and use of forecasts of whole tokens.
 
-A forecast of whole tokens is made when a token begins, for all of its layers and for the tokens after it. Evictions go
-by it, and experts that it finds likely are asked for some layers before theirs: earlier than by any forecast of a
-layer, and where no layer comes before.
+A forecast of whole tokens is made when a token begins, for all of its layers and for the tokens after it. Eviction
+policies read it, and its likely experts are loaded some layers before theirs: earlier than by a forecast of one layer,
+and also for the first layers.
 
 L MoE layers, E routed experts per layer, B sequences, S tokens of each in a pass, H rows of a forecast, D hidden size.
 A key is layer * E + expert.
@@ -31,11 +31,10 @@ _MEMORY = 0.1
 
 
 class Pace:
-    """Running means over decode steps, per layer. Waiting for copies and forecasting are left out: they are what a
-    decision about forecasts changes.
+    """Running means over decode steps, per layer, without waiting for copies and forecasting, which decisions change.
 
     Args:
-        residency: keeps how busy the link is from now on.
+        residency: keeps the link's backlog from now on.
         layers: MoE layers of the model.
     """
 
@@ -43,7 +42,7 @@ class Pace:
         self._link, self._residency = residency.link, residency
         self._experts = experts = residency.experts
         self._interval = [RunningMean() for _ in range(layers)]
-        """Seconds from the moment the layer before was reached to the moment this one is."""
+        """Seconds from the routing of the layer before to that of this one."""
         self._rate_LE = np.zeros((layers, experts))
         """Share of recent steps that used the expert."""
         self._fresh = True
@@ -55,42 +54,42 @@ class Pace:
         residency.paced = True
 
     def start_pass(self, fresh: bool) -> None:
-        """A forward starts; `fresh`: with new texts."""
+        """Start a forward; `fresh`: with new sequences."""
         self._fresh, self._layer = fresh, -1
 
     def reached(self, layer: int) -> None:
-        """The layer's experts are known and about to be requested."""
+        """Mark a layer whose experts are known and not requested yet."""
         now, other_s, before = self._link.clock(), self._residency.waited_s + self._forecast_s, self._layer
         if before == layer - 1 >= 0 and not self._fresh:
             self._interval[layer].observe(max(1e-9, now - self._reached_s - (other_s - self._other_s)))
         self._layer, self._reached_s, self._other_s = layer, now, other_s
 
     def used(self, layer: int, experts: list[int]) -> None:
-        """The layer's experts in this step."""
+        """Count the layer's experts in this step."""
         self._rate_LE[layer] *= 1 - _MEMORY
         self._rate_LE[layer, experts] += _MEMORY
 
     def forecast(self, seconds: float) -> None:
-        """A forecast took the model's thread so long."""
+        """Count a forecast that took the model's thread so long."""
         self._forecast_s += seconds
 
     def computing_s(self, target: int) -> float | None:
-        """Seconds of computing from the running layer's routing to that of a later one; None: not known yet."""
+        """Return the seconds of computing from the running layer's routing to that of a later one; None: unknown."""
         intervals = [own.value for own in self._interval[self._layer + 1 : target + 1]]
         return None if None in intervals else sum(value for value in intervals if value is not None)
 
     def awaited_s(self, now: float) -> float:
-        """Seconds from now on that the running layer waits for its own copies: what is computed meanwhile is free."""
+        """Return the seconds from `now` that the running layer waits for its copies: forecasts are free meanwhile."""
         residency = self._residency
         return 0.0 if residency.running.isdisjoint(residency.copies) else residency.backlog_s(now)
 
     def transfer(self, target: int) -> Transfer:
-        """What a selection for a later layer may count with."""
+        """Return the time and room of prefetches for a later layer."""
         residency, first, now = self._residency, target * self._experts, self._link.clock()
         copy_s, computing_s = self._link.copy_s, self.computing_s(target)
         left_s = copy_s if computing_s is None else computing_s
         backlog_s = residency.backlog_s(now)
-        # the layer at work waits for its copies too, and so does what follows
+        # the running layer waits for its own copies, which delays the target, too
         return Transfer(
             copy_s=copy_s,
             backlog_s=backlog_s,
@@ -109,7 +108,7 @@ class Pace:
         return float(self._rate_LE[layer, expert]) if known is None else known
 
 
-# Which forecasts are made
+# Choice of forecasts
 
 
 RECALL = 0.8
@@ -186,7 +185,7 @@ class _Steps(Option):
 class ForecastGovernor:
     """Decides which rung of the predictor makes a decode step's forecasts, if any does, and for which layers.
 
-    A forecast saves waiting. Of the M experts that a layer lacks it finds a share f, and their copies run while the
+    A forecast saves waiting. It finds a share f of the M experts that a layer lacks, and their copies run while the
     model computes until that layer, for w seconds: it saves f x min(M x copy, w). It costs c seconds, less those that
     the running layer waits for copies anyway. M, f, w and c are learned while the model runs. A layer gets a forecast
     where the saving exceeds the cost.
@@ -429,40 +428,39 @@ class ForecastGovernor:
 # Forecasts of whole tokens
 
 LIKELY = 0.2
-"""Experts that are at least so likely to be used are asked for. A miss keeps the model waiting for a whole copy, and a
-wrong copy that has not begun when its layer runs is dropped."""
+"""Least probability at which an expert is loaded early. A miss costs a whole copy of waiting; a wrong copy that has not
+begun when its layer runs is dropped."""
 REACH = 4
-"""Layers that experts are asked for before theirs: copies come in the order in which layers need them, and what a later
-forecast asks for has few of them before it."""
+"""Distance in layers of early loading: copies follow the order of layers, and few are queued before those that later
+forecasts request."""
 _THINKABLE = 0.03
-"""Less likely experts are not counted among those that may be missing."""
+"""Least probability of experts that count as possibly missing."""
 
 
 class TokenForecasts(Protocol):
-    """What follows a run and forecasts the routing of the next tokens."""
+    """Follows a run and forecasts the routing of the next tokens."""
 
     def start(self, fresh: bool, token_BS: Tensor | None = None) -> Tensor | None:
-        """A forward starts; `fresh`: with new texts; `token_BS`: the ids of its tokens, where they are known.
+        """Start a forward; `fresh`: with new sequences; `token_BS`: the ids of its tokens, where they are known.
 
         Returns:
-            New probabilities [H, L, E], where a forecast is due: of the token that starts and of those after it.
+            New probabilities [H, L, E] of this token and the next ones, where a forecast is due; else None.
         """
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """A router has run: `residual_TD`, `logits_TE` and `sequences` as for
-        :meth:`expertcast.runtime.engine.engine.LayerFlow.see`."""
+        """Read a router's scores; arguments as for :meth:`expertcast.runtime.engine.engine.LayerFlow.see`."""
 
 
 class TokensAhead:
-    """Passes what a forecaster sees on to the eviction policy and the residency.
+    """Forecasts of whole tokens for the eviction policy and for early loading.
 
     Args:
-        forecasts: makes them.
-        residency: books and rules.
-        eviction: goes by the forecasts where it takes them.
+        forecasts: makes the forecasts.
+        residency: experts in slots and in flight.
+        eviction: reads the forecasts where it can.
         shape: of the model.
-        layers: the first so many layers' experts are loaded early.
-        likely: the least probability at which one is.
+        layers: number of first layers whose experts are loaded early.
+        likely: least probability at which an expert is loaded early.
     """
 
     def __init__(
@@ -472,11 +470,10 @@ class TokensAhead:
         self._forecasts, self._residency, self._eviction = forecasts, residency, eviction
         self._shape, self._layers, self._least = shape, layers, likely
         self._likely: list[list[tuple[float, int]]] | None = None
-        """Per layer of the token under way, probability and key of the experts that can be thought of; None where
-        nothing is known of it."""
+        """Per layer of the running token, probability and key of possible experts; None: there is no forecast."""
 
     def start(self, fresh: bool, token_BS: Tensor | None) -> None:
-        """A forward starts; arguments are those of :meth:`TokenForecasts.start`."""
+        """Start a forward; arguments as for :meth:`TokenForecasts.start`."""
         self._likely = None
         probability_HLE = self._forecasts.start(fresh, token_BS)
         if probability_HLE is None:
@@ -485,21 +482,21 @@ class TokensAhead:
             self._eviction.see_tokens(probability_HLE)
         self._likely = self._sorted(probability_HLE[0])
         for layer in range(min(REACH, self._layers)):
-            self._ask(layer)
+            self._request(layer)
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """A router has run; arguments are those of :meth:`TokenForecasts.see`."""
+        """Read a router's scores; arguments as for :meth:`TokenForecasts.see`."""
         self._forecasts.see(layer, residual_TD, logits_TE, sequences)
 
     def finish(self, layer: int) -> None:
-        """All forecasts of a layer have been asked for."""
+        """Load experts behind the prefetches of a layer's forecasts."""
         if layer + REACH < self._layers:
-            self._ask(layer + REACH)
+            self._request(layer + REACH)
         if self._eviction.reads_tokens and self._residency.idle:
             self._load_idle(layer)
 
     def missing(self, layer: int) -> float | None:
-        """Expected number of experts that a layer needs and that have no slot; None: unknown."""
+        """Return the expected number of experts that a layer needs and that have no slot; None: unknown."""
         if self._likely is None:
             return None
         slots = self._residency.pool.slots
@@ -513,8 +510,8 @@ class TokensAhead:
             found[key // self._shape.experts].append((probability, key))
         return found
 
-    def _ask(self, layer: int) -> None:
-        """Load what a layer is likely to need and has not, and keep what it has; nothing where all of it is there."""
+    def _request(self, layer: int) -> None:
+        """Load a layer's likely experts and protect those in slots, unless all are in slots."""
         if self._likely is None:
             return
         slots = self._residency.pool.slots
@@ -523,7 +520,7 @@ class TokensAhead:
             self._residency.prefetch([key for _, key in sorted(sure, reverse=True)])
 
     def _load_idle(self, layer: int) -> None:
-        """The link has nothing to do: experts of coming tokens that are likelier than those they replace."""
+        """Load experts of coming tokens that are likelier than those they replace, while the link is idle."""
         residency, by_layer = self._residency, self._eviction.by_layer
         for key, worth in by_layer[layer].wanted():
             victim = residency.victim(key // self._shape.experts)
@@ -533,14 +530,14 @@ class TokensAhead:
 
 
 def early_layers(shape: ModelShape, *, keep: bool, loads: bool, forecast_from: int | None) -> int:
-    """How many of a model's first layers are loaded by forecasts of whole tokens.
+    """Return the number of first layers that forecasts of whole tokens load.
 
     Args:
         shape: of the model.
-        keep: experts stay in their slots.
-        loads: whether anything is loaded early at all.
-        forecast_from: the first layer that a forecast by another layer is made for; None: there are no such forecasts.
-            Without a cache such a forecast, which is surer, has the link to itself.
+        keep: whether experts stay in their slots.
+        loads: whether experts are loaded early at all.
+        forecast_from: first layer that another layer forecasts; None: no layer forecasts. Without a cache these
+            forecasts, which are surer, have the link to themselves.
     """
     if not loads:
         return 0

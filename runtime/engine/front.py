@@ -1,9 +1,9 @@
-"""Refusals while a model is offloaded: whatever would read or write slots as if they were the model's weights.
+"""Errors for operations that would read or write slots as if they were the model's weights.
 
-An offloaded model's experts hold slots, of which nobody outside the runtime knows whose weights lie in them. To save,
-load, copy, pickle, dispatch or move them, to put an adapter in their place, or to compute with another experts
-function, would go wrong without a word. Two forwards at once would overwrite each other's slots. Each is one clear
-error here, before anything has changed.
+An offloaded model's experts hold slots, and only the runtime knows the expert in each slot. Saving, loading, copying,
+pickling, dispatching or moving them, replacing them by an adapter, or computing with another experts function would
+fail silently. Two forwards at once would overwrite each other's slots. Each of these raises an error before any
+change.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _RUNNING: WeakKeyDictionary[nn.Module, tuple[ref[Engine], int]] = WeakKeyDiction
 
 
 def attach(engine: Engine, layer: MoELayer) -> None:
-    """A layer's experts run from an engine's slots."""
+    """Run a layer's experts from an engine's slots."""
     engine.attach(layer)
     _RUNNING[layer.experts] = (ref(engine), layer.index)
 
 
 def detach(layer: MoELayer) -> None:
-    """The layer's experts run no longer from slots; whose parameters they get is for others to say."""
+    """End running a layer's experts from slots; the caller restores their parameters."""
     _RUNNING.pop(layer.experts, None)
     layer.experts.__dict__["num_experts"] = layer.num_experts  # a kernel that was interrupted left that of slots
 
@@ -250,7 +250,7 @@ def weights_guarded(model: PreTrainedModel, view: MoEView) -> Iterator[None]:
 
 
 def _refuse_reading(*_args: object) -> NoReturn:
-    """Whoever asks for all weights saves the model, or places it."""
+    """Raise the error for a caller that reads all weights, to save or to place the model."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).startswith("accelerate."):

@@ -1,6 +1,6 @@
-"""Costs and values learned while they change, and how much of the time may go into trying what is not the best.
+"""Running estimates of costs and values, and a budget for trials of options that are not the best.
 
-Drafts and forecasts are both chosen by what they cost and gave so far; nothing here knows of either.
+The governors of drafts and of forecasts share this module.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 OUTLIER = 3.0
-"""Longer times count as so many times the expected one: a disturbance says nothing of the next cycle, and a lasting
-change is learned all the same."""
+"""Longer times count as so many times the expected one: a disturbance has little weight, and lasting changes show."""
 
 
 class RunningSums:
     """A mean of observations, each of which counts `keep` times as much as the one after it.
 
-    It is asked at every layer of every step: two numbers, no list.
+    It holds two numbers and no list: every layer of every step reads it.
 
     Args:
         keep: above 0, below 1.
-        weight: of what is known before the first observation.
-        total: what is known then, times its weight.
+        weight: of the value before the first observation.
+        total: that value times its weight.
     """
 
     __slots__ = ("_keep", "total", "weight")
@@ -39,25 +38,25 @@ class RunningSums:
             self.fade(weight / self.weight)
 
     def add(self, weight: float, total: float) -> None:
-        """One observation more, its value times its weight as `total`; earlier ones do not fade by it."""
+        """Add an observation, with its value times its weight as `total`; earlier observations do not fade."""
         self.weight, self.total = self.weight + weight, self.total + total
 
 
 class RunningMean(RunningSums):
     """A mean of numbers above 0.
 
-    The very first counts little as soon as there is a second: what runs for the first time is not what it will be. From
-    the third on none counts as more than `OUTLIER` times the mean.
+    The first observation has little weight: first runs take longer. From the third on, a value counts as at most
+    `OUTLIER` times the mean.
     """
 
     FIRST = 0.2
-    """Weight of the first."""
+    """Weight of the first observation."""
 
     def __init__(self, keep: float = 0.9) -> None:
         super().__init__(keep)
 
     def observe(self, value: float) -> None:
-        """One more."""
+        """Add an observation."""
         weight = self.weight
         if not weight:
             self.weight, self.total = self.FIRST, self.FIRST * value
@@ -69,16 +68,16 @@ class RunningMean(RunningSums):
 
     @property
     def value(self) -> float | None:
-        """None before there was an observation."""
+        """The mean; None without observations."""
         return self.total / self.weight if self.weight else None
 
 
 class Share(RunningSums):
-    """A running mean of shares; a prior stands for the first observations, and fades as they do.
+    """A running mean of shares with a prior that fades like an observation.
 
     Args:
-        prior: of the share.
-        firmness: what the prior counts for, in wholes.
+        prior: initial share.
+        firmness: weight of the prior, in wholes.
         keep: as of :class:`RunningSums`.
     """
 
@@ -86,22 +85,22 @@ class Share(RunningSums):
         super().__init__(keep, firmness, firmness * prior)
 
     def observe(self, part: float, whole: float = 1.0) -> None:
-        """One more `part` of a `whole`."""
+        """Add a `part` of a `whole`."""
         self.fade(self._keep)
         self.add(whole, part)
 
     @property
     def value(self) -> float:
-        """part / whole."""
+        """Weighted mean of part / whole."""
         return self.total / self.weight
 
 
 class RunningLine:
-    """A least-squares line through points; flat where they do not say otherwise.
+    """A least-squares line through points, with its slope shrunk to 0.
 
     Args:
         keep: as of :class:`RunningSums`.
-        ridge: how much evidence a slope needs, in squared steps of x.
+        ridge: added to the squared spread of x.
     """
 
     def __init__(self, keep: float, ridge: float) -> None:
@@ -110,7 +109,7 @@ class RunningLine:
         """Weighted sums of 1, x, y, x^2 and x y."""
 
     def observe(self, x: float, y: float) -> None:
-        """One more point."""
+        """Add a point."""
         point = (1.0, x, y, x * x, x * y)
         self._sums = [self._keep * total + new for total, new in zip(self._sums, point, strict=True)]
 
@@ -121,7 +120,7 @@ class RunningLine:
             self._sums = [total * (weight / own) for total in self._sums]
 
     def at(self, xs: Sequence[float]) -> list[float]:
-        """y at each x; 0 before there was a point."""
+        """Return y at each x; 0 without points."""
         weight, x, y, xx, xy = self._sums
         if not weight:
             return [0.0] * len(xs)
@@ -130,15 +129,14 @@ class RunningLine:
 
 
 class PositionMeans:
-    """Means by position, each drawn towards that of the position before it, the first towards a prior.
+    """Means by position, each shrunk towards that of the position before it, the first towards a prior.
 
-    Old observations fade with every cycle, at all positions: one that is not reached any more falls back to what the
-    one before it does.
+    Observations fade with every cycle, at all positions: a position without new ones returns to the mean before it.
 
     Args:
         prior: of position 0.
-        keep: what a cycle leaves of the observations before it.
-        firmness: observations that the value of the position before counts for.
+        keep: factor of a cycle on the weight of earlier observations.
+        firmness: weight of the mean of the position before.
     """
 
     def __init__(self, prior: float, *, keep: float, firmness: float) -> None:
@@ -157,13 +155,13 @@ class PositionMeans:
             mean.fade(min(1.0, weight / heaviest))
 
     def observe(self, position: int, value: float) -> None:
-        """One observation at a position."""
+        """Add an observation at a position."""
         while len(self._means) <= position:
             self._means.append(RunningSums(self._keep))
         self._means[position].add(1.0, value)
 
     def values(self, count: int, doubt: float = 0.0) -> list[float]:
-        """Means of the first `count` positions, which are shares, less `doubt` standard errors each."""
+        """Return the means of the first `count` positions, which are shares, less `doubt` standard errors each."""
         value, found = self._prior, []
         for position in range(count):
             mean = self._means[position] if position < len(self._means) else RunningSums(self._keep)
@@ -176,65 +174,65 @@ class PositionMeans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What could be done next, and what it is expected to give."""
+    """An option for the next cycle, with its expected tokens and seconds."""
 
     tokens: float = 1.0
     doubt: float = 0.0
-    """How far `tokens` falls one standard error lower: large where little was measured."""
+    """Standard error of `tokens`: large where little was measured."""
     seconds: float = 0.0
     """0: not known yet."""
 
     @property
     def name(self) -> str:
-        """What is varied has the same name in all variations."""
+        """Name that all variations of an option share."""
         raise NotImplementedError
 
     @property
     def rate(self) -> float:
-        """Tokens per second; 0 before anything is known."""
+        """Tokens per second; 0 where the seconds are not known."""
         return self.rate_within(0.0)
 
     def rate_within(self, errors: float) -> float:
-        """Tokens per second with `errors` standard errors added to the tokens."""
+        """Return tokens per second with `errors` standard errors added to the tokens."""
         return (self.tokens + errors * self.doubt) / self.seconds if self.seconds else 0.0
 
 
 LOSS = 0.0075
-"""Share of all seconds that trying again may lose; the first cycles, when nothing is known, are not counted."""
+"""Share of all seconds that trials may lose."""
 FIRST_PAUSE = 8
-"""Cycles from one trial to the next; twice as many after every trial that found nothing better than was known."""
+"""Cycles from one trial to the next; doubled after every trial without a gain over the estimate."""
 LONGEST_PAUSE = 1024
-"""Cycles from one trial to the next, at most."""
+"""Most cycles from one trial to the next."""
 BETTER = 1.1
-"""A trial that finds so much more than was known is followed by another soon."""
+"""Gain over the estimate from which the next trial follows soon."""
 NEAR = 0.1
-"""Another option that may be better than the best, and loses this share of its seconds at most, costs nothing."""
+"""Largest expected loss, as a share of its seconds, at which a promising option is tried outside the budget."""
 HOPE = 0.5
-"""Standard errors by which an option may be better than measured: if it then is the best, it waits for no pause."""
+"""Standard errors that an option's estimate may be wrong by: if it then is the best, its trial needs no pause."""
 
 
 class Trials:
-    """Decides which option that is not the best is tried again, and keeps the account of what trials cost."""
+    """Decides when an option that is not the best is tried, and accounts for the cost of trials."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Seconds that all cycles took so far."""
+        """Seconds of all cycles."""
         self.lost_s = 0.0
-        """Seconds that trials took beyond what the best would have taken for the same tokens."""
+        """Seconds of trials beyond those of the best option for the same tokens."""
         self._cycle = 0
         self._pauses: dict[str, int] = {}
         self._due: dict[str, int] = {}
 
     def spent(self, seconds: float) -> None:
-        """A cycle was run, of whatever kind."""
+        """Count a cycle of any option."""
         self.seconds += seconds
         self._cycle += 1
 
     def next(self, best: Option, others: Mapping[str, Option]) -> str | None:
-        """The key of the option to try now; None: no trial is due.
+        """Return the key of the option to try now; None: no trial is due.
 
-        A trial that is expected to gain is free. So is another option that may be as good as the best within the error
-        of what was measured: bad luck in its first cycles must not keep the better one out.
+        Trials that are expected to gain are free, and so are trials of options that may be as good as the best within
+        the error of measurement: bad luck in its first cycles must not exclude the better option.
 
         Args:
             best: the best option.
@@ -253,12 +251,12 @@ class Trials:
         return None
 
     def tried(self, key: str, gain: float, lost_s: float) -> None:
-        """A trial is over.
+        """End a trial.
 
         Args:
-            key: what was tried.
-            gain: tokens per second that it is believed to give now, over what it was believed to give before.
-            lost_s: seconds that it took more than the best would have; below 0 if it was better.
+            key: of the option.
+            gain: tokens per second over those expected before the trial.
+            lost_s: seconds beyond those of the best option; below 0 for a better one.
         """
         longer = min(2 * self._pauses.get(key, FIRST_PAUSE), LONGEST_PAUSE)
         pause = FIRST_PAUSE if gain >= BETTER else longer
@@ -266,6 +264,6 @@ class Trials:
         self.lost_s = max(0.0, self.lost_s + lost_s)
 
     def won(self, key: str) -> None:
-        """It is the best: when it no longer is, its pause begins anew."""
+        """Make an option the best: its pause begins anew afterwards."""
         self._pauses.pop(key, None)
         self._due.pop(key, None)
