@@ -46,13 +46,14 @@ class QuickBlock:
             kwargs: the block is called with.
             own: runs the block itself; `by_program` as of :meth:`expertcast.data.early.EarlyAttention.attend`.
         """
-        positions = kwargs.get("position_embeddings")
-        if self._function is None or kwargs.get("attention_mask") is not None or not isinstance(positions, tuple):
+        positions, mask, rows = kwargs.get("position_embeddings"), kwargs.get("attention_mask"), len(hidden_BD)
+        if self._function is None or not isinstance(positions, tuple) or not isinstance(mask, Tensor | None):
             return own()
-        rows = len(hidden_BD)
         if not _plain(past, rows) or not _plain(other, rows) or past.keys.shape[2] + 1 < other.keys.shape[2]:
             return own()
-        given = hidden_BD, past.keys, past.values, *positions
+        if mask is not None and mask.shape[-1] != past.keys.shape[2] + 1:
+            return own()
+        given = hidden_BD, past.keys, past.values, *positions, mask
         self._calls += 1
         if self._calls % _AGAIN != 1:
             return self._function(*given)
@@ -67,7 +68,7 @@ def _plain(past: Any, sequences: int) -> TypeGuard[DynamicLayer]:
     return type(past) is DynamicLayer and past.is_initialized and len(past.keys) == sequences
 
 
-def _near(function: Callable[..., Tensor], given: tuple[Tensor, ...], expected: Tensor) -> bool:
+def _near(function: Callable[..., Tensor], given: tuple[Tensor | None, ...], expected: Tensor) -> bool:
     try:
         found = function(*given)
     except (RuntimeError, TypeError):  # positions of another form
@@ -77,8 +78,8 @@ def _near(function: Callable[..., Tensor], given: tuple[Tensor, ...], expected: 
 
 @torch.no_grad()
 def _function(layer: MoELayer) -> Callable[..., Tensor] | None:
-    """Return a function from input [B, D], keys and values [B, G, S, C] and the positions' cos and sin [1 or B, 1, C];
-    None: it is another block."""
+    """Return a function from input [B, D], keys and values [B, G, S, C], the positions' cos and sin [1 or B, 1, C] and
+    mask [B, 1, 1, S + 1] or None; None: it is another block."""
     attention, norm = getattr(layer.decoder, "self_attn", None), getattr(layer.decoder, "input_layernorm", None)
     linear = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
     channels, scaling = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
@@ -99,7 +100,9 @@ def _function(layer: MoELayer) -> Callable[..., Tensor] | None:
     if own_HC is None and norms != [None, None]:
         return None
 
-    def run(hidden_BD: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def run(
+        hidden_BD: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> Tensor:  # fmt: skip
         size_B1 = torch.hypot(torch.linalg.vector_norm(hidden_BD, dim=1, keepdim=True), floor)
         made = (torch.mm(hidden_BD, map_DN) / size_B1).view(-1, sum(heads), 1, channels)
         both, value = made.split_with_sizes([heads[0] + heads[1], heads[2]], dim=1)
@@ -110,6 +113,7 @@ def _function(layer: MoELayer) -> Callable[..., Tensor] | None:
         query, key = both.split_with_sizes(heads[:2], dim=1)
         output = functional.scaled_dot_product_attention(
             query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2), scale=scaling,
+            attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
             enable_gqa=heads[0] != heads[1],
         )  # fmt: skip
         return torch.addmm(hidden_BD, output.view(len(hidden_BD), -1), out_XD)
