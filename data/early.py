@@ -452,25 +452,27 @@ class FoldedBlock:
         self._calls = 0
 
     def run(
-        self, hidden_1D: Tensor, past: object, other: object, kwargs: dict[str, Any], own: Callable[..., Tensor | None]
+        self, hidden_BD: Tensor, past: object, other: object, kwargs: dict[str, Any], own: Callable[..., Tensor | None]
     ) -> Tensor | None:
-        """Return the residual [1, D] before the router's norm, fp32 unless the block itself ran.
+        """Return the residual [B, D] before the router's norm, fp32 unless the block itself ran.
 
         Args:
-            hidden_1D: stand-in for the block's input, fp32.
+            hidden_BD: stand-in for the block's input, fp32.
             past: the block's cache layer.
             other: cache layer of the latest block; it must hold at most one token more than `past`.
             kwargs: keyword arguments of the block.
             own: runs the block itself; takes `by_program` of :meth:`EarlyAttention.attend`.
         """
-        positions = kwargs.get("position_embeddings")
-        if self._function is None or kwargs.get("attention_mask") is not None or not isinstance(positions, tuple):
+        positions, mask, rows = kwargs.get("position_embeddings"), kwargs.get("attention_mask"), len(hidden_BD)
+        if self._function is None or not isinstance(positions, tuple) or not isinstance(mask, Tensor | None):
             return own()
-        if not _plain(past) or not _plain(other) or past.keys.shape[2] + 1 < other.keys.shape[2]:
+        if not _plain(past, rows) or not _plain(other, rows) or past.keys.shape[2] + 1 < other.keys.shape[2]:
             return own()
-        given = hidden_1D, past.keys, past.values, *positions
+        if mask is not None and mask.shape[-1] != past.keys.shape[2] + 1:
+            return own()
+        given = hidden_BD, past.keys, past.values, *positions, mask
         self._calls += 1
-        if self._calls > _CHECKED and self._calls % _AGAIN:
+        if self._calls % _AGAIN != 1:
             return self._function(*given)
         expected = own(by_program=False)
         if expected is not None and not _near(self._function, given, expected):
@@ -478,12 +480,12 @@ class FoldedBlock:
         return expected
 
 
-def _plain(past: Any) -> TypeGuard[DynamicLayer]:
-    """Return whether a cache layer holds all tokens of one sequence."""
-    return type(past) is DynamicLayer and past.is_initialized and len(past.keys) == 1
+def _plain(past: Any, sequences: int) -> TypeGuard[DynamicLayer]:
+    """Return whether a cache layer holds all tokens of that many sequences."""
+    return type(past) is DynamicLayer and past.is_initialized and len(past.keys) == sequences
 
 
-def _near(function: Callable[..., Tensor], given: tuple[Tensor, ...], expected: Tensor) -> bool:
+def _near(function: Callable[..., Tensor], given: tuple[Tensor | None, ...], expected: Tensor) -> bool:
     try:
         found = function(*given)
     except (RuntimeError, TypeError):  # positions of another form
@@ -495,7 +497,8 @@ def _near(function: Callable[..., Tensor], given: tuple[Tensor, ...], expected: 
 def _folded(layer: MoELayer) -> Callable[..., Tensor] | None:
     """Fold a block's weights; None if the block has other modules or too many weights.
 
-    The function takes the input [1, D], keys and values [1, G, P, C], and cos and sin of the position.
+    The function takes the input [B, D], keys and values [B, G, P, C], cos and sin of the positions [1 or B, 1, C], and
+    the mask [B, 1, 1, P + 1] or None.
     """
     attention, norm = getattr(layer.decoder, "self_attn", None), getattr(layer.decoder, "input_layernorm", None)
     linear = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
@@ -517,19 +520,23 @@ def _folded(layer: MoELayer) -> Callable[..., Tensor] | None:
     if own_HC is None and norms != [None, None]:
         return None
 
-    def run(hidden_1D: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        size_11 = torch.hypot(torch.linalg.vector_norm(hidden_1D, dim=1, keepdim=True), floor)
-        made = (torch.mm(hidden_1D, map_DN) / size_11).view(1, sum(heads), 1, channels)
+    def run(
+        hidden_BD: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        size_B1 = torch.hypot(torch.linalg.vector_norm(hidden_BD, dim=1, keepdim=True), floor)
+        made = (torch.mm(hidden_BD, map_DN) / size_B1).view(-1, sum(heads), 1, channels)
         both, value = made.split_with_sizes([heads[0] + heads[1], heads[2]], dim=1)
         if own_HC is not None:
             both = both / torch.linalg.vector_norm(both, dim=3, keepdim=True) * own_HC
-        both = torch.addcmul(both * cos, torch.roll(both, channels // 2, 3), sin * sign_C)
+        turned = torch.roll(both, channels // 2, 3)
+        both = torch.addcmul(both * cos.unsqueeze(1), turned, (sin * sign_C).unsqueeze(1))
         query, key = both.split_with_sizes(heads[:2], dim=1)
         output = functional.scaled_dot_product_attention(
             query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2), scale=scaling,
+            attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
             enable_gqa=heads[0] != heads[1],
         )  # fmt: skip
-        return torch.addmm(hidden_1D, output.view(1, -1), out_XD)
+        return torch.addmm(hidden_BD, output.view(len(hidden_BD), -1), out_XD)
 
     return run
 
@@ -651,8 +658,13 @@ class EarlyAttention:
         block.written = DynamicCache()
         return args, {**kwargs, "past_key_values": block.written}
 
-    def attend_roughly(self, layer: int, hidden_1D: Tensor) -> Tensor | None:
-        """Do the same as :meth:`attend` for one token of one sequence, up to rounding and with fewer operations."""
+    def prepare(self) -> None:
+        """Fold the weights that :meth:`attend_roughly` reads, unless they are folded already."""
+        if not self._folded:
+            self._folded = {index: FoldedBlock(block.layer) for index, block in enumerate(self._blocks)}
+
+    def attend_roughly(self, layer: int, hidden_BD: Tensor) -> Tensor | None:
+        """Do the same as :meth:`attend` for one token of each sequence, up to rounding and with fewer operations."""
         block = self._blocks[layer]
         latest, index = self._latest.get(block.kind), block.cache_index
         if latest is None or latest.given is None or latest.cache_index is None or layer in self.refused:
@@ -660,11 +672,10 @@ class EarlyAttention:
         kwargs = latest.given[1]
         pasts = getattr(kwargs.get("past_key_values"), "layers", [])
         if not block.checked or index is None or index >= len(pasts):
-            return self.attend(layer, hidden_1D)
-        if layer not in self._folded:
-            self._folded[layer] = FoldedBlock(block.layer)
+            return self.attend(layer, hidden_BD)
+        self.prepare()
         past, other = pasts[index], pasts[latest.cache_index]
-        return self._folded[layer].run(hidden_1D, past, other, kwargs, partial(self.attend, layer, hidden_1D))
+        return self._folded[layer].run(hidden_BD, past, other, kwargs, partial(self.attend, layer, hidden_BD))
 
     def attend(self, layer: int, hidden_TD: Tensor, *, by_program: bool = True) -> Tensor | None:
         """Return the residual [T, D] before `layer`'s router norm for the block input `hidden_TD`.

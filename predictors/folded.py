@@ -4,7 +4,7 @@ The linear parts of a forecast are folded into one map per layer: the target's n
 into biases, ridge and projection side by side. Probes with random inputs show what norm and router compute; a norm or
 router of another form is not folded. Hints differ from forecasts by rounding.
 
-D hidden size, E routed experts, K experts per token, R rank, V length of a map's input, X outputs; one token.
+T tokens, D hidden size, E routed experts, K experts per token, R rank, V length of a map's input, X outputs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from expertcast.predictors.base import Predictor, RouterState
@@ -83,7 +84,7 @@ class Maps:
     """Map [D or E, X] by input. `previous` is the previous token's logits minus `usual_E`, zero if unknown."""
     bias_X: Tensor
     then: Callable[[Tensor], Tensor] | None = None
-    """Function from [1, X] to logits [1, E]; None for the identity."""
+    """Function from [T, X] to logits [T, E]; None for the identity."""
     defaults: tuple[Tensor, Tensor] | None = None
     """Default vectors of the source layer's experts [E, D] and shared experts [D], for the input `quasi_hidden`."""
     usual_E: Tensor | None = None
@@ -98,7 +99,7 @@ def hints(predictor: Predictor, layer: int, ahead: int, count: int) -> Hints | N
 
 
 class Hints:
-    """Computes the ids of the experts with the highest forecast logits, for one token.
+    """Computes the ids of the experts with the highest forecast logits.
 
     Args:
         maps: maps of the predictor for the pair of layers.
@@ -111,8 +112,8 @@ class Hints:
         self._maps, self._target, self._count = maps, target, count
         self.short = maps.then is None
         """Whether there are so few operations that a traced program is no faster."""
-        scale_D, self._floor = norm
-        folded = {name: scale_D[:, None] * each if name in NORMED else each for name, each in maps.of.items()}
+        self._scale_D, self._floor = norm
+        folded = {name: self._scale_D[:, None] * each if name in NORMED else each for name, each in maps.of.items()}
         self._map_VX = torch.cat([folded[name] for name in _IN_ORDER if name in folded])
         self._bare = len(folded) == 1 and not maps.of.keys().isdisjoint(NORMED)
         self._bare = self._bare and maps.then is None and not maps.bias_X.any()
@@ -124,64 +125,72 @@ class Hints:
             self._rows = torch.cat([expert_ED, maps.of["routing"]], dim=1), torch.cat([shared_D, maps.bias_X])
 
     def __call__(self, state: RouterState) -> Tensor:
-        """Return ids [1, count], the likeliest first."""
+        """Return ids [T, count], each token's likeliest first."""
         maps, start, parts = self._maps, self._maps.bias_X, []
+        tokens = len(state.residual_TD)
         if self._rows is not None:
-            rows_KV = self._rows[0].index_select(0, state.topk_ids_TK[0])
-            mixed_1V = torch.addmm(self._rows[1], state.topk_weights_TK.float(), rows_KV)
+            mixed_TV = _mixed(*self._rows, state)
             if "routing" in maps.of:
                 outputs = len(maps.bias_X)
-                mixed_1V, start = mixed_1V.split_with_sizes([mixed_1V.shape[1] - outputs, outputs], dim=1)
-            parts.append(mixed_1V + state.residual_TD)
+                mixed_TV, start = mixed_TV.split_with_sizes([mixed_TV.shape[1] - outputs, outputs], dim=1)
+            parts.append(mixed_TV + state.residual_TD)
         if "early" in maps.of:
             assert state.early_TD is not None
             parts.append(state.early_TD)
         if self._bare:
             return torch.mm(parts[0].float(), self._map_VX).topk(self._count).indices
         if parts:
-            parts = [self._normed(_joined(parts, 0)).view(1, -1)]
+            parts = [self._normed(_joined(parts).view(-1, len(self._scale_D))).view(tokens, -1)]
         if "router_input" in maps.of:
             parts.append(state.router_input_TD)
         if "previous" in maps.of:
-            parts.append(self._previous(state))
-        y_1X = torch.addmm(start, _joined(parts, 1).float(), self._map_VX)
-        return (y_1X if maps.then is None else maps.then(y_1X)).topk(self._count).indices
+            parts.append(self._previous(state, tokens))
+        y_TX = torch.addmm(start, _joined(parts).float(), self._map_VX)
+        return (y_TX if maps.then is None else maps.then(y_TX)).topk(self._count).indices
 
     def _normed(self, x_HD: Tensor) -> Tensor:
         size_H1 = torch.linalg.vector_norm(x_HD, dim=1, keepdim=True, dtype=torch.float32)
         return x_HD / torch.hypot(size_H1, self._floor)
 
-    def _previous(self, state: RouterState) -> Tensor:
+    def _previous(self, state: RouterState, tokens: int) -> Tensor:
         """Return the input `previous`, zero if the previous token is unknown."""
         usual_E = self._maps.usual_E
         assert usual_E is not None
         if state.previous_logits_TLE is None:
-            return torch.zeros_like(usual_E)[None]
+            return torch.zeros_like(usual_E).expand(tokens, -1)
         return torch.nan_to_num(state.previous_logits_TLE.select(1, self._target) - usual_E)
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _mixed(rows_EV: Tensor, start_V: Tensor, state: RouterState) -> Tensor:
+    """Return start + the rows of each token's experts by their weights [T, V], in fp32."""
+    weights_TK = state.topk_weights_TK.float()
+    if len(weights_TK) == 1:
+        return torch.addmm(start_V, weights_TK, rows_EV.index_select(0, state.topk_ids_TK[0]).float())
+    rows_TKV = functional.embedding(state.topk_ids_TK, rows_EV).float()
+    return torch.baddbmm(start_V, weights_TK.unsqueeze(1), rows_TKV).squeeze(1)
 
 
 # The stand-in of early attention
 
 
 def folded_stand_in(held: StandIn, layer: int) -> Callable[[RouterState], Tensor]:
-    """Return a function that gives r_l plus the stand-in's output, [1, D] in fp32, for one token.
+    """Return a function that gives r_l plus the stand-in's output, [T, D] in fp32.
 
     The base vectors are the last rows of the maps.
     """
     experts, _, hidden = held.map_LERD.shape[1:]
     rows_EV = torch.cat([held.map_LERD[layer], held.base_LED[layer, :, None].bfloat16()], dim=1).view(experts, -1)
     shared_V = torch.cat([held.shared_map_LRD[layer].float(), held.shared_LD[layer, None]]).view(-1)
-    projection_DS = torch.nn.functional.pad(held.projection_LDR[layer], (0, 1))
-    one_S = torch.nn.functional.pad(-held.centre_LR[layer], (0, 1), value=1.0)
+    projection_DS = functional.pad(held.projection_LDR[layer], (0, 1))
+    one_S = functional.pad(-held.centre_LR[layer], (0, 1), value=1.0)
 
     def stand_in(state: RouterState) -> Tensor:
-        z_1S = torch.addmm(one_S, state.router_input_TD.float(), projection_DS)
-        rows_KV = rows_EV.index_select(0, state.topk_ids_TK[0]).float()
-        mixed_SD = torch.addmm(shared_V, state.topk_weights_TK.float(), rows_KV).view(-1, hidden)
-        return torch.addmm(state.residual_TD.float(), z_1S, mixed_SD)
+        z_TS = torch.addmm(one_S, state.router_input_TD.float(), projection_DS)
+        mixed_TSD = _mixed(rows_EV, shared_V, state).view(len(z_TS), -1, hidden)
+        return torch.baddbmm(state.residual_TD.float().unsqueeze(1), z_TS.unsqueeze(1), mixed_TSD).squeeze(1)
 
     return stand_in

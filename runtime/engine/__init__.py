@@ -1,1 +1,1 @@
-"""What runs an offloaded forward: the engines, their flow and books, speculation, the hooks into a model."""
+"""Engines that run offloaded forwards, their policies and caches, speculation, and the hooks into a model."""

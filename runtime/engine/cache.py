@@ -1,17 +1,17 @@
-"""The cache of experts on the device: who has which slot, what is in flight, what is protected.
+"""Cache of experts on the device: their slots, the copies in flight, and protection against eviction.
 
-What may lose its slot, in this order:
+Experts lose their slots in this order:
 
-1. a resident expert that neither the running layer nor an outstanding forecast needs (the policy chooses);
-2. one that is kept for a verification's later layers, those of the last layer first;
+1. a resident expert that neither the running layer nor a pending forecast needs (the policy chooses);
+2. an expert that is kept for a verification's later layers, those of the last layer first;
 3. a queued prefetch, the last one requested first;
-4. an arrived prefetch, then one in flight (waited for): a layer that runs comes before a forecast.
+4. an arrived prefetch, then one in flight (waited for): a running layer comes before a forecast.
 
-An expert of the running layer is never given up. Three words for a slot that becomes free:
+An expert of the running layer never loses its slot. Three words for a slot that becomes free:
 
-    lose        it is free, for whatever reason
+    lose        it is free, for any reason
     drop        a copy that has not begun is cancelled, and its expert loses the slot
-    give up     an expert loses the slot for another one's sake, which is counted
+    give up     an expert loses the slot to another expert, which is counted
 
 All calls come from the thread that runs the model. L MoE layers, E routed experts per layer; an expert's key is
 layer * E + expert.
@@ -31,7 +31,7 @@ from expertcast.runtime.storage.transfer import Transfer
 
 
 class Window:
-    """Keys that a coming verification needs, kept until their layer runs: the nearer the layer, the surer.
+    """Keys that a coming verification needs, kept until their layer runs; nearer layers are safer.
 
     Args:
         layers: L.
@@ -42,28 +42,28 @@ class Window:
         self._experts = experts
         self._by_layer: list[set[int]] = [set() for _ in range(layers)]
         self.keys: set[int] = set()
-        """All of them; read only."""
+        """All keys; read only."""
 
     def add(self, key: int) -> None:
-        """The expert will be needed."""
+        """Keep an expert until its layer runs."""
         self.keys.add(key)
         self._by_layer[key // self._experts].add(key)
 
     def pop(self, layer: int) -> set[int]:
-        """The layer's turn has come: what was kept for it is as any other expert from now on."""
+        """Return a layer's keys and keep them no longer: the layer runs now."""
         keys, self._by_layer[layer] = self._by_layer[layer], set()
         self.keys -= keys
         return keys
 
     def clear(self) -> None:
-        """Nothing is kept any more."""
+        """Keep no expert any longer."""
         if self.keys:
             for keys in self._by_layer:
                 keys.clear()
             self.keys.clear()
 
     def farthest(self, beyond: int, held: Container[int], but: Container[int]) -> int | None:
-        """A held expert of the last layer beyond that one, none of `but`: the one that is needed last."""
+        """Return a held expert of the last layer after `beyond`, not in `but`; None: there is none."""
         if not self.keys:
             return None
         for keys in reversed(self._by_layer[beyond + 1 :]):
@@ -92,8 +92,8 @@ class ExpertCache:
 
     Args:
         pool: the slots.
-        link: what fills them.
-        eviction: is told who gets and loses a slot; says how many slots a layer may use.
+        link: copies experts into slots.
+        eviction: follows which experts get and lose slots; sets how many slots a layer may use.
         stats: counts what happens.
         experts: E.
         keep: False frees an expert's slot as soon as its layer has run (every step loads all it needs).
@@ -107,54 +107,54 @@ class ExpertCache:
         """Slot of each expert that has one, arrived or not."""
         self._policies = eviction.by_layer
         self._shares = eviction.shares
-        """Slots of each layer; None: all slots are everybody's."""
+        """Slots of each layer; None: all layers share all slots."""
         self._held_by = [0] * len(eviction.by_layer)
-        """Slots that each layer's experts have; kept only where layers have shares."""
+        """Slots in use by layer; counted only where layers have shares."""
         self._block_bytes = pool.layout.block_bytes
         self.copies: dict[int, Transfer] = {}
         """Copies not known to have arrived."""
         self._packed: dict[int, str] = {}
-        """Precision of the experts that are held, or on their way, in less than the full one."""
+        """Precision of experts that are held or in flight in less than full precision."""
         self.running: set[int] = set()
-        """Requested by the running layer, which has not computed with them so far."""
+        """Keys that the running layer requested and has not computed with."""
         self._wanted: set[int] = set()
-        """Asked for by an outstanding forecast, and with a slot."""
+        """Keys with a slot that a pending forecast requested."""
         self._asked: dict[int, list[int]] = {}
-        """The same by layer, in the order they were asked for; may name keys that lost their slot since."""
+        """Keys that forecasts requested by layer, in order; some may have lost their slot since."""
         self._unused: set[int] = set()
-        """Prefetched, not requested so far."""
+        """Keys that were prefetched and not requested since."""
         self._just_used: set[int] = set()
-        """Prefetched, requested by the running layer for the first time."""
+        """Prefetched keys that the running layer requested for the first time."""
         self._given_up: set[int] = set()
-        """Evicted for another expert's sake in this pass."""
+        """Keys that were evicted for another expert in this pass."""
         self.window = Window(len(eviction.by_layer), experts)
-        """Kept for a verification to come; asked for one by one, by :meth:`load_ahead`."""
+        """Keys kept for a coming verification; :meth:`load_ahead` loads them one by one."""
         self._needed = _Union(self.running, self._wanted, self.copies, self.window.keys)
-        """What a forecast's expert may not push out."""
+        """Keys that a prefetch may not evict."""
         self._awaited = _Union(self._wanted, self.window.keys)
-        """What is not lost without a cache once it has arrived."""
+        """Keys exempt from immediate release when `keep` is False."""
         self._needed_now = _Union(self.running, self.copies)
-        """What a running layer's expert pushes out last."""
+        """Keys that the running layer evicts last."""
         self.only_arrived = False
-        """Whether experts on their way are not held: for a draft that waits for nothing."""
+        """Whether experts in flight do not count as held: for a draft that does not wait for copies."""
         self.stats = stats
-        """Counts what happens; another one may take its place between two forwards."""
+        """Counters; another object may replace them between two forwards."""
         self._observers = [link.observer]
         self.observer = Observers(self._observers)
         self.waited_s = 0.0
-        """Seconds that copies have held the model's thread up so far."""
+        """Seconds that the model's thread has waited for copies."""
         self.paced = False
         """Whether :meth:`backlog_s` is kept."""
         self._busy_until_s = 0.0
-        """When the link will have done what it has been given, by what copies take on average."""
+        """Time at which the link ends the submitted copies, by their mean duration."""
 
     def tell(self, observer: Observer) -> None:
-        """Tell one more observer what happens from now on."""
+        """Add an observer of all later events."""
         self._observers.append(observer)
         self.observer = Observers(self._observers)
 
     def backlog_s(self, now: float) -> float:
-        """Seconds that the copies under way will take the link from `now` on; kept where the cache is `paced`."""
+        """Return the seconds from `now` until all submitted copies have ended; kept where the cache is `paced`."""
         return min(len(self.copies) * self.link.copy_s, max(0.0, self._busy_until_s - now))
 
     def _link_s(self, nbytes: int) -> float:
@@ -166,7 +166,7 @@ class ExpertCache:
 
     @property
     def idle(self) -> bool:
-        """Nothing is on its way."""
+        """Whether no copy is in flight."""
         self._sweep()
         return not self.copies
 
@@ -175,12 +175,12 @@ class ExpertCache:
         return key in self._slots
 
     def is_asked(self, layer: int) -> bool:
-        """Whether experts of a layer have been asked for before it runs."""
+        """Whether forecasts have requested experts of a layer."""
         return layer in self._asked
 
     def held(self, layer: int) -> dict[int, str]:
-        """The layer's experts (0..E-1) that have a slot, with the precision of what is or will be in it; of those that
-        are on their way none, while only what has arrived counts."""
+        """Return the layer's experts (0..E-1) that have a slot, with their precision; without experts in flight while
+        :attr:`only_arrived` is set."""
         first, slots, packed = layer * self.experts, self._slots, self._packed
         coming: Container[int] = ()
         if self.only_arrived and self.copies:
@@ -190,15 +190,15 @@ class ExpertCache:
         return {key - first: packed.get(key, FULL) for key in keys}
 
     def limit(self, layer: int) -> int:
-        """Most experts of a layer that can have a slot at once."""
+        """Return the largest number of a layer's experts that can have slots at once."""
         return self.pool.count if self._shares is None else self._shares[layer]
 
     def free(self, layer: int) -> int:
-        """Free slots that the layer's experts may take."""
+        """Return the number of free slots that the layer's experts may take."""
         return len(self.pool.free_slots) if self._shares is None else self._shares[layer] - self._held_by[layer]
 
     def reset(self) -> None:
-        """Forget every expert: something cut one of our calls short, and books and copies may not agree."""
+        """Forget all experts: a call was interrupted, and records and copies may not agree."""
         self.link.restart()
         self.pool.clear()
         self.eviction.clear()
@@ -211,18 +211,18 @@ class ExpertCache:
         self.window.clear()
 
     def victim(self, layer: int) -> int | None:
-        """What would be given up for a prefetch of the layer's experts; None for a free slot, or if nothing may be."""
+        """Return the expert that a prefetch for the layer would evict; None: a slot is free, or all are protected."""
         return None if self.free(layer) else self._policies[layer].victim(self._needed)
 
     def start_pass(self, fresh: bool) -> None:
-        """A forward starts; `fresh`: with new texts."""
+        """Start a forward; `fresh`: with new sequences."""
         self._given_up.clear()
         self.eviction.start_pass(fresh)
 
     def settle(self, layer: int, needed: Sequence[int]) -> None:
-        """The routing of `layer` is known, or has been changed after it was requested.
+        """End the forecasts for a layer whose routing is known, or was changed after its request.
 
-        Its forecast is over: queued prefetches that it does not need are dropped. What was requested is not running.
+        Queued prefetches that the layer does not need are dropped. No requested expert counts as running.
         """
         self.running.clear()
         self._just_used.clear()
@@ -238,15 +238,15 @@ class ExpertCache:
         self._wanted.difference_update(asked)
 
     def request(self, keys: Sequence[int], precision: Mapping[int, str] | None = None) -> tuple[int, int]:
-        """Bring experts of one layer in, which is running; misses before anything else; they stay until `release`.
+        """Load experts of the running layer, before all other copies; they stay until :meth:`release`.
 
         Args:
             keys: distinct.
-            precision: of keys that need not come in full; a held key is asked for again where this is better than
-                what it holds, and counts as a miss.
+            precision: by key, where it may be less than full; a held key in a lower precision is loaded anew, and
+                counts as a miss.
 
         Returns:
-            How many of them had no slot, and how many have one by a forecast and are asked for the first time.
+            The number of keys without a slot, and of prefetched keys that are requested for the first time.
         """
         slots, copies, unused = self._slots, self.copies, self._unused
         self.running.update(keys)
@@ -277,7 +277,7 @@ class ExpertCache:
         return misses, len(first_used)
 
     def prefetch(self, keys: Sequence[int]) -> None:
-        """Ask for experts of one later layer, most needed first; those without room are left out."""
+        """Prefetch experts of one later layer, most needed first; experts without room are left out."""
         if not keys:
             return
         self._sweep(keys)
@@ -303,7 +303,7 @@ class ExpertCache:
             self._load(key, False)
 
     def load_idle(self, key: int) -> None:
-        """Load an expert that no outstanding forecast asks for: it may be given up again like any other."""
+        """Load an expert that no pending forecast needs: it may be evicted like all others."""
         layer = key // self.experts
         victim = self.victim(layer)
         if victim is not None:
@@ -312,10 +312,10 @@ class ExpertCache:
             self._load(key, False)
 
     def load_ahead(self, key: int) -> bool:
-        """Load an expert that the window keeps, in place of one that it does not keep or keeps for a later layer.
+        """Load an expert of the window, in place of one outside the window or of a later layer.
 
         Returns:
-            Whether there was such room.
+            Whether there was room.
         """
         layer = key // self.experts
         if not self.free(layer):
@@ -329,13 +329,13 @@ class ExpertCache:
         return True
 
     def take_back(self, keys: Iterable[int]) -> None:
-        """These experts are not needed after all: their copies that have not begun are not made."""
+        """Cancel the queued copies of experts that are not needed any longer."""
         for key in keys:
             if key in self._unused:
                 self._drop(key)
 
     def keep_full_only(self) -> None:
-        """Give up what is held in less than full precision: what follows is exact. No layer is running."""
+        """Evict all experts in less than full precision, for exact passes. No layer may be running."""
         for key in list(self._packed):
             copy = self.copies.get(key)
             if copy is not None and not self._drop(key):
@@ -344,7 +344,7 @@ class ExpertCache:
                 self._lose(key)
 
     def free_up(self, layer: int, count: int, keep: Container[int]) -> None:
-        """Give experts up until `count` slots are free for the layer, in the policy's order, none of `keep`."""
+        """Evict experts, none of `keep`, in the policy's order, until `count` slots are free for the layer."""
         protected = _Union(self.running, self._wanted, self.copies, keep)
         while self.free(layer) < count:
             victim = self._policies[layer].victim(protected)
@@ -353,10 +353,10 @@ class ExpertCache:
             self._give_up(victim)
 
     def wait(self, keys: Sequence[int]) -> None:
-        """Make compute wait for these requested experts of one layer; their slots are in use now."""
+        """Make compute wait for requested experts of one layer; their slots are in use from now on."""
         start = self.link.clock()
         copies, just_used, in_time = self.copies, self._just_used, 0
-        if just_used:  # asked of all of them before any is waited for: others arrive meanwhile
+        if just_used:  # all are polled before the first wait, during which others arrive
             for key in keys:
                 if key in just_used:
                     just_used.remove(key)
@@ -374,7 +374,7 @@ class ExpertCache:
         self._waited(layer, self.link.clock() - start)
 
     def release(self, keys: Sequence[int]) -> None:
-        """Compute with these experts has been launched."""
+        """Release experts with which compute has been launched."""
         slots = self._slots
         self.link.mark_read([slots[key] for key in keys])
         self.running.difference_update(keys)
@@ -385,7 +385,7 @@ class ExpertCache:
                     self._lose(key)
 
     def abandon(self) -> None:
-        """A forward was cut short: nothing is running or forecast any more."""
+        """Forget requests and forecasts of an interrupted forward."""
         self.pool.mark([key for key in self.running if key in self._slots and key not in self.copies], SlotState.READY)
         self.running.clear()
         self._just_used.clear()
@@ -399,15 +399,15 @@ class ExpertCache:
                 self._lose(key)
 
     def fill(self, keys: Sequence[int]) -> int:
-        """Load experts into free slots, in this order, and wait for them: policies take the last one for the newest.
+        """Load experts into free slots, in order, and wait for them: policies take the last one for the newest.
 
-        Their bytes are counted, but neither as requests nor as forecasts.
+        Bytes are counted, but neither requests nor forecasts.
 
         Args:
-            keys: those that have a slot are passed over; those for which none is free are left out.
+            keys: experts with a slot are skipped, experts without a free slot left out.
 
         Returns:
-            How many were loaded.
+            The number of loaded experts.
         """
         self.link.follow()
         loaded = []
@@ -421,7 +421,7 @@ class ExpertCache:
         return len(loaded)
 
     def _lose_worse(self, keys: Sequence[int], precision: Mapping[int, str]) -> None:
-        """Held experts that are asked for in a better precision lose their slots; not while a copy is under way."""
+        """Evict held experts that are needed in a better precision, unless they are in flight."""
         for key in keys:
             held = self._packed.get(key)
             if held is not None and key in precision and key not in self.copies and is_better(precision[key], held):
@@ -447,13 +447,13 @@ class ExpertCache:
             self._give_up(victim)
 
     def _farthest(self, layer: int) -> int | None:
-        """What the window keeps for the last layer after this one; with shares, a slot of that layer's is of no use."""
+        """Return the window's expert of the last layer after `layer`; None with shares: layers keep their slots."""
         if self._shares is not None:
             return None
         return self.window.farthest(layer, self._slots, self._needed_now)
 
     def _give_up(self, key: int) -> None:
-        """Lose an expert for another one's sake."""
+        """Evict an expert for another one."""
         self._given_up.add(key)
         self.stats.layers[key // self.experts].evicted += 1
         if self.link.write_back_s:
@@ -461,7 +461,7 @@ class ExpertCache:
         self._lose(key)
 
     def _sweep(self, needed: Container[int] = ()) -> None:
-        """Notice copies that have arrived by themselves, so that their slots can be given up; not the needed ones'."""
+        """Notice copies that have arrived, apart from needed ones, so that their slots can be reused."""
         copies, running = self.copies, self.running
         if not copies:
             return
@@ -476,7 +476,7 @@ class ExpertCache:
                 self._lose(key)
 
     def _load(self, key: int, urgent: bool, precision: str = FULL) -> None:
-        """Give the link a copy into a free slot; not `urgent`: no layer has asked for it."""
+        """Submit a copy into a free slot; not `urgent`: it is a prefetch."""
         slot = self.pool.take(key)
         layer = key // self.experts
         if self._shares is not None:
@@ -491,7 +491,7 @@ class ExpertCache:
         except BaseException:
             self._lose(key)
             raise
-        if held_s := self.link.held_s:  # the disk's pages came meanwhile, or the copy was made
+        if held_s := self.link.held_s:  # the link read the disk's pages or copied within this call
             self._waited(layer, held_s)
         count = self.stats.layers[layer]
         count.bytes_moved += nbytes
@@ -502,7 +502,7 @@ class ExpertCache:
             self._busy_until_s = max(self._busy_until_s, self.link.clock()) + self._link_s(nbytes)
 
     def _arrive(self, key: int, copy: Transfer, *, needed: bool = True) -> None:
-        """Wait for a copy; the expert of one that failed loses its slot before the error goes on, if it is `needed`."""
+        """Wait for a copy. The expert of a failed copy loses its slot; the error is raised if it is `needed`."""
         try:
             self.link.wait(copy)
         except Exception:
@@ -521,11 +521,11 @@ class ExpertCache:
         self.pool.arrived(key)
 
     def _drop(self, key: int) -> bool:
-        """Take a queued copy back, if there is one that has not begun."""
+        """Cancel an expert's queued copy; return whether there was one that had not begun."""
         copy = self.copies.get(key)
         if copy is None or not self.link.cancel(copy):
             return False
-        # not unused: requested, and that was withdrawn
+        # not unused: a layer requested the expert, and withdrew the request
         nbytes = self._block_bytes if copy.precision == FULL else self.link.block_bytes(copy.precision)
         count = self.stats.layers[key // self.experts]
         count.bytes_moved -= nbytes
@@ -539,7 +539,7 @@ class ExpertCache:
         return True
 
     def _lose(self, key: int) -> None:
-        """The expert's slot is free, for whatever reason; no copy of it may be under way."""
+        """Free an expert's slot, for any reason; no copy of the expert may be in flight."""
         layer = key // self.experts
         self._policies[layer].remove(key)
         if self._shares is not None:

@@ -1,14 +1,14 @@
-"""Whether forecasts are still as good as their checkpoint says: running recall, and one warning when it has fallen.
+"""Running recall of the forecasts, and one warning when it falls below the recall that the checkpoint reports.
 
-Recall is that of recall@k: the share of a router's own K experts that the forecast for its layer named, whatever was
-executed. Tokens are summed in blocks, and blocks averaged with weights that fade. The warning takes
+Recall is recall@k: the share of the K experts of a router's choice that the forecast for its layer names. Tokens are
+summed in blocks, and blocks averaged with fading weights. The drift of a block is
 
     drift = mean over layers of (checkpoint's recall - block's recall)
 
-of each block: it comes once the running mean of the blocks is above `LEAST` and above `ERRORS` of its own standard
-errors, which are those of block means: neighbouring tokens are alike, single ones would make it look too sure. It is
-looked at after every block: at four standard errors one look in 30,000 goes wrong by chance if there is no drift at
-all, and the least drift guards against differences that are certain and small.
+The warning follows once the running mean over blocks is above `LEAST` and above `ERRORS` of its standard errors. These
+are errors of block means: neighbouring tokens are alike, and errors of single tokens would be too small. The test runs
+after every block: at four standard errors one test in 30,000 fails by chance without drift, and the least drift guards
+against differences that are significant and small.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ BLOCK = 32
 MEMORY = 32
 """Blocks over which the running means fade to 1/e."""
 FIRST = 16
-"""Blocks before anything is said."""
+"""Blocks before the first warning."""
 LEAST = 0.05
-"""Drift below which nothing is said."""
+"""Largest drift without a warning."""
 ERRORS = 4.0
 """Standard errors that the drift must be above 0."""
 SAMPLED = 16
-"""One forward in so many is looked at where the router's own choice is not on the host anyway."""
+"""One forward in so many is compared where the router's choice is not on the host."""
 
 
 class DriftMonitor:
@@ -39,8 +39,8 @@ class DriftMonitor:
     Args:
         layers: L.
         top_k: K.
-        expected: the checkpoint's recall@k by target layer; None where it has none: nothing to drift from.
-        name: what forecasts, for the warning.
+        expected: the checkpoint's recall@k by target layer; None: it has no recall, and no drift is computed.
+        name: of the predictor, for the warning.
     """
 
     def __init__(self, layers: int, top_k: int, expected: Mapping[int, float] | None, name: str = "") -> None:
@@ -51,28 +51,28 @@ class DriftMonitor:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen; what was warned of is not warned of again."""
+        """Forget all counts; a warning is not repeated."""
         self._hits, self._ids = [0] * self._layers, [0] * self._layers
         self._forwards = 0
         self._recall: list[FadingMean | None] = [None] * self._layers
         self._drift = FadingMean(MEMORY)
         self.tokens = 0
-        """Tokens looked at, of the layer with most of them."""
+        """Compared tokens of the layer with most of them."""
         self.sampled = True
-        """Whether this forward is one of those that are looked at where that costs a copy to the host."""
+        """Whether this forward is compared where that costs a copy to the host."""
 
     def start(self) -> None:
-        """A forward starts."""
+        """Start a forward."""
         self._forwards += 1
         self.sampled = self._forwards % SAMPLED == 0
         if self._forwards % BLOCK == 0:
             self._close()
 
     def see(self, layer: int, forecast: Sequence[int], routed: Sequence[int]) -> None:
-        """A router has run.
+        """Compare a layer's forecast with its routing.
 
         Args:
-            layer: whose.
+            layer: MoE layer.
             forecast, routed: ids of the layer's forecast and of its router's choice, T rows of K, flat.
         """
         count, top_k = len(routed), self.top_k

@@ -1,13 +1,13 @@
 """One offloaded forward, layer by layer.
 
-Whatever runs the model calls :meth:`Engine.on_start` when a forward begins, :meth:`Engine.on_router` when a layer has
-been routed, and :meth:`Engine.run` in place of its experts. For each layer :class:`HostEngine` does, in this order,
+The caller runs the model. It calls :meth:`Engine.on_start` when a forward begins, :meth:`Engine.on_router` when a
+layer's router has run, and :meth:`Engine.run` in place of the layer's experts. :class:`HostEngine` takes these steps:
 
-    on_router   decide      routing and miss policies: which experts run, and in which precision they come
+    on_router   decide      routing and miss policies: experts that run, and their precision
                 begin       request the layer's experts, misses before anything else
                 forecast    make a forecast, if it pays
                 hint        pre-eviction, then prefetches
-                finish      what comes early without a forecast; a layer that runs most of its experts: the next layer's
+                finish      loads without forecasts of this layer; the next layer's, where most experts run
     run         wait, compute, release      chunk by chunk
 
 T tokens, B sequences, D hidden size, E routed experts per layer, K experts per token, P = T x K token-expert pairs.
@@ -44,7 +44,7 @@ from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.driver import Readback
 from expertcast.runtime.policies.eviction import PROMPT_ROWS
 from expertcast.runtime.policies.miss import Lookup, MissDecision
-from expertcast.runtime.policies.prefetch import Candidates, NoPrefetch
+from expertcast.runtime.policies.prefetch import Candidates, NoPrefetch, by_rank
 from expertcast.runtime.policies.routing import RouterOutput, Standard
 from expertcast.runtime.policies.settings import ALWAYS, AUTO, PolicySet
 from expertcast.runtime.recording.recorder import State, listener
@@ -65,12 +65,12 @@ _COMBINED = 1024
 
 
 def row_order(ids_TK: Tensor) -> Tensor:
-    """Order [P] in which the kernels compute token-expert pairs: by expert, ties as torch's sort leaves them."""
+    """Return the order [P] of token-expert pairs in the kernels: by expert, ties as torch's sort leaves them."""
     return torch.sort(ids_TK.reshape(-1)).indices
 
 
 def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weighted sum over K as the kernels take it: the same products, the same reduction; for some tokens at a time."""
+    """Return the weighted sum over K with the kernels' products and reduction, for some tokens at a time."""
     tokens, top_k = weights_TK.shape
     if tokens > _COMBINED:
         parts = zip(torch.split(output_PD, _COMBINED * top_k), torch.split(weights_TK, _COMBINED), strict=True)
@@ -86,24 +86,24 @@ class Plan:
     layer: int
     ids_TK: Tensor
     ids: list[int] | None
-    """The same, flat, when the host has them."""
+    """`ids_TK`, flat, where the host has them."""
     pairs: Mapping[int, int] | None
-    """By key, how many of the T x K ids name it, when they are many; None: they are few, and the host has them."""
+    """By key, its number among the T x K ids, where these are many; None: they are few, and the host has them."""
     chunks: list[list[int]]
     """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
     precision: dict[int, str] | None
-    """Of the keys that need not come in full."""
+    """Precision by key, where it may be less than full."""
     slots: list[int] | None = None
     """Slot of each of the T x K ids, when they are few and one chunk."""
     sent: Sent | None = None
-    """On its way to the device: slots of the T x K ids, or of all experts when the ids are many; for one chunk."""
+    """Slots of the T x K ids in flight to the device, or of all experts where the ids are many; for one chunk."""
 
 
 # Routing rewritten by miss policies: ids and weights, T rows of K
 
 
 def named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
-    """Places with weight 0 name the row's heaviest expert: what is not executed is not asked for."""
+    """Return ids in which places of weight 0 name the row's heaviest expert, so that no other is requested."""
     named = []
     for row, values in zip(ids, weights, strict=True):
         heaviest = row[max(range(len(row)), key=values.__getitem__)]
@@ -114,7 +114,7 @@ def named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
 def rewritten(
     ids: list[list[int]], weights: list[list[float]], verdict: MissDecision
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Ids and weights with dropped experts at weight 0 and missing ones replaced by their substitutes."""
+    """Return ids and weights with dropped experts at weight 0 and missing ones replaced by their substitutes."""
     new_weights = [
         [0.0 if expert in verdict.dropped else weight for expert, weight in zip(row, values, strict=True)]
         for row, values in zip(ids, weights, strict=True)
@@ -126,39 +126,38 @@ def rewritten(
 # The flow, which the simulator shares
 
 _MOST = 0.75
-"""Share of its experts that a layer must run for the next one's to be loaded before they are known."""
+"""Share of its experts that a layer must run for the next layer's to be loaded before its routing is known."""
 
 
 @dataclass(slots=True)
 class Decision:
-    """What a layer executes, on the host."""
+    """Experts that a layer executes, on the host."""
 
     ids: list[list[int]]
     """T rows of K."""
     weights: list[list[float]]
     precision: dict[int, str]
-    """By key; experts that are not named come in full."""
+    """Precision by key; full where a key is missing."""
     changed: bool
-    """Whether ids or precision are other than those that were given."""
+    """Whether ids or precision differ from the router's."""
 
 
 class LayerFlow:
-    """Policies over a cache, as the engine and the simulator share them: routing is lists of ids, and nothing computes.
+    """Policies over a cache, shared by the engine and the simulator: routing is lists of ids, and no expert computes.
 
-    All calls come from the thread that runs the model.
+    Only the thread that runs the model may call it.
 
     Args:
-        residency: books and rules.
+        residency: experts in slots and in flight.
         policies: all of one model.
         shape: of the model.
-        view: the model whose routers route; needed by policies that have them route anew.
-        carry: layers between forecasts and their targets; 0: there are none. Without a cache, and where nothing
-            forecasts whole tokens, so many first layers of the next token get what they needed last, at the last layer.
-        tokens_ahead: forecasts the next tokens' routing: evictions go by it where the policy takes it, and experts are
-            loaded early where anything is.
-        likely: the least probability by it at which an expert is loaded early.
-        rungs: ways to forecast that are chosen from by what they save and cost, with their recall@k where it is known;
-            None: whatever can be forecast is; empty: only what is executed.
+        view: the model's MoE layers; needed by policies that route anew.
+        carry: distance in layers between forecasts and their targets; 0: no forecasts. Without a cache and without
+            forecasts of whole tokens, so many first layers prefetch their last experts, when the last layer runs.
+        tokens_ahead: forecasts the next tokens' routing, for eviction policies that read it and for early loading.
+        likely: least probability by `tokens_ahead` at which an expert is loaded early.
+        rungs: recall@k, where it is known, by name of each way to forecast: a governor chooses between them; None: all
+            forecasts are made; empty: only executed forecasts are.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class LayerFlow:
         self._carry = 0 if residency.keep or tokens_ahead is not None else carry
         self._carried: dict[int, list[int]] = {}
         self.tokens_ahead: TokensAhead | None = None
-        """Where something forecasts whole tokens."""
+        """Forecasts of whole tokens; None: there are none."""
         if tokens_ahead is not None:
             loads = not isinstance(policies.prefetch, NoPrefetch)
             layers = early_layers(shape, keep=residency.keep, loads=loads, forecast_from=carry or None)
@@ -182,32 +181,32 @@ class LayerFlow:
             )
         self._reroutes = not isinstance(policies.routing, Standard)
         self.decides = self._reroutes or policies.miss.lossy
-        """Whether :meth:`decide` may change anything: then it must be called, with host copies of the routing."""
+        """Whether :meth:`decide` can change the routing: then it must be called, with host copies of the routing."""
         self.reads_logits = policies.eviction.reads_scores or tokens_ahead is not None
         """Whether :meth:`see` must be called."""
         self._streams = residency.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
         self.most = shape.experts
-        """Experts of a layer that run at once, at most: several calls of the kernel need less memory than one."""
+        """Largest number of a layer's experts that run at once: smaller calls of the kernel need less memory."""
         self._executed = 0
         """Experts of the running layer."""
         self._whole = True
-        """The running layer runs in one chunk."""
+        """Whether the running layer runs in one chunk."""
         self._missing, self._found, self._chunks_left = 0, 0, 0
         """Counts of the running layer: experts without a slot, found by forecasts, chunks not requested yet."""
         self._reads_transfer = policies.prefetch.reads_link
         self._rungs = rungs
         self._pace = Pace(residency, shape.layers) if self._reads_transfer or rungs else None
         self._governors: dict[int, ForecastGovernor] = {}
-        """By the bits of the number of sequences: what forecasts cost depends on it."""
+        """By the bits of the number of sequences, on which the cost of forecasts depends."""
         self._latest: ForecastGovernor | None = None
         """Governor of the latest decode step."""
         self.governor: ForecastGovernor | None = None
-        """Decides on the forecasts of the decode step that runs; None: all that are due are made."""
+        """Decides on the forecasts of the running decode step; None: all forecasts that are due are made."""
         self._weighs = False
-        """Whether this step has forecasts to decide on: without any it takes no time to observe it."""
+        """Whether this step makes forecasts: a step without any spends no time on observing layers."""
 
     def start_pass(self, fresh: bool, token_BS: Tensor | None = None) -> None:
-        """A forward starts; `fresh`: with new texts; `token_BS`: the ids of its tokens, where they are known."""
+        """Start a forward; `fresh`: with new sequences; `token_BS`: the ids of its tokens, where they are known."""
         self.residency.start_pass(fresh)
         self.governor, self._weighs = None, False
         if self._pace is not None:
@@ -216,7 +215,7 @@ class LayerFlow:
             self.tokens_ahead.start(fresh, token_BS)
 
     def start_step(self, sequences: int) -> None:
-        """The forward that has started is a decode step of so many sequences; its first layer has been reached."""
+        """Mark the forward as a decode step of so many sequences; its first layer has been reached."""
         if not self._rungs or self._pace is None:
             return
         about = sequences.bit_length()
@@ -230,26 +229,26 @@ class LayerFlow:
         self._weighs = self.governor.rung is not None
 
     def coming(self, own: int) -> int | None:
-        """The rung that the next forward's forecasts are made by, as far as is known; None: there will be none.
+        """Return the expected rung of the next forward's forecasts; None: it makes none.
 
         Args:
             own: as for :meth:`choose`.
         """
         if self._latest is not None:
             return self._latest.rung
-        return own if self._rungs is None else 0 if self._rungs else None
+        return own if self._rungs is None or self._rungs else None
 
     def forecasts_report(self) -> Json:
-        """`forecasts`: what was chosen and why, by the least number of sequences (1, 2, 4 ...); left out where nothing
-        was to be chosen."""
+        """Return `forecasts`: each governor's report by the least number of its sequences (1, 2, 4 ...); empty where no
+        governor decided."""
         found = {str(1 << about >> 1): own.report() for about, own in self._governors.items()}
         return {"forecasts": found} if found else {}
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """A router has run: its scores and what follows from them for the next tokens, to those who read them.
+        """Pass a router's scores on to the eviction policy and to the forecasts of whole tokens.
 
         Args:
-            layer, logits_TE: whose router ran, and its scores.
+            layer, logits_TE: MoE layer, and the scores of its router.
             residual_TD: the residual stream before the layer.
             sequences: B.
         """
@@ -262,12 +261,12 @@ class LayerFlow:
     def decide(
         self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, routed: bool = True
     ) -> Decision:
-        """Routing and miss policies at work.
+        """Apply routing and miss policies to a layer's routing.
 
         Args:
-            layer, logits_TE: whose router ran, and its scores.
-            ids_TK, weights_TK: what would be executed.
-            routed: the router chose `ids_TK`; a forecast's experts are not chosen again.
+            layer, logits_TE: MoE layer, and the scores of its router.
+            ids_TK, weights_TK: routing to change.
+            routed: whether the router chose `ids_TK`; a forecast's experts are not chosen again.
         """
         held = self.residency.held(layer)
         chosen = self._rerouted(layer, held, logits_TE, ids_TK, weights_TK) if self._reroutes and routed else None
@@ -314,9 +313,9 @@ class LayerFlow:
         )  # fmt: skip
 
     def begin(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> list[list[int]]:
-        """Request what a layer executes (distinct keys); returns it in chunks that fit the slots, the first requested.
+        """Request the distinct keys that a layer executes; return them in chunks that fit the slots.
 
-        The caller requests chunk i + 1 before it waits for chunk i (:meth:`request`).
+        The first chunk is requested; the caller requests chunk i + 1 before it waits for chunk i (:meth:`request`).
         """
         limit = self.residency.limit(layer)
         if layer < self._carry:
@@ -342,11 +341,11 @@ class LayerFlow:
         self._missing += misses
         self._found += found
         self._chunks_left -= 1
-        if self.governor is not None and self._weighs and not self._chunks_left:
+        if self.governor is not None and not self._chunks_left:
             self.governor.requested(layer, self._missing, self._found)
 
     def _chunked(self, keys: list[int], limit: int) -> list[list[int]]:
-        """Half the slots at a time, so that one chunk loads while another computes; what is held goes first."""
+        """Split keys into chunks of half the slots: one loads while another computes; held experts come first."""
         limit = min(limit, self.most)
         if len(keys) <= limit:
             return [keys]
@@ -355,7 +354,7 @@ class LayerFlow:
         return [keys[start : start + size] for start in range(0, len(keys), size)]
 
     def hint(self, forecast: Forecast, ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> None:
-        """A forecast for a later layer, with its ids and weights (T rows of K) on the host."""
+        """Act on a forecast for a later layer, with its ids and weights (T rows of K) on the host."""
         wanted = Candidates(forecast, ids, weights)
         layer, policies = forecast.layer, self.policies
         if policies.eviction.reads_forecasts:
@@ -366,7 +365,7 @@ class LayerFlow:
         self.prefetch(layer, policies.prefetch.experts(wanted, transfer))
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
-        """Ask for a later layer's experts (0..E-1), most needed first."""
+        """Prefetch a later layer's experts (0..E-1), most needed first."""
         first = layer * self._experts
         self.residency.prefetch([first + expert for expert in experts])
 
@@ -379,8 +378,8 @@ class LayerFlow:
         self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})
 
     def stream(self, layer: int) -> None:
-        """The last of a layer's chunks has been asked for. Where it runs most of its experts, as prefills do, so does
-        the next layer: as many of that one's as make a chunk come while this one computes."""
+        """Load a chunk of the next layer's experts after the last chunk of a layer that runs most of its experts, as in
+        prefills: the next layer runs most of its own, too."""
         following = layer + 1
         if not self._streams or self._executed < _MOST * self._experts or layer == self._last:
             return
@@ -390,25 +389,25 @@ class LayerFlow:
         self.residency.prefetch(self._chunked(keys, self.residency.limit(following))[0])
 
     def choose(self, target: int, own: int) -> int | None:
-        """The rung that is to forecast a layer that does not execute it; None: none is.
+        """Return the rung for the forecast of a layer that does not execute it; None: no forecast is made.
 
         Args:
             target: the layer.
-            own: the predictor itself, which makes all forecasts that nothing decides on.
+            own: the predictor itself, which makes the forecasts where there is no governor.
         """
         if self._rungs is not None and not self._rungs:
             return None
         return own if self.governor is None else self.governor.choose(target)
 
     def forecast(self, target: int, rung: int, seconds: float) -> None:
-        """A rung's forecast for a layer, with all that was asked for by it, took the model's thread so long."""
+        """Count a rung's forecast for a layer, which took the model's thread so long, prefetching included."""
         if self._pace is not None:
             self._pace.forecast(seconds)
         if self.governor is not None:
             self.governor.made(target, rung, seconds)
 
     def finish(self, layer: int) -> None:
-        """All forecasts of a layer have been asked for: what comes early without one goes behind them."""
+        """End a layer's forecasts: loads without a forecast follow their prefetches."""
         if layer == self._last:
             for keys in self._carried.values():
                 self.residency.prefetch(keys)
@@ -422,7 +421,7 @@ class LayerFlow:
 
 
 class Kernel(Protocol):
-    """Computes experts from slots: whose parameters are the pool's views [S, ...]."""
+    """Computes experts whose parameters are the pool's views [S, ...]."""
 
     def run(
         self,
@@ -433,28 +432,28 @@ class Kernel(Protocol):
         ids_TK: Tensor,
         slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """The experts' output [T, D].
+        """Return the experts' output [T, D].
 
         Args:
             experts: of the layer.
-            hidden_TD, weights_TK: what the experts are given.
-            slots_TK, ids_TK: where each token's experts lie, and which they are.
+            hidden_TD, weights_TK: arguments of the experts.
+            slots_TK, ids_TK: slots and ids of each token's experts.
             slots: `slots_TK` (flat) on the host, if it is known there.
         """
 
     def run_pairs(self, experts: nn.Module, hidden_TD: Tensor, top_k: int, pairs: Tensor, slots: Tensor) -> Tensor:
-        """Some pairs' own expert output [pairs, D], not weighted: a part of a step that is done in chunks.
+        """Return the unweighted expert output [pairs, D] of some pairs, for a step in chunks.
 
         Args:
             experts, hidden_TD, top_k: of the whole step, whose P = T x K pairs are numbered token by token.
-            pairs: which of them, in :func:`expertcast.runtime.engine.engine.row_order`.
-            slots: where the pairs' experts lie.
+            pairs: numbers of pairs, in :func:`expertcast.runtime.engine.engine.row_order`.
+            slots: of the pairs' experts.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What an engine drives, all for one model."""
+    """Parts that an engine drives, all for one model."""
 
     link: Link
     """Attached to the pool."""
@@ -465,28 +464,28 @@ class EngineParts:
     tokens_ahead: TokenForecasts | None = None
     """Forecasts the next tokens' routing."""
     drift: DriftMonitor | None = None
-    """Is told what was forecast and what was chosen, by an engine whose host knows."""
+    """Compares forecasts with routing, in engines whose host has both."""
     keep: bool = True
-    """A cache: False frees an expert's slot as soon as its layer has run."""
+    """Whether experts stay in slots; False frees an expert's slot as soon as its layer has run."""
     likely: float = LIKELY
-    """The least probability by a forecast of a whole token at which an expert is loaded early."""
+    """Least probability by a forecast of a whole token at which an expert is loaded early."""
     forecasts: str = ALWAYS
-    """Which of those that are due are made: all (always), none (never), or what saves more waiting than it costs."""
+    """Forecasts to make: all (always), none (never), or those that save more waiting than they cost (auto)."""
     recall: Mapping[str, float] = field(default_factory=dict)
     """Recall@k of the ways to forecast by name, where it is known."""
 
 
 class Stage(Protocol):
-    """What runs a model's MoE layers in an engine's place for some forwards, such as those that draft."""
+    """Runs a model's MoE layers in an engine's place for some forwards, such as drafts."""
 
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
-        """As :meth:`Engine.on_start`."""
+        """See :meth:`Engine.on_start`."""
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
-        """As :meth:`Engine.on_router`."""
+        """See :meth:`Engine.on_router`."""
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """As :meth:`Engine.run`."""
+        """See :meth:`Engine.run`."""
 
 
 class Engine(ABC):
@@ -501,36 +500,36 @@ class Engine(ABC):
     def __init__(self, parts: EngineParts) -> None:
         self._speculator, self._kernel, self._pool = parts.speculator, parts.kernel, parts.pool
         self._enter: Callable[[State, int], None] = listener(parts.link.observer, "enter") or _ignore
-        """Tells the observer what the compute stream goes over to, for which layer."""
+        """Reports the compute stream's new state and layer to the observer."""
         self.view = parts.speculator.view
         """The model's MoE layers."""
         self._experts = self.view.shape.experts
         self._pointers = {name: view.data_ptr() for name, view in self._pool.views.items()}
         self._halfway = False
-        """A call began that moves experts and, as far as is known, did not end: books and slots may not agree."""
+        """Whether a call that moves experts began and did not end: records and slots may not agree."""
         self._complete = False
-        """The last forward ran to its last layer."""
+        """Whether the last forward reached its last layer."""
 
     @property
     def flow(self) -> LayerFlow:
-        """Policies and books, where the host has them.
+        """Policies and cache, where they are on the host.
 
         Raises:
             ExpertcastError: this engine keeps them on the device.
         """
-        raise ExpertcastError("the books of this offload are on the device: it has no flow and no residency")
+        raise ExpertcastError("this offload keeps its cache on the device: it has no flow and no residency")
 
     @abstractmethod
     def limit(self, layer: int) -> int:
-        """Distinct experts of a layer that a step may name at most to be run in one piece."""
+        """Return the largest number of a layer's distinct experts that a step can run in one chunk."""
 
     @abstractmethod
     def held(self, layer: int) -> list[int]:
-        """A layer's experts (0..E-1) that are in slots or on their way there."""
+        """Return a layer's experts (0..E-1) that are in slots or in flight."""
 
     @contextmanager
     def drafting(self, stage: Stage | None) -> Iterator[None]:
-        """Inside, forwards draft: they run in a stage where one is given, and may end before the last layer."""
+        """Run forwards as drafts in the context, in `stage` unless it is None; they may end before the last layer."""
         self.stage = stage
         try:
             yield
@@ -543,11 +542,11 @@ class Engine(ABC):
 
     @property
     def is_halfway(self) -> bool:
-        """Whether a call was cut short that moves experts: books and slots may not agree."""
+        """Whether a call that moves experts was interrupted: records and slots may not agree."""
         return self._halfway
 
     def go_on(self) -> None:
-        """The next forward goes on where another engine of the model stopped."""
+        """Continue in the next forward where another engine of the model stopped."""
         self._complete, self._halfway = True, False
 
     def attach(self, layer: MoELayer) -> None:
@@ -557,26 +556,26 @@ class Engine(ABC):
 
     @abstractmethod
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
-        """A forward starts, with new texts if `fresh`; what an earlier one left that was cut short is cleared.
+        """Start a forward, with new sequences if `fresh`, and clear the state of an interrupted one.
 
-        `token_BS` are the ids of its tokens, None where it is given embeddings in their place.
+        `token_BS` are the ids of its tokens; None: it reads embeddings.
         """
 
     @abstractmethod
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
-        """A router has run: its layer's misses go out first, then its forecast is made and asked for.
+        """Request a routed layer's misses, then forecast a later layer and prefetch.
 
         Returns:
-            (ids, weights) that are executed in place of the router's, or None.
+            (ids, weights) to execute in place of the router's, or None.
         """
 
     @abstractmethod
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The layer's experts over their slots.
+        """Return the output of a layer's experts, computed from slots.
 
         Args:
-            layer: which is attached.
-            hidden_TD, ids_TK, weights_TK: what its experts are given.
+            layer: an attached layer.
+            hidden_TD, ids_TK, weights_TK: arguments of its experts.
 
         Raises:
             ExpertcastError: the layer's parameters are not the slots any more.
@@ -585,12 +584,12 @@ class Engine(ABC):
     def _run_chunks(
         self, layer: MoELayer, hidden_TD: Tensor, weights_TK: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """The same products in several kernel calls, one reduction at the end.
+        """Return the experts' output by several kernel calls, with the same products and one reduction at the end.
 
         Args:
             layer, hidden_TD, weights_TK: as for :meth:`run`.
-            chunks: pairs (0..P-1), in the order in which they are computed, with their slots. A chunk is read from
-                its slots when it comes, and has been when the next one is asked for.
+            chunks: pairs (0..P-1), in the order of computing, with their slots. A chunk is computed before the
+                iterator advances.
         """
         tokens, top_k = weights_TK.shape
         output_PD = hidden_TD.new_empty(tokens * top_k, hidden_TD.shape[1])
@@ -613,15 +612,15 @@ def _ignore(_state: State, _layer: int) -> None:
 
 
 _FEW_IDS = 512
-"""Up to so many ids a list serves better than a table of all experts."""
+"""Largest number of ids for which a list is faster than a table of all experts."""
 
 
 class HostEngine(Engine):
     """Drives flow and kernel from the host, which reads every layer's routing back.
 
     Args:
-        parts: what it drives.
-        residency: books and rules that are shared with another engine of the model; none makes its own.
+        parts: link, pool, policies and kernel, among others.
+        residency: cache that is shared with another engine of the model; None: a cache of its own.
     """
 
     def __init__(self, parts: EngineParts, residency: ExpertCache | None = None) -> None:
@@ -643,7 +642,7 @@ class HostEngine(Engine):
         self._readback = None if parts.link.driver is None else Readback(parts.link.driver, parts.link.progress)
         """On CUDA."""
         self._known: dict[int, list[int]] = {}
-        """Ids (flat) of forecasts by target layer, as far as the host has them."""
+        """Ids (flat) of forecasts by target layer, where the host has them."""
         self._plan: Plan | None = None
         self._drift, self._refit = parts.drift, speculator.refit
         if policies.prefetch.first is not None and not policies.evicts_by_forecasts:
@@ -720,8 +719,8 @@ class HostEngine(Engine):
 
     @staticmethod
     def _rungs(parts: EngineParts) -> Mapping[str, float | None] | None:
-        """Ways to forecast to choose from, with their recall@k; None: every forecast that is due is made; empty: only
-        executed ones are."""
+        """Return recall@k by name of the ways to forecast; None: all forecasts that are due are made; empty: only
+        executed forecasts are."""
         policies = parts.policies
         if parts.forecasts == ALWAYS or (parts.forecasts == AUTO and policies.evicts_by_forecasts):
             return None
@@ -730,7 +729,7 @@ class HostEngine(Engine):
         return {name: parts.recall.get(name) for name in names}
 
     def _read(self, *tensors: Tensor) -> list[Any]:
-        """Values of some tensors; on CUDA once what has been launched so far is done."""
+        """Return the values of some tensors; on CUDA after all launched work."""
         if self._readback is None:
             return [tensor.tolist() for tensor in tensors]
         return [pending.tolist() for pending in [self._readback.start(tensor) for tensor in tensors]]
@@ -738,7 +737,7 @@ class HostEngine(Engine):
     def _decide(
         self, call: RouterCall, executed: tuple[Tensor, Tensor] | None
     ) -> tuple[tuple[Tensor, Tensor] | None, list[int], dict[int, str]]:
-        """What routing and miss policies make of what would be executed: also its ids, flat, and their precision."""
+        """Return the routing after routing and miss policies (None: unchanged), its ids, flat, and their precision."""
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
         logits_TE = self._speculator.executed_logits(call, executed)
         decision = self._flow.decide(call.layer, logits_TE, ids_TK, weights_TK, routed=executed is None)
@@ -750,8 +749,8 @@ class HostEngine(Engine):
         return executed, [expert for row in decision.ids for expert in row], decision.precision
 
     def _compare(self, call: RouterCall, forecast: list[int], routed: list[int] | None) -> None:
-        """Show the monitor a layer's forecast; what its router chose is read back now and then where the host has it
-        not (`routed` None)."""
+        """Show the monitor a layer's forecast. Where the host lacks the routing (`routed` is None), some of it is read
+        back."""
         assert self._drift is not None
         if routed is None and self._drift.sampled and len(forecast) <= _FEW_IDS:
             (routed,) = self._read(call.ids_TK.reshape(-1))
@@ -759,10 +758,10 @@ class HostEngine(Engine):
             self._drift.see(call.layer, forecast, routed)
 
     def _forecast(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> None:
-        """Make the forecast that is due at a layer, and those for further layers while the link is idle.
+        """Make the forecast that is due at a layer, and forecasts for further layers while the link is idle.
 
-        On CUDA the host waits for a forecast before it launches the layer's experts: the link must know what comes next
-        before it has made the layer's own copies.
+        On CUDA the host waits for a forecast before it launches the layer's experts, so that the link has prefetches
+        queued when it ends the layer's own copies.
         """
         speculator, flow = self._speculator, self._flow
         target = speculator.due(call, executed)
@@ -774,14 +773,14 @@ class HostEngine(Engine):
             return
         self._enter("forecast", call.layer)
         start = perf_counter()
-        ids_1N = speculator.hint(call, rung)
-        forecast = speculator.forecast(call, rung) if ids_1N is None else None
+        ids_TN = speculator.hint(call, rung)
+        forecast = speculator.forecast(call, rung) if ids_TN is None else None
         self._enter("policy", call.layer)
-        if ids_1N is not None:
-            ((ids,),) = self._read(ids_1N)
+        if ids_TN is not None:
+            (rows,) = self._read(ids_TN)
             if rung == own:
-                self._known[target] = ids[: call.ids_TK.shape[1]]
-            flow.prefetch(target, ids)
+                self._known[target] = [expert for row in rows for expert in row[: call.ids_TK.shape[1]]]
+            flow.prefetch(target, by_rank(rows))
         elif forecast is not None:
             self._hint(forecast, known=rung == own)
         else:
@@ -793,7 +792,7 @@ class HostEngine(Engine):
             self._hint(further)
 
     def _hint(self, forecast: Forecast, *, known: bool = False) -> None:
-        """Ask for a forecast's experts; `known`: it is the predictor's own, which is compared and may be executed."""
+        """Prefetch a forecast's experts; `known`: the predictor itself made it, for comparison and execution."""
         ids, weights = self._read(forecast.topk_ids_TK, forecast.topk_weights_TK)
         if known:
             self._known[forecast.layer] = [expert for row in ids for expert in row]
@@ -824,12 +823,12 @@ class HostEngine(Engine):
     def _begin(
         self, layer: int, ids_TK: Tensor, ids: list[int] | None = None, precision: dict[int, str] | None = None
     ) -> Plan:
-        """Request what a layer executes.
+        """Request the experts that a layer executes.
 
         Args:
             layer, ids_TK: its experts.
             ids: `ids_TK`, flat, where the host has them already.
-            precision: by key, of those that need not come in full.
+            precision: by key, where it may be less than full.
         """
         first = layer * self._experts
         if ids_TK.numel() <= _FEW_IDS:
@@ -855,7 +854,7 @@ class HostEngine(Engine):
         return plan
 
     def _send_slots(self, plan: Plan) -> None:
-        """Before the copies of forecasts are issued: they would have to wait for those."""
+        """Send slot numbers to the device before prefetches are submitted: they would wait for those copies."""
         if plan.pairs is not None:
             plan.sent = self._send_table(plan.layer, plan.chunks[0])
         else:
@@ -876,7 +875,7 @@ class HostEngine(Engine):
         return output_TD
 
     def _chunks(self, plan: Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """A chunk's pairs with their slots, once its copies are waited for; the next one loads meanwhile."""
+        """Yield each chunk's pairs with their slots, after its copies have arrived; the next chunk loads meanwhile."""
         order_P, first = self._chunk_order(plan, ids_P), plan.layer * self._experts
         count = plan.pairs or Counter(first + expert for expert in plan.ids or ())
         start = 0
@@ -895,7 +894,7 @@ class HostEngine(Engine):
             start = end
 
     def _chunk_order(self, plan: Plan, ids_P: Tensor) -> Tensor:
-        """All pairs, chunk by chunk, each chunk's in :func:`row_order`. Asks the device for nothing."""
+        """Return all pairs, chunk by chunk, each chunk in :func:`row_order`, without reading from the device."""
         first, number_E = plan.layer * self._experts, [0] * self._experts
         for number, keys in enumerate(plan.chunks):
             for key in keys:
@@ -910,7 +909,7 @@ class HostEngine(Engine):
         self._enter("compute", layer)
 
     def _send_table(self, layer: int, keys: list[int]) -> Sent:
-        """[E] slot of each expert, -1 where it has none in this chunk."""
+        """Send the slot of each expert [E], -1 outside the chunk."""
         table = [-1] * self._experts
         first = layer * self._experts
         for key in keys:

@@ -1,8 +1,8 @@
-"""Forecasts at work: which are made, how much time a prefetch has, and what forecasts of whole tokens are good for.
+"""Choice of the forecasts to make, time that prefetches have, and use of forecasts of whole tokens.
 
-A forecast of whole tokens is made when a token begins, for all of its layers and for the tokens after it. Evictions go
-by it, and experts that it finds likely are asked for some layers before theirs: earlier than by any forecast of a
-layer, and where no layer comes before.
+A forecast of whole tokens is made when a token begins, for all of its layers and for the tokens after it. Eviction
+policies read it, and its likely experts are loaded some layers before theirs: earlier than by a forecast of one layer,
+and also for the first layers.
 
 L MoE layers, E routed experts per layer, B sequences, S tokens of each in a pass, H rows of a forecast, D hidden size.
 A key is layer * E + expert.
@@ -11,8 +11,7 @@ A key is layer * E + expert.
 from __future__ import annotations
 
 import math
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,18 +24,17 @@ from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.policies.eviction import Eviction
 from expertcast.runtime.policies.prefetch import LinkState
-from expertcast.runtime.recording.learning import BETTER, Option, RunningMean, RunningSums, Share, Trials
+from expertcast.runtime.recording.learning import Option, RunningMean, RunningSums, Share, Trials
 
 _MEMORY = 0.1
 """Weight of the newest observation in running means."""
 
 
 class Pace:
-    """Running means over decode steps, per layer. Waiting for copies and forecasting are left out: they are what a
-    decision about forecasts changes.
+    """Running means over decode steps, per layer, without waiting for copies and forecasting, which decisions change.
 
     Args:
-        residency: keeps how busy the link is from now on.
+        residency: keeps the link's backlog from now on.
         layers: MoE layers of the model.
     """
 
@@ -44,7 +42,7 @@ class Pace:
         self._link, self._residency = residency.link, residency
         self._experts = experts = residency.experts
         self._interval = [RunningMean() for _ in range(layers)]
-        """Seconds from the moment the layer before was reached to the moment this one is."""
+        """Seconds from the routing of the layer before to that of this one."""
         self._rate_LE = np.zeros((layers, experts))
         """Share of recent steps that used the expert."""
         self._fresh = True
@@ -56,42 +54,42 @@ class Pace:
         residency.paced = True
 
     def start_pass(self, fresh: bool) -> None:
-        """A forward starts; `fresh`: with new texts."""
+        """Start a forward; `fresh`: with new sequences."""
         self._fresh, self._layer = fresh, -1
 
     def reached(self, layer: int) -> None:
-        """The layer's experts are known and about to be requested."""
+        """Mark a layer whose experts are known and not requested yet."""
         now, other_s, before = self._link.clock(), self._residency.waited_s + self._forecast_s, self._layer
         if before == layer - 1 >= 0 and not self._fresh:
             self._interval[layer].observe(max(1e-9, now - self._reached_s - (other_s - self._other_s)))
         self._layer, self._reached_s, self._other_s = layer, now, other_s
 
     def used(self, layer: int, experts: list[int]) -> None:
-        """The layer's experts in this step."""
+        """Count the layer's experts in this step."""
         self._rate_LE[layer] *= 1 - _MEMORY
         self._rate_LE[layer, experts] += _MEMORY
 
     def forecast(self, seconds: float) -> None:
-        """A forecast took the model's thread so long."""
+        """Count a forecast that took the model's thread so long."""
         self._forecast_s += seconds
 
     def computing_s(self, target: int) -> float | None:
-        """Seconds of computing from the running layer's routing to that of a later one; None: not known yet."""
+        """Return the seconds of computing from the running layer's routing to that of a later one; None: unknown."""
         intervals = [own.value for own in self._interval[self._layer + 1 : target + 1]]
         return None if None in intervals else sum(value for value in intervals if value is not None)
 
     def awaited_s(self, now: float) -> float:
-        """Seconds from now on that the running layer waits for its own copies: what is computed meanwhile is free."""
+        """Return the seconds from `now` that the running layer waits for its copies: forecasts are free meanwhile."""
         residency = self._residency
         return 0.0 if residency.running.isdisjoint(residency.copies) else residency.backlog_s(now)
 
     def transfer(self, target: int) -> LinkState:
-        """What a selection for a later layer may count with."""
+        """Return the time and room of prefetches for a later layer."""
         residency, first, now = self._residency, target * self._experts, self._link.clock()
         copy_s, computing_s = self._link.copy_s, self.computing_s(target)
         left_s = copy_s if computing_s is None else computing_s
         backlog_s = residency.backlog_s(now)
-        # the layer at work waits for its copies too, and so does what follows
+        # the running layer waits for its own copies, which delays the target, too
         return LinkState(
             copy_s=copy_s,
             backlog_s=backlog_s,
@@ -110,76 +108,71 @@ class Pace:
         return float(self._rate_LE[layer, expert]) if known is None else known
 
 
-# Which forecasts are made
+# Choice of forecasts
 
 
 RECALL = 0.8
-"""Share of the missing experts that a forecast is taken to find, where its checkpoint does not say."""
+"""Share of the missing experts that a forecast finds, where its checkpoint does not say."""
 _FIRM = 8.0
 """Missing experts that a checkpoint's recall counts for."""
 _FORGET = 0.995
-"""What a forecast is taken to cost shrinks by this whenever it is not made for that reason: a price that was measured
-at a bad moment does not stand for ever."""
+"""Factor on the assumed cost of a forecast each time that the cost prevents it: a cost that was measured at a bad
+moment does not last."""
 _EMPTY = 100
-"""Forecasts not made that a trial without any counts for."""
-_DEARER = 2.0
-"""Cost of a rung that has never run, over that of the one before it."""
-_CHECKING = 4
-"""Forecasts for each layer whose seconds say nothing of later ones, and steps by each rung: programs are made and
-compared in them."""
+"""Prevented forecasts that a trial without any forecast counts for."""
+_DEARER = 1.3
+"""Cost of a rung that has never run, over that of the dearest cheaper one."""
+_CHECKING = 1
+"""First forecasts for each layer whose cost does not count: programs are made and compared in them."""
 _LEAST_S = 1e-6
-"""Waiting below which no forecast is thought of."""
+"""Waiting below which a layer gets no forecast."""
 _LITTLE = 0.01
-_NEIGHBOURS = 5
-"""Steps of the best kind whose median a trial of another one is compared with: those just before it."""
-_EVERY = 2
-"""Steps from one look at the kinds of steps to the next."""
-_TRIALS = 32
-"""Trials that are remembered."""
-_FIRST_TRIALS = 3
-"""Trials before another kind can become the best."""
-_FARTHEST = 0.3
-"""Part of a step by which another kind is expected to take longer or shorter, at most, before it was tried."""
-_SPREAD = 0.05
-"""Relative standard deviation of a step's seconds, at least."""
+_KEEP = 0.97
+"""Weight that one step leaves to the earlier steps of its kind."""
+_ENOUGH = 3.0
+"""Steps of a kind from which its own duration is measured alone; before, the cost of its forecasts counts too. More
+steps count as so many when the kind is no longer the best."""
+_OUTLIER = 1.25
+"""A step counts as at most so many times its expected duration."""
+_SPREAD = 0.08
+"""Relative standard deviation of a step's duration without waiting."""
+_MARGIN = 1.5
+"""Standard errors by which a rung must be better to replace the best kind; steps without forecasts need none."""
 _NONE = "none"
 
 
 @dataclass(slots=True, eq=False)
-class _Rung:
-    """One way to forecast and the steps that use it; or none, and the steps without forecasts."""
+class _Kind:
+    """Decode steps by one rung, or steps without forecasts.
+
+    A step's duration is level x own + waited x demand: the level is common to all kinds, the demand is the time that
+    copies of the step's missing experts take.
+    """
 
     name: str
     found: Share
-    """Share of a layer's missing experts that it had under way."""
+    """Share of a layer's missing experts that its forecasts had requested."""
     cost: RunningMean = field(default_factory=RunningMean)
-    """Seconds of the model's thread, with all that was asked for by it."""
+    """Seconds of the model's thread per forecast, prefetching included."""
     made: int = 0
     calls: Counter[int] = field(default_factory=Counter)
-    """Forecasts by target layer: the first ones for each also check what later ones need not."""
+    """Forecasts by target layer."""
     passed_over: int = 0
-    """Times in a row that it was not made for its price."""
-    saved: RunningSums = field(default_factory=lambda: RunningSums(1 - _MEMORY))
-    """Seconds per step that it is expected to save."""
-    steps: int = 0
-    errors: deque[float] = field(default_factory=lambda: deque(maxlen=_TRIALS))
-    """How much longer its trials took than was expected, in parts of a step."""
-
-    @property
-    def error(self) -> float:
-        """Their median; one more of 0 stands for the expectation."""
-        return statistics.median([0.0, *self.errors])
+    """Forecasts in a row that its cost prevented."""
+    own: RunningMean = field(default_factory=lambda: RunningMean(_KEEP))
+    """Duration without waiting, over the level."""
+    waited: RunningSums = field(default_factory=lambda: RunningSums(_KEEP))
+    """Seconds of waiting; the weight is the demand."""
 
     @property
     def doubt(self) -> float:
-        """Standard error of a step's expected duration, in parts of a step."""
-        spread = statistics.stdev(self.errors) if len(self.errors) > 2 else _SPREAD
-        return max(_SPREAD, min(spread, 1.0)) / math.sqrt(len(self.errors) + 1)
+        """Relative standard error of a step's expected duration."""
+        return _SPREAD / math.sqrt(self.own.weight + 0.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps(Option):
-    """Decode steps by one rung, or without forecasts."""
+    """A kind of step as an option for trials."""
 
     kind: str
 
@@ -189,95 +182,87 @@ class _Steps(Option):
 
 
 class ForecastGovernor:
-    """Decides by which rung of the predictor a decode step's forecasts are made, if by any, and for which layers.
+    """Decides which rung of the predictor makes a decode step's forecasts, if any does, and for which layers.
 
-    A forecast for a layer is worth the waiting that it removes. Of M experts that the layer will miss it finds a share
-    f, and their copies run while the model computes until that layer, for w seconds: it saves f x min(M x copy, w). It
-    costs its own c seconds; as far as the running layer waits for copies anyway, it is free. M, f, w and c are learned
-    while the model runs. A layer whose f x min(M x copy, w) - max(0, c - waiting) is not above 0 gets no forecast.
+    A forecast saves waiting. It finds a share f of the M experts that a layer lacks, and their copies run while the
+    model computes until that layer, for w seconds: it saves f x min(M x copy, w). It costs c seconds, less those that
+    the running layer waits for copies anyway. M, f, w and c are learned while the model runs. A layer gets a forecast
+    where the saving exceeds the cost.
 
-    One rung makes all forecasts of a step. Steps by the others, and steps without forecasts, are tried now and then,
-    and the fastest kind is run: so is measured what the formula leaves out (experts that wrong copies evict, caches of
-    the processor, following the model for early attention). Until a kind was tried, the formula says what it would
-    take. Trials lose less than 1% of the time. Decisions depend on time, and never change a bit of the output.
+    One rung makes all forecasts of a step. Each kind of step (one per rung, and one without forecasts) has a measured
+    duration apart from waiting and a measured share of waiting in the time that copies of the missing experts take; so
+    tokens that lack many experts compare with tokens that lack few. Until a kind has run, its recall and the share of
+    the copies that other kinds hide predict its waiting. Steps without forecasts are the best kind until a rung proves
+    better. The kind with the shortest expected step runs. Other kinds run as trials where they may be as good; trials
+    that are expected to lose cost less than 1% of the time. Decisions depend on time, and never change a bit of the
+    output.
 
     One governor holds for one number of sequences.
 
     Args:
-        residency: says what is held and under way.
-        pace: says what is computed between layers.
-        rungs: ways to forecast by name, the cheapest first, with their recall@k where it is known; the last is the
+        residency: experts in slots and in flight.
+        pace: time of computing between layers.
+        rungs: recall@k, where it is known, by name of each way to forecast, the cheapest first; the last one is the
             predictor itself.
-        tokens_ahead: says what a layer will miss, where something forecasts whole tokens; else it is the running mean.
+        tokens_ahead: number of experts that a layer will lack, where whole tokens are forecast; else it is the running
+            mean.
     """
 
     def __init__(
         self, residency: ExpertCache, pace: Pace, rungs: Mapping[str, float | None],
         tokens_ahead: TokensAhead | None = None,
     ) -> None:  # fmt: skip
-        self._link, self._pace, self._tokens_ahead = residency.link, pace, tokens_ahead
+        self._link, self._residency, self._pace, self._tokens_ahead = residency.link, residency, pace, tokens_ahead
         self.rungs = [
-            _Rung(name, Share(RECALL if recall is None else recall, firmness=_FIRM)) for name, recall in rungs.items()
+            _Kind(name, Share(RECALL if recall is None else recall, firmness=_FIRM)) for name, recall in rungs.items()
         ]
-        self._none = _Rung(_NONE, Share(0.0))
+        self._none = _Kind(_NONE, Share(0.0))
         self._missing: dict[int, Share] = {}
-        self._made: dict[int, _Rung] = {}
-        """By target layer, what has made the forecast that is under way for it."""
-        self._layers: list[tuple[float, float]] = []
-        """Per layer of the step, seconds that perfect forecasts would save, and seconds in which a forecast is free."""
-        self._recent = deque[float](maxlen=_NEIGHBOURS)
-        """Seconds of the last steps of the best kind."""
+        """By layer, experts that it lacks."""
+        self._made: dict[int, _Kind] = {}
+        """By target layer, the rung whose forecast is pending."""
+        self._level = RunningMean(_KEEP)
+        """Seconds of a step without waiting, by the kind that ran first."""
+        self._demand = RunningMean()
+        """Seconds that copies of a step's missing experts take."""
+        self._hidden = Share(0.5, firmness=self._link.copy_s, keep=_KEEP)
+        """Share of the copies of found experts that no layer waits for, over all rungs."""
         self._trials = Trials()
-        self._kind = self._best = self.rungs[0]
+        self._kind, self._best = self.rungs[0], self._none
         self._start_s: float | None = None
-        self._count = 0
-        """Forecasts of this step."""
-        self._steps = 0
+        self._waited_s = 0.0
+        """Seconds of waiting until the step began."""
+        self._lacking = self._count = self._tried = 0
+        """Missing experts and forecasts of this step; trials so far."""
         self._reasons: Counter[str] = Counter()
 
     @property
     def rung(self) -> int | None:
-        """The rung of the step that runs or comes next; None: it makes no forecasts."""
+        """The rung of the running or next step; None: the step makes no forecasts."""
         return None if self._kind is self._none else self.rungs.index(self._kind)
 
     # one step
 
     def start(self) -> None:
-        """A decode step has reached its first layer."""
+        """Begin a decode step: its first layer has been reached."""
         self._made.clear()
-        self._layers.clear()
-        self._count, self._start_s = 0, self._link.clock()
+        self._lacking = self._count = 0
+        self._waited_s, self._start_s = self._residency.waited_s, self._link.clock()
 
     def end(self) -> None:
-        """The step's last layer has been launched."""
+        """End the step: its last layer has been launched."""
         if self._start_s is None:
             return
         seconds, self._start_s = self._link.clock() - self._start_s, None
+        first = not self._trials.seconds  # it runs with cold caches
         self._trials.spent(seconds)
-        self._learn(self._kind, seconds)
-        self._kind, self._steps = self._best, self._steps + 1
-        if self._steps % _EVERY == 0:
-            self._expect()
-            self._kind = self._next_trial() or self._best
-
-    def _learn(self, kind: _Rung, seconds: float) -> None:
-        """A step of a kind took so long."""
-        if kind is not self._none:
-            kind.steps += 1
-            if not self._layers:  # nothing was missing: it says nothing of forecasts
-                return
-        new, empty = 0 < kind.steps <= _CHECKING, not self._count and kind is not self._none
-        if kind is self._best:
-            if not new:
-                self._recent.append(seconds)
-        elif new or empty:
-            kind.passed_over += _EMPTY * empty  # its price forbade all forecasts: the next trial is less strict
-            self._trials.tried(kind.name, BETTER if new else 1.0, seconds - statistics.median(self._recent))
-        else:
-            self._tried(kind, seconds)
+        if not self._lacking:  # it says nothing of forecasts
+            self._kind = self._best
+        elif not first:
+            self._learn(seconds, self._residency.waited_s - self._waited_s, self._lacking * self._link.copy_s)
 
     def choose(self, target: int) -> int | None:
-        """The rung that is to forecast a layer; None: no forecast is worth its time."""
+        """Return the rung that is to forecast a layer; None: no forecast is worth its time."""
         kind = self._kind
         if kind is self._none:
             self._reasons["steps without forecasts are faster"] += 1
@@ -288,17 +273,15 @@ class ForecastGovernor:
         if most_s < _LEAST_S:
             self._reasons["nothing is missing"] += 1
             return None
-        free_s = self._pace.awaited_s(self._link.clock())
-        self._layers.append((most_s, free_s))
         price_s = (kind.cost.value or 0.0) * _FORGET**kind.passed_over
-        if kind.found.value * most_s <= price_s - free_s:
+        if kind.found.value * most_s <= price_s - self._pace.awaited_s(self._link.clock()):
             kind.passed_over += 1
             self._reasons["it costs more than it saves"] += 1
             return None
         return self.rungs.index(kind)
 
     def _expected_missing(self, target: int) -> float:
-        """Experts that a layer will need and that have no slot."""
+        """Return the expected number of experts that a layer needs and that have no slot."""
         found = None if self._tokens_ahead is None else self._tokens_ahead.missing(target)
         if found is not None:
             return found
@@ -306,7 +289,7 @@ class ForecastGovernor:
         return 1.0 if known is None else known.value
 
     def made(self, target: int, number: int, seconds: float) -> None:
-        """The rung's forecast for a layer, with all that was asked for by it, took the model's thread so long."""
+        """Count a rung's forecast for a layer, which took the model's thread so long, prefetching included."""
         rung = self.rungs[number]
         rung.calls[target] += 1
         rung.cost.fade(_FORGET**rung.passed_over)
@@ -318,14 +301,15 @@ class ForecastGovernor:
         self._made[target] = rung
 
     def requested(self, layer: int, misses: int, found: int) -> None:
-        """A layer asked for its experts.
+        """Count what a layer lacked when it requested its experts.
 
         Args:
-            layer: which.
-            misses: of its experts that had no slot.
-            found: those that have one by a forecast, and are asked for the first time.
+            layer: MoE layer.
+            misses: experts without a slot.
+            found: experts that have a slot by a forecast, and are requested for the first time.
         """
         missing = misses + found
+        self._lacking += missing
         known = self._missing.get(layer)
         if known is None:
             known = self._missing[layer] = Share(float(missing), firmness=_LITTLE, keep=1 - _MEMORY)
@@ -336,66 +320,94 @@ class ForecastGovernor:
 
     # kinds of steps
 
-    def _expect(self) -> None:
-        """Update the seconds that steps by each rung are expected to save, from the layers of the last step."""
-        price_s = 0.0
-        for rung in self.rungs if self._layers else ():
-            price_s = _DEARER * price_s if rung.cost.value is None else rung.cost.value
-            found = rung.found.value
-            each_s = [found * most_s - max(0.0, price_s - free_s) for most_s, free_s in self._layers]
-            saved_s = sum(own for own in each_s if own > 0) or sum(each_s)  # it pays nowhere: what trying it costs
-            rung.saved.fade(1 - _MEMORY)
-            rung.saved.add(1.0, saved_s)
+    def _learn(self, seconds: float, waited_s: float, demand_s: float) -> None:
+        """Learn from a step, and choose the kind of the next one.
 
-    def _expected(self, kind: _Rung, usual_s: float) -> float:
-        """By how many parts of a step, which usually takes so long, one of the kind is longer by the formula."""
-        best_s, own_s = (own.saved.total / (own.saved.weight or 1.0) for own in (self._best, kind))
-        return max(-_FARTHEST, min(_FARTHEST, (best_s - own_s) / usual_s))
-
-    def _ratio(self, kind: _Rung, usual_s: float) -> float:
-        """Duration of the kind's steps over that of the best kind's."""
-        return max(_LITTLE, 1.0 + self._expected(kind, usual_s) + kind.error - self._best.error)
-
-    def _tried(self, kind: _Rung, seconds: float) -> None:
-        """A step of a kind that is not the best took so long."""
-        usual_s = statistics.median(self._recent)
-        before = self._ratio(kind, usual_s)
-        kind.errors.append(seconds / usual_s - 1.0 - self._expected(kind, usual_s) + self._best.error)
-        self._trials.tried(kind.name, before * usual_s / seconds, seconds - usual_s)
-        count, margin = len(kind.errors), 0.0  # where it makes no difference, there are no forecasts
+        Args:
+            seconds: its duration.
+            waited_s: part of it that was waiting for copies.
+            demand_s: time that copies of its missing experts take.
+        """
+        kind, best = self._kind, self._best
+        if not self._count and kind is not self._none:  # cost prevented all forecasts: the next trial is less strict
+            kind.passed_over += _EMPTY
+            kind = self._none
+        if self._level.value is None:
+            self._level.observe(seconds - waited_s)
+        self._demand.observe(demand_s)
+        gain, lost_s = self._expected(kind, demand_s) / max(seconds, 1e-9), seconds - self._expected(best, demand_s)
+        counted = min(1.0, _OUTLIER * gain)
+        own_s, waited_s = counted * (seconds - waited_s), counted * waited_s
+        self._level.observe(own_s / self._own(kind))
+        kind.own.observe(own_s / self._usual)
+        kind.waited.fade(_KEEP)
+        kind.waited.add(demand_s, waited_s)
         if kind is not self._none:
-            margin = max(kind.doubt, min(1.0, statistics.stdev(self._recent) / usual_s) / math.sqrt(count + 1))
-        if count >= _FIRST_TRIALS and self._ratio(kind, usual_s) + margin < 1.0:
-            self._best = kind
-            self._trials.won(kind.name)
-            self._recent.clear()
+            self._hidden.observe(max(0.0, demand_s - waited_s), kind.found.value * demand_s)
+        if self._kind is not best:
+            self._tried += 1
+            self._trials.tried(self._kind.name, gain, lost_s)
+        self._choose_kind()
 
-    def _next_trial(self) -> _Rung | None:
-        """The kind that is not the best, where it is time to run it once more."""
-        if len(self._recent) < _NEIGHBOURS:
-            return None
-        usual_s = statistics.median(self._recent)
-        others = {own.name: own for own in (*self.rungs, self._none) if own is not self._best}
-        best = _Steps(kind=self._best.name, seconds=usual_s)
-        key = self._trials.next(
-            best,
-            {
-                name: _Steps(kind=name, seconds=self._ratio(own, usual_s) * usual_s, doubt=own.doubt)
-                for name, own in others.items()
-            },
-        )
-        return None if key is None else others[key]
+    @property
+    def _usual(self) -> float:
+        """Seconds of a step without waiting, by the kind that ran first."""
+        value = self._level.value
+        assert value is not None, "no step has run"
+        return value
+
+    def _own(self, kind: _Kind) -> float:
+        """Return a step's duration without waiting, over the level."""
+        known, best = kind.own, self._best.own.value
+        if best is None:
+            return 1.0
+        more_s = (self._price(kind) - self._price(self._best)) * len(self._missing)
+        guessed = 0.0 if kind is self._best else max(0.0, _ENOUGH - known.weight)
+        guess = max(_LITTLE, best + more_s / self._usual)
+        return (known.total + guessed * guess) / (known.weight + guessed)
+
+    def _price(self, kind: _Kind) -> float:
+        """Return the seconds of one forecast."""
+        if kind is self._none or kind.cost.value is not None:
+            return kind.cost.value or 0.0
+        cheaper = self.rungs[: self.rungs.index(kind)]
+        return _DEARER * max((own.cost.value or 0.0 for own in cheaper), default=0.0)
+
+    def _expected(self, kind: _Kind, demand_s: float | None = None) -> float:
+        """Return the expected seconds of a step of a kind, with a demand or with the usual one."""
+        usual_s = self._demand.value or 0.0
+        waited_s = usual_s * (1.0 - kind.found.value * self._hidden.value)
+        share = (kind.waited.total + waited_s) / (kind.waited.weight + usual_s)
+        return self._own(kind) * self._usual + share * (usual_s if demand_s is None else demand_s)
+
+    def _choose_kind(self) -> None:
+        """Choose the best kind, and the kind of the next step."""
+        kinds = {kind.name: kind for kind in (*self.rungs, self._none)}
+        seconds = {name: self._expected(kind) for name, kind in kinds.items()}
+        for name in sorted(kinds, key=seconds.__getitem__):
+            kind, usual_s = kinds[name], seconds[self._best.name]
+            margin = 0.0 if kind is self._none else _MARGIN * kind.doubt
+            if min(kind.own.weight, self._best.own.weight) >= 1.0 and seconds[name] * (1.0 + margin) < usual_s:
+                stale = min(1.0, _ENOUGH / self._best.own.weight)
+                self._best.own.fade(stale)
+                self._best.waited.fade(stale)
+                self._best = kind
+                self._trials.won(name)
+                break
+        options = {name: _Steps(kind=name, seconds=seconds[name], doubt=kind.doubt) for name, kind in kinds.items()}
+        best = options.pop(self._best.name)
+        trial = None if self._kind is not self._best else self._trials.next(best, options)
+        self._kind = kinds[trial or best.name]
 
     def report(self) -> Json:
-        """The choices so far, with counts, reasons and present estimates, as plain values.
+        """Return the choices so far, with counts, reasons and present estimates, as plain values.
 
         `rungs` by name: how many forecasts were `made`, their `cost_ms`, and the share of missing experts that they
-        `found`; `left_out`, by reason, those that were not made; `best`, by what most steps make forecasts now;
-        `takes`, by what was tried, how many times as long as these its steps take, and `trials` how many there were;
-        `lost_s` by trials of `seconds`.
+        `found`; `left_out`, by reason, forecasts that were not made; `best`, the kind of most steps at present;
+        `takes`, by kind that has run, the duration of its steps over those of the best kind; `trials`, steps of other
+        kinds; `lost_s`, seconds that these lost, of `seconds` in all.
         """
-        usual_s = statistics.median(self._recent) if self._recent else 1.0
-        tried = [own for own in (*self.rungs, self._none) if own.errors and own is not self._best]
+        ran = [kind for kind in (*self.rungs, self._none) if kind.own.weight and kind is not self._best]
         return {
             "rungs": {
                 rung.name: {
@@ -407,8 +419,8 @@ class ForecastGovernor:
             },
             "left_out": dict(self._reasons),
             "best": self._best.name,
-            "takes": {own.name: self._ratio(own, usual_s) for own in tried},
-            "trials": sum(len(own.errors) for own in tried),
+            "takes": {kind.name: self._expected(kind) / self._expected(self._best) for kind in ran},
+            "trials": self._tried,
             "lost_s": self._trials.lost_s,
             "seconds": self._trials.seconds,
         }
@@ -417,40 +429,39 @@ class ForecastGovernor:
 # Forecasts of whole tokens
 
 LIKELY = 0.2
-"""Experts that are at least so likely to be used are asked for. A miss keeps the model waiting for a whole copy, and a
-wrong copy that has not begun when its layer runs is dropped."""
+"""Least probability at which an expert is loaded early. A miss costs a whole copy of waiting; a wrong copy that has not
+begun when its layer runs is dropped."""
 REACH = 4
-"""Layers that experts are asked for before theirs: copies come in the order in which layers need them, and what a later
-forecast asks for has few of them before it."""
+"""Distance in layers of early loading: copies follow the order of layers, and few are queued before those that later
+forecasts request."""
 _THINKABLE = 0.03
-"""Less likely experts are not counted among those that may be missing."""
+"""Least probability of experts that count as possibly missing."""
 
 
 class TokenForecasts(Protocol):
-    """What follows a run and forecasts the routing of the next tokens."""
+    """Follows a run and forecasts the routing of the next tokens."""
 
     def start(self, fresh: bool, token_BS: Tensor | None = None) -> Tensor | None:
-        """A forward starts; `fresh`: with new texts; `token_BS`: the ids of its tokens, where they are known.
+        """Start a forward; `fresh`: with new sequences; `token_BS`: the ids of its tokens, where they are known.
 
         Returns:
-            New probabilities [H, L, E], where a forecast is due: of the token that starts and of those after it.
+            New probabilities [H, L, E] of this token and the next ones, where a forecast is due; else None.
         """
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """A router has run: `residual_TD`, `logits_TE` and `sequences` as for
-        :meth:`expertcast.runtime.engine.engine.LayerFlow.see`."""
+        """Read a router's scores; arguments as for :meth:`expertcast.runtime.engine.engine.LayerFlow.see`."""
 
 
 class TokensAhead:
-    """Passes what a forecaster sees on to the eviction policy and the residency.
+    """Forecasts of whole tokens for the eviction policy and for early loading.
 
     Args:
-        forecasts: makes them.
-        residency: books and rules.
-        eviction: goes by the forecasts where it takes them.
+        forecasts: makes the forecasts.
+        residency: experts in slots and in flight.
+        eviction: reads the forecasts where it can.
         shape: of the model.
-        layers: the first so many layers' experts are loaded early.
-        likely: the least probability at which one is.
+        layers: number of first layers whose experts are loaded early.
+        likely: least probability at which an expert is loaded early.
     """
 
     def __init__(
@@ -460,11 +471,10 @@ class TokensAhead:
         self._forecasts, self._residency, self._eviction = forecasts, residency, eviction
         self._shape, self._layers, self._least = shape, layers, likely
         self._likely: list[list[tuple[float, int]]] | None = None
-        """Per layer of the token under way, probability and key of the experts that can be thought of; None where
-        nothing is known of it."""
+        """Per layer of the running token, probability and key of possible experts; None: there is no forecast."""
 
     def start(self, fresh: bool, token_BS: Tensor | None) -> None:
-        """A forward starts; arguments are those of :meth:`TokenForecasts.start`."""
+        """Start a forward; arguments as for :meth:`TokenForecasts.start`."""
         self._likely = None
         probability_HLE = self._forecasts.start(fresh, token_BS)
         if probability_HLE is None:
@@ -473,21 +483,21 @@ class TokensAhead:
             self._eviction.see_tokens(probability_HLE)
         self._likely = self._sorted(probability_HLE[0])
         for layer in range(min(REACH, self._layers)):
-            self._ask(layer)
+            self._request(layer)
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """A router has run; arguments are those of :meth:`TokenForecasts.see`."""
+        """Read a router's scores; arguments as for :meth:`TokenForecasts.see`."""
         self._forecasts.see(layer, residual_TD, logits_TE, sequences)
 
     def finish(self, layer: int) -> None:
-        """All forecasts of a layer have been asked for."""
+        """Load experts behind the prefetches of a layer's forecasts."""
         if layer + REACH < self._layers:
-            self._ask(layer + REACH)
+            self._request(layer + REACH)
         if self._eviction.reads_tokens and self._residency.idle:
             self._load_idle(layer)
 
     def missing(self, layer: int) -> float | None:
-        """Expected number of experts that a layer needs and that have no slot; None: unknown."""
+        """Return the expected number of experts that a layer needs and that have no slot; None: unknown."""
         if self._likely is None:
             return None
         slots = self._residency.pool.slots
@@ -501,8 +511,8 @@ class TokensAhead:
             found[key // self._shape.experts].append((probability, key))
         return found
 
-    def _ask(self, layer: int) -> None:
-        """Load what a layer is likely to need and has not, and keep what it has; nothing where all of it is there."""
+    def _request(self, layer: int) -> None:
+        """Load a layer's likely experts and protect those in slots, unless all are in slots."""
         if self._likely is None:
             return
         slots = self._residency.pool.slots
@@ -511,7 +521,7 @@ class TokensAhead:
             self._residency.prefetch([key for _, key in sorted(sure, reverse=True)])
 
     def _load_idle(self, layer: int) -> None:
-        """The link has nothing to do: experts of coming tokens that are likelier than those they replace."""
+        """Load experts of coming tokens that are likelier than those they replace, while the link is idle."""
         residency, by_layer = self._residency, self._eviction.by_layer
         for key, worth in by_layer[layer].wanted():
             victim = residency.victim(key // self._shape.experts)
@@ -521,14 +531,14 @@ class TokensAhead:
 
 
 def early_layers(shape: ModelShape, *, keep: bool, loads: bool, forecast_from: int | None) -> int:
-    """How many of a model's first layers are loaded by forecasts of whole tokens.
+    """Return the number of first layers that forecasts of whole tokens load.
 
     Args:
         shape: of the model.
-        keep: experts stay in their slots.
-        loads: whether anything is loaded early at all.
-        forecast_from: the first layer that a forecast by another layer is made for; None: there are no such forecasts.
-            Without a cache such a forecast, which is surer, has the link to itself.
+        keep: whether experts stay in their slots.
+        loads: whether experts are loaded early at all.
+        forecast_from: first layer that another layer forecasts; None: no layer forecasts. Without a cache these
+            forecasts, which are surer, have the link to themselves.
     """
     if not loads:
         return 0

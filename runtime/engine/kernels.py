@@ -24,27 +24,27 @@ from expertcast.data.packed_experts import PackedMatrix
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.engine.engine import row_order
 
-# transformers' grouped kernel over slots on the CPU: the very products that it makes over experts.
+# transformers' grouped kernel over slots on the CPU, with the same products as over experts.
 #
 # Rows are sorted by expert, as in the resident model: torch's CPU sort need not be stable, and where several tokens
-# share an expert its `mm` may round a row otherwise at another place in the group. Empty groups, which cost time on the
-# CPU, are skipped.
+# share an expert its `mm` may round a row differently at another place in the group. Empty groups, which cost time on
+# the CPU, are skipped.
 #
-# The kernel's own code runs, with other functions under two of the names that it uses. A mode that is asked at every
-# torch function would do the same, and took 2.5 of the 18.3 ms of a small model's decode step.
+# The kernel's own code runs, with other functions under two of its names. A torch function mode would do the same, and
+# took 2.5 of the 18.3 ms of a small model's decode step.
 
 _LINEAR, _MULTIPLY = "_grouped_linear", "_grouped_mm"
-"""What the kernel calls, and what that calls in turn."""
+"""A function that the kernel calls, and one that this function calls."""
 
 
 class HostGrouped:
-    """The kernel with its rows in an order that is given, and one product per group that has any.
+    """The kernel with rows in a set order and one product per group that is not empty.
 
     Args:
         forward: transformers' `grouped_mm_experts_forward`.
 
     Raises:
-        ExpertcastError: this release of transformers has written its kernel otherwise.
+        ExpertcastError: the kernel of this release of transformers is not supported.
     """
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:
@@ -63,11 +63,11 @@ class HostGrouped:
     def run(
         self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, order_P: Tensor
     ) -> Tensor:
-        """[T, D].
+        """Return the experts' output [T, D].
 
         Args:
-            experts, hidden_TD, slots_TK, weights_TK: what the kernel takes, with slots in place of experts.
-            order_P: in which token-expert pairs are computed; those of one slot lie together.
+            experts, hidden_TD, slots_TK, weights_TK: arguments of the kernel, with slots in place of experts.
+            order_P: order of the token-expert pairs; pairs of one slot are adjacent.
         """
         self._slots_P, self._order_P = slots_TK.reshape(-1), order_P
         return self._forward(experts, hidden_TD, slots_TK, weights_TK)
@@ -123,22 +123,22 @@ def products(rows: Tensor, weight: Tensor | PackedMatrix, groups: Sequence[tuple
     return output
 
 
-# torch's `grouped_mm` over slots in place of experts: the resident model's bits, and no value asked for.
+# torch's `grouped_mm` over slots in place of experts: the resident model's bits, without reading values.
 #
 # D size of a row, F size of a result's row, S slots, P token-expert pairs.
 #
-# How many groups there are changes no bits on CUDA. torch takes the larger of two tiles where P // groups > 128 and F >
+# The number of groups changes no bits on CUDA. torch takes the larger of two tiles where P // groups > 128 and F >
 # 128 (aten/src/ATen/native/cuda/GroupMM.cu): S groups of a long prefill may get another one than E groups. But either
 # makes each result in one fp32 accumulator, 16 products an instruction, in ascending order and without a split of D
 # (cutlass, sm90_mma_array_tma_gmma_ss_warpspecialized.hpp and sm100_mma_array_warpspecialized.hpp). What the hardware
-# does within an instruction is not documented: the GPU test of this module asks it.
+# does within an instruction is not documented: the GPU test of this module checks it.
 
 _GROUPED_MM = tuple(
     function
     for function in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
     if function is not None
 )
-"""What transformers calls, and what torch's wrapper of it calls."""
+"""The function that transformers calls, and the one that torch's wrapper calls."""
 
 MANY_GROUPS = 32
 """Empty groups cost about 1 us each on the CPU; telling them apart costs about as much as these."""
@@ -338,12 +338,12 @@ class SlotKernel:
 
 
 def kernel_name(model: PreTrainedModel) -> str:
-    """Name of the kernel that the model's experts run with while offloaded: its own where slots can stand in."""
+    """Return the name of the offloaded experts' kernel: the model's own where it can read slots."""
     return _in_slots(_own_kernel(model.get_experts_implementation(), _part(model.modules(), model.config)))
 
 
 def kernel_of(model: PreTrainedModel) -> ExpertsForward:
-    """That kernel; warns where it is not the one the model runs now."""
+    """Return the kernel of :func:`kernel_name`; warn where the model runs another one now."""
     now = _own_kernel(model.get_experts_implementation(), _part(model.modules(), model.config))
     name = _in_slots(now)
     if now != name:
@@ -358,7 +358,7 @@ def _own_kernel(implementations: Mapping[str, str | None], part: str) -> str:
 
 
 def _part(modules: Iterable[nn.Module], config: PreTrainedConfig) -> str:
-    """Which entry of a model's experts implementations its experts go by: "", or the name of a sub-config."""
+    """Return the key of the experts' entry in a model's experts implementations: "", or the name of a sub-config."""
     of_experts = next((module.config for module in modules if hasattr(module, "_is_expert_parallel")), None)
     parts = (name for name in config.sub_configs if getattr(config, name, None) is of_experts)
     return next(parts, "") if of_experts is not None else ""

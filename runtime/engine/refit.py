@@ -1,13 +1,11 @@
-"""Forecasts that follow the text: their ridge part refitted while the model runs, and used only where that is better.
+"""Online refit of a forecast's ridge part to the running sequences, used only where it improves the forecast.
 
-What a router has scored is compared with what was forecast for it, and recursive least squares
-(:class:`RecursiveRidge`) say what the forecast's ridge part lacks. The targets are the routers'
-own scores, also at layers that execute their forecast: what those make of the text later on is part of what is learned,
-but a forecast is never its own target.
+Recursive least squares (:class:`RecursiveRidge`) fit the difference between router scores and forecasts. The targets
+are the routers' own scores, also at layers that execute their forecast: a forecast is never its own target.
 
-Layers are collected in blocks of tokens, and a full block waits for its turn (:class:`LayerRefit`). Each
-token gets `budget_ms`; what a token has not used is not saved, what it overdraws (by one block's work at most) the next
-ones pay back, collecting nothing meanwhile.
+Each layer collects blocks of tokens, and full blocks wait in a queue (:class:`LayerRefit`). Each token has a budget of
+`budget_ms`, which expires with the token; a block that overdraws it (by its own work at most) is paid back by the next
+tokens, which collect no examples meanwhile.
 
 T tokens, F features, R directions (F, or fewer), E routed experts, K experts per token.
 """
@@ -34,7 +32,7 @@ from expertcast.runtime.engine.traced import TENSORS
 
 
 class FadingMean:
-    """Mean of what was added, the last `memory` values most: all count alike until there are so many."""
+    """A mean of values with fading weights; the first `memory` values have equal weights."""
 
     __slots__ = ("_memory", "_squares", "_weights", "count", "mean")
 
@@ -45,10 +43,10 @@ class FadingMean:
         self._squares = 0.0
         """Weighted mean of squares about the mean."""
         self._weights = 1.0
-        """Sum of the squared weights: 1 / how many values the mean is worth."""
+        """Sum of the squared weights: the inverse of the effective number of values."""
 
     def add(self, value: float) -> None:
-        """Take a value."""
+        """Add a value."""
         self.count += 1
         share = max(1 / self.count, 1 / self._memory)
         off = value - self.mean
@@ -90,12 +88,12 @@ class RecursiveRidge:
         self._ones_N1 = torch.ones(0, 1, device=device)
 
     def add(self, x_NF: Tensor, error_NE: Tensor, keep: float = 1.0) -> None:
-        """Take rows.
+        """Add rows.
 
         Args:
             x_NF: features of about unit variance.
-            error_NE: what the frozen map lacks for them.
-            keep: share of all earlier rows' weight that is left.
+            error_NE: targets less the frozen map's outputs.
+            keep: factor on the weight of all earlier rows.
         """
         if len(self._ones_N1) != len(x_NF):
             self._ones_N1 = x_NF.new_ones(len(x_NF), 1)
@@ -104,7 +102,7 @@ class RecursiveRidge:
         self._cross_GE.addmm_(x_NG.T, error_NE, beta=keep)
 
     def solve(self) -> Tensor | None:
-        """What to add to the frozen map [F + 1, E], its bias last; None where the sums have no answer in fp32."""
+        """Return the change of the frozen map [F + 1, E], its bias last; None: fp32 cannot solve for it."""
         penalised_GG = self._gram_GG.clone()
         penalised_GG.diagonal().add_(self._prior)
         factor_GG, failed = torch.linalg.cholesky_ex(penalised_GG)
@@ -114,16 +112,16 @@ class RecursiveRidge:
 # One layer
 
 MOST_DIRECTIONS = 512
-"""Of more features than this, only so many directions are learned in: time goes with their square, and their cube."""
+"""Largest number of directions that are learned: time grows with its square and its cube."""
 
 
 class RidgePart:
-    """Weights [F, E] and bias [E] of one layer's forecast, with what they were when this was made.
+    """Weights [F, E] and bias [E] of one layer's forecast, with a copy of their first values.
 
-    The weights are changed in place: programs traced from the predictor, and graphs captured of those, read them there.
+    The weights change in place, where traced programs and captured graphs read them.
 
     Args:
-        predictor: of `linear` or `estimator`, bound; its weights are in use by nobody else.
+        predictor: a bound `linear` or `estimator` that shares its weights with no other object.
         layer: the source layer.
         ahead: layers from it to the target.
     """
@@ -139,10 +137,10 @@ class RidgePart:
         self.directions = min(features, MOST_DIRECTIONS)
         self._basis_FR = None if features == self.directions else _basis(self._weight_FE, self.directions)
         self._scale: tuple[Tensor, Tensor] | None = None
-        """Mean and inverse spread [F] that make the features about 1 wide, where the predictor does not."""
+        """Mean and inverse spread [F] that standardise the features, where the predictor does not."""
 
     def directions_of(self, state: RouterState) -> Tensor:
-        """What the map reads [T, R], each about 1 wide: by the spread on the tokens that are asked for first."""
+        """Return the standardised inputs of the map [T, R], by the spread of the first call's tokens."""
         predictor, ahead = self.predictor, self.ahead
         if isinstance(predictor, Estimator):
             mean_F, inverse_F = (predictor.get_buffer(f"{name}_PF_{ahead}")[self.layer] for name in ("mean", "inverse"))
@@ -156,12 +154,12 @@ class RidgePart:
         return x_TF if self._basis_FR is None else x_TF @ self._basis_FR
 
     def frozen_logits(self, state: RouterState, x_TR: Tensor) -> Tensor:
-        """The forecast [T, E] as it would be with the weights as they were; `x_TR` is what the map reads."""
+        """Return the forecast logits [T, E] of the first weights; `x_TR` are the inputs of the map."""
         logits_TE = self.predictor.logits(state, self.ahead).float()
         return logits_TE if self._applied_GE is None else logits_TE - changed(x_TR, self._applied_GE)
 
     def apply(self, change_GE: Tensor | None) -> None:
-        """Put the weights as they were plus `change_GE` [R + 1, E] in their place; None: as they were, bit for bit."""
+        """Set the weights to their first values plus `change_GE` [R + 1, E]; None: to the first values, bit for bit."""
         weight_FE, bias_E = self._frozen
         if change_GE is not None:
             add_FE = change_GE[:-1] if self._basis_FR is None else self._basis_FR @ change_GE[:-1]
@@ -176,15 +174,15 @@ class RidgePart:
 
 
 def changed(x_TR: Tensor, change_GE: Tensor) -> Tensor:
-    """What a change adds to the logits [T, E]: `x_TR` through its rows, and its bias, which is the last row."""
+    """Return the change of the logits [T, E]: `x_TR` times the rows of `change_GE`, plus its last row, the bias."""
     return torch.addmm(change_GE[-1], x_TR, change_GE[:-1])
 
 
 def ridge_part(predictor: Predictor, layer: int, ahead: int) -> RidgePart | None:
-    """The ridge part that forecasts layer `layer + ahead`; None where there is none.
+    """Return the ridge part that forecasts layer `layer + ahead`; None where there is none.
 
     Args:
-        predictor: any; of a hybrid, the member that it chose for the layer.
+        predictor: any; a hybrid stands for the member that it chose for the layer.
         layer: the source layer.
         ahead: layers from it to the target.
     """
@@ -196,7 +194,7 @@ def ridge_part(predictor: Predictor, layer: int, ahead: int) -> RidgePart | None
 
 
 def _basis(weight_FE: Tensor, directions: int) -> Tensor:
-    """Orthonormal directions [F, R]: those that the frozen map reads first, the others at random."""
+    """Return orthonormal directions [F, R]: those of the frozen map first, the others at random."""
     features, experts = weight_FE.shape
     generator = torch.Generator().manual_seed(0)
     others = torch.randn(features, max(0, directions - experts), generator=generator).to(weight_FE)
@@ -255,12 +253,12 @@ class LayerRefit:
         self._examples: list[Example] = []
         self._rows = self._blocks = self.tokens = 0
         self._solves = False
-        """What is left to do of a block is to solve for the change."""
+        """Whether the rest of a block's work is to solve for the change."""
         self.guard = Guard()
 
     @property
     def full(self) -> bool:
-        """Whether a block waits to be learned from."""
+        """Whether a full block waits."""
         return self._rows >= BLOCK
 
     @property

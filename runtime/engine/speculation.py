@@ -33,26 +33,26 @@ class TokenMemory:
 
     def __init__(self, layers: int) -> None:
         self._now: list[Tensor | None] = [None] * layers
-        """[B, E] by layer, as far as this forward has come."""
+        """[B, E] by layer that this forward has reached."""
         self._before: list[Tensor | None] | None = None
-        """The forward before, likewise; None where it ran other texts."""
+        """The same of the forward before; None where it ran other sequences."""
         self._previous_BLE: Tensor | None = None
 
     def start(self, fresh: bool) -> None:
-        """A forward starts; `fresh`: with new texts."""
+        """Start a forward; `fresh`: with new sequences."""
         self._before = None if fresh else self._now
         self._now, self._previous_BLE = [None] * len(self._now), None
 
     def see(self, call: RouterCall, logits_TE: Tensor) -> None:
-        """A layer was routed by these logits [T, E]."""
+        """Keep a layer's router logits [T, E]."""
         last_BE = logits_TE.detach()
         if call.tokens > 1:
             last_BE = last_BE.reshape(call.sequences, call.tokens, -1)[:, -1].clone()
         self._now[call.layer] = last_BE
 
     def previous(self, sequences: int) -> Tensor | None:
-        """Logits [B, L, E] of the token before, NaN at layers that were not routed; None where there is no such token
-        of each sequence."""
+        """Return the logits [B, L, E] of each sequence's token before, NaN at layers that were not routed; None where a
+        sequence has no such token."""
         if self._previous_BLE is None and self._before is not None:
             known = [each for each in self._before if each is not None]
             if not known or any(each.shape != known[0].shape for each in known):
@@ -65,12 +65,12 @@ class TokenMemory:
 
 @contextmanager
 def routers_left_out(layers: Iterable[MoELayer], forecast_for: Callable[[int], Forecast | None]) -> Iterator[None]:
-    """Inside, a layer's router gives its forecast without running, where there is one.
+    """Replace routers by forecasts in the context, where there are forecasts.
 
-    The forecast stands in for all that the router returns, its logits included: predictors that read the previous
-    token's routing then read what was forecast for it.
+    The forecast replaces all results of the router, its logits included: predictors that read the previous token's
+    routing then read its forecast.
 
-    `layers` are those that execute forecasts; `forecast_for` tells a layer's, when its router would run.
+    `layers` execute forecasts; `forecast_for` returns a layer's forecast when its router would run.
     """
     with ExitStack() as stack:
         for layer in layers:
@@ -80,7 +80,7 @@ def routers_left_out(layers: Iterable[MoELayer], forecast_for: Callable[[int], F
 
 
 def _substitute(layer: MoELayer, forecast_for: Callable[[int], Forecast | None]) -> Callable[..., RouterOutput]:
-    """A function in place of a router's forward."""
+    """Return a function that replaces a router's forward."""
     own, asked = layer.router.forward, False
 
     def forward(hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
@@ -110,7 +110,7 @@ def early_attention_for(predictor: Predictor | None, model: PreTrainedModel, vie
 
 
 class Speculator:
-    """Makes forecasts as layers run and says which routing a layer executes.
+    """Makes forecasts as layers run and decides which routing a layer executes.
 
     Forecasts are chained: the state at layer l carries what layer l executed, so a forecast that was executed
     is what the next forecast is made from.
@@ -118,8 +118,8 @@ class Speculator:
     Args:
         view: the model's MoE layers.
         predictor: bound to `view`; None: no forecasts.
-        layers: layers that execute their forecast; the others follow their own router. A layer without a
-            forecast (the first `ahead` ones) follows its own router whatever is said here.
+        layers: layers that execute their forecast; the others follow their own router. Layers
+            without a forecast (the first `ahead` ones) follow their own router in any case.
         true_weights: execute the forecast's ids with the true router's weights over them.
         prefill: forecast (and execute) in steps of more than one token per sequence too.
         ahead: how many layers ahead forecasts are made.
@@ -157,7 +157,7 @@ class Speculator:
             raise ExpertcastError(f"layers={outside} do not exist: the model has MoE layers 0..{len(view) - 1}")
         self.true_weights, self.prefill, self.ahead = true_weights, prefill, ahead
         self.previous_logits_TLE: Tensor | None = None
-        """Set from outside to give `previous_token` its router logits in a forward over whole texts."""
+        """Router logits for `previous_token` in a forward over whole sequences; set from outside."""
         self.rungs: list[TracedForecasts] = []
         """Ways to forecast; the last is the predictor itself."""
         if predictor is not None:
@@ -167,9 +167,9 @@ class Speculator:
         self._forecasts: dict[int, Forecast] = {}
         self.early, self.router_free = early, router_free
         self._state: RouterState | None = None
-        """What the last forecast was made from."""
+        """State of the last forecast."""
         self._waiting: dict[int, tuple[RouterState, Tensor]] = {}
-        """By source layer, forecasts of whole texts that wait for the next block's attention."""
+        """By source layer, forecasts of whole sequences that wait for the next block's attention."""
         self._check = RuleCheck(view)
         if predictor is None:
             self._check.unseen.clear()
@@ -178,24 +178,26 @@ class Speculator:
             if router_free:
                 self._check.unseen -= self.layers  # their routers will not run
         self.refit: OnlineRefit | None = None
-        """Follows the text with the predictor's weights, where it is set before the first forward."""
+        """Refits the predictor's weights to the sequences; set before the first forward."""
 
     def hint_only(self, count: int) -> None:
-        """The first `count` ids of one token's forecast are all that is read of it: :meth:`hint` gives them where no
-        layer executes forecasts, weights do not change, and routers take the experts with the highest logits."""
+        """Let :meth:`hint` return the first `count` ids of each token in place of forecasts, where no layer executes
+        forecasts, weights do not change, and routers take the experts with the highest logits."""
         plain = not self.layers and self.refit is None and not self._check.wrong
         if self.rungs and plain and routes_by_logits(self.view):
             for rung in self.rungs:
                 rung.hinted = count
 
     def prepare(self) -> None:
-        """Get ready for decode steps of one text."""
+        """Prepare decode steps: fold weights and trace programs."""
+        if self.early is not None and any(rung.hinted for rung in self.rungs):
+            self.early.prepare()
         for rung in self.rungs:
             rung.prepare(self.view, self.ahead, self._check.wrong)
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Inside, early attention sees the model's forwards, and routers are left out where that is wanted."""
+        """Follow the model's forwards in the context for early attention, and leave routers out where that is set."""
         with ExitStack() as stack:
             if self.early is not None:
                 self.early.attach()
@@ -205,11 +207,11 @@ class Speculator:
             yield
 
     def start(self, fresh: bool, rung: int | None = -1) -> None:
-        """A forward starts.
+        """Start a forward.
 
         Args:
-            fresh: with new texts.
-            rung: which of `rungs` will make its forecasts, but for those that are executed; None: none.
+            fresh: with new sequences.
+            rung: number in `rungs` of the one for forecasts that are not executed; None: there are none.
         """
         self._forecasts.clear()
         self._waiting.clear()
@@ -222,12 +224,12 @@ class Speculator:
             self.refit.start()
 
     def _ready(self, layer: int) -> Forecast | None:
-        """The forecast that a layer will execute; whole texts' forecasts are made now."""
+        """Return the forecast that a layer will execute; forecasts of whole sequences are made now."""
         self._make_waiting(layer)
         return self._forecasts.get(layer)
 
     def executed(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
-        """(ids, weights) that the layer executes in place of its router's, or None: the router's own."""
+        """Return (ids, weights) that the layer executes in place of its router's; None: the router's own."""
         if self._check.unseen and not capturing():
             self._see(call)
         self._make_waiting(call.layer)
@@ -241,17 +243,19 @@ class Speculator:
         return forecast.topk_ids_TK, weights_TK.to(call.weights_TK.dtype)
 
     def executed_logits(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Logits [T, E] of the routing that a layer executes: those of its forecast, or its router's; arguments are
-        those of :meth:`forecast`."""
+        """Return the logits [T, E] of the routing that a layer executes, its forecast's or its router's.
+
+        Arguments are those of :meth:`forecast`.
+        """
         own = self._forecasts.get(call.layer)
         return call.logits_TE if own is None or executed is None or self.true_weights else own.logits_TE
 
     def due(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> int | None:
-        """A router has run: keep what later forecasts read of it. Returns the layer that one is due for now, if any.
+        """Keep a router's results for later forecasts; return the layer for which a forecast is due, if any.
 
         Args:
-            call: the layer's.
-            executed: what :meth:`executed` said.
+            call: of the layer.
+            executed: result of :meth:`executed`.
         """
         if self.predictor is None:
             return None
@@ -272,12 +276,12 @@ class Speculator:
         return target
 
     def forecast(self, call: RouterCall, rung: int = -1) -> Forecast | None:
-        """The forecast that is :meth:`due` at a layer; None where it waits for the next block's attention, over whole
-        texts.
+        """Return the forecast that is :meth:`due` at a layer; None: over whole sequences it waits for the next block's
+        attention.
 
         Args:
-            call: the layer's.
-            rung: which of `rungs` makes it.
+            call: of the layer.
+            rung: number in `rungs`.
         """
         state, traced = self._known(call, rung)
         wants_early = traced.predictor.wants_early(call.layer, self.ahead) and state.early_TD is None
@@ -290,7 +294,7 @@ class Speculator:
         return made
 
     def _known(self, call: RouterCall, rung: int) -> tuple[RouterState, TracedForecasts]:
-        """A rung, and the state that it forecasts from now."""
+        """Return the state to forecast from, and a rung."""
         state, traced = self._state, self.rungs[rung]
         assert state is not None, "a forecast that is not due"
         if traced.predictor.uses_previous_token:
@@ -299,23 +303,24 @@ class Speculator:
 
     @torch.no_grad()
     def hint(self, call: RouterCall, rung: int = -1) -> Tensor | None:
-        """Ids [1, N] in place of the forecast that is :meth:`due`, the likeliest first; None: it must be made.
+        """Return ids [T, N] in place of the forecast that is :meth:`due`, each token's likeliest first; None: only the
+        forecast has them.
 
         Arguments are those of :meth:`forecast`.
         """
         state, traced = self._known(call, rung)
-        if traced.hinted is None or call.tokens > 1 or call.sequences > 1:
+        if traced.hinted is None or call.tokens > 1:
             return None
         if traced.predictor.wants_early(call.layer, self.ahead):
             assert self.early is not None
-            standing_1D = traced.stand_in(state)
-            found_1D = self.early.attend_roughly(call.layer + 1, standing_1D)
-            state.early_TD = standing_1D if found_1D is None else found_1D
+            standing_TD = traced.stand_in(state)
+            found_TD = self.early.attend_roughly(call.layer + 1, standing_TD)
+            state.early_TD = standing_TD if found_TD is None else found_TD
         return traced.hint(state, self.ahead)
 
     def further(self, call: RouterCall, rung: int = -1) -> Iterator[Forecast]:
         """A rung's forecasts of decode steps for layers beyond the one that :meth:`forecast` looked at, nearest first:
-        hints, made when they are asked for."""
+        hints, made as the iterator advances."""
         state, traced = self._state, self.rungs[rung]
         if state is None or call.tokens > 1:
             return
@@ -328,7 +333,7 @@ class Speculator:
             yield traced.forecast(state, distance)
 
     def _look_early(self, call: RouterCall, state: RouterState, traced: TracedForecasts) -> bool:
-        """Fill in early attention; False: of whole texts it is known when the next block's own has run."""
+        """Fill in early attention; False: over whole sequences the next block's own attention runs first."""
         assert self.early is not None
         if call.tokens > 1:
             self._waiting[call.layer] = state, traced.predictor.stand_in(state)
@@ -338,7 +343,7 @@ class Speculator:
         return True
 
     def _make_waiting(self, layer: int) -> None:
-        """The forecasts that waited for the attention of this layer, whose router has run."""
+        """Make the forecasts that waited for the attention of this layer, whose router has run."""
         waiting = self._waiting.pop(layer - 1, None)
         if waiting is None:
             return
@@ -350,7 +355,7 @@ class Speculator:
         self._forecasts[made.layer] = made
 
     def _see(self, call: RouterCall) -> None:
-        """A layer whose router does not follow the rule that was read from it gets no forecast."""
+        """Exclude a layer from forecasts whose router does not follow its routing rule."""
         if call.layer in self._check.unseen:
             self._check.see(call.layer, call.router_input_TD)
         for layer in self._check.wrong:
@@ -363,5 +368,5 @@ class Speculator:
 
 
 def _residual(found_TD: Tensor | None, standing_TD: Tensor, state: RouterState) -> Tensor:
-    """What early attention found, the stand-in itself where it could not run; in the dtype of the residual stream."""
+    """Return early attention's result, or the stand-in where it could not run, in the dtype of the residual stream."""
     return (standing_TD if found_TD is None else found_TD).to(state.residual_TD.dtype)

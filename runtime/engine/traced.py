@@ -1,7 +1,7 @@
 """Forecasts of decode steps as traced programs: the same tensor operations without Python between them.
 
-A forecast of one token is some fifty operations on a few hundred numbers: two thirds of its time is Python's. The trace
-is taken from the predictor itself, once per layer and shape, and used only if it gives the predictor's own bits.
+A forecast of one token is some fifty operations on a few hundred numbers: two thirds of its time is Python's. Each
+trace is of the predictor itself, for one layer and shape, and used only if it gives the predictor's own bits.
 T tokens, E routed experts per layer, K experts per token.
 """
 
@@ -23,12 +23,12 @@ from expertcast.predictors.folded import Hints, folded_stand_in, hints
 from expertcast.predictors.view import MoEView
 
 _CHECKED_CALLS = 3
-"""Calls, the traced one included, on which a trace is compared with its predictor."""
+"""Calls, the traced one included, in which a trace is compared with its predictor."""
 
 TENSORS = (
     "residual_TD", "router_input_TD", "logits_TE", "topk_ids_TK", "topk_weights_TK", "previous_logits_TLE", "early_TD"
 )  # fmt: skip
-"""A state's tensors, in the order of a trace's inputs; the last two may be missing."""
+"""Tensors of a state, in the order of a trace's inputs; the last two may be missing."""
 
 _KNOWN, _LAST = TENSORS[:5], TENSORS[5:]
 _INPUTS_OF = {
@@ -38,21 +38,23 @@ _INPUTS_OF = {
     for previous in (True, False)
     for early in (True, False)
 }
-"""A trace's inputs, by which of the last two there are."""
+"""Inputs of a trace, by the presence of the last two."""
+_FEW = 16
+"""Tokens of a batch up to which hints are made: beyond, rows of experts cost more memory than the forecast."""
 _Function = Callable[[RouterState], Tensors]
 
 
 @dataclass(slots=True)
 class _Program:
     run: Program | None
-    """None: the predictor itself runs."""
+    """The trace; None: the predictor itself runs."""
     checks_left: int = _CHECKED_CALLS
 
 
 class TracedForecasts:
-    """Forecasts by a predictor, bit for bit; faster from the second step of each shape on.
+    """Forecasts of a predictor, bit for bit, by traces after the first calls of each shape.
 
-    Predictors that say `traceable = False`, and those whose trace differs on the first calls, run as they are.
+    Predictors with `traceable = False`, and those whose trace differs in the first calls, run themselves.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -65,8 +67,8 @@ class TracedForecasts:
 
     @torch.no_grad()
     def prepare(self, view: MoEView, ahead: int, without: Container[int] = ()) -> None:
-        """Trace the forecasts of a single text's decode steps, and check them, before the first one is due; none for
-        layers `without` any."""
+        """Trace and check the forecasts of one sequence's decode steps in advance, apart from target layers `without`
+        forecasts."""
         if not self.predictor.traceable:
             return
         generator = torch.Generator().manual_seed(0)  # its own: sampled generation must not change
@@ -79,7 +81,7 @@ class TracedForecasts:
                     self.forecast(state, ahead)
 
     def forecast(self, state: RouterState, ahead: int) -> Forecast:
-        """As `predictor.forecast`."""
+        """Return `predictor.forecast(state, ahead)`."""
 
         def outputs(given: RouterState) -> Tensors:
             made = self.predictor.forecast(given, ahead)
@@ -92,10 +94,10 @@ class TracedForecasts:
         )  # fmt: skip
 
     def hint(self, state: RouterState, ahead: int) -> Tensor | None:
-        """The ids [1, `hinted`] that a forecast of one token would name, the likeliest first, by fewer operations and
-        up to rounding; None where only the forecast can tell."""
+        """Return the ids [T, `hinted`] that a forecast would name, each token's likeliest first, by fewer operations
+        and up to rounding; None where only the forecast has them."""
         count, layer = self.hinted, state.layer
-        if count is None or len(state.residual_TD) > 1:
+        if count is None or len(state.residual_TD) > _FEW:
             return None
         key = layer, ahead
         if key not in self._hints:
@@ -103,14 +105,14 @@ class TracedForecasts:
         own = self._hints[key]
         if own is None:
             return None
-        if own.short:
+        if own.short or len(state.residual_TD) > 1:  # a trace of each batch size costs more than it saves
             return own(state)
         return self._run(("hint", ahead), lambda given: (own(given),), state, layer + ahead)[0]
 
     def stand_in(self, state: RouterState) -> Tensor:
-        """As `predictor.stand_in`; up to rounding where hints are given."""
+        """Return `predictor.stand_in(state)`; up to rounding where hints replace forecasts."""
         held = self.predictor.held if isinstance(self.predictor, LooksEarly) else None
-        if held is None or self.hinted is None or len(state.residual_TD) > 1:
+        if held is None or self.hinted is None or len(state.residual_TD) > _FEW:
             (standing_TD,) = self._run("stand_in", lambda given: (self.predictor.stand_in(given),), state, state.layer)
             return standing_TD
         if state.layer not in self._stand_ins:
@@ -118,13 +120,13 @@ class TracedForecasts:
         return self._stand_ins[state.layer](state)
 
     def _run(self, kind: object, function: _Function, state: RouterState, frozen: int) -> Tensors:
-        """The function's tensors, by its trace where that gives the same bits.
+        """Return the function's tensors, by its trace where the trace gives the same bits.
 
         Args:
-            kind: names the function.
+            kind: name of the function.
             function: of a state.
             state: of any number of tokens.
-            frozen: the layer whose norm and router it may run.
+            frozen: layer whose norm and router the function may run.
         """
         there = state.previous_logits_TLE is not None, state.early_TD is not None
         key = kind, state.layer, len(state.residual_TD), there
@@ -133,7 +135,7 @@ class TracedForecasts:
         if program is not None and not program.checks_left and program.run is not None:
             return program.run(*inputs)
         with torch.no_grad():
-            if capturing():  # nothing can be compared now
+            if capturing():  # no comparison is possible now
                 return function(state)
             if program is None:
                 made = self._trace(function, state, frozen) if self.predictor.traceable else None
@@ -158,13 +160,13 @@ class TracedForecasts:
 
 
 def _tensors(state: RouterState) -> dict[str, Tensor]:
-    """By name, those that there are."""
+    """Return the tensors of a state by name."""
     found = {name: getattr(state, name) for name in TENSORS}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _random_state(view: MoEView, layer: int, previous: bool, generator: torch.Generator) -> RouterState:
-    """A state of one token as the layer's own norm and router make it."""
+    """Return a random state of one token, by the layer's own norm and router."""
     own, shape = view[layer], view.shape
     weight = next(own.router.parameters())
     residual_1D = torch.randn(1, shape.hidden, generator=generator).to(weight)

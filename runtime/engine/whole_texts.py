@@ -1,7 +1,7 @@
-"""Whole texts through slots: many tokens at once, each expert read once, routing and bits of the resident model.
+"""Whole sequences through slots: many tokens at once, each expert read once, routing and bits of the resident model.
 
-What is collected, and what quality is measured on, is run this way, whatever the offload does with forecasts and lossy
-policies. T tokens, D hidden size, E routed experts per layer, K experts per token, S slots, G groups of rows.
+Collection and measurements of quality run this way, without the offload's forecasts and lossy policies. T tokens, D
+hidden size, E routed experts per layer, K experts per token, S slots, G groups of rows.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
 MOST_TOKENS = 32_768
-"""Of one forward, where nobody says how many."""
+"""Largest number of tokens of one forward."""
 
 
 class SlotExperts:
-    """The experts of an offloaded model, as :class:`expertcast.data.experts.Experts` says.
+    """Experts of an offloaded model; implements :class:`expertcast.data.experts.Experts`.
 
     Args:
         engine: of the offload.
-        parts: what it drives.
-        store: where the experts lie.
+        parts: of the engine.
+        store: holds the experts.
     """
 
     def __init__(self, engine: Engine, parts: EngineParts, store: ExpertStore) -> None:
@@ -53,7 +53,7 @@ class SlotExperts:
         return replace(view, experts_known=experts_digest(map(self.weights, view)))
 
     def windows(self, window: int) -> int:
-        """As many as make activations about as large as the slots, eight at least."""
+        """Return the number of windows whose activations are about as large as the slots, at least eight."""
         shape, pool = self._parts.speculator.view.shape, self._parts.pool
         sizes = [field.dtype.itemsize for field in pool.layout.fields]
         inner = pool.layout.block_bytes // (3 * shape.hidden * max(sizes))
@@ -92,21 +92,21 @@ class SlotExperts:
     @cached_property
     def _texts(self) -> _TextEngine:
         if not isinstance(self._engine, HostEngine):
-            raise ExpertcastError("whole texts run where the host decides on copies: offload with link='cuda'")
+            raise ExpertcastError("whole sequences run only where the host decides on copies: offload with link='cuda'")
         if self._parts.speculator.early is not None:
             raise ExpertcastError(
-                "this offload's predictor follows the model for early attention, which whole texts would disturb: "
+                "this offload's predictor follows the model for early attention, which whole sequences would disturb: "
                 "offload without a predictor"
             )
         return _TextEngine(self._parts, self._engine)
 
 
 class _TextEngine(HostEngine):
-    """Brings what the routers choose, and the next layer's experts while one computes; nothing is forecast.
+    """Loads the routers' choices, and the next layer's experts while a layer computes, without forecasts.
 
     Args:
         parts: of the offload.
-        engine: whose books are shared.
+        engine: shares its cache.
     """
 
     def __init__(self, parts: EngineParts, engine: HostEngine) -> None:
@@ -137,7 +137,7 @@ class _TextEngine(HostEngine):
     def run_seen(
         self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, inner: Inner | None
     ) -> Tensor:
-        """:meth:`run`; `inner` gets the inner activations of every kernel call."""
+        """Run as :meth:`run`; `inner` receives the inner activations of every kernel call."""
         self._seen.inner = inner
         try:
             return self.run(layer, hidden_TD, ids_TK, weights_TK)
@@ -146,7 +146,7 @@ class _TextEngine(HostEngine):
 
 
 class _SeenKernel(SlotKernel):
-    """transformers' grouped kernel over slots, which shows what it computes on the way.
+    """transformers' grouped kernel over slots, with access to its inner activations.
 
     Args:
         experts: E.
@@ -174,7 +174,7 @@ class _SeenKernel(SlotKernel):
 
 
 class _Stage:
-    """Runs forwards of whole texts in the engine's place."""
+    """Runs forwards of whole sequences in the engine's place."""
 
     def __init__(self, engine: _TextEngine, answers: Mapping[nn.Module, Answer]) -> None:
         self._engine, self._answers = engine, answers
@@ -183,10 +183,10 @@ class _Stage:
         self._engine.on_start(fresh, token_BS)
 
     def on_router(self, call: RouterCall) -> None:
-        """What the router chose is executed: it is asked for when the experts are called."""
+        """Return None: the router's choice is executed, and requested by :meth:`run`."""
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        give_back_freed()  # activations come and go, and the C library would keep what lies between others
+        give_back_freed()  # the C library keeps freed activations that lie between others
         answer = self._answers.get(layer.experts)
         if answer is not None:
             return answer(hidden_TD, ids_TK, weights_TK)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -168,6 +169,16 @@ def by_weight(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) 
         for expert, value in zip(row_ids, row_weights, strict=True):
             weight[expert] = weight.get(expert, 0.0) + value
     return sorted(weight, key=weight.__getitem__, reverse=True)
+
+
+def by_rank(ids: Sequence[Sequence[int]]) -> list[int]:
+    """Return the experts of T rows, those in front that are early in many rows."""
+    if len(ids) == 1:
+        return list(ids[0])
+    score: Counter[int] = Counter()
+    for row in ids:
+        score.update(dict(zip(row, range(len(row), 0, -1), strict=True)))
+    return [expert for expert, _ in score.most_common()]
 
 
 _BINS_PER_OCTAVE = 32

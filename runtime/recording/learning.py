@@ -200,25 +200,27 @@ class Option:
 
 
 LOSS = 0.0075
-"""Maximum share of all time that trials may lose; initial measurements do not count."""
+"""Share of all seconds that trials may lose."""
 FIRST_PAUSE = 8
-"""Number of cycles between trials of an option; doubles after every trial without a gain of `BETTER`."""
+"""Cycles from one trial to the next; doubled after every trial without a gain over the estimate."""
+LONGEST_PAUSE = 1024
+"""Most cycles from one trial to the next."""
 BETTER = 1.1
-"""Relative gain of a trial that resets the pause."""
+"""Gain over the estimate from which the next trial follows soon."""
 NEAR = 0.1
-"""Maximum loss, as a share of its time, at which a trial of a possibly better option is free."""
+"""Largest expected loss, as a share of its seconds, at which a promising option is tried outside the budget."""
 HOPE = 0.5
-"""Standard errors by which an option may be better than measured; if it then is the best, it is tried at once."""
+"""Standard errors that an option's estimate may be wrong by: if it then is the best, its trial needs no pause."""
 
 
 class Trials:
-    """Schedule of trials of options that are not the best, with a limit on the time that they lose."""
+    """Decides when an option that is not the best is tried, and accounts for the cost of trials."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Seconds of all cycles so far."""
+        """Seconds of all cycles."""
         self.lost_s = 0.0
-        """Seconds of trials beyond the time of the best option for the same tokens."""
+        """Seconds of trials beyond those of the best option for the same tokens."""
         self._cycle = 0
         self._pauses: dict[str, int] = {}
         self._due: dict[str, int] = {}
@@ -258,7 +260,8 @@ class Trials:
             gain: ratio of its estimated rates after and before the trial.
             lost_s: seconds beyond the time of the best option for the same tokens; negative for a gain.
         """
-        pause = FIRST_PAUSE if gain >= BETTER else 2 * self._pauses.get(key, FIRST_PAUSE)
+        longer = min(2 * self._pauses.get(key, FIRST_PAUSE), LONGEST_PAUSE)
+        pause = FIRST_PAUSE if gain >= BETTER else longer
         self._pauses[key], self._due[key] = pause, self._cycle + pause
         self.lost_s = max(0.0, self.lost_s + lost_s)
 

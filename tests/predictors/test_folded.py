@@ -43,44 +43,46 @@ def random_predictor(name: str, view: MoEView) -> Predictor:
     return predictor
 
 
-def random_state(view: MoEView, layer: int, generator: torch.Generator) -> RouterState:
+def random_state(view: MoEView, layer: int, generator: torch.Generator, tokens: int = 1) -> RouterState:
     shape, dtype = view.shape, view[0].dtype
-    residual_1D, early_1D = torch.randn(2, 1, shape.hidden, generator=generator).to(dtype)
-    router_input_1D = view[layer].router_input(residual_1D)
-    logits_1E, weights_1K, ids_1K = view[layer].routed(router_input_1D)
-    previous_1LE = torch.randn(1, shape.layers, shape.experts, generator=generator)
+    residual_TD, early_TD = torch.randn(2, tokens, shape.hidden, generator=generator).to(dtype)
+    router_input_TD = view[layer].router_input(residual_TD)
+    logits_TE, weights_TK, ids_TK = view[layer].routed(router_input_TD)
+    previous_TLE = torch.randn(tokens, shape.layers, shape.experts, generator=generator)
     if torch.rand(1, generator=generator) < 0.2:
-        previous_1LE[:] = torch.nan
+        previous_TLE[:] = torch.nan
     return RouterState(
-        layer=layer, residual_TD=residual_1D, router_input_TD=router_input_1D, logits_TE=logits_1E,
-        topk_ids_TK=ids_1K, topk_weights_TK=weights_1K, early_TD=early_1D,
-        previous_logits_TLE=previous_1LE if torch.rand(1, generator=generator) < 0.7 else None,
+        layer=layer, residual_TD=residual_TD, router_input_TD=router_input_TD, logits_TE=logits_TE,
+        topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, early_TD=early_TD,
+        previous_logits_TLE=previous_TLE if torch.rand(1, generator=generator) < 0.7 else None,
     )  # fmt: skip
 
 
-def recall(predictor: Predictor, view: MoEView, layer: int, states: int) -> float:
+def recall(predictor: Predictor, view: MoEView, layer: int, states: int, tokens: int = 1) -> float:
     """Share of the experts with the highest forecast logits that hints name, in the forecasts' order."""
     generator, named, found = torch.Generator().manual_seed(layer), 0, 0
     made = hints(predictor, layer, 1, view.shape.top_k)
     assert made is not None
     for _ in range(states):
-        state = random_state(view, layer, generator)
-        own = predictor.forecast(state).logits_TE[0].topk(view.shape.top_k).indices.tolist()
-        named, found = named + len(own), found + len(set(own) & set(made(state)[0].tolist()))
+        state = random_state(view, layer, generator, tokens)
+        own_TK = predictor.forecast(state).logits_TE.topk(view.shape.top_k).indices
+        for own, hinted in zip(own_TK.tolist(), made(state).tolist(), strict=True):
+            named, found = named + len(own), found + len(set(own) & set(hinted))
     return found / named
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("family", CONFIGS)
 @torch.no_grad()
-def test_hints_are_the_forecasts_experts(family: str, name: str) -> None:
+def test_hints_are_the_forecasts_experts(family: str, name: str, tokens: int) -> None:
     view = find_moe_layers(tiny_model(family, torch.float32))
     predictor = random_predictor(name, view)
     if family in OTHER_NORM:
         assert hints(predictor, 0, 1, view.shape.top_k) is None
         return
     for layer in range(len(view) - 1):
-        assert recall(predictor, view, layer, STATES) >= 0.999
+        assert recall(predictor, view, layer, STATES // tokens, tokens) >= 0.999
 
 
 @torch.no_grad()
@@ -89,14 +91,15 @@ def test_hints_of_fitted_predictors_in_bf16(reference_view: MoEView, fitted_pred
         assert recall(fitted_predictors[name].predictor, reference_view, 5, 100) >= 0.98, name
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("rank", [0, 3])
 @torch.no_grad()
-def test_the_stand_in_of_one_token(rank: int) -> None:
+def test_the_stand_in_in_a_decode_step(rank: int, tokens: int) -> None:
     view = find_moe_layers(tiny_model("qwen2_moe", torch.float32))
     predictor = EarlyAttention(EarlyConfig(stand_in_rank=rank), view.shape)
     predictor.set_stand_in(random_stand_in(view, rank))
     assert predictor.held is not None
-    state = random_state(view, 1, torch.Generator().manual_seed(0))
+    state = random_state(view, 1, torch.Generator().manual_seed(0), tokens)
     found, expected = folded_stand_in(predictor.held, 1)(state), predictor.stand_in(state)
     assert float((found - expected).norm()) <= 1e-2 * float(expected.norm())
 

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.data import early as early_attention
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.tracing import traced
 from expertcast.predictors import ExpertcastError, ModelShape, NextToken, Predictor
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.messages import Json
 from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
 from expertcast.runtime.engine import forecasting as module
+from expertcast.runtime.engine import traced as traced_forecasts
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.engine.forecasting import RECALL, ForecastGovernor, TokensAhead, early_layers
@@ -307,7 +310,8 @@ def test_recall_that_no_checkpoint_knows() -> None:
 
 
 class Played:
-    """Decode steps that take 1 s without forecasts and `ratios` s by each rung, with noise and disturbances.
+    """Decode steps that take 4 s without forecasts, half of it waiting for two experts, and `ratios` times as long by
+    each rung, which hides 4/5 of the copies; with noise and disturbances.
 
     Args:
         noise: relative standard deviation of a step.
@@ -330,10 +334,12 @@ class Played:
             made.append(name)
             if governor.rung is not None and name is not None:
                 self._steps.flow.forecast(1, governor.rung, costs[governor.rung])
-            governor.requested(1, 0, 2)
+            governor.requested(1, 2 * (name is None), 2 * (name is not None))
             mean = 1.0 if name is None else of[name]
             disturbed = 5.0 if self._random.random() < 0.02 else 1.0
-            self._steps.link.spend(mean * disturbed * self._random.lognormvariate(0.0, self._noise))
+            factor = disturbed * self._random.lognormvariate(0.0, self._noise)
+            self._steps.link.spend(4 * mean * factor)
+            self._steps.residency.waited_s += factor * (2.0 if name is None else 0.4)
             governor.end()
             self.lost_s += mean - min(1.0, *ratios)
             self.total_s += mean
@@ -391,7 +397,7 @@ def test_steps_that_forecast_nothing_say_nothing_of_forecasts(two: Steps) -> Non
         two.link.spend(1.0)
         governor.end()
     report = two.governor.report()
-    assert (report["best"], report["trials"], report["lost_s"]) == ("cheap", 0, 0.0)
+    assert (report["best"], report["trials"], report["lost_s"]) == ("none", 0, 0.0)
 
 
 def test_the_report_has_plain_values(two: Steps) -> None:
@@ -406,7 +412,7 @@ def test_the_report_has_plain_values(two: Steps) -> None:
     }
     rest = {name: value for name, value in report["1"].items() if name != "rungs"}
     assert rest == {
-        "left_out": {"nothing is missing": 1}, "best": "cheap", "takes": {}, "trials": 0, "lost_s": 0.0, "seconds": 0.0,
+        "left_out": {"nothing is missing": 1}, "best": "none", "takes": {}, "trials": 0, "lost_s": 0.0, "seconds": 0.0,
     }  # fmt: skip
 
 
@@ -531,6 +537,39 @@ def test_rungs_of_an_estimator(reference_model: PreTrainedModel, estimator: Pred
         assert offloaded.stats.total.prefetched > 0
     assert set(made) == {"quasi_hidden", "estimator"}
     assert made.total() > 0
+
+
+@pytest.mark.parametrize("sequences", [4, 16])
+@pytest.mark.parametrize("forecasts", ["auto", "always"])
+def test_a_batch_traces_no_programs(
+    reference_model: PreTrainedModel, estimator: Predictor, sequences: int, forecasts: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A trace takes as long as fifty forecasts, and each batch size would need its own. One sequence is padded."""
+    given, traces = inputs(reference_model, sequences), Counter[str]()
+    given["attention_mask"][0, 0] = 0
+
+    def counted(*args: Any, **kwargs: Any) -> object:
+        traces["all"] += 1
+        return traced(*args, **kwargs)
+
+    with offload(reference_model, slots=192, predictor=estimator, bandwidth=2e8, forecasts=forecasts) as offloaded:
+        monkeypatch.setattr(early_attention, "traced", counted)
+        monkeypatch.setattr(traced_forecasts, "traced", counted)
+        greedy(reference_model, given, tokens=6)
+        assert offloaded.stats.total.prefetched > 0
+    assert not traces
+
+
+def test_what_is_learned_lasts_from_one_text_to_the_next(reference_model: PreTrainedModel) -> None:
+    """The second text's 5 x 11 decisions are added to those of the first."""
+    given, decisions = inputs(reference_model, 1), []
+    with offload(reference_model, slots=192, predictor="next_norm", bandwidth=2e8) as offloaded:
+        for _ in range(2):
+            greedy(reference_model, given, tokens=6)
+            report = offloaded.stats.as_dict()["forecasts"]["1"]
+            decisions.append(report["rungs"]["next_norm"]["made"] + sum(report["left_out"].values()))
+    assert decisions == [55, 110]
 
 
 @pytest.mark.parametrize(
