@@ -46,7 +46,7 @@ from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.messages import Json
 from expertcast.runtime.benchmarking.bench import decode_resident
 from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, drawn
-from expertcast.runtime.benchmarking.runs import LentStore, balanced_bandwidth
+from expertcast.runtime.benchmarking.runs import BorrowedStore, balanced_bandwidth
 from expertcast.runtime.benchmarking.shapes import build_shape
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloading import offload
@@ -121,8 +121,8 @@ class Grid:
         self._view = find_moe_layers(self._model)
 
     @cached_property
-    def _memory(self) -> LentStore:
-        return LentStore(self._view, torch.device("cpu"))
+    def _memory(self) -> BorrowedStore:
+        return BorrowedStore(self._view, torch.device("cpu"))
 
     @cached_property
     def _disk(self) -> LentFile:

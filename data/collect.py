@@ -38,7 +38,7 @@ from expertcast.data.trace_writer import (
     write_stand_in,
 )
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.messages import ExpertcastError, Json, size_text
+from expertcast.predictors.messages import ExpertcastError, Json, format_bytes
 
 
 def collect(
@@ -171,14 +171,14 @@ def _check_disk(folder: Path, plan: Plan, row_bytes: int) -> int:
     there = sum(path.stat().st_size for path in folder.glob("data-*"))
     free = shutil.disk_usage(folder).free
     print(
-        f"{folder}: {plan.token_count('all'):,} tokens of {row_bytes:,} bytes, about {size_text(total)} on disk "
-        f"({size_text(there)} already written), {size_text(free)} free",
+        f"{folder}: {plan.token_count('all'):,} tokens of {row_bytes:,} bytes, about {format_bytes(total)} on disk "
+        f"({format_bytes(there)} already written), {format_bytes(free)} free",
         file=sys.stderr,
     )
     if total - there > free:
         raise ExpertcastError(
-            f"the traces need {size_text(total - there)} more in {folder} and {size_text(free)} are free: collect "
-            "fewer tokens, use another disk, or train online (expertcast train MODEL --data D), which stores nothing"
+            f"the traces need {format_bytes(total - there)} more in {folder} and {format_bytes(free)} are free: "
+            "collect fewer tokens, use another disk, or train online (expertcast train MODEL --data D), which stores nothing"
         )
     return free - (total - there)
 

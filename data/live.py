@@ -209,7 +209,7 @@ class LiveTraces:
         if held + rows * self._row_bytes >= self.options.shard_bytes or self._is_old() or not self.left:
             self.commit()
 
-    def lull(self) -> None:
+    def commit_if_idle(self) -> None:
         """Commit during a pause of the traffic, if the buffer is old or large relative to the committed tokens."""
         held = self._held_rows
         if held and (self._is_old() or held * _MUCH >= self.tokens - held):

@@ -21,7 +21,7 @@ from expertcast.data.text import Document
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.baselines import DefaultVectors
 from expertcast.predictors.early_attention import StandIn
-from expertcast.predictors.messages import tokens_read
+from expertcast.predictors.messages import with_token_progress
 
 BUFFER_TOKENS = 16_384
 
@@ -69,7 +69,7 @@ class OnlineTraces(TraceSource):
         means, share = MeanOutputs(self.view), join_ranks()
         own = documents_of(self.chosen("train"), share)
         total = sum(document.tokens for document in own)
-        for _ in tokens_read(self._stream(own, None, means), "default vectors", total):
+        for _ in with_token_progress(self._stream(own, None, means), "default vectors", total):
             pass
         counted = torch.tensor(means.token_count)
         sum_over_ranks(share, [counted, *means.tensors()])

@@ -25,7 +25,7 @@ from expertcast.data.packed_experts import down_projection
 from expertcast.data.plan import Window, WindowBatch, window_batches
 from expertcast.predictors.artefacts import digest, file_digest
 from expertcast.predictors.early_attention import MOST_RANK, StandIn
-from expertcast.predictors.messages import ExpertcastError, tokens_read
+from expertcast.predictors.messages import ExpertcastError, with_token_progress
 from expertcast.predictors.view import MoELayer, MoEView
 
 # Principal directions of a layer's input
@@ -381,7 +381,7 @@ def _run(
     total = sum(len(window.token_ids) for window in windows)
     batches = window_batches(windows, batch_size)
     with shown(model, experts, looks):
-        for number, batch in enumerate(tokens_read(batches, f"stand-in for early attention: {what}", total)):
+        for number, batch in enumerate(with_token_progress(batches, f"stand-in for early attention: {what}", total)):
             keep_T = None if batch.mask_BS.all() else batch.mask_BS.reshape(-1).nonzero().squeeze(1)
             outputs: dict[int, LayerOutput] = {}
             for look in looks:

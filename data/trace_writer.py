@@ -270,7 +270,7 @@ def _load_progress(folder: Path, rank: int, means: MeanOutputs) -> Progress:
 # Single files
 
 
-def write_where_told(path: Path, content: bytes) -> None:
+def write_user_file(path: Path, content: bytes) -> None:
     """Write a file atomically at a path chosen by the user.
 
     Raises:

@@ -63,7 +63,7 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def size_text(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes with its unit, such as 1.23 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
@@ -115,7 +115,7 @@ def end_bars() -> None:
             bar.close()
 
 
-def tokens_read(batches: Iterable[B], what: str, total: int | None, *, shown: bool = True) -> Iterator[B]:
+def with_token_progress(batches: Iterable[B], what: str, total: int | None, *, shown: bool = True) -> Iterator[B]:
     """Yield the batches and show a progress bar of their tokens.
 
     Args:

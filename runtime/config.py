@@ -22,11 +22,11 @@ from pydantic import JsonValue
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name, recover
 from expertcast.checkpoints.hub import HubName
 from expertcast.data.packed_experts import pack_module, packed_matrices
-from expertcast.data.trace_writer import write_where_told
+from expertcast.data.trace_writer import write_user_file
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors import names as predictor_names
 from expertcast.predictors.artefacts import read_json
-from expertcast.predictors.messages import Json, Progress, size_text
+from expertcast.predictors.messages import Json, Progress, format_bytes
 from expertcast.predictors.options import field_docs
 from expertcast.predictors.view import overfetched
 from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft
@@ -413,7 +413,7 @@ class OffloadConfig:
         Raises:
             ExpertcastError: as :meth:`as_dict`; or the folder is missing or cannot be written.
         """
-        write_where_told(Path(path), (json.dumps(self.as_dict(), indent=2) + "\n").encode())
+        write_user_file(Path(path), (json.dumps(self.as_dict(), indent=2) + "\n").encode())
 
     @property
     def on_demand(self) -> bool:
@@ -715,7 +715,7 @@ def make_store(
     store = DiskStore(form, folder, codec=codec, device=device, fingerprint=fingerprint)
     expanded = config.codec is None and codec == "raw" and config.experts == EXPANDED
     if expanded and folder is not None and not store.holds(0):
-        size = size_text(store.nbytes)
+        size = format_bytes(store.nbytes)
         warnings.warn(
             f"codec 'raw' writes {size} of experts to {str(folder)!r}: another codec (--codec bitsplit) writes less",
             stacklevel=3,

@@ -26,7 +26,7 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.baselines import Frequency, PreviousToken
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.linear import LinearConfig
-from expertcast.predictors.messages import ExpertcastError, Json, Progress, tokens_read
+from expertcast.predictors.messages import ExpertcastError, Json, Progress, with_token_progress
 from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.training.fit import fit, fit_counts
@@ -300,7 +300,7 @@ def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> Js
     """
     scores: dict[str, _Recall] = {}
     chunks = token_chunks(predictor, source, split)
-    for chunk in tokens_read(chunks, f"scoring on split {split!r}", source.token_count(split)):
+    for chunk in with_token_progress(chunks, f"scoring on split {split!r}", source.token_count(split)):
         follows_T = chunk.document_T == chunk.document_T.roll(1)
         follows_T[0] = False  # the previous token is in another chunk, if it exists
         for window_W in torch.split(torch.arange(chunk.windows, device=follows_T.device), TOKENS_BATCH // WINDOW):

@@ -18,7 +18,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.processes import Share, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig
-from expertcast.predictors.messages import tokens_read
+from expertcast.predictors.messages import with_token_progress
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.training.loop import NetworkTraining, TrainingData, run, steps_of
 from expertcast.training.scoring import NO_TRAINING, FitOptions, Fitted, device_of, train_tokens
@@ -282,7 +282,7 @@ def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> 
     count_XCE = torch.zeros(1, *predictor.count_VCE.shape[1:], device=device)
     batches = source.batches("train", LEAST_CHUNK, max_tokens=options.tokens, share=share)
     what, own = f"{NextToken.name}: counting", train_tokens(source, options) // share.world
-    for batch in tokens_read(batches, what, own, shown=options.progress):
+    for batch in with_token_progress(batches, what, own, shown=options.progress):
         ids_TJ = predictor.chosen(batch.logits_TLE.to(device).float())
         count_N += torch.bincount(ids_TJ.flatten(), minlength=len(count_N))
         residual_TD = batch.residual_TLD[:, -1].to(device).double()

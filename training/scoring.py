@@ -18,7 +18,7 @@ from expertcast.data.trace_format import is_live
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
 from expertcast.predictors.early_attention import StandIn
-from expertcast.predictors.messages import Json, tokens_read
+from expertcast.predictors.messages import Json, with_token_progress
 from expertcast.training.metrics import Recall
 
 NO_TRAINING = "the train split is empty: collect more text"
@@ -86,7 +86,7 @@ def train_batches(source: TraceSource, options: FitOptions, what: str) -> Iterat
     # ranks use equally many full batches, so small batches waste fewer tokens
     size = BATCH if share.world == 1 else RANK_BATCH
     batches = source.batches("train", size, max_tokens=options.tokens, share=share)
-    return tokens_read(batches, what, train_tokens(source, options) // share.world, shown=options.progress)
+    return with_token_progress(batches, what, train_tokens(source, options) // share.world, shown=options.progress)
 
 
 def validation_batches(source: TraceSource, options: FitOptions, size: int = BATCH) -> Iterator[TraceBatch]:
@@ -97,12 +97,12 @@ def validation_batches(source: TraceSource, options: FitOptions, size: int = BAT
 def validation_pass(source: TraceSource, options: FitOptions, what: str) -> Iterator[TraceBatch]:
     """Yield the validation split like :func:`validation_batches`, with a progress bar labelled `what`."""
     total = validation_tokens(source, options)
-    return tokens_read(validation_batches(source, options), what, total, shown=options.progress)
+    return with_token_progress(validation_batches(source, options), what, total, shown=options.progress)
 
 
 def scored_batches(source: TraceSource, split: str) -> Iterator[TraceBatch]:
     """Yield a split in order, with a progress bar."""
-    return tokens_read(source.batches(split, BATCH), f"scoring on split {split!r}", source.token_count(split))
+    return with_token_progress(source.batches(split, BATCH), f"scoring on split {split!r}", source.token_count(split))
 
 
 def validation_batch(source: TraceSource, options: FitOptions) -> TraceBatch:

@@ -28,7 +28,7 @@ from expertcast.runtime.advising.survey import Watcher, without_copies
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
-from expertcast.runtime.links.virtual import Stored
+from expertcast.runtime.links.virtual import StoredExperts
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.planner import plans
@@ -150,7 +150,7 @@ def stored_as(coded: Sequence[Sequence[Part]]) -> list[list[int]]:
     return [[round(statistics.fmean(column)) for column in zip(*sizes, strict=True)]]
 
 
-def stored(codec: Codec, nbytes_NP: Sequence[Sequence[int]], *, decoding_s: float, threads: int) -> Stored:
+def stored(codec: Codec, nbytes_NP: Sequence[Sequence[int]], *, decoding_s: float, threads: int) -> StoredExperts:
     """Coded experts on a disk.
 
     Args:
@@ -162,7 +162,7 @@ def stored(codec: Codec, nbytes_NP: Sequence[Sequence[int]], *, decoding_s: floa
     compressed = [codec.planes[shard.plane].compressed for shard in codec.shards]
     shards = sum(compressed)
     coded = [sum(count for count, own in zip(sizes, compressed, strict=True) if own) for sizes in nbytes_NP]
-    return Stored(
+    return StoredExperts(
         codec=codec.text,
         plain=sum(nbytes_NP[0]) - coded[0],
         coded=tuple(coded) if shards else (),
@@ -244,7 +244,7 @@ class DiskFindings:
     """Bytes per second of the disk."""
     rate_source: str
     """`given`, or what was measured."""
-    stored: Stored | None
+    stored: StoredExperts | None
     """How the codec's experts lie there; None where it cannot hold them."""
     refused: str = ""
     """Why it cannot."""
@@ -254,16 +254,16 @@ class DiskFindings:
     """The codec of the run that `times.late_s` comes from; None: of no run from a disk."""
 
     @property
-    def raw(self) -> Stored:
+    def raw(self) -> StoredExperts:
         """Experts on the disk as they are."""
-        return Stored(plain=self.block_bytes)
+        return StoredExperts(plain=self.block_bytes)
 
     @property
     def experts(self) -> int:
         """Experts of all layers together."""
         return self.trace.shape.layers * self.trace.shape.experts
 
-    def option(self, stored: Stored | None, slots: int | None = None) -> DiskOption:
+    def option(self, stored: StoredExperts | None, slots: int | None = None) -> DiskOption:
         """Simulate experts on the disk as `stored`, or in memory (None), on demand.
 
         The time of a short run beyond the event model counts for runs of its own kind; that of a raw run counts for
@@ -367,7 +367,7 @@ def routing_of(trace: Trace, source: str) -> Routing:
     return Routing(source=source, ids_TLK=np.concatenate(rows), prompt_T=np.array(prompt), experts=experts)
 
 
-def _pooled(found: DiskFindings, stored: Stored) -> list[DiskOption]:
+def _pooled(found: DiskFindings, stored: StoredExperts) -> list[DiskOption]:
     """Slots and pools that share the memory: the fastest, simulated, of the allocations that the planner puts first."""
     shape = found.trace.shape
     if not stored.coded or not shape.top_k < found.slots < found.experts:
@@ -408,7 +408,7 @@ def _reasons(found: DiskFindings, options: Sequence[DiskOption], chosen: DiskOpt
     return reasons
 
 
-def _why_not(found: DiskFindings, stored: Stored, gain: float) -> str:
+def _why_not(found: DiskFindings, stored: StoredExperts, gain: float) -> str:
     read_s, coded_s = found.block_bytes / found.rate, (stored.plain + stored.mean_coded) / found.rate
     decoding_s = stored.decoding_s / stored.threads
     if decoding_s >= read_s:
@@ -491,7 +491,7 @@ def _rate(store: ExpertStore, folder: Path, bandwidth: float | None) -> tuple[fl
     return scratch_rate(folder, block_bytes, most=store.nbytes), "direct reads of a scratch file"
 
 
-def _coded(store: ExpertStore, threads: int) -> Stored:
+def _coded(store: ExpertStore, threads: int) -> StoredExperts:
     """Decodes some experts as the store's codec, or the default one, keeps them.
 
     Raises:

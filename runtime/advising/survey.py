@@ -31,7 +31,7 @@ from expertcast.runtime.policies.settings import ALWAYS
 from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, no_times
 from expertcast.runtime.simulation.simulator import simulate
-from expertcast.runtime.simulation.trace import Asked, Forward, Trace
+from expertcast.runtime.simulation.trace import Forward, RecordedPrefetches, Trace
 from expertcast.runtime.storage.layout import FULL
 
 _ASKED = "asked"
@@ -64,12 +64,12 @@ class Watcher(Observer):
         ]
         return Trace(shape=shape, forwards=forwards)
 
-    def forecasts(self, ahead: int) -> Asked:
+    def forecasts(self, ahead: int) -> RecordedPrefetches:
         """Return the experts that forecasts of so many layers ahead requested in the decode steps."""
-        return Asked(ahead=ahead, steps=self._asked[1:])
+        return RecordedPrefetches(ahead=ahead, steps=self._asked[1:])
 
 
-def measured_recall(trace: Trace, asked: Asked) -> dict[int, float]:
+def measured_recall(trace: Trace, asked: RecordedPrefetches) -> dict[int, float]:
     """Recall@k by target layer: share of the experts that a layer needed among the k that were forecast for it."""
     shares: dict[int, list[float]] = {}
     for forward, forecasts in zip(trace.decode, asked.steps, strict=True):
@@ -79,7 +79,9 @@ def measured_recall(trace: Trace, asked: Asked) -> dict[int, float]:
     return {target: sum(values) / len(values) for target, values in sorted(shares.items())}
 
 
-def with_recall(trace: Trace, asked: Asked, wanted: Mapping[int, float], seed: int = 0) -> Asked:
+def with_recall(
+    trace: Trace, asked: RecordedPrefetches, wanted: Mapping[int, float], seed: int = 0
+) -> RecordedPrefetches:
     """The same forecasts, changed at random so that they are right as often as `wanted` says, by target layer.
 
     A few steps say little about recall, but much about which experts are forecast wrongly: those that the layer needs
@@ -110,7 +112,7 @@ def with_recall(trace: Trace, asked: Asked, wanted: Mapping[int, float], seed: i
     return replace(asked, steps=changed)
 
 
-def executed(trace: Trace, asked: Asked, layers: Iterable[int]) -> Trace:
+def executed(trace: Trace, asked: RecordedPrefetches, layers: Iterable[int]) -> Trace:
     """A decoding (its first forward is the prefill) that executes forecasts in place of its routing at these layers."""
     chosen, top_k = frozenset(layers), trace.shape.top_k
     forwards = [
@@ -126,7 +128,7 @@ def executed(trace: Trace, asked: Asked, layers: Iterable[int]) -> Trace:
     return replace(trace, forwards=forwards)
 
 
-def replay(trace: Trace, case: Case, asked: Asked | None = None) -> Simulation:
+def replay(trace: Trace, case: Case, asked: RecordedPrefetches | None = None) -> Simulation:
     """Run a recorded decoding in virtual time; its prefill leaves the cache as the decode steps find it. The case has
     the cost of a forecast at layers that make one; without `asked`, the replay loads on demand.
     """
@@ -136,7 +138,7 @@ def replay(trace: Trace, case: Case, asked: Asked | None = None) -> Simulation:
     return simulate(replace(trace, hints=hints), case, waits=True)
 
 
-def calibrated(tpot_s: float, trace: Trace, case: Case, asked: Asked | None = None) -> LayerTimes:
+def calibrated(tpot_s: float, trace: Trace, case: Case, asked: RecordedPrefetches | None = None) -> LayerTimes:
     """The case's layer times, with what a run took beyond a replay of it as `late_s`: `tpot_s` is what it took per
     token, `trace`, `case` and `asked` are what :func:`replay` takes.
     """
@@ -150,7 +152,7 @@ Given = str | Path | Predictor
 class Forecasting:
     """A predictor at one distance: its requests, its recall and its cost."""
 
-    asked: Asked
+    asked: RecordedPrefetches
     """In the decode steps."""
     recall: dict[int, float]
     """Recall@k by target layer."""

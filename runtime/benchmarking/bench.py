@@ -27,7 +27,13 @@ from expertcast.data.machine import usable_processors
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.messages import Json
-from expertcast.runtime.benchmarking.runs import Decoding, LentStore, balanced_bandwidth, decode_greedily, same_logits
+from expertcast.runtime.benchmarking.runs import (
+    BorrowedStore,
+    Decoding,
+    balanced_bandwidth,
+    decode_greedily,
+    same_logits,
+)
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.drafts.names import NONE, check_draft
 from expertcast.runtime.engine.kernels import kernel_name
@@ -374,7 +380,7 @@ def benchmark(
     link: dict[str, float] = {}
     if not prompt_ids.is_cuda:
         link = {"bandwidth": bandwidth or balanced_bandwidth(model, resident), "latency": latency}
-    store = LentStore(find_moe_layers(model), prompt_ids.device)
+    store = BorrowedStore(find_moe_layers(model), prompt_ids.device)
     sharing = {
         name: replace(
             config,

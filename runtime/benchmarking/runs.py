@@ -108,7 +108,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class LentStore(ExpertStore):
+class BorrowedStore(ExpertStore):
     """Store shared by several offloads of one model in turn: experts are packed once. :meth:`give_back` ends it.
 
     Between offloads the model's experts are views of the blocks in host memory. A model that computes on the CPU runs

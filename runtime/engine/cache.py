@@ -123,9 +123,9 @@ class ExpertCache:
         """Keys that forecasts requested by layer, in order; some may have lost their slot since."""
         self._unused: set[int] = set()
         """Keys that were prefetched and not requested since."""
-        self._just_used: set[int] = set()
+        self._first_used: set[int] = set()
         """Prefetched keys that the running layer requested for the first time."""
-        self._given_up: set[int] = set()
+        self._evicted: set[int] = set()
         """Keys that were evicted for another expert in this pass."""
         self.window = Window(len(eviction.by_layer), experts)
         """Keys kept for a coming verification; :meth:`load_ahead` loads them one by one."""
@@ -174,7 +174,7 @@ class ExpertCache:
         """Whether the expert has a slot, arrived or not."""
         return key in self._slots
 
-    def is_asked(self, layer: int) -> bool:
+    def is_prefetched_for(self, layer: int) -> bool:
         """Whether forecasts have requested experts of a layer."""
         return layer in self._asked
 
@@ -204,8 +204,8 @@ class ExpertCache:
         self.eviction.clear()
         self._held_by = [0] * len(self._held_by)
         for held in (
-            self.copies, self._packed, self.running, self._wanted, self._asked, self._unused, self._just_used,
-            self._given_up,
+            self.copies, self._packed, self.running, self._wanted, self._asked, self._unused, self._first_used,
+            self._evicted,
         ):  # fmt: skip
             held.clear()
         self.window.clear()
@@ -216,7 +216,7 @@ class ExpertCache:
 
     def start_pass(self, fresh: bool) -> None:
         """Start a forward; `fresh`: with new sequences."""
-        self._given_up.clear()
+        self._evicted.clear()
         self.eviction.start_pass(fresh)
 
     def settle(self, layer: int, needed: Sequence[int]) -> None:
@@ -225,7 +225,7 @@ class ExpertCache:
         Queued prefetches that the layer does not need are dropped. No requested expert counts as running.
         """
         self.running.clear()
-        self._just_used.clear()
+        self._first_used.clear()
         self._sweep(needed)
         self._policies[layer].start_layer(layer, needed)
         asked = self._asked.pop(layer, None)
@@ -259,13 +259,13 @@ class ExpertCache:
                 self.link.promote(copy)
         first_used = unused.intersection(keys)
         unused -= first_used
-        self._just_used |= first_used
+        self._first_used |= first_used
         layer = keys[0] // self.experts
         count, misses = self.stats.layers[layer], len(missing)
         count.requests += len(keys)
         count.misses += misses
         count.hits += len(keys) - misses
-        count.collisions += len(self._given_up.intersection(missing))
+        count.collisions += len(self._evicted.intersection(missing))
         count.prefetched_used += len(first_used)
         room = self.free(layer)
         for key in self.link.in_order(missing):
@@ -355,7 +355,7 @@ class ExpertCache:
     def wait(self, keys: Sequence[int]) -> None:
         """Make compute wait for requested experts of one layer; their slots are in use from now on."""
         start = self.link.clock()
-        copies, just_used, in_time = self.copies, self._just_used, 0
+        copies, just_used, in_time = self.copies, self._first_used, 0
         if just_used:  # all are polled before the first wait, during which others arrive
             for key in keys:
                 if key in just_used:
@@ -388,7 +388,7 @@ class ExpertCache:
         """Forget requests and forecasts of an interrupted forward."""
         self.pool.mark([key for key in self.running if key in self._slots and key not in self.copies], SlotState.READY)
         self.running.clear()
-        self._just_used.clear()
+        self._first_used.clear()
         for key in list(self._wanted):
             self._drop(key)
         self._wanted.clear()
@@ -454,7 +454,7 @@ class ExpertCache:
 
     def _give_up(self, key: int) -> None:
         """Evict an expert for another one."""
-        self._given_up.add(key)
+        self._evicted.add(key)
         self.stats.layers[key // self.experts].evicted += 1
         if self.link.write_back_s:
             self.link.write_back()
@@ -491,8 +491,8 @@ class ExpertCache:
         except BaseException:
             self._lose(key)
             raise
-        if held_s := self.link.held_s:  # the link read the disk's pages or copied within this call
-            self._waited(layer, held_s)
+        if blocked_s := self.link.blocked_s:  # the link read the disk's pages or copied within this call
+            self._waited(layer, blocked_s)
         count = self.stats.layers[layer]
         count.bytes_moved += nbytes
         if not urgent:

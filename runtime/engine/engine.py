@@ -383,7 +383,7 @@ class LayerFlow:
         following = layer + 1
         if not self._streams or self._executed < _MOST * self._experts or layer == self._last:
             return
-        if self.residency.is_asked(following):
+        if self.residency.is_prefetched_for(following):
             return
         keys = list(range(following * self._experts, (following + 1) * self._experts))
         self.residency.prefetch(self._chunked(keys, self.residency.limit(following))[0])
@@ -505,7 +505,7 @@ class Engine(ABC):
         """The model's MoE layers."""
         self._experts = self.view.shape.experts
         self._pointers = {name: view.data_ptr() for name, view in self._pool.views.items()}
-        self._halfway = False
+        self._inconsistent = False
         """Whether a call that moves experts began and did not end: records and slots may not agree."""
         self._complete = False
         """Whether the last forward reached its last layer."""
@@ -534,20 +534,20 @@ class Engine(ABC):
         try:
             yield
         except BaseException:
-            self._halfway = True  # whatever was cut short
+            self._inconsistent = True  # whatever was cut short
             raise
         finally:
             self.stage = None
         self._complete = True
 
     @property
-    def is_halfway(self) -> bool:
+    def is_inconsistent(self) -> bool:
         """Whether a call that moves experts was interrupted: records and slots may not agree."""
-        return self._halfway
+        return self._inconsistent
 
     def go_on(self) -> None:
         """Continue in the next forward where another engine of the model stopped."""
-        self._complete, self._halfway = True, False
+        self._complete, self._inconsistent = True, False
 
     def attach(self, layer: MoELayer) -> None:
         """Put the slot views in the place of a layer's parameters."""
@@ -669,14 +669,14 @@ class HostEngine(Engine):
         self._residency.link.follow()
         self._plan = None
         self._known.clear()
-        halfway, self._halfway = self._halfway, True
+        halfway, self._inconsistent = self._inconsistent, True
         complete, self._complete = self._complete, False
         if halfway:
             self._residency.reset()
         elif fresh or not complete:
             self._residency.abandon()
         self._flow.start_pass(fresh, token_BS)
-        self._halfway = False
+        self._inconsistent = False
         if self._forecasts:
             self._speculator.start(fresh, self._flow.coming(len(self._speculator.rungs) - 1))
         if self._drift is not None:
@@ -685,7 +685,7 @@ class HostEngine(Engine):
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         if self.stage is not None:
             return self.stage.on_router(call)
-        self._halfway = True
+        self._inconsistent = True
         if self.ahead is not None:
             self.ahead.routed(call)
         layer, flow = call.layer, self._flow
@@ -714,7 +714,7 @@ class HostEngine(Engine):
         if self._refit is not None:
             self._refit.work()
         self._enter("compute", layer)
-        self._halfway = False
+        self._inconsistent = False
         return executed
 
     @staticmethod
@@ -799,7 +799,7 @@ class HostEngine(Engine):
         self._flow.hint(forecast, ids, weights)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        self._halfway = True
+        self._inconsistent = True
         self._enter("policy", layer.index)
         self._check_untouched(layer)
         plan = self._plan
@@ -817,7 +817,7 @@ class HostEngine(Engine):
         if self._complete and self._flow.governor is not None:
             self._flow.governor.end()
         self._enter("compute", layer.index + 1)
-        self._halfway = False
+        self._inconsistent = False
         return output_TD
 
     def _begin(

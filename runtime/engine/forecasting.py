@@ -87,13 +87,13 @@ class Pace:
         """Return the time and room of prefetches for a later layer."""
         residency, first, now = self._residency, target * self._experts, self._link.clock()
         copy_s, computing_s = self._link.copy_s, self.computing_s(target)
-        left_s = copy_s if computing_s is None else computing_s
+        deadline_s = copy_s if computing_s is None else computing_s
         backlog_s = residency.backlog_s(now)
         # the running layer waits for its own copies, which delays the target, too
         return LinkState(
             copy_s=copy_s,
             backlog_s=backlog_s,
-            left_s=max(0.0, left_s - (now - self._reached_s)) + self.awaited_s(now),
+            deadline_s=max(0.0, deadline_s - (now - self._reached_s)) + self.awaited_s(now),
             free=residency.free(target),
             resident=lambda expert: residency.holds(first + expert),
             victim_worth=lambda: self._worth(residency.victim(target)),

@@ -125,11 +125,11 @@ class _TextEngine(HostEngine):
         self._other = engine
 
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
-        self._halfway |= self._other.is_halfway
+        self._inconsistent |= self._other.is_inconsistent
         super().on_start(fresh, token_BS)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        self._halfway = True
+        self._inconsistent = True
         self._begin(layer.index, ids_TK)
         self._flow.finish(layer.index)
         return super().run(layer, hidden_TD, ids_TK, weights_TK)

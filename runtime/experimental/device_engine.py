@@ -51,9 +51,9 @@ class DeviceEngine(Engine):
 
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         self._link.follow()
-        if self._halfway:  # otherwise the tables are correct, even after an aborted forward pass
+        if self._inconsistent:  # otherwise the tables are correct, even after an aborted forward pass
             self._tables.clear()
-            self._halfway = False
+            self._inconsistent = False
         self._ids_TK = None
         self._calls = 0
         self._speculator.start(fresh)
@@ -104,20 +104,20 @@ class DeviceEngine(Engine):
 
     def _request(self, layer: int, ids_TK: Tensor, within_E: Tensor | None = None) -> int:
         """Start the copies of misses; return the number of link calls to wait for."""
-        self._halfway = True
+        self._inconsistent = True
         self._link.move(self._tables.request(layer, ids_TK, within_E), layer)
-        self._halfway = False
+        self._inconsistent = False
         return self._link.calls_in_flight()
 
     def _prefetch(self, forecast: Forecast, running: int) -> None:
         if self._pool.count <= running:
             return
-        self._halfway = True
+        self._inconsistent = True
         ids_N = self._prefetch_policy.device_ids(forecast)
         assert ids_N is not None, "offload() accepts only policies that select on the device"
         moves = self._tables.prefetch(forecast.layer, ids_N, running)
         self._link.move(moves, forecast.layer, urgent=False)
-        self._halfway = False
+        self._inconsistent = False
 
     def _join(self, layer: int, calls: int) -> None:
         self._enter("wait", layer)

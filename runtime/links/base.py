@@ -81,7 +81,7 @@ class Link(ABC):
         self.copies = 0
         self.busy_s = 0.0
         """Seconds during which at least one copy was in flight."""
-        self.held_s = 0.0
+        self.blocked_s = 0.0
         """Seconds for which the last request blocked the model's thread, for links that copy in that thread."""
         self.write_back_s = 0.0
         """Link seconds per evicted expert. Zero by default: the store keeps all weights, so nothing is copied back."""
@@ -141,7 +141,7 @@ class Link(ABC):
         self.mark_read([copy.slot])  # the slot may be evicted before any other kernel reads it
         self.observer.expanded(copy.key, time.perf_counter() - start)
 
-    def twin(self) -> Link:
+    def unattached_copy(self) -> Link:
         """Return a new, unattached link with the undisturbed speed of this one.
 
         Raises:
@@ -330,10 +330,10 @@ class InstantLink(Link):
             self._copy(copy)
         finally:
             end = self.clock()
-            self.held_s = end - start
+            self.blocked_s = end - start
         self._complete(copy, start, end)
 
-    def twin(self) -> Link:
+    def unattached_copy(self) -> Link:
         return InstantLink()
 
     def restart(self) -> None:

@@ -198,7 +198,7 @@ class DiskLink(Link):
             reader.held_back = True
         self._queue = reader
 
-    def twin(self) -> Link:
+    def unattached_copy(self) -> Link:
         return DiskLink(self._threads, bandwidth=self.bandwidth, pools=self._memory, passing=self._passing)
 
     def seconds(self, key: int) -> float:

@@ -93,7 +93,7 @@ class CudaDiskLink(CudaLink):
     def _file_of(self, store: ExpertStore) -> DiskStore:
         return file_of(store)
 
-    def twin(self) -> Link:
+    def unattached_copy(self) -> Link:
         return CudaDiskLink(self._threads, bandwidth=self.bandwidth, places=self._places_given)
 
     def wait(self, copy: Transfer) -> None:

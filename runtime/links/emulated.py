@@ -69,7 +69,7 @@ class EmulatedLink(Link):
     def copy_s(self) -> float:
         return self.latency + self._store.layout.block_bytes / self.bandwidth
 
-    def twin(self) -> Link:
+    def unattached_copy(self) -> Link:
         return EmulatedLink(self.bandwidth, self.latency)
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:

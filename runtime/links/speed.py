@@ -43,7 +43,7 @@ def link_speed(link: Link, store: ExpertStore) -> LinkSpeed:
     if link.driver is not None and not isinstance(link, CudaDiskLink | DiskLink):
         return _cuda_speed(link, link.driver, store)
     block_bytes = store.layout.block_bytes
-    copy_s = _block_seconds(store, link.twin())
+    copy_s = _block_seconds(store, link.unattached_copy())
     return LinkSpeed(rate=block_bytes / copy_s, copy_s=copy_s, latency_s=link.latency)
 
 

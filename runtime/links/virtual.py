@@ -207,7 +207,7 @@ _CODED_WINDOW = UNDER_WAY - SPARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredExperts:
     """Stored form of a codec's experts on a disk, and their decoding costs.
 
     Raises:
@@ -290,14 +290,16 @@ class VirtualDisk(VirtualLink):
 
     name = "virtual disk"
 
-    def __init__(self, stored: Stored, rate: float, latency: float = 0.0, *, block_bytes: Mapping[str, int]) -> None:
+    def __init__(
+        self, stored: StoredExperts, rate: float, latency: float = 0.0, *, block_bytes: Mapping[str, int]
+    ) -> None:
         super().__init__(block_bytes, rate, latency, window=stored.window)
         self._stored, self._rate = stored, rate
         self._kept: KeptParts | None = None
         self._threads: list[list[tuple[float, float]]] = [[] for _ in range(stored.threads)]
         """Planned decoding of each thread: intervals of begin and end in seconds, in order."""
 
-    def keep_parts(self, slots: SlotPool, shape: ModelShape, *, passing: int) -> None:
+    def use_pools(self, slots: SlotPool, shape: ModelShape, *, passing: int) -> None:
         """Use the pools of `stored`, if it has any, from now on; they appear as `pools`.
 
         Args:

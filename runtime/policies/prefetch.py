@@ -54,7 +54,7 @@ class LinkState:
     """Seconds to copy one expert."""
     backlog_s: float
     """Seconds until the link can start another copy."""
-    left_s: float
+    deadline_s: float
     """Seconds until the target layer is expected to need its experts."""
     free: int
     """Number of empty slots."""
@@ -430,16 +430,16 @@ class ValueConfig(PolicyConfig):
 class Value(Calibrated):
     """Loads the likeliest experts while the expected saving of waiting time exceeds the expected cost.
 
-    A copy takes `copy_s` seconds and starts after `backlog_s`; the layer needs the expert in `left_s`. If the expert
-    is used, the copy saves copy_s - max(0, backlog_s + copy_s - left_s) seconds, at least 0. The costs are
+    A copy takes `copy_s` seconds and starts after `backlog_s`; the layer needs the expert in `deadline_s`. If the
+    expert is used, the copy saves copy_s - max(0, backlog_s + copy_s - deadline_s) seconds, at least 0. The costs are
 
     - the eviction: copy_s times the probability that the victim is used; 0 for an empty slot;
     - the delay of misses: a copy in flight cannot be cancelled, so an unused one blocks the link for the rest of its
-      time after `left_s`. Queued copies are dropped without cost.
+      time after `deadline_s`. Queued copies are dropped without cost.
 
-    No expert is loaded if no copy can start within `left_s`. The estimate ignores delays of the layers in between, for
-    forecasts several layers ahead, and uses of an expert after this step. Each expert has its own copy time where parts
-    of experts are in memory.
+    No expert is loaded if no copy can start within `deadline_s`. The estimate ignores delays of the layers in between,
+    for forecasts several layers ahead, and uses of an expert after this step. Each expert has its own copy time where
+    parts of experts are in memory.
 
     The result includes resident experts that the forecast names, to protect them.
     """
@@ -457,7 +457,7 @@ class Value(Calibrated):
         return sorted(selected, key=lambda expert: (-p_E[expert], expert))
 
     def _worth_loading(self, p_E: Array, link: LinkState) -> list[int]:
-        if link.left_s <= link.backlog_s:
+        if link.deadline_s <= link.backlog_s:
             return []
         likely = [int(expert) for expert in np.argsort(-p_E, kind="stable") if p_E[expert] >= self.config.least]
         absent = [expert for expert in likely if not link.resident(expert)]
@@ -469,7 +469,7 @@ class Value(Calibrated):
             lost_s = worth * link.copy_s if len(chosen) >= link.free else 0.0
             if self.config.eviction == "wrong":
                 lost_s *= 1.0 - p
-            if saved_s(p, backlog_s, copy_s, link.left_s) > lost_s:
+            if saved_s(p, backlog_s, copy_s, link.deadline_s) > lost_s:
                 chosen.append(expert)
                 backlog_s += copy_s
             elif link.seconds_of is None:
@@ -477,18 +477,18 @@ class Value(Calibrated):
         return chosen
 
 
-def saved_s(p: float, backlog_s: float, copy_s: float, left_s: float) -> float:
+def saved_s(p: float, backlog_s: float, copy_s: float, deadline_s: float) -> float:
     """Return the expected reduction of waiting time by a copy, in seconds; negative if it delays other copies more.
 
     Args:
         p: probability that the expert is used.
         backlog_s: seconds until the copy starts.
         copy_s: seconds that the copy takes.
-        left_s: seconds until the layer needs the expert.
+        deadline_s: seconds until the layer needs the expert.
     """
-    if backlog_s >= left_s:
+    if backlog_s >= deadline_s:
         return 0.0
-    late_s = max(0.0, backlog_s + copy_s - left_s)
+    late_s = max(0.0, backlog_s + copy_s - deadline_s)
     return p * (copy_s - late_s) - (1.0 - p) * late_s
 
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertcast.data.trace_writer import write_where_told
+from expertcast.data.trace_writer import write_user_file
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.recording.recorder import Recorder, Span
 
@@ -56,7 +56,7 @@ def write_timeline(path: str | Path, recorders: Mapping[str, Recorder]) -> None:
     Raises:
         ExpertcastError: the folder does not exist or is not writable.
     """
-    write_where_told(Path(path), json.dumps(chrome_trace(recorders), allow_nan=False).encode())
+    write_user_file(Path(path), json.dumps(chrome_trace(recorders), allow_nan=False).encode())
 
 
 def draw_steps(recorders: Mapping[str, Recorder], png_path: str | Path, *, steps: int = 2) -> None:
@@ -91,7 +91,7 @@ def draw_steps(recorders: Mapping[str, Recorder], png_path: str | Path, *, steps
     _legend(figure, layers)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=130)
-    write_where_told(Path(png_path), picture.getvalue())
+    write_user_file(Path(png_path), picture.getvalue())
 
 
 def _labels(process: int, name: str) -> list[Json]:

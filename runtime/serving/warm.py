@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
-from expertcast.data.trace_writer import write_where_told
+from expertcast.data.trace_writer import write_user_file
 from expertcast.predictors.artefacts import CLOSED, SEAL, read_bytes, read_json, seal
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.experimental.kernel_link import KernelLink, prefill_tables, resident_keys
@@ -109,7 +109,7 @@ class HotExperts(Observer):
             "model": self._offloaded.view.model_id, "fingerprint": self._fingerprint, "layers": self._shape.layers,
             "experts": self._shape.experts, "keys": order, "used": [used[key] for key in order], "held": held,
         }  # fmt: skip
-        write_where_told(self.path, (json.dumps(seal(values)) + "\n").encode())
+        write_user_file(self.path, (json.dumps(seal(values)) + "\n").encode())
         return True
 
     def _read(self) -> _File:

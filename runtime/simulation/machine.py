@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from expertcast.predictors.messages import ExpertcastError, Json
-from expertcast.runtime.links.virtual import Stored, VirtualDisk, VirtualLink
+from expertcast.runtime.links.virtual import StoredExperts, VirtualDisk, VirtualLink
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.recording.recorder import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics, share
@@ -39,7 +39,7 @@ class Machine:
     """Times of prefills; None: those of a decode step."""
     base: str = FULL
     """Precision of the experts that `block_bytes` calls full."""
-    stored: Stored | None = None
+    stored: StoredExperts | None = None
     """Form of the experts on a disk; None: they are in host memory."""
 
     @property

@@ -110,7 +110,7 @@ class VirtualRuntime:
         self.link = machine.link()
         pool = SlotPool(_layout(machine.block_bytes[FULL]), slots, torch.device("meta"))  # allocates no memory
         if isinstance(self.link, VirtualDisk):
-            self.link.keep_parts(pool, shape, passing=1 if case.predictor is None and tokens_ahead is None else 2)
+            self.link.use_pools(pool, shape, passing=1 if case.predictor is None and tokens_ahead is None else 2)
         if self.link.pools is not None:
             policies.eviction = Eviction.from_policy(PoolEviction(self.link.pools), shape.layers)
         self.residency = ExpertCache(

@@ -15,7 +15,7 @@ from torch import Tensor
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.base import Forecast, Predictor
-from expertcast.predictors.messages import ExpertcastError, Progress, tokens_read
+from expertcast.predictors.messages import ExpertcastError, Progress, with_token_progress
 from expertcast.predictors.view import ModelShape, MoEView, route_all
 from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.engine.forecasting import TokenForecasts
@@ -78,7 +78,7 @@ class Hints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RecordedPrefetches:
     """Prefetch requests of a recorded run of one sequence, after the selection by its prefetch policy."""
 
     ahead: int = 1
@@ -100,7 +100,7 @@ class Asked:
         return self.steps[row]
 
 
-ForecastSource = Hints | Asked
+ForecastSource = Hints | RecordedPrefetches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +267,7 @@ _COLUMNS = ("logits", "ids", "weights", "residual")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Texts:
+class SequenceSelection:
     """Selection of documents of a trace dataset, and how they are decoded."""
 
     split: str = "test"
@@ -281,14 +281,14 @@ class Texts:
 
 
 def load_trace(
-    traces: TraceDataset, texts: Texts | None = None, *, predictors: Mapping[str, Predictor] | None = None,
+    traces: TraceDataset, texts: SequenceSelection | None = None, *, predictors: Mapping[str, Predictor] | None = None,
     ahead: int = 1, residuals: bool = False,
 ) -> Trace:  # fmt: skip
     """Load the routing of a trace dataset for simulations.
 
     Args:
         traces: trace dataset.
-        texts: selection of documents; None: the defaults of :class:`Texts`.
+        texts: selection of documents; None: the defaults of :class:`SequenceSelection`.
         predictors: predictors by name, bound to the view of the dataset; their forecasts are hints in decode steps.
         ahead: number of layers between a forecast and its target.
         residuals: keep the residual stream, which forecasts of the next tokens need.
@@ -296,7 +296,7 @@ def load_trace(
     Raises:
         ExpertcastError: a number is out of range, or there are too few documents of two tokens or more.
     """
-    texts, predictors = texts or Texts(), predictors or {}
+    texts, predictors = texts or SequenceSelection(), predictors or {}
     if texts.prefill < 1 or texts.batch < 1:
         raise ExpertcastError(f"prefill={texts.prefill}, batch={texts.batch}: give 1 or more of both")
     for predictor in predictors.values():
@@ -305,7 +305,8 @@ def load_trace(
     batches = traces.batches(texts.split, _CHUNK, max_tokens=texts.tokens)
     total = min(traces.token_count(texts.split), texts.tokens or traces.token_count(texts.split))
     parts = [
-        _part(rows, view, predictors, ahead, residuals) for rows in tokens_read(batches, "reading the routing", total)
+        _part(rows, view, predictors, ahead, residuals)
+        for rows in with_token_progress(batches, "reading the routing", total)
     ]
     if not parts:
         raise ExpertcastError(f"split {texts.split!r} holds no tokens: collect more text or choose another split")

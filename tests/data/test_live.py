@@ -85,14 +85,14 @@ def test_nothing_is_written_before_there_are_prompts_for_three_splits(tmp_path: 
 
 def test_in_a_lull_what_is_much_is_committed(tmp_path: Path) -> None:
     made = writer(tmp_path / "traces", range(3), shard_bytes=10**6)
-    made.lull()
+    made.commit_if_idle()
     assert len(numbers(tmp_path / "traces")) == 3 + 4 + 5
     for number in range(3, 30):
         made.add(request(number))
-    made.lull()
+    made.commit_if_idle()
     committed = len(numbers(tmp_path / "traces"))
     made.add(request(0))
-    made.lull()
+    made.commit_if_idle()
     assert len(numbers(tmp_path / "traces")) == committed == made.tokens - 3
 
 

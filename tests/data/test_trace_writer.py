@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from expertcast.data import trace_format as layout
 from expertcast.data.means import MeanOutputs
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.trace_writer import RankWriter, merged_progress, write_where_told
+from expertcast.data.trace_writer import RankWriter, merged_progress, write_user_file
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.artefacts import file_digest
 from expertcast.predictors.messages import ExpertcastError
@@ -55,8 +55,8 @@ def test_what_two_ranks_committed_is_one_account(
 def test_a_file_at_a_users_path(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     for content in (b"old", b"new"):
-        write_where_told(path, content)
+        write_user_file(path, content)
         assert path.read_bytes() == content
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     with pytest.raises(ExpertcastError, match=f"{tmp_path / 'nowhere' / 'file'}: No such file"):
-        write_where_told(tmp_path / "nowhere" / "file", b"")
+        write_user_file(tmp_path / "nowhere" / "file", b"")

@@ -17,7 +17,7 @@ from expertcast.cli import main
 from expertcast.commands.serve import WarmOptions
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.messages import size_text
+from expertcast.predictors.messages import format_bytes
 from expertcast.runtime import load_offloaded
 from expertcast.runtime.storage.expert_file import FILE_NAME, read_header
 from tests.package.test_cli import fails, ran
@@ -106,7 +106,7 @@ def test_bytes_read_from_a_compressed_store(
     read -= read_header(tmp_path / "store" / FILE_NAME).index_nbytes
     assert memory["bytes_read"] == read > 0
     assert memory["bytes_read"] < 0.8 * stats["bytes_moved"]
-    assert f" a token), {size_text(read)} read from disk, " in shown
+    assert f" a token), {format_bytes(read)} read from disk, " in shown
 
 
 def test_drafts_stream_the_same_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

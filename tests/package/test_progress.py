@@ -16,7 +16,7 @@ from expertcast.commands import inspect
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors import messages as progress
-from expertcast.predictors.messages import Progress, tokens_read
+from expertcast.predictors.messages import Progress, with_token_progress
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from tests.package.conftest import RUN
 
@@ -98,7 +98,7 @@ def test_an_error_within_a_stage_has_its_own_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_options: object) -> None:
-        batches = tokens_read([[0], [0]], "stage", 2)  # the traceback holds it, and its bar
+        batches = with_token_progress([[0], [0]], "stage", 2)  # the traceback holds it, and its bar
         for _batch in batches:
             raise ExpertcastError("broken")
 
@@ -111,7 +111,7 @@ def test_short_stages_and_other_ranks_show_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(**options: bool) -> str:
-        assert list(tokens_read([[0] * 3, [0] * 2], "reading", 5, **options)) == [[0] * 3, [0] * 2]
+        assert list(with_token_progress([[0] * 3, [0] * 2], "reading", 5, **options)) == [[0] * 3, [0] * 2]
         return capsys.readouterr().err
 
     assert "5.00/5.00" in run()

@@ -69,7 +69,7 @@ def line(capsys: pytest.CaptureFixture[str], argv: Sequence[str]) -> str:
 
 
 def bad_values(hint: object) -> list[str]:
-    """Texts that are no value of a type; every field of texts has a choice of them."""
+    """Texts that are not values of a type; every field of texts has a choice of them."""
     if hint is float:
         return ["much", "nan", "inf", "-inf", "", "1/2", "none"]
     if hint is int:

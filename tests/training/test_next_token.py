@@ -29,7 +29,7 @@ SMALL = NextTokenConfig(
 
 
 class Cyclic(Rows):
-    """Texts in which six words follow one another in a ring; a word has one routing and one residual per layer."""
+    """Sequences of six words in a ring; a word has one routing and one residual per layer."""
 
     def __init__(self, view: MoEView, tokens: int = 1200, document_tokens: int = 40) -> None:
         words = random_batch(view, WORDS, seed=3)
@@ -92,7 +92,7 @@ def test_scores_by_hand(source: Cyclic, fitted: NextToken) -> None:
 
 
 def test_it_knows_which_token_comes(source: Cyclic) -> None:
-    """Texts in which any word follows any other: only the token's own id tells its routing."""
+    """Sequences in which any word follows any other: only the token's own id tells its routing."""
     drawn = Cyclic(source.view)
     word_T = torch.randint(0, WORDS, (1200,), generator=torch.Generator().manual_seed(1))
     words = drawn.batch[:WORDS]  # the first document's: each of the six once

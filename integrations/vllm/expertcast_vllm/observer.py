@@ -228,7 +228,7 @@ class TrafficCollector:
                 try:
                     document = self._queue.get(timeout=_LULL_S)
                 except queue.Empty:
-                    self._live.lull()
+                    self._live.commit_if_idle()
                     continue
                 if document is None:
                     break

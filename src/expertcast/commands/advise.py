@@ -185,12 +185,15 @@ def _advise_disk(options: Options, folder: Path) -> Outcome:
     """
     from expertcast.runtime.advising.disk import OWN, advise_disk, survey_disk
     from expertcast.runtime.config import size_bytes
-    from expertcast.runtime.simulation.trace import Texts, load_trace
+    from expertcast.runtime.simulation.trace import SequenceSelection, load_trace
     from expertcast.runtime.storage.expert_file import packed_codec
 
     routing, replayed, memory = OWN, None, options.offload.memory
     if options.replay is not None:
-        routing, replayed = str(options.replay), load_trace(TraceDataset.open(options.replay), Texts(tokens=TOKENS))
+        routing, replayed = (
+            str(options.replay),
+            load_trace(TraceDataset.open(options.replay), SequenceSelection(tokens=TOKENS)),
+        )
     codec = packed_codec(folder)
     say("a short run on demand; reading and decoding some experts")
     offloaded, prompt_ids, process = _run_for_disk(options, folder, codec)

@@ -30,7 +30,7 @@ from expertcast.predictors.messages import Json
 
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess
-    from expertcast.runtime.benchmarking.runs import LentStore
+    from expertcast.runtime.benchmarking.runs import BorrowedStore
     from expertcast.runtime.config import OffloadConfig
 
 DEFAULT_PREDICTOR = "next_norm"
@@ -146,7 +146,7 @@ class Target:
     options: TargetOptions
     model: PreTrainedModel
     view: MoEView
-    store: LentStore
+    store: BorrowedStore
     """Store of all runs."""
 
     @classmethod
@@ -156,7 +156,7 @@ class Target:
         Raises:
             ExpertcastError: neither a shape nor a model, or too little memory.
         """
-        from expertcast.runtime.benchmarking.runs import LentStore, without_experts_to
+        from expertcast.runtime.benchmarking.runs import BorrowedStore, without_experts_to
         from expertcast.runtime.benchmarking.shapes import build_shape
         from expertcast.runtime.config import OffloadConfig, pack_experts
 
@@ -169,7 +169,7 @@ class Target:
         if options.offload.experts != OffloadConfig.experts:
             pack_experts(view, options.offload.experts)
         device = torch.device(options.device_name)
-        return cls(options, without_experts_to(model, device), view, LentStore(view, device))
+        return cls(options, without_experts_to(model, device), view, BorrowedStore(view, device))
 
     def prompt(self, tokens: int, *others: str | None) -> Tensor:
         """Return token ids [1, T]: bundled text for a model, random ids for a shape.

@@ -165,12 +165,12 @@ def waiting(
     from expertcast.runtime.simulation.machine import Case
     from expertcast.runtime.simulation.simulator import simulate
     from expertcast.runtime.simulation.sweep import slots_of
-    from expertcast.runtime.simulation.trace import Texts, load_trace
+    from expertcast.runtime.simulation.trace import SequenceSelection, load_trace
 
     if all(document.tokens < 2 for document in traces.chosen(split)):
         return {}
     ways = _with_rungs(predictors)
-    trace = load_trace(traces, Texts(split=split, tokens=TOKENS), predictors=ways, ahead=ahead)
+    trace = load_trace(traces, SequenceSelection(split=split, tokens=TOKENS), predictors=ways, ahead=ahead)
     forecast_s: Mapping[str, float] = {}
     if options.layer_time is not None:
         forecast_s = forecast_seconds({name: Fitted(predictor=way) for name, way in ways.items()}, traces, split, ahead)

@@ -16,7 +16,7 @@ from expertcast.commands.options import COUNT, Count, DeploymentOptions, Model, 
 from expertcast.commands.output import Outcome
 from expertcast.data.packed_experts import weight_bits
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.messages import Json, size_text
+from expertcast.predictors.messages import Json, format_bytes
 
 if TYPE_CHECKING:
     from expertcast.runtime.offloading import OffloadedModel
@@ -184,13 +184,13 @@ def account(timing: Json, stats: Json, where: Json) -> list[str]:
     if timing["tokens_per_s"] is not None:
         speed.append(f"{timing['tokens_per_s']:.1f} tokens/s after it")
     hits = f"experts: {stats['hits']:,} of {stats['requests']:,} requests hit ({stats['hit_rate']:.1%}), "
-    hits += f"{size_text(moved)} moved ({size_text(moved / max(1, count))} a token), "
+    hits += f"{format_bytes(moved)} moved ({format_bytes(moved / max(1, count))} a token), "
     if where["bytes_read"]:
-        hits += f"{size_text(where['bytes_read'])} read from disk, "
+        hits += f"{format_bytes(where['bytes_read'])} read from disk, "
     hits += f"{stats['waited_s']:.2f} s waited"
-    draft = f", drafts {size_text(where['draft_bytes'])}" if where["draft_bytes"] else ""
-    rate = "" if where["bandwidth"] is None else f" at {size_text(where['bandwidth'])}/s"
-    device, kept = size_text(where["device_bytes"]), size_text(where["store_bytes"])
+    draft = f", drafts {format_bytes(where['draft_bytes'])}" if where["draft_bytes"] else ""
+    rate = "" if where["bandwidth"] is None else f" at {format_bytes(where['bandwidth'])}/s"
+    device, kept = format_bytes(where["device_bytes"]), format_bytes(where["store_bytes"])
     slots = f"slots: {where['slots']} of {where['experts']} experts, {device} on {where['device']}{draft}; "
     slots += (
         f"all of them {kept} in {where['store']}, {where['weight_bits']:.3g} bits a weight; link {where['link']}{rate}"

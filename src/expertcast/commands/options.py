@@ -45,7 +45,7 @@ RUNTIME = {
     "MODES": "config",
     "OffloadConfig": "config",
     "RoutingOptions": "benchmarking.routing",
-    "Texts": "simulation.trace",
+    "SequenceSelection": "simulation.trace",
 }
 """Names that annotations of options may use without an import, by module of the runtime."""
 

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from expertcast.data.trace_writer import write_where_told
+from expertcast.data.trace_writer import write_user_file
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.messages import Json, aligned
 
@@ -47,7 +47,7 @@ def write_json(path: Path, result: Json) -> None:
     Raises:
         ExpertcastError: its folder does not exist or cannot be written.
     """
-    write_where_told(path, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
+    write_user_file(path, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
 
 
 def describe_traces(traces: TraceDataset) -> str:

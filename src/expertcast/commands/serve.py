@@ -17,7 +17,7 @@ from expertcast.commands.numbers import not_negative_whole
 from expertcast.commands.options import COUNT, DeploymentOptions, Model, Option
 from expertcast.commands.output import Outcome, say
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.messages import size_text
+from expertcast.predictors.messages import format_bytes
 
 if TYPE_CHECKING:
     from expertcast.runtime.offloading import OffloadedModel
@@ -119,7 +119,7 @@ def run(options: Options) -> Outcome:
             offloaded, tokenizer, name, continuous_batching=options.continuous_batching, kv_tokens=cache
         )
         pool, store = offloaded.pool, offloaded.store
-        in_slots = size_text(pool.count * store.layout.block_bytes)
+        in_slots = format_bytes(pool.count * store.layout.block_bytes)
         say(f"{pool.count} of {store.layers * store.experts} experts in slots, {in_slots}")
         server.run(listening, ready=lambda address: say(f"serving {name} on {address}"))
         server.close()

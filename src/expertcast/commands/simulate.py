@@ -39,10 +39,10 @@ from expertcast.training.unseen import unseen_traces
 
 if TYPE_CHECKING:
     from expertcast.runtime.config import OffloadConfig
-    from expertcast.runtime.links.virtual import Stored
+    from expertcast.runtime.links.virtual import StoredExperts
     from expertcast.runtime.policies import Policies
     from expertcast.runtime.simulation.machine import Case, Machine
-    from expertcast.runtime.simulation.trace import Texts
+    from expertcast.runtime.simulation.trace import SequenceSelection
     from expertcast.runtime.storage.layout import BlockLayout
 
 TABLE, RESULT = "table.txt", "results.json"
@@ -182,7 +182,7 @@ class MachineOptions:
     def _name(self) -> str:
         return (self.codec or "").partition(":")[0]
 
-    def on_disk(self, layout: BlockLayout) -> Stored | None:
+    def on_disk(self, layout: BlockLayout) -> StoredExperts | None:
         """Return sizes and rates of experts on a disk; None for experts in memory.
 
         Raises:
@@ -191,14 +191,14 @@ class MachineOptions:
         if self.codec is None:
             return None
         from expertcast.runtime.config import pool_bytes
-        from expertcast.runtime.links.virtual import Stored
+        from expertcast.runtime.links.virtual import StoredExperts
         from expertcast.runtime.storage.codecs import make_codec
 
         block_bytes, codec = layout.block_bytes, make_codec(self.codec, layout)
         if self._name == "raw":
-            return Stored(plain=block_bytes)
+            return StoredExperts(plain=block_bytes)
         plain, shards = block_bytes // 2, sum(codec.planes[shard.plane].compressed for shard in codec.shards)
-        return Stored(
+        return StoredExperts(
             codec=codec.text,
             plain=plain,
             coded=(max(1, round((self.stored or STORED) * block_bytes) - plain),),
@@ -315,7 +315,7 @@ class Options(QualityOptions):
     """For a routing file without a column expert_bytes, the size of an expert."""
     machine: Annotated[MachineOptions, Fields()]
     """Link and computing."""
-    texts: Annotated[Texts, Fields(split=Option(choices=(*SPLITS, ALL)), prefill=COUNT, batch=COUNT)]
+    texts: Annotated[SequenceSelection, Fields(split=Option(choices=(*SPLITS, ALL)), prefill=COUNT, batch=COUNT)]
     """Documents to simulate."""
     tokens: Count = 10_000
     """Most tokens of the split."""

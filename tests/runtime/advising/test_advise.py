@@ -24,7 +24,7 @@ from expertcast.runtime.advising.survey import Watcher, executed, measured_recal
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Simulation
-from expertcast.runtime.simulation.trace import Asked, Trace
+from expertcast.runtime.simulation.trace import RecordedPrefetches, Trace
 from tests.runtime.made import Setting, decoding, layer_times, made_survey, perfect, routings
 
 LAYERS, EXPERTS = 4, 8
@@ -34,12 +34,14 @@ TRACE = decoding(
     [[[8 * layer + 2 * (step % 3), 8 * layer + 2 * (step % 3) + 1] for layer in range(LAYERS)] for step in range(6)],
     experts=EXPERTS,
 )
-WRONG = Asked(steps=[{layer: [8 * layer + 6, 8 * layer + 7] for layer in range(1, LAYERS)} for _ in range(6)])
+WRONG = RecordedPrefetches(
+    steps=[{layer: [8 * layer + 6, 8 * layer + 7] for layer in range(1, LAYERS)} for _ in range(6)]
+)
 COPIES = Setting(slots=12, copy_s=1.0, cache=False, carry=False)
 TIMES = layer_times([1.0] * LAYERS, [1.0] * LAYERS)
 
 
-def _survey(asked: Asked, *, forecast_s: float = 0.0, setting: Setting = COPIES) -> Any:
+def _survey(asked: RecordedPrefetches, *, forecast_s: float = 0.0, setting: Setting = COPIES) -> Any:
     own = replace(TIMES, forecast_s=[forecast_s] * LAYERS)
     return made_survey(TRACE, TIMES, setting, {("made", asked.ahead): (asked, own)})
 
@@ -88,7 +90,7 @@ def test_wrong_forecasts_are_not_followed() -> None:
 
 
 def test_a_gain_too_small_to_be_worth_it() -> None:
-    right_once = Asked(steps=[{1: keys[1][:1]} for keys in routings(TRACE)])
+    right_once = RecordedPrefetches(steps=[{1: keys[1][:1]} for keys in routings(TRACE)])
     small = replace(COPIES, copy_s=0.1)
     advice = advice_from(_survey(right_once, setting=small))
     assert 1 - advice.options[1].tpot_s / advice.options[0].tpot_s == pytest.approx(0.1 / 8.8)
@@ -106,7 +108,9 @@ def test_further_ahead_pays_where_misses_are_uneven() -> None:
         experts=EXPERTS,
     )
     setting = Setting(slots=10, copy_s=2.0)
-    forecasts = {ahead: Asked(ahead=ahead, steps=[{3: keys[3]} for keys in routings(trace)]) for ahead in (1, 2)}
+    forecasts = {
+        ahead: RecordedPrefetches(ahead=ahead, steps=[{3: keys[3]} for keys in routings(trace)]) for ahead in (1, 2)
+    }
     found = made_survey(trace, TIMES, setting, {("made", ahead): (forecasts[ahead], TIMES) for ahead in (1, 2)})
     advice = advice_from(found)
     assert [option.tpot_s for option in advice.options[:3]] == [12.0, 10.0, 8.0]
@@ -180,7 +184,7 @@ def test_what_was_watched() -> None:
     watched.asked(0, [2])
     trace, asked = watched.trace(decoding([[], []], [], experts=8).shape), watched.forecasts(1)
     assert trace == decoding([[3, 1], [9]], [[[2], [8]]], experts=8)
-    assert asked == Asked(steps=[{1: [9]}])
+    assert asked == RecordedPrefetches(steps=[{1: [9]}])
     assert measured_recall(trace, asked) == {1: 0.0}
     assert routings(executed(trace, asked, [1])) == [[[2], [9]]]
     assert routings(executed(trace, asked, [0])) == routings(trace)
@@ -189,7 +193,7 @@ def test_what_was_watched() -> None:
 @pytest.mark.parametrize("wanted", [0.0, 0.3, 0.6, 1.0])
 def test_forecasts_at_another_recall(wanted: float) -> None:
     many = _repeated(TRACE, 400)
-    half = Asked(
+    half = RecordedPrefetches(
         steps=[{layer: [keys[layer][0], 8 * layer + 7] for layer in range(1, LAYERS)} for keys in routings(many)]
     )
     assert measured_recall(many, half) == {1: 0.5, 2: 0.5, 3: 0.5}

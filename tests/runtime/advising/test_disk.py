@@ -23,7 +23,7 @@ from expertcast.runtime.advising.disk import (
     stored_in,
 )
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.links.virtual import Stored
+from expertcast.runtime.links.virtual import StoredExperts
 from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import ExpertFile
@@ -38,10 +38,12 @@ TRACE = decoding(
     [[[8 * layer + 2 * (step % 3), 8 * layer + 2 * (step % 3) + 1] for layer in range(LAYERS)] for step in range(6)],
     experts=EXPERTS,
 )
-CODED = Stored(codec="bitsplit", plain=500, coded=(200,), decode_s=0.7)
+CODED = StoredExperts(codec="bitsplit", plain=500, coded=(200,), decode_s=0.7)
 
 
-def _found(rate: float = 1000.0, stored: Stored | None = CODED, trace: Trace = TRACE, slots: int = 4) -> DiskFindings:
+def _found(
+    rate: float = 1000.0, stored: StoredExperts | None = CODED, trace: Trace = TRACE, slots: int = 4
+) -> DiskFindings:
     """Experts of 1000 bytes; a layer takes two seconds beside what it waits for."""
     return DiskFindings(
         trace=trace, routing="made", times=layer_times([1.0] * LAYERS, [1.0] * LAYERS), slots=slots, block_bytes=1000,
@@ -120,7 +122,7 @@ def test_experts_that_the_codec_cannot_hold() -> None:
 def test_what_a_run_took_longer_counts_for_its_like() -> None:
     """Of a compressed run for compressed ones; of a raw run for all."""
     late = replace(_found(rate=100.0), times=replace(_found().times, late_s=100.0))
-    raw, coded = Stored(plain=1000), replace(late, late="bitsplit")
+    raw, coded = StoredExperts(plain=1000), replace(late, late="bitsplit")
     assert late.option(raw).tpot_s == _found(rate=100.0).option(raw).tpot_s
     assert coded.option(CODED).tpot_s == late.option(CODED).tpot_s + 100
     assert coded.option(raw).tpot_s == late.option(raw).tpot_s

@@ -26,8 +26,8 @@ from expertcast.runtime.benchmarking.bench import (
     step_times,
 )
 from expertcast.runtime.benchmarking.runs import (
+    BorrowedStore,
     Decoding,
-    LentStore,
     decode_greedily,
     measure_peer,
     same_logits,
@@ -213,7 +213,7 @@ def test_offloads_in_turn(family: str) -> None:
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     with experts_implementation(model, "grouped_mm"):
         expected = decode_greedily(model, PROMPT_IDS, 4)
-        store = LentStore(find_moe_layers(model), torch.device("cpu"))
+        store = BorrowedStore(find_moe_layers(model), torch.device("cpu"))
         with store.resident():
             assert same_logits(decode_greedily(model, PROMPT_IDS, 4), expected)
         for slots in (4, 9):
@@ -230,7 +230,7 @@ def test_offloads_in_turn(family: str) -> None:
 def test_the_weights_lie_once() -> None:
     model = tiny_model("qwen3_moe")
     view = find_moe_layers(model)
-    store = LentStore(view, torch.device("cpu"))
+    store = BorrowedStore(view, torch.device("cpu"))
     block = store.block(store.experts + 3)
     lent = view[1].experts.down_proj[3]
     assert block.data_ptr() <= lent.data_ptr() < block.data_ptr() + len(block)

@@ -252,12 +252,14 @@ def test_a_reset_cache_is_a_new_one() -> None:
         residency.wait([0])
         residency.prefetch([8, 9])
         residency.window.add(17)
-        assert residency.is_asked(1)
+        assert residency.is_prefetched_for(1)
         found.append((_held(residency), residency.held(0), residency.load_ahead(17)))
         residency.reset()
         residency.stats.reset()
         assert residency.idle
-        assert not any((residency.pool.resident(), residency.running, residency.window.keys, residency.is_asked(1)))
+        assert not any(
+            (residency.pool.resident(), residency.running, residency.window.keys, residency.is_prefetched_for(1))
+        )
         _run(residency, 1, [0, 1, 2, 3])
         _run(residency, 2, [0, 1, 2, 3])
         assert residency.stats.total.collisions == residency.stats.total.prefetched_used == 0
@@ -484,7 +486,7 @@ def test_the_backlog_of_a_paced_cache() -> None:
 def test_seconds_that_the_models_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy holds the thread up for 3 s as it is asked for, and for 5 as it is waited for."""
     residency, link = _residency(4, link=TimedLink())
-    link.held_s, wait = 3.0, link.wait
+    link.blocked_s, wait = 3.0, link.wait
 
     def slow_wait(copy: Transfer) -> None:
         wait(copy)
@@ -583,10 +585,10 @@ def test_what_forecasts_ask_for_is_told_to_every_observer() -> None:
     residency.prefetch([])
     residency.prefetch([9, 8])
     assert first.heard == second.heard == [(1, [9, 8])]
-    assert residency.is_asked(1)
-    assert not residency.is_asked(2)
+    assert residency.is_prefetched_for(1)
+    assert not residency.is_prefetched_for(2)
     residency.settle(1, [9])
-    assert not residency.is_asked(1)
+    assert not residency.is_prefetched_for(1)
 
 
 def test_without_cache_a_forecast_keeps_what_a_layer_has_used() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.links.virtual import Stored, VirtualDisk, VirtualLink
+from expertcast.runtime.links.virtual import StoredExperts, VirtualDisk, VirtualLink
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
@@ -97,20 +97,20 @@ def test_speeds_that_are_refused() -> None:
 # The disk in virtual time; expected times are computed by hand
 
 
-CODED = Stored(plain=4, coded=(2,), shards=2, decode_s=3.0, threads=1)
+CODED = StoredExperts(plain=4, coded=(2,), shards=2, decode_s=3.0, threads=1)
 
 
-def disk(stored: Stored) -> VirtualDisk:
+def disk(stored: StoredExperts) -> VirtualDisk:
     """Return a disk of one byte per second."""
     return VirtualDisk(stored, 1.0, block_bytes={"full": 8, "int8": 3})
 
 
-def pooled(stored: Stored, experts: int = 8) -> VirtualDisk:
+def pooled(stored: StoredExperts, experts: int = 8) -> VirtualDisk:
     """Return a disk with pools, for one layer; its slot belongs to no pool."""
     link = disk(stored)
     block = Field(name="block", shape=(8,), dtype=torch.uint8, offset=0)
     slots = SlotPool(BlockLayout(fields=(block,), block_bytes=8), 1, torch.device("meta"))
-    link.keep_parts(slots, ModelShape(layers=1, experts=experts, top_k=1, hidden=1), passing=1)
+    link.use_pools(slots, ModelShape(layers=1, experts=experts, top_k=1, hidden=1), passing=1)
     return link
 
 
@@ -136,7 +136,7 @@ def arrivals(link: VirtualDisk, *keys: int) -> list[float]:
 
 
 def test_raw_experts_follow_one_another() -> None:
-    link = disk(Stored(plain=6))
+    link = disk(StoredExperts(plain=6))
     assert arrivals(link, 0, 1, 2) == [6, 12, 18]
     assert link.bytes_read == 18
     link.spend(10)
@@ -154,14 +154,14 @@ def test_the_disk_reads_on_while_a_thread_decodes() -> None:
 
 
 def test_shards_are_decoded_by_several_threads() -> None:
-    slow = Stored(plain=4, coded=(2,), shards=2, decode_s=10.0, threads=2)
+    slow = StoredExperts(plain=4, coded=(2,), shards=2, decode_s=10.0, threads=2)
     assert arrivals(disk(slow), 0, 1) == [16, 26]
-    alone = Stored(plain=4, coded=(2,), shards=2, decode_s=10.0, threads=1)
+    alone = StoredExperts(plain=4, coded=(2,), shards=2, decode_s=10.0, threads=1)
     assert arrivals(disk(alone), 0, 1) == [25, 45]
 
 
 def test_experts_of_any_size() -> None:
-    link = disk(Stored(plain=4, coded=(1, 2, 3, 4, 5, 6, 7, 8)))
+    link = disk(StoredExperts(plain=4, coded=(1, 2, 3, 4, 5, 6, 7, 8)))
     assert arrivals(link, 7, 0) == [12, 17]
 
 
@@ -169,7 +169,7 @@ def test_pools_keep_parts() -> None:
     """Pools S and E have room for one expert each. First everything is read. Of two equally used experts, the one with
     the smaller number ranks first and keeps its plane; the other one keeps its shards.
     """
-    link = pooled(Stored(plain=4, coded=(2,), pools={State.S: 4, State.E: 2}))
+    link = pooled(StoredExperts(plain=4, coded=(2,), pools={State.S: 4, State.E: 2}))
     used(link, 0, 1)
     assert arrivals(link, 0, 1) == [6, 12]
     assert states(link, 3) == [State.S, State.E, State.M]
@@ -181,7 +181,7 @@ def test_pools_keep_parts() -> None:
 
 def test_shards_that_are_held_wait_for_what_lies_under_them() -> None:
     """The plane arrives until 10: half at 8, decoded at 9; the rest at 10, decoded at 11."""
-    link = pooled(Stored(plain=4, coded=(2,), shards=2, decode_s=1.0, pools={State.E: 2}))
+    link = pooled(StoredExperts(plain=4, coded=(2,), shards=2, decode_s=1.0, pools={State.E: 2}))
     for expected in (7, 12):
         used(link, 0)
         assert arrivals(link, 0) == [expected]
@@ -190,7 +190,7 @@ def test_shards_that_are_held_wait_for_what_lies_under_them() -> None:
 
 def test_an_expert_that_is_held_needs_no_disk() -> None:
     """A compressed expert is decoded at once, while the disk reads expert 1, whose shards arrive at 15 and 16."""
-    link = pooled(Stored(plain=4, coded=(2,), shards=2, decode_s=2.5, pools={State.C: 6}))
+    link = pooled(StoredExperts(plain=4, coded=(2,), shards=2, decode_s=2.5, pools={State.C: 6}))
     used(link, 0)
     assert arrivals(link, 0) == [10]
     busy = link.submit(1, 1, urgent=True)
@@ -202,8 +202,8 @@ def test_an_expert_that_is_held_needs_no_disk() -> None:
 
 def test_forecasts_wait_their_turn() -> None:
     """Two prefetches have begun; a miss overtakes the third, and a dropped one keeps no parts."""
-    link = pooled(Stored(plain=4, coded=(2,), pools={State.C: 60}))
-    assert [Stored(plain=count).window for count in (1000, 3 << 20, 1 << 30)] == [4, 2, 1]
+    link = pooled(StoredExperts(plain=4, coded=(2,), pools={State.C: 60}))
+    assert [StoredExperts(plain=count).window for count in (1000, 3 << 20, 1 << 30)] == [4, 2, 1]
     begun, _, queued, dropped = (link.submit(key, key, urgent=False) for key in range(4))
     assert link.cancel(dropped)
     assert not link.cancel(begun)
@@ -216,7 +216,7 @@ def test_forecasts_wait_their_turn() -> None:
 
 def test_misses_are_asked_for_in_the_order_that_keeps_disk_and_threads_busy() -> None:
     """Expert 5 is compressed in memory: a thread decodes it while expert 0 is read."""
-    link = pooled(Stored(plain=4, coded=(2,), decode_s=1.0, pools={State.C: 6}))
+    link = pooled(StoredExperts(plain=4, coded=(2,), decode_s=1.0, pools={State.C: 6}))
     used(link, 5)
     arrivals(link, 5)
     assert states(link, 6)[5] is State.C
@@ -225,14 +225,14 @@ def test_misses_are_asked_for_in_the_order_that_keeps_disk_and_threads_busy() ->
 
 
 def test_a_prefill_may_need_any_number_of_experts() -> None:
-    link = pooled(Stored(plain=4, coded=(2,), pools={State.C: 6}), experts=100)
+    link = pooled(StoredExperts(plain=4, coded=(2,), pools={State.C: 6}), experts=100)
     used(link, *range(100))
     assert arrivals(link, *range(100))[-1] == 600
 
 
 def test_a_pool_holds_an_expert() -> None:
     with pytest.raises(ExpertcastError, match="holds no expert of 6"):
-        pooled(Stored(plain=4, coded=(2,), pools={State.C: 5}))
+        pooled(StoredExperts(plain=4, coded=(2,), pools={State.C: 5}))
 
 
 def test_copies_in_lower_precision_lie_in_memory() -> None:
@@ -254,6 +254,6 @@ def test_copies_in_lower_precision_lie_in_memory() -> None:
 )
 def test_what_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ExpertcastError, match=message):
-        Stored(**fields)  # type: ignore[arg-type]
+        StoredExperts(**fields)  # type: ignore[arg-type]
     with pytest.raises(ExpertcastError, match="bandwidth=0"):
         VirtualDisk(CODED, 0.0, block_bytes={"full": 8})

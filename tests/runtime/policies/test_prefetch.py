@@ -52,7 +52,7 @@ def transfer(
     *,
     copy_s: float = 1.0,
     backlog_s: float = 0.0,
-    left_s: float = 100.0,
+    deadline_s: float = 100.0,
     free: int = 0,
     worth: float = 0.0,
     resident: Collection[int] = (),
@@ -60,7 +60,7 @@ def transfer(
     return LinkState(
         copy_s=copy_s,
         backlog_s=backlog_s,
-        left_s=left_s,
+        deadline_s=deadline_s,
         free=free,
         resident=lambda expert: expert in resident,
         victim_worth=lambda: worth,
@@ -378,17 +378,17 @@ ALWAYS = "value:eviction=always"
         (ALWAYS, [0], {"worth": 0.95, "free": 1}),
         (ALWAYS, [0, 1, 2], {"worth": 0.4, "free": 3}),
         # copies of 1 s: two arrive, the third could not even begin; a backlog of 1 s leaves one
-        ("value", [0, 1], {"free": 4, "left_s": 2.0}),
-        ("value", [0], {"free": 4, "left_s": 2.0, "backlog_s": 1.0}),
-        ("value", [], {"free": 4, "left_s": 2.0, "backlog_s": 2.0}),
+        ("value", [0, 1], {"free": 4, "deadline_s": 2.0}),
+        ("value", [0], {"free": 4, "deadline_s": 2.0, "backlog_s": 1.0}),
+        ("value", [], {"free": 4, "deadline_s": 2.0, "backlog_s": 2.0}),
         # .4 s of 1 s come too late: .918 * .6 saved, .082 * .4 lost: .518; with .05 s left: .0459 saved, .0779 lost
-        (ALWAYS, [0], {"left_s": 0.6, "worth": 0.51}),
-        (ALWAYS, [], {"left_s": 0.6, "worth": 0.53}),
-        ("value", [], {"left_s": 0.05, "free": 4}),
+        (ALWAYS, [0], {"deadline_s": 0.6, "worth": 0.51}),
+        (ALWAYS, [], {"deadline_s": 0.6, "worth": 0.53}),
+        ("value", [], {"deadline_s": 0.05, "free": 4}),
         # copies that take a hundred times what is left
-        ("value", [], {"copy_s": 100.0, "left_s": 1.0, "free": 4}),
+        ("value", [], {"copy_s": 100.0, "deadline_s": 1.0, "free": 4}),
         # its own are 0 and 1: 1 is protected whatever the link does; 2, which is resident too, is not
-        ("value", [1], {"left_s": 0.0, "resident": (1, 2)}),
+        ("value", [1], {"deadline_s": 0.0, "resident": (1, 2)}),
         ("value", [0, 1, 3], {"free": 4, "resident": (1, 2)}),
     ],
 )
@@ -398,7 +398,7 @@ def test_what_is_worth_its_copy(text: str, expected: list[int], given: dict[str,
 
 def test_parts_in_memory() -> None:
     """1 s is left. Reading 0 or 2 takes 100 s and is not worth it; decoding 1 or 3 takes .4 s."""
-    given = replace(transfer(left_s=1.0, free=4), seconds_of=lambda expert: 0.4 if expert in (1, 3) else 100.0)
+    given = replace(transfer(deadline_s=1.0, free=4), seconds_of=lambda expert: 0.4 if expert in (1, 3) else 100.0)
     assert _chosen(given) == [1, 3]
     assert _chosen(replace(given, seconds_of=lambda _expert: 100.0)) == []
 
@@ -437,7 +437,7 @@ def test_stopping_early_leaves_nothing_out(seed: int, left: float, backlog: floa
     """No expert after the first that is not worth its copy would be worth it in its place."""
     logits_1E = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed))
     policy = PREFETCH.choose("value:eviction=always").make(CacheShape(layers=4, experts=12, top_k=3, slots=8))
-    given = transfer(left_s=left, backlog_s=backlog, worth=worth, free=free)
+    given = transfer(deadline_s=left, backlog_s=backlog, worth=worth, free=free)
     chosen = policy.experts(wanted(logits_1E, 3), given)
     ranked = logits_1E[0].sort(descending=True)
     assert chosen == ranked.indices[: len(chosen)].tolist()

@@ -29,7 +29,7 @@ from expertcast.runtime.advising.survey import Watcher
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.config import OffloadConfig, pool_bytes
 from expertcast.runtime.forecasters import resolve_predictor
-from expertcast.runtime.links.virtual import Stored
+from expertcast.runtime.links.virtual import StoredExperts
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
@@ -230,7 +230,7 @@ def test_the_simulator_counts_what_the_runtime_reads(
     with offload(reference_model, observers=[watched], **options) as offloaded:
         assert offloaded.link.name == "disk"
         block_bytes = offloaded.store.layout.block_bytes
-        stored = Stored(plain=block_bytes)
+        stored = StoredExperts(plain=block_bytes)
         if isinstance(offloaded.store, DiskStore) and not offloaded.store.addressable:
             file, made = ExpertFile(offloaded.store.path), offloaded.store.codec
             stored = replace(stored_by(made, stored_in(file), decoding_s=0.001, threads=1), pools=pool_bytes(pools))

@@ -11,7 +11,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.forecasters import resolve_predictor
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.simulation.trace import FEW_IDS, Hints, Texts, Trace, load_trace, request_order
+from expertcast.runtime.simulation.trace import FEW_IDS, Hints, SequenceSelection, Trace, load_trace, request_order
 from tests.runtime.simulation import made
 
 
@@ -50,7 +50,7 @@ def test_of_a_trace_dataset(reference_traces: TraceDataset) -> None:
     predictor, _ = resolve_predictor("next_norm", view)
     assert predictor is not None
     trace = load_trace(
-        reference_traces, Texts(tokens=300, prefill=16), predictors={"next_norm": predictor}, residuals=True
+        reference_traces, SequenceSelection(tokens=300, prefill=16), predictors={"next_norm": predictor}, residuals=True
     )
     hints, routes = trace.hints["next_norm"], trace.require_routes()
     assert isinstance(hints, Hints)
@@ -84,10 +84,10 @@ def test_refuses_in_one_line(reference_traces: TraceDataset) -> None:
     predictor, _ = resolve_predictor("next_norm", reference_traces.view)
     assert predictor is not None
     with pytest.raises(ExpertcastError, match="prefill=0, batch=1: give 1 or more of both"):
-        load_trace(reference_traces, Texts(prefill=0))
+        load_trace(reference_traces, SequenceSelection(prefill=0))
     with pytest.raises(ExpertcastError, match="batch=99: there are not so many documents"):
-        load_trace(reference_traces, Texts(batch=99))
+        load_trace(reference_traces, SequenceSelection(batch=99))
     with pytest.raises(ExpertcastError, match="unknown split 'dev': choose from train, validation, test, all"):
-        load_trace(reference_traces, Texts(split="dev"))
+        load_trace(reference_traces, SequenceSelection(split="dev"))
     with pytest.raises(ExpertcastError, match=r"next_norm looks \[1\] layers ahead, not 2"):
         load_trace(reference_traces, predictors={"next_norm": predictor}, ahead=2)

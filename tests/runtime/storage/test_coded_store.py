@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from expertcast.data.machine import usable_processors
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.predictors.messages import size_text
+from expertcast.predictors.messages import format_bytes
 from expertcast.runtime import EmulatedLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.storage.coded_reader import EVERYTHING, KINDS, CodedReader, PartMemory, Taken
@@ -79,7 +79,7 @@ def test_the_codec_that_lies_there(tmp_path: Path) -> None:
     with offload(model, store="disk", store_folder=tmp_path / "coded", slots=5, pools="C=20KB") as offloaded:
         assert isinstance(offloaded.store, DiskStore)
         assert offloaded.store.codec.text == "bitsplit:shards=2"
-        size = size_text(offloaded.store.nbytes)
+        size = format_bytes(offloaded.store.nbytes)
     with pytest.warns(UserWarning, match=f"{size} codec 'raw' writes .* of experts"):
         offload(model, store="disk", store_folder=tmp_path / "raw", slots=5).close()
     assert [len(list((tmp_path / name).iterdir())) for name in ("coded", "raw")] == [1, 1]
