@@ -178,7 +178,7 @@ def _check_disk(folder: Path, plan: Plan, row_bytes: int) -> int:
     if total - there > free:
         raise ExpertcastError(
             f"the traces need {format_bytes(total - there)} more in {folder} and {format_bytes(free)} are free: "
-            "collect fewer tokens, use another disk, or train online (expertcast train MODEL --data D), which stores nothing"
+            "collect fewer tokens, use another disk, or train without storing traces (expertcast train MODEL --data D)"
         )
     return free - (total - there)
 
