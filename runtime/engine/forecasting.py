@@ -130,8 +130,9 @@ _LITTLE = 0.01
 _KEEP = 0.97
 """Weight that one step leaves to the earlier steps of its kind."""
 _ENOUGH = 3.0
-"""Steps of a kind from which its own duration is measured alone; before, the cost of its forecasts counts too. More
-steps count as so many when the kind is no longer the best."""
+"""Steps of a kind from which its own duration is measured alone; before, the cost of its forecasts counts too."""
+_STALE = 0.1
+"""Weight that is left to the steps of a kind when it is no longer the best."""
 _OUTLIER = 1.25
 """A step counts as at most so many times its expected duration."""
 _SPREAD = 0.08
@@ -387,10 +388,9 @@ class ForecastGovernor:
         for name in sorted(kinds, key=seconds.__getitem__):
             kind, usual_s = kinds[name], seconds[self._best.name]
             margin = 0.0 if kind is self._none else _MARGIN * kind.doubt
-            if min(kind.own.weight, self._best.own.weight) >= 1.0 and seconds[name] * (1.0 + margin) < usual_s:
-                stale = min(1.0, _ENOUGH / self._best.own.weight)
-                self._best.own.fade(stale)
-                self._best.waited.fade(stale)
+            if kind.own.weight >= 1.0 and seconds[name] * (1.0 + margin) < usual_s:
+                self._best.own.fade(_STALE)
+                self._best.waited.fade(_STALE)
                 self._best = kind
                 self._trials.won(name)
                 break
