@@ -137,7 +137,7 @@ _OUTLIER = 1.25
 """A step counts as at most so many times its expected duration."""
 _SPREAD = 0.08
 """Relative standard deviation of a step's duration without waiting."""
-_MARGIN = 1.5
+_MARGIN = 1.0
 """Standard errors by which a rung must be better to replace the best kind; steps without forecasts need none."""
 _NONE = "none"
 
@@ -193,10 +193,9 @@ class ForecastGovernor:
     One rung makes all forecasts of a step. Each kind of step (one per rung, and one without forecasts) has a measured
     duration apart from waiting and a measured share of waiting in the time that copies of the missing experts take; so
     tokens that lack many experts compare with tokens that lack few. Until a kind has run, its recall and the share of
-    the copies that other kinds hide predict its waiting. Steps without forecasts are the best kind until a rung proves
-    better. The kind with the shortest expected step runs. Other kinds run as trials where they may be as good; trials
-    that are expected to lose cost less than 1% of the time. Decisions depend on time, and never change a bit of the
-    output.
+    the copies that other kinds hide predict its waiting. The kind with the shortest expected step runs. Other kinds run
+    as trials where they may be as good; trials that are expected to lose cost less than 1% of the time. Decisions
+    depend on time, and never change a bit of the output.
 
     One governor holds for one number of sequences.
 
@@ -229,7 +228,7 @@ class ForecastGovernor:
         self._hidden = Share(0.5, firmness=self._link.copy_s, keep=_KEEP)
         """Share of the copies of found experts that no layer waits for, over all rungs."""
         self._trials = Trials()
-        self._kind, self._best = self.rungs[0], self._none
+        self._kind = self._best = self.rungs[0]
         self._start_s: float | None = None
         self._waited_s = 0.0
         """Seconds of waiting until the step began."""
