@@ -130,13 +130,14 @@ _LITTLE = 0.01
 _KEEP = 0.97
 """Weight that one step leaves to the earlier steps of its kind."""
 _ENOUGH = 3.0
-"""Steps of a kind from which its own duration is measured alone; before, the cost of its forecasts counts too. More
-steps count as so many when the kind is no longer the best."""
+"""Steps of a kind from which its own duration is measured alone; before, the cost of its forecasts counts too."""
+_STALE = 0.1
+"""Weight that is left to the steps of a kind when it is no longer the best."""
 _OUTLIER = 1.25
 """A step counts as at most so many times its expected duration."""
 _SPREAD = 0.08
 """Relative standard deviation of a step's duration without waiting."""
-_MARGIN = 1.5
+_MARGIN = 1.0
 """Standard errors by which a rung must be better to replace the best kind; steps without forecasts need none."""
 _NONE = "none"
 
@@ -192,10 +193,9 @@ class ForecastGovernor:
     One rung makes all forecasts of a step. Each kind of step (one per rung, and one without forecasts) has a measured
     duration apart from waiting and a measured share of waiting in the time that copies of the missing experts take; so
     tokens that lack many experts compare with tokens that lack few. Until a kind has run, its recall and the share of
-    the copies that other kinds hide predict its waiting. Steps without forecasts are the best kind until a rung proves
-    better. The kind with the shortest expected step runs. Other kinds run as trials where they may be as good; trials
-    that are expected to lose cost less than 1% of the time. Decisions depend on time, and never change a bit of the
-    output.
+    the copies that other kinds hide predict its waiting. The kind with the shortest expected step runs. Other kinds run
+    as trials where they may be as good; trials that are expected to lose cost less than 1% of the time. Decisions
+    depend on time, and never change a bit of the output.
 
     One governor holds for one number of sequences.
 
@@ -228,7 +228,7 @@ class ForecastGovernor:
         self._hidden = Share(0.5, firmness=self._link.copy_s, keep=_KEEP)
         """Share of the copies of found experts that no layer waits for, over all rungs."""
         self._trials = Trials()
-        self._kind, self._best = self.rungs[0], self._none
+        self._kind = self._best = self.rungs[0]
         self._start_s: float | None = None
         self._waited_s = 0.0
         """Seconds of waiting until the step began."""
@@ -387,10 +387,9 @@ class ForecastGovernor:
         for name in sorted(kinds, key=seconds.__getitem__):
             kind, usual_s = kinds[name], seconds[self._best.name]
             margin = 0.0 if kind is self._none else _MARGIN * kind.doubt
-            if min(kind.own.weight, self._best.own.weight) >= 1.0 and seconds[name] * (1.0 + margin) < usual_s:
-                stale = min(1.0, _ENOUGH / self._best.own.weight)
-                self._best.own.fade(stale)
-                self._best.waited.fade(stale)
+            if kind.own.weight >= 1.0 and seconds[name] * (1.0 + margin) < usual_s:
+                self._best.own.fade(_STALE)
+                self._best.waited.fade(_STALE)
                 self._best = kind
                 self._trials.won(name)
                 break
