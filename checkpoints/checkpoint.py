@@ -520,6 +520,11 @@ def load_predictor(folder: str | Path, view: MoEView | None = None, *, revision:
     Raises:
         ExpertcastError: a file is missing, damaged or of a newer format, or the predictor was trained for another
             model.
+
+    Example:
+        >>> import expertcast
+        >>> expertcast.load_predictor("checkpoint").name
+        'quasi_hidden'
     """
     return PredictorCheckpoint.open(folder, revision=revision).load(view)
 

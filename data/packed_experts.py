@@ -492,7 +492,7 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
 
 def _grouped(experts: nn.Module, *args: Any) -> Tensor:
     """Run the function that the model names, the grouped kernel in place of transformers' others."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+    from expertcast.compat import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
     name = experts.config._experts_implementation  # type: ignore[union-attr]
     named = ALL_EXPERTS_FUNCTIONS.get_interface(name, grouped_mm_experts_forward)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from expertcast.data.batch import RouterCall, RouterOutput, capturing
 from expertcast.predictors.base import Forecast, Predictor, RouterState
@@ -20,6 +19,8 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, RuleCheck, routes_by_logits, weights_over
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from expertcast.data.early import EarlyAttention
     from expertcast.runtime.engine.refit import OnlineRefit
     from expertcast.runtime.engine.traced import TracedForecasts

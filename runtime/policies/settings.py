@@ -87,8 +87,8 @@ class Policies:
         ExpertcastError: a policy, an option or the scope is unknown.
 
     Example:
-        >>> from expertcast.runtime.policies import Policies
-        >>> policies = Policies(eviction="lfu", prefetch="threshold:above=0.3", scope="layer")
+        >>> import expertcast
+        >>> policies = expertcast.Policies(eviction="lfu", prefetch="threshold:above=0.3", scope="layer")
         >>> policies.eviction.name, policies.lossy
         ('lfu', False)
     """

@@ -22,7 +22,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from expertcast.checkpoints.checkpoint import PredictorCheckpoint, save_predictor
+    from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
     from expertcast.data.collect import collect
     from expertcast.data.text import load_documents
     from expertcast.data.traces import TraceDataset
@@ -52,6 +52,7 @@ __all__ = [
     "fit",
     "load_documents",
     "load_offloaded",
+    "load_predictor",
     "offload",
     "register",
     "save_predictor",
@@ -70,6 +71,7 @@ _LAZY = {
     "fit": "expertcast.training.fit",
     "load_documents": "expertcast.data.text",
     "load_offloaded": "expertcast.runtime.loading",
+    "load_predictor": "expertcast.checkpoints.checkpoint",
     "offload": "expertcast.runtime.offloading",
     "register": "expertcast.predictors",
     "save_predictor": "expertcast.checkpoints.checkpoint",

@@ -200,8 +200,17 @@ def _status(words: Sequence[str]) -> int:
         remedy = "free some space or choose another folder, and run the same command again"
         return _failed(f"cannot read or write{where}: {error.strerror}; {remedy}", 2)
     if text:
-        print(text)
+        _print(text)
     return 0
+
+
+def _print(text: str) -> None:
+    """Print the result; a reader that has closed the pipe, such as `head`, is not an error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes standard output at exit, which would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _failed(text: str, status: int) -> int:

@@ -275,9 +275,9 @@ def test_complete_traces_are_opened_not_made_again(
     assert shard.stat().st_mtime_ns == before
     for changed, expected in (
         ({"window": 128}, "has window=64, not 128"),
-        ({"tokens": 4000}, "begun with tokens=6000"),
-        ({"batch_size": 4}, "begun with batch_size=8"),
-        ({"seed": 1}, "begun with text="),
+        ({"tokens": 4000}, "tokens=6000"),
+        ({"batch_size": 4}, "batch_size=8"),
+        ({"seed": 1}, "text="),
     ):
         with pytest.raises(ExpertcastError, match=expected):
             collect(small_model, reference_tokenizer, text, dataset.folder, **{**MANY, **changed})

@@ -141,7 +141,7 @@ def test_a_checkpoint_is_not_scored_on_early_attention_of_another_stand_in(
     for name, config in (("early_attention", None), ("hybrid", HybridConfig(candidates=["early_attention"]))):
         save_predictor(fit(name, traces, config=config).predictor, tmp_path / name, view=traces.view)
         assert list(evaluated([str(tmp_path / name)], traces)) == [name]
-        with pytest.raises(ExpertcastError, match=f"{name} was trained with .* another stand-in: "):
+        with pytest.raises(ExpertcastError, match=f"{name} was trained with another stand-in"):
             evaluated([str(tmp_path / name)], other)
 
 

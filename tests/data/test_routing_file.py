@@ -164,7 +164,7 @@ ARRAYS: dict[str, tuple[Any, str]] = {
     "zeros": (np.zeros((4, 2, 2), dtype=np.int16), "has expert 0 twice: remove rows that were not captured"),
     "no layers": (np.zeros((4, 0, 2), dtype=np.int16), "invalid array of int16 [4, 0, 2]"),
     "no tokens": (np.zeros((0, 2, 2), dtype=np.int16), "has no decoded tokens"),
-    "too small": (np.full((1, 1, 1), -3), "names expert -3 of 1"),
+    "too small": (np.full((1, 1, 1), -3), "expert -3 of 1"),
 }
 
 

@@ -167,7 +167,7 @@ def test_a_folder_of_that_name_comes_first(hub: FakeHub, worker: Worker, work: P
     before = len(hub.requests)
     code = "from expertcast.checkpoints.checkpoint import load_predictor\nprint(load_predictor('local/linear').name)"
     assert right(worker.code(code)).out == "frequency\n"
-    assert "revision='x' is of a repository" in worker.code(code.replace("r')", "r', revision='x')")).err
+    assert "revision='x'" in worker.code(code.replace("r')", "r', revision='x')")).err
     assert len(hub.requests) == before
 
 

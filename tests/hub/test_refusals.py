@@ -81,8 +81,8 @@ def test_what_is_not_whole_is_not_sent(hub: FakeHub, worker: Worker, work: Path)
     [
         ("me/nobody", "'me/nobody' is neither a local folder nor a visible model repository"),
         ("me/linear@nowhere", "me/linear has no revision 'nowhere'"),
-        ("nobody", "nor user/repo of the hub: give a checkpoint's folder"),
-        ("out/of/folders", "nor user/repo of the hub"),
+        ("nobody", "unknown predictor 'nobody'"),
+        ("out/of/folders", "unknown predictor 'out/of/folders'"),
     ],
 )
 def test_what_is_not_there(given: str, words: str, hub: FakeHub, worker: Worker) -> None:

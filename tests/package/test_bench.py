@@ -71,7 +71,7 @@ def test_bench_with_forecasts_of_tokens(tmp_path: Path, reference_view: MoEView)
     """Runs with forecasts take policies and next_token, those on demand do not; advice leaves them out."""
     forecaster = NextToken(NextTokenConfig(tokens=2, width=16, inner=8, known_ids=5000), reference_view.shape)
     torch.nn.init.normal_(forecaster.network.head.weight)  # sure of something else for every token
-    forecaster.know(torch.arange(5000))
+    forecaster.set_known_ids(torch.arange(5000))
     save_predictor(forecaster, tmp_path / "tokens", view=reference_view, metrics={})
     options = "--prompt-tokens 8 --new-tokens 3 --slots 96 --repetitions 1 --cache with"
     forecasts = f"--next-token {tmp_path / 'tokens'} --likely 0.05 --policies eviction=forecast"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -224,6 +225,18 @@ def test_bad_configurations_are_one_line(capsys: pytest.CaptureFixture[str], tmp
     assert "overfetch" in line
     assert str(saved) in line
     assert "give slots or memory, not both" in fails(capsys, *generate, "--slots", "9", "--memory", "4MB")
+
+
+def test_a_reader_that_closes_the_pipe_is_no_error() -> None:
+    """As in `expertcast inspect reference | head -1`, with a reader that is gone before the first line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run(
+        [sys.executable, "-m", "expertcast.cli", "inspect", "reference"],
+        stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_another_system_is_refused_in_one_line() -> None:

@@ -171,13 +171,17 @@ def test_types(text: str, hint: object, expected: object) -> None:
     ("text", "hint", "message"),
     [
         ("x", int, "it='x' is not a valid int: use a whole number"),
-        ("1,5", float, "it='1,5' is no float: give a number such as 0.5"),
-        ("2", bool, "it='2' is no bool: give true or false"),
+        ("1,5", float, "it='1,5' is not a valid float: use a number such as 0.5"),
+        ("2", bool, "it='2' is not a valid bool: use true or false"),
         ("x", int | None, "it='x' is not a valid int: use a whole number or none"),
-        ("c", Literal["a", "b"], "it='c' is no choice: give one of a, b"),
-        ("1/x", tuple[int, ...], "it='1/x' is no list: give values such as a/b or a,b, each a whole number"),
-        ("1", tuple[float, float], "it='1' is no list: give 2 values such as a/b, each a number such as 0.5"),
-        ("1/2/3", tuple[float, float], "it='1/2/3' is no list: give 2 values such as a/b, each a number such as 0.5"),
+        ("c", Literal["a", "b"], "it='c' is not a valid choice: use one of a, b"),
+        ("1/x", tuple[int, ...], "it='1/x' is not a valid list: use values such as a/b or a,b, each a whole number"),
+        ("1", tuple[float, float], "it='1' is not a valid list: use 2 values such as a/b, each a number such as 0.5"),
+        (
+            "1/2/3",
+            tuple[float, float],
+            "it='1/2/3' is not a valid list: use 2 values such as a/b, each a number such as 0.5",
+        ),
     ],
 )
 def test_types_refuse(text: str, hint: object, message: str) -> None:

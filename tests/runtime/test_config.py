@@ -215,8 +215,8 @@ def test_every_field_refuses_values_of_another_type() -> None:
         ({"bandwidth": 1e-300}, "bandwidth=1e-300"),
         ({"bandwidth": float("nan")}, "bandwidth=nan"),
         ({"latency": -1.0}, "latency=-1.0"),
-        ({"latency": float("nan")}, "latency=nan: give seconds"),
-        ({"latency": float("inf")}, "latency=inf: give seconds"),
+        ({"latency": float("nan")}, "latency=nan"),
+        ({"latency": float("inf")}, "latency=inf"),
         ({"store": "disk", "store_folder": ""}, r"store_folder='': give a folder, '\.' for the current one"),
         ({"link": InstantLink(), "bandwidth": 1e9}, "bandwidth and latency"),
         ({"link": EmulatedLink(1e9), "latency": 1e-3}, "bandwidth and latency"),
@@ -240,7 +240,7 @@ def test_what_is_no_model_or_no_configuration(reference_model: PreTrainedModel) 
         offload("reference")
     with pytest.raises(ExpertcastError, match="config is a dict: give an OffloadConfig"):
         offload(reference_model, {"slots": 9})
-    with pytest.raises(ExpertcastError, match=r"a Qwen3MoeForCausalLM is no folder.*pass a loaded model"):
+    with pytest.raises(ExpertcastError, match=r"a Qwen3MoeForCausalLM is not a folder.*pass a loaded model"):
         load_offloaded(reference_model)
 
 

@@ -703,12 +703,12 @@ def test_experts_function_outside_an_offload() -> None:
         ({"mode": "hybrid", "predictor": "next_norm", "layers": [12]}, r"layers=\[12\] do not exist"),
         ({"predictor": "quasi_hidden"}, "'quasi_hidden' must be trained"),
         ({"predictor": "oracle"}, "unknown predictor 'oracle'"),
-        ({"predictor": "next_norm", "ahead": 2}, r"looks \[1\] layers ahead, not 2"),
+        ({"predictor": "next_norm", "ahead": 2}, "layers ahead, not 2"),
         ({"predictor": "next_norm", "overfetch": 0.5}, "overfetch=0.5: give a number in"),
         ({"link": "telepathy"}, "unknown link 'telepathy'"),
         ({"link": "cuda"}, "link 'cuda' needs a model on CUDA"),
         ({"link": "instant", "bandwidth": 1e9}, "bandwidth"),
-        ({"bandwidth": 0.0}, "bandwidth=0.0: give bytes per second, 1 or more"),
+        ({"bandwidth": 0.0}, "bandwidth=0.0"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], line: str, reference_model: PreTrainedModel) -> None:
@@ -722,7 +722,7 @@ def test_wrong_models_and_predictors(reference_model: PreTrainedModel, tmp_path:
     view = find_moe_layers(tiny)
     cls = predictor_class("next_norm")
     predictor = cls(cls.config_class(), view.shape)
-    with pytest.raises(ExpertcastError, match="predictor next_norm was made for"):
+    with pytest.raises(ExpertcastError, match="predictor next_norm is for a model of"):
         offload(reference_model, predictor=predictor)
     save_predictor(predictor, tmp_path / "p", view=view)
     with pytest.raises(ExpertcastError, match="different router or norm weights"):

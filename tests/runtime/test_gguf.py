@@ -173,7 +173,7 @@ def _unmapped(path: Path) -> None:
         (_split, "is one of 2 parts: join them with llama-gguf-split --merge"),
         (_without_an_expert, r"gives model\.layers\.1\.mlp\.experts\.down_proj no weights: it is incomplete, or"),
         (_unmapped, r"gives model\.layers\.0\.mlp\.experts\.\w+ no weights: .* not map all of architecture 'gpt-oss'"),
-        (None, "no such file .*model.gguf: for a file of a hub repository, use gguf_file="),
+        (None, "no such file: .*model.gguf; .* gguf_file="),
     ],
 )
 def test_one_verdict_on_what_is_refused(make: Any, line: str, tmp_path: Path) -> None:

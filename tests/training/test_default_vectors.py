@@ -228,10 +228,10 @@ def test_what_cannot_be_is_one_line(
     no_vectors = "has no default vectors: use traces of this model by expertcast collect"
     cases: dict[str, tuple[Path, str]] = {
         "traffic": (live.folder, "has a server's traffic without default vectors: add those of other traces"),
-        "counts": (counts, f"is of frequency and {no_vectors}"),
-        "plain": (saved(plain, traces, tmp_path / "plain"), f"is of linear and {no_vectors}"),
+        "counts": (counts, no_vectors),
+        "plain": (saved(plain, traces, tmp_path / "plain"), no_vectors),
         "empty": (tmp_path / "empty", "has neither traces (trace.json) nor a predictor checkpoint: use traces"),
-        "nowhere": (tmp_path / "no" / "where", "holds neither traces (trace.json) nor a predictor checkpoint"),
+        "nowhere": (tmp_path / "no" / "where", "has neither traces (trace.json) nor a predictor checkpoint"),
         "hub": (Path("nobody/nothing"), "neither a local folder nor in the hub's cache"),
     }
     damages: dict[str, Callable[[Path], object]] = {

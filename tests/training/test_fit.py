@@ -267,7 +267,7 @@ def test_bad_settings_are_named(make: Any, message: str) -> None:
 
 
 def test_bad_requests_are_named(rows: Rows) -> None:
-    with pytest.raises(ExpertcastError, match="takes a LinearConfig"):
+    with pytest.raises(ExpertcastError, match="needs a LinearConfig"):
         fit("linear", rows, config=PredictorConfig())
     with pytest.raises(ExpertcastError, match="at most 3"):
         fit("next_norm", rows, config=PredictorConfig(ahead=(4,)))

@@ -476,8 +476,8 @@ def test_ids_come_from_the_forward(reference_model: PreTrainedModel, next_token:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"policies": Policies(prefetch="none")}, "serves prefetching and the eviction policy 'forecast'"),
-        ({"link": KernelLink()}, "on the device, without next_token"),
+        ({"policies": Policies(prefetch="none")}, "eviction='forecast'"),
+        ({"link": KernelLink()}, "link 'kernel'"),
         ({"likely": 0.0}, "likely=0.0: give a probability above 0"),
         ({"forecasts": "sometimes"}, "unknown forecasts 'sometimes': choose from auto, always, never"),
     ],

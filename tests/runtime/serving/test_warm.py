@@ -245,7 +245,7 @@ def _unsealed(values: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        ("cut", "is no JSON"), ("empty", "is no JSON"), ("changed", "was changed after it was written"),
+        ("cut", "not valid JSON"), ("empty", "not valid JSON"), ("changed", "was changed after it was written"),
         ("other model", "another model"), ("no such expert", "out of range"),
     ],
 )  # fmt: skip

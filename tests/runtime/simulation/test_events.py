@@ -89,5 +89,5 @@ def test_refuses_in_one_line(reference_traces: TraceDataset) -> None:
         load_trace(reference_traces, SequenceSelection(batch=99))
     with pytest.raises(ExpertcastError, match="unknown split 'dev': choose from train, validation, test, all"):
         load_trace(reference_traces, SequenceSelection(split="dev"))
-    with pytest.raises(ExpertcastError, match=r"next_norm looks \[1\] layers ahead, not 2"):
+    with pytest.raises(ExpertcastError, match=r"next_norm forecasts .* not 2"):
         load_trace(reference_traces, predictors={"next_norm": predictor}, ahead=2)
