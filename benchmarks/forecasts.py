@@ -6,7 +6,7 @@
 
 The bundled model decodes its own text with predictors trained here; a shape has random weights and drawn routing
 (persistence .3), with forecasts of set accuracy. A link is R, how many times as long K copies take as one layer
-computes, or the disk, as it is or at so many bytes per second. Sides run in alternation; what is compared is the median
+computes, or the disk, as it is or at so many bytes per second. Sides run in alternation and are compared by the median
 step over all repetitions. Every side must decode the same tokens. The file is written behind every setting; given
 again, the command goes on where it stopped.
 """
@@ -72,7 +72,7 @@ class Setting:
     """Share of all experts that has slots; 0: no cache."""
     batch: int
     accuracy: float | None
-    """Of a shape's forecasts."""
+    """Recall of a shape's forecasts."""
 
 
 class LentFile(DiskStore):
@@ -247,7 +247,7 @@ def table(values: Json) -> str:
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=new_file, required=True, help="JSON; gone on with where it stopped")
     parser.add_argument("--shape", default=REFERENCE)

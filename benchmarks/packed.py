@@ -56,7 +56,7 @@ _FORMS = ["int4", "int8", "Q4_0"]
 _MEDIANS = ("tpot_s", "tpot_mean_s", "ttft_s", "again_s", "bytes_read", "prompt_bytes_read", "hit_rate", "waited_s")
 _KEYS = ("side", "memory", "throttle", "prompt", "repetition")
 BY_HAND = "\n## Kernels\n"
-"""What stands on the page from this heading on is kept."""
+"""The page is kept from this heading on."""
 _SMALL = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
           "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
 
@@ -67,7 +67,7 @@ class Side:
 
     name: str
     options: Json = field(default_factory=dict)
-    """Of llama.cpp's parameters, or fields of an :class:`OffloadConfig`."""
+    """Parameters of llama.cpp, or fields of an :class:`OffloadConfig`."""
     predictor: str | None = None
 
     @property

@@ -130,7 +130,7 @@ def _sentences(text: str) -> Iterator[str]:
 
 def _without_code(text: str) -> str:
     text = re.sub(r"(?m)^( *>>>.*|    .*)$", "", text) if ">>>" in text else text
-    return re.sub(r"`+[^`]*`+|\]\([^)]*\)|\"[^\"\n]*\"", "X", text)
+    return re.sub(r"`+[^`]*`+|\]\([^)]*\)|\"[^\"\n]*\"|\w+_\w+", "X", text)
 
 
 BANNED = list(_banned())

@@ -148,7 +148,7 @@ def _shared(size: int, count: int, wanted: int | None) -> int:
 
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Places of eight rows' codes in a word."""
+"""Positions of eight rows' codes in one 32-bit integer."""
 _OF_OTHERS = re.compile(r"\.(input|output|q|k|v)_(scale|zero_point|global_scale)$")
 """Scales of activations, which dequantised weights do not need."""
 

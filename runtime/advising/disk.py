@@ -266,8 +266,8 @@ class DiskFindings:
     def option(self, stored: StoredExperts | None, slots: int | None = None) -> DiskOption:
         """Simulate experts on the disk as `stored`, or in memory (None), on demand.
 
-        The time of a short run beyond the event model counts for runs of its own kind; that of a raw run counts for
-        compressed ones too.
+        The time that a short run took beyond the event model is added: measured on a raw run, to raw and compressed
+        ones; measured on a compressed run, only to compressed ones.
         """
         times, rate, slots = replace(self.times, late_s=0.0), self.rate, slots or self.slots
         if stored is None:

@@ -229,7 +229,7 @@ class Calibration:
         return cls([torch.cat(parts) for parts in hidden], [torch.cat(parts) for parts in ids])
 
     def inputs(self, layer: int, expert: int) -> Tensor:
-        """Return the expert's inputs [R, D]; those of all experts of its layer if fewer than `ENOUGH`."""
+        """Return the expert's inputs [R, D], or its layer's [T, D] if the expert has fewer than `ENOUGH`."""
         own_T = (self.ids_TK[layer] == expert).any(dim=-1)
         return self.hidden_TD[layer][own_T] if int(own_T.sum()) >= ENOUGH else self.hidden_TD[layer]
 

@@ -333,10 +333,10 @@ def _converters() -> Iterator[ThreadPoolExecutor]:
 
 
 def check_complete(missing: set[str]) -> None:
-    """That no parameter is missing, by full names.
+    """Check that `missing`, the full names of missing parameters, is empty.
 
     Raises:
-        ExpertcastError: one is.
+        ExpertcastError: a parameter is missing.
     """
     if missing:
         raise ExpertcastError(f"the checkpoint has no weights for {sorted(missing)[0]}: it is incomplete")
@@ -436,7 +436,7 @@ def _read(tensor: TensorFile, part: Part, dtype: torch.dtype) -> Tensor:
 # R rows and C columns of a matrix as the model holds it.
 
 Shipped = tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]
-"""Of one expert: codes and scales of each matrix, and the other parameters as they are, both by name."""
+"""One expert: codes and scales of each matrix, and its other parameters as they are, both by name."""
 
 
 class ShippedExperts:

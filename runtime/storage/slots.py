@@ -130,8 +130,8 @@ def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
         raw = torch.zeros(nbytes + _PAGE, dtype=torch.uint8, device=device)
     except (torch.OutOfMemoryError, ExpertcastError) as error:
         raise ExpertcastError(
-            f"slots={count} of {layout.block_bytes} bytes each ({nbytes / 1e9:.3g} GB) do not fit in the memory of "
-            f"{device}: give fewer slots, or what is free there as memory=..."
+            f"slots={count} need {nbytes / 1e9:.3g} GB, which {device} cannot allocate ({layout.block_bytes} bytes per "
+            "slot): give fewer slots, or set memory=... to the memory that is free"
         ) from error
     start = -raw.data_ptr() % _PAGE
     return raw[start : start + nbytes]

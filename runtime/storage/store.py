@@ -37,11 +37,9 @@ class _Origin:
 class ExpertStore:
     """Host copies of all experts; page-locked when the model computes on CUDA.
 
-    Filled layer by layer, by `pack` from a model that holds its experts, by `fill` with whatever a checkpoint is read
-    with, or by whoever was given a layer's blocks by `open`. `pack` takes the weights out of the model as it goes (no
-    second copy of the whole model exists at any time) and `unpack` puts them back into the very same `nn.Parameter`
-    objects, bit for bit.
-    The blocks of one layer lie one after another.
+    Three methods fill it layer by layer: `pack` moves the weights out of a model, `fill` calls a checkpoint's reader,
+    and `open` gives a layer's blocks to the caller. `pack` never holds a second copy of the whole model. `unpack` puts
+    the weights back into the same `nn.Parameter` objects, bit for bit. The blocks of one layer lie one after another.
 
     Args:
         view: the model's MoE layers, or the form of its experts.

@@ -30,8 +30,8 @@ from expertcast.runtime.storage.layout import BlockLayout
 #
 # Exponents of trained weights come in no order that repeats. zstd's ordinary levels find matches of three to six bytes
 # in them all the same, by chance, and these cost more than they save: level 1 takes 1.5 to 2.5 points more of the
-# bytes, and takes 1.5 to 2 times as long to decode. With matches of seven bytes and more only, found through a table of
-# 64 entries, what is left is the Huffman code of each 128 kB, and runs of equal bytes where there are some.
+# bytes, and takes 1.5 to 2 times as long to decode. With matches of at least seven bytes, found through a table of 64
+# entries, zstd writes the Huffman code of each 128 kB, and runs of equal bytes where there are any.
 
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, search_log=1, window_log=17,

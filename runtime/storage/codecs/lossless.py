@@ -71,7 +71,7 @@ class ExponentHistogram:
         """The least share of the bytes when every exponent is coded by itself, all by one table, and the rest stays:
         (8 + H) / 16 for bf16.
 
-        The paper's three models have bounds of .6657, .6602 and .6596 (trap 7); its 68% for zstd is of split planes.
+        The paper's three models have bounds of .6657, .6602 and .6596; its 68% for zstd is of split planes.
         """
         exponent_bits = len(self.counts).bit_length() - 1
         return (_BITS - exponent_bits + self.entropy) / _BITS

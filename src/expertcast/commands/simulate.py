@@ -367,7 +367,7 @@ def run(options: Options) -> Outcome:
     model = _measured_model(options, traces, cases)
     reasons = [refusal(case, shape) for case in cases]
     if None not in reasons:
-        raise ExpertcastError(f"nothing to simulate: {reasons[0]}")
+        raise ExpertcastError(f"no case can be simulated: {reasons[0]}")
     follower = None
     if options.next_token is not None:
         next_token, fitted["--next-token"] = loaded_next_token(options.next_token, traces.view)
