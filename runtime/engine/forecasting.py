@@ -225,7 +225,7 @@ class ForecastGovernor:
         """Seconds of a step without waiting, by the kind that ran first."""
         self._demand = RunningMean()
         """Seconds that copies of a step's missing experts take."""
-        self._hidden = Share(0.5, firmness=self._link.copy_s, keep=_KEEP)
+        self._hidden = Share(0.5, firmness=max(self._link.copy_s, _LEAST_S), keep=_KEEP)
         """Share of the copies of found experts that no layer waits for, over all rungs."""
         self._trials = Trials()
         self._kind = self._best = self.rungs[0]
@@ -256,10 +256,11 @@ class ForecastGovernor:
         seconds, self._start_s = self._link.clock() - self._start_s, None
         first = not self._trials.seconds  # it runs with cold caches
         self._trials.spent(seconds)
-        if not self._lacking:  # it says nothing of forecasts
+        demand_s = self._lacking * self._link.copy_s
+        if not demand_s:  # it says nothing of forecasts
             self._kind = self._best
         elif not first:
-            self._learn(seconds, self._residency.waited_s - self._waited_s, self._lacking * self._link.copy_s)
+            self._learn(seconds, self._residency.waited_s - self._waited_s, demand_s)
 
     def choose(self, target: int) -> int | None:
         """Return the rung that is to forecast a layer; None: no forecast is worth its time."""

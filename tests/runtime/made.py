@@ -16,7 +16,7 @@ from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.recorder import LayerTimes, Recorder, Span
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation
-from expertcast.runtime.simulation.trace import Asked, Forward, Trace
+from expertcast.runtime.simulation.trace import Forward, RecordedPrefetches, Trace
 
 
 class MadeRecorder(Recorder):
@@ -80,7 +80,7 @@ class Setting:
         return Case(policies=Policies(), slots=self.slots, machine=machine, cache=self.cache, carry=self.carry)
 
 
-def replay(trace: Trace, times: LayerTimes, setting: Setting, asked: Asked | None = None) -> Simulation:
+def replay(trace: Trace, times: LayerTimes, setting: Setting, asked: RecordedPrefetches | None = None) -> Simulation:
     return observation.replay(trace, setting.case(times), asked)
 
 
@@ -107,17 +107,17 @@ def routings(trace: Trace) -> list[list[list[int]]]:
     return [forward.keys for forward in trace.decode]
 
 
-def perfect(trace: Trace, ahead: int = 1) -> Asked:
+def perfect(trace: Trace, ahead: int = 1) -> RecordedPrefetches:
     """Forecasts that ask for what every layer needs."""
     steps = [{layer: keys[layer] for layer in range(ahead, len(keys))} for keys in routings(trace)]
-    return Asked(ahead=ahead, steps=steps)
+    return RecordedPrefetches(ahead=ahead, steps=steps)
 
 
 def made_survey(
     trace: Trace,
     times: LayerTimes,
     setting: Setting,
-    forecasting: Mapping[tuple[str, int], tuple[Asked, LayerTimes]],
+    forecasting: Mapping[tuple[str, int], tuple[RecordedPrefetches, LayerTimes]],
 ) -> Survey:
     """A survey without a model; forecasts by predictor and distance, with the layer times of their run."""
     return Survey(

@@ -80,11 +80,10 @@ def test_early_attention_leaves_out_layers_that_a_draft_skips(
     predictor = EarlyPredictor(EarlyConfig(stand_in_rank=3), view.shape).bind(view)
     predictor.set_stand_in(random_stand_in(view))
     found: list[bool] = []
-    name = "attend_roughly" if rows == 1 else "attend"
-    attend = getattr(EarlyAttention, name)
+    attend = EarlyAttention.attend_roughly
 
     def noted(self: EarlyAttention, layer: int, hidden_TD: Tensor) -> Tensor | None:
-        residual_TD: Tensor | None = attend(self, layer, hidden_TD)
+        residual_TD = attend(self, layer, hidden_TD)
         if layer == 2:
             found.append(residual_TD is not None)
         return residual_TD
@@ -92,7 +91,7 @@ def test_early_attention_leaves_out_layers_that_a_draft_skips(
     given = {**padded(rows), "max_new_tokens": NEW, "do_sample": False}
     with offload(model, slots=SLOTS, predictor=predictor, forecasts="always") as offloaded:
         expected = offloaded.generate(**given, draft=NONE)
-        monkeypatch.setattr(EarlyAttention, name, noted)
+        monkeypatch.setattr(EarlyAttention, "attend_roughly", noted)
         with cycles_of(monkeypatch) as cycles:
             got = offloaded.generate(**given, draft="early_exit:layers=2", draft_length=3)
         assert torch.equal(got, expected)
