@@ -66,7 +66,7 @@ def _check(offloaded: OffloadedModel) -> None:
     assert link.pools is not None
     for copy in offloaded.residency.copies.values():
         link.wait(copy)
-    link._kept.settle()
+    link._kept.apply_changes()
     reader, room, kept = link._kept.reader, link.pools.room, 0
     wanted = {State.C: EVERYTHING, State.S: {PLAIN}, State.E: {PACKED}, State.M: NOTHING, State.F: NOTHING}
     for key in range(store.layers * store.experts):
@@ -163,7 +163,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
             file.truncate(len(content) // 2)
         offloaded.link.restart()
         offloaded.residency.reset()
-        with pytest.raises(ExpertcastError, match="changed or cut off"):
+        with pytest.raises(ExpertcastError, match="changed or truncated"):
             greedy(offloaded, INPUTS)
         path.write_bytes(content)
         offloaded.residency.reset()
