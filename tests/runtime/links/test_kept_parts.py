@@ -132,7 +132,7 @@ def test_few_forecasts_begin_however_much_memory_is_free(reference_model: PreTra
     with offload(reference_model, store="disk", **options) as offloaded:  # type: ignore[arg-type]
         residency = offloaded.residency
         residency.prefetch(range(20))
-        residency.take_back(range(20))
+        residency.cancel_prefetches(range(20))
         assert sum(not copy.done for copy in residency.copies.values()) == 2
 
 
@@ -184,7 +184,7 @@ def test_refusals() -> None:
         OffloadConfig(store="disk", codec="bitsplit", pools="C=1GB", cache=False)
     with pytest.raises(ExpertcastError, match="'instant' on cpu"):
         offload(model, store="disk", codec="bitsplit", pools="C=1GB", link="instant")
-    with pytest.raises(ExpertcastError, match="pool C of 9 bytes holds no expert"):
+    with pytest.raises(ExpertcastError, match="pool C has 9 bytes, but one expert takes"):
         offload(model, store="disk", codec="bitsplit", pools="C=9")
     with pytest.raises(ExpertcastError, match="beside pools='C=1GB'"):
         offload(model, store="disk", codec="bitsplit", pools="C=1GB", memory="1GB")
