@@ -186,14 +186,8 @@ class DiskLink(Link):
                 raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
             opened = partial(CodedReader, file.file, file.codec, threads=self._threads, pace=self.bandwidth)
             self._kept = KeptParts(
-                file.codec,
-                file.shape,
-                file.part_nbytes,
-                pool,
-                self._memory,
-                passing=self._passing,
-                open_reader=opened,
-            )
+                file.codec, file.shape, file.part_nbytes, pool, self._memory, passing=self._passing, open_reader=opened,
+            )  # fmt: skip
             self.pools = self._kept.pools
         self._open()
         self._free_at = 0.0
