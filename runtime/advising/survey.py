@@ -53,7 +53,7 @@ class TraceObserver(Observer):
             self._prefetches.append({})
         self._needed[-1][layer] = list(keys)
 
-    def asked(self, layer: int, keys: Sequence[int]) -> None:
+    def requested(self, layer: int, keys: Sequence[int]) -> None:
         if layer > max(self._needed[-1]):
             self._prefetches[-1][layer] = list(keys)
 

@@ -285,7 +285,7 @@ class ExpertCache:
             return
         self._collect_arrived(keys)
         slots, layer = self._slots, keys[0] // self.experts
-        self.observer.asked(layer, keys)
+        self.observer.requested(layer, keys)
         policy = self._policies[layer]
         held = [key for key in keys if key in slots]
         self._forecast_keys.update(held)

@@ -49,7 +49,7 @@ class Observer:
     def needed(self, layer: int, keys: Sequence[int]) -> None:
         """A layer will execute these distinct experts, which are requested next."""
 
-    def asked(self, layer: int, keys: Sequence[int]) -> None:
+    def requested(self, layer: int, keys: Sequence[int]) -> None:
         """A forecast made at `layer` requests experts of a later layer or of the next token, most needed first."""
 
     def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:

@@ -323,12 +323,15 @@ class ExpertSources:
 
 @contextmanager
 def _converters() -> Iterator[ThreadPoolExecutor]:
-    """Yield a thread pool that runs torch with one thread per operation, since operations on one expert are short."""
+    """Yield a thread pool that runs torch without gradients, and with one thread per operation: these are short."""
     threads = torch.get_num_threads()
+
+    def start() -> None:
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)  # holds for one thread
+
     try:
-        with ThreadPoolExecutor(
-            min(_MOST_READERS, usable_processors()), initializer=torch.set_num_threads, initargs=(1,)
-        ) as pool:
+        with ThreadPoolExecutor(min(_MOST_READERS, usable_processors()), initializer=start) as pool:
             yield pool
     finally:
         torch.set_num_threads(threads)  # the pool's setting would also apply to threads started later

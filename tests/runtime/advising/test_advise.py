@@ -179,9 +179,9 @@ def test_what_was_watched() -> None:
     watched = TraceObserver()
     for layer, keys in ((0, [3, 1]), (1, [9]), (0, [2])):
         watched.needed(layer, keys)
-    watched.asked(1, [9])
+    watched.requested(1, [9])
     watched.needed(1, [8])
-    watched.asked(0, [2])
+    watched.requested(0, [2])
     trace, asked = watched.trace(decoding([[], []], [], experts=8).shape), watched.forecasts(1)
     assert trace == decoding([[3, 1], [9]], [[[2], [8]]], experts=8)
     assert asked == RecordedPrefetches(steps=[{1: [9]}])

@@ -104,7 +104,7 @@ def test_nothing_is_asked_for_that_is_there(residency: ExpertCache) -> None:
     asked: list[list[int]] = []
 
     class Asked(Observer):
-        def asked(self, layer: int, keys: object) -> None:
+        def requested(self, layer: int, keys: object) -> None:
             asked.append(list(keys))  # type: ignore[call-overload]
 
     residency.add_observer(Asked())

@@ -574,7 +574,7 @@ def test_what_forecasts_ask_for_is_told_to_every_observer() -> None:
         def __init__(self) -> None:
             self.heard: list[tuple[int, list[int]]] = []
 
-        def asked(self, layer: int, keys: Sequence[int]) -> None:
+        def requested(self, layer: int, keys: Sequence[int]) -> None:
             self.heard.append((layer, list(keys)))
 
     first, second = Asked(), Asked()
