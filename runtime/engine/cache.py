@@ -481,7 +481,7 @@ class ExpertCache:
         layer = key // self.experts
         if self._shares is not None:
             self._held_by[layer] += 1
-        full, nbytes = precision == FULL, self._block_bytes
+        full, nbytes = precision == FULL, self.pool.layout.nbytes_of(layer)
         self._policies[layer].insert(key, full)
         try:
             if not full:
@@ -526,8 +526,9 @@ class ExpertCache:
         if copy is None or not self.link.cancel(copy):
             return False
         # not unused: a layer requested the expert, and withdrew the request
-        nbytes = self._block_bytes if copy.precision == FULL else self.link.block_bytes(copy.precision)
-        count = self.stats.layers[key // self.experts]
+        layer, full = key // self.experts, copy.precision == FULL
+        nbytes = self.pool.layout.nbytes_of(layer) if full else self.link.block_bytes(copy.precision)
+        count = self.stats.layers[layer]
         count.bytes_moved -= nbytes
         if key in self._unused:
             count.prefetched -= 1

@@ -155,7 +155,8 @@ class ExpertSources:
     def forms(self) -> list[Forms]:
         """Return the packed form of each matrix of a quantised checkpoint, by layer and the parameter's name.
 
-        All layers have one form that the kernel takes. Without one a matrix stays as its layer ships it.
+        Each layer has the narrowest form that the kernel takes. A matrix that has none in one layer stays as it is
+        shipped in all of them.
 
         Raises:
             ExpertcastError: plain floats, or experts of one layer in different forms.
@@ -165,17 +166,16 @@ class ExpertSources:
 
     def _forms_of(self, name: str) -> list[PackedForm] | list[ShippedForm]:
         groups = [self._groups_of(layer, name) for layer in range(len(self._modules))]
-        codings = [coding for own in groups for group in own for coding in self._codings(group)]
+        codings = [[coding for group in own for coding in self._codings(group)] for own in groups]
         module = self._modules[0]
         outputs, inputs = sizes_of(module, matrices(module, self._experts)[name])
-        if None not in codings:
+        if not any(None in own for own in codings):
             with contextlib.suppress(ExpertcastError):  # a shape that the kernel does not take
-                form = PackedForm(Coding.over(coding for coding in codings if coding is not None), outputs, inputs)
-                return [form] * len(groups)
+                found = [Coding.over(coding for coding in own if coding is not None) for own in codings]
+                return [PackedForm(coding, outputs, inputs) for coding in found]
         shipped = [self._shipped(own[0]) for own in groups]
-        most = max(each.nbytes for each in shipped)
         transposed = bool(getattr(module, "is_transposed", False))
-        return [ShippedForm(outputs, inputs, most, transposed, each) for each in shipped]
+        return [ShippedForm(outputs, inputs, each.nbytes, transposed, each) for each in shipped]
 
     @property
     def quantised(self) -> bool:

@@ -154,7 +154,7 @@ class DiskStore(ExpertStore):
         if shipped is not None and isinstance(codec, Scaled):
             return threads.map(lambda expert: codec.encode_shipped(*shipped(layer, expert)), range(self.experts))
         memory = HostMemory(self.layer_nbytes)
-        write(self.layout.views(memory.bytes))
+        write(self.layout.views(memory.bytes, layer))
         return threads.map(codec.encode, memory.bytes.view(self.experts, -1).unbind(0))
 
     def finish(self) -> None:
@@ -164,7 +164,7 @@ class DiskStore(ExpertStore):
         self._use(complete)
 
     def block(self, key: int) -> Tensor:
-        """uint8 [block_bytes] of one expert, mapped, or read and decoded now in this thread."""
+        """uint8 of one expert, as many bytes as its layer uses, mapped, or read and decoded now in this thread."""
         if self._mapped is not None:
             return super().block(key)
         block = HostMemory(self.layout.block_bytes).bytes
@@ -187,7 +187,7 @@ class DiskStore(ExpertStore):
         keys = range(layer * self.experts, (layer + 1) * self.experts)
         with ThreadPoolExecutor(usable_processors()) as threads:
             list(threads.map(self._decode, keys, blocks.view(self.experts, -1).unbind(0)))
-        return self.layout.views(blocks)
+        return self.layout.views(blocks, layer)
 
     def _decode(self, key: int, block: Tensor) -> None:
         source = self._writer or self.file
@@ -216,7 +216,7 @@ class DiskStore(ExpertStore):
 
         Args:
             key: the expert.
-            block: uint8 [block_bytes] in host memory, to be filled.
+            block: uint8 in host memory, as many of its first bytes as are to be read.
             urgent: it comes before all forecasts.
             slot: where the block lies, or goes afterwards.
             then: called by the thread that filled it.

@@ -138,8 +138,11 @@ _HEADER = TypeAdapter(Header)
 
 
 def layout_text(layout: BlockLayout) -> str:
-    """A block's fields, for the header."""
-    return json.dumps([asdict(entry) | {"dtype": str(entry.dtype)} for entry in layout.fields])
+    """A block's fields, of each layer where layers differ, for the header."""
+    texts = [
+        [asdict(entry) | {"dtype": str(entry.dtype)} for entry in own] for own in layout.by_layer or [layout.fields]
+    ]
+    return json.dumps(texts if layout.by_layer else texts[0])
 
 
 def read_header(path: Path) -> Header:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from expertcast.data.packed_experts import packed_matrices
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, MoEView
 
@@ -32,6 +33,8 @@ def is_better(precision: str, other: str) -> bool:
 
 ALIGNMENT = 256
 """Bytes. The kernels of CUDA and of the CPU read weights at 16 and 64; 256 is what CUDA's own allocator keeps."""
+_SECTOR = 4096
+"""Bytes: a disk is read directly in multiples of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,24 +58,32 @@ class BlockLayout:
     """The fields of a block, in the order of the module's parameters."""
 
     fields: tuple[Field, ...]
+    """Fields of the first MoE layer."""
     block_bytes: int
-    """Bytes of one expert, padding included."""
+    """Bytes of one expert, padding included, in the layer where they are most."""
+    by_layer: tuple[tuple[Field, ...], ...] = ()
+    """Fields of each layer; empty: all layers have those of the first one."""
 
     @classmethod
     def of(cls, view: MoEView) -> BlockLayout:
-        """The layout that all MoE layers of a model share.
+        """The layout of the experts of a model; packed matrices may have another form in each layer.
 
         Raises:
-            ExpertcastError: layers differ, or an experts module has no per-expert parameter.
+            ExpertcastError: layers differ otherwise, or an experts module has no per-expert parameter.
         """
         layouts = [cls._of_module(layer.experts, layer.num_experts) for layer in view]
         for layer, layout in zip(view, layouts, strict=True):
-            if layout != layouts[0]:
+            if layout != layouts[0] and not packed_matrices(layer.experts):
                 raise ExpertcastError(
                     f"experts of {layer.experts_name} differ in shape or dtype from those of the first MoE layer: "
                     "one pool of slots needs them alike; not supported"
                 )
-        return layouts[0]
+        if all(layout == layouts[0] for layout in layouts):
+            return layouts[0]
+        return cls(
+            fields=layouts[0].fields, block_bytes=max(layout.block_bytes for layout in layouts),
+            by_layer=tuple(layout.fields for layout in layouts),
+        )  # fmt: skip
 
     @classmethod
     def _of_module(cls, experts: nn.Module, num_experts: int) -> BlockLayout:
@@ -92,12 +103,19 @@ class BlockLayout:
             offset = aligned_bytes(offset + field.nbytes)
         return cls(fields=tuple(fields), block_bytes=offset)
 
-    def views(self, blocks: Tensor) -> dict[str, Tensor]:
-        """Each parameter as a strided view [S, ...] of S blocks, contiguous uint8 [S * block_bytes]."""
+    def nbytes_of(self, layer: int) -> int:
+        """Return the first bytes of a block that one layer uses, in whole sectors of a disk where they are fewer."""
+        if not self.by_layer:
+            return self.block_bytes
+        last = self.by_layer[layer][-1]
+        return min(-(-(last.offset + last.nbytes) // _SECTOR) * _SECTOR, self.block_bytes)
+
+    def views(self, blocks: Tensor, layer: int = 0) -> dict[str, Tensor]:
+        """Each parameter of a layer as a strided view [S, ...] of S blocks, contiguous uint8 [S * block_bytes]."""
         rows = blocks.view(-1, self.block_bytes)
         return {
             field.name: rows[:, field.offset : field.offset + field.nbytes].view(field.dtype).view(-1, *field.shape)
-            for field in self.fields
+            for field in (self.by_layer[layer] if self.by_layer else self.fields)
         }
 
 
