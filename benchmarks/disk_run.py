@@ -192,7 +192,7 @@ def disk(spec: Json) -> Json:
 def main() -> None:
     """Run, and write the results with this process's peak resident memory."""
     torch.set_num_threads(SPEC["threads"])
-    warnings.filterwarnings("ignore", message=".*is made again.*")
+    warnings.filterwarnings("ignore", message=".*is rebuilt.*")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     found = {"ours": ours, "resident": resident, "disk": disk}[SPEC["kind"]](SPEC)
     peak = _status("/proc/self/status", "VmHWM:") * 1024

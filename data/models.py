@@ -110,8 +110,6 @@ def model_of(
         )
         if "gguf_file" not in source.options:
             loaded.generation_config = _generation_config(source)
-    except ExpertcastError:
-        raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ExpertcastError(f"cannot load model {source.name!r}: {first_line(error)}") from error
     loaded.name_or_path = loaded.config.name_or_path = source.name

@@ -12,7 +12,7 @@ from benchmarks.timed.device import Span, TimedDevice, Work
 from expertcast.runtime.experimental.kernel_link import BlockCopier, KernelLink, Moves
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.cuda import CudaLink, window_of
-from expertcast.runtime.links.disk_cuda import CudaDiskLink, places_of
+from expertcast.runtime.links.disk_cuda import CudaDiskLink, buffer_count
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.reader import THREADS
 from expertcast.runtime.storage.slots import SlotPool
@@ -148,23 +148,23 @@ class TimedDiskLink(_Timed, CudaDiskLink):
         timed: the simulated device.
         block_bytes: bytes that each expert stands for.
         disk: disk bandwidth in bytes per second.
-        places: host buffers; None: the default for experts of `block_bytes`.
+        buffers: host buffers; None: the default for experts of `block_bytes`.
         options: arguments of :class:`TimedDisk`.
     """
 
     name = "timed disk"
 
     def __init__(
-        self, timed: TimedDevice, block_bytes: int, disk: float, places: int | None = None, **options: Any
+        self, timed: TimedDevice, block_bytes: int, disk: float, buffers: int | None = None, **options: Any
     ) -> None:
-        super().__init__(timed, block_bytes, places=places or places_of(block_bytes, THREADS))
+        super().__init__(timed, block_bytes, buffers=buffers or buffer_count(block_bytes, THREADS))
         self._disk, self._options = disk, options
 
     def _file_of(self, store: ExpertStore) -> DiskStore:
         return cast(DiskStore, TimedDisk(self.timed, store, self.stands_for, self._disk, **self._options))
 
-    def _until_read(self) -> None:
-        self.timed.wait_until(lambda: not self._come.empty())
+    def _wait_for_read(self) -> None:
+        self.timed.wait_until(lambda: not self._read_done.empty())
 
 
 class TimedKernelLink(_Timed, KernelLink):

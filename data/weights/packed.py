@@ -211,6 +211,16 @@ class _Parts:
             raise ExpertcastError(f"the checkpoint has no {self.stem}.{suffix}: it is incomplete")
         return found
 
+    def matrix(self, suffix: str) -> list[int]:
+        """Return the two sizes of a matrix.
+
+        Raises:
+            ExpertcastError: the tensor is missing or is no matrix.
+        """
+        shape = self[suffix].get_shape()
+        self.check(len(shape) == 2, suffix)
+        return shape
+
     def check(self, right: bool, *suffixes: str) -> None:
         """Raise ExpertcastError unless the shapes are right."""
         if not right:
@@ -221,11 +231,11 @@ class _Parts:
 def _gptq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
     codes, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     indices = parts.get("g_idx")
-    groups, rows = scales.get_shape()
-    words = codes.get_shape()[0]
+    parts.check(indices is None or len(indices.get_shape()) == 1, "g_idx")
+    (groups, rows), (words, outputs) = parts.matrix("scales"), parts.matrix("qweight")
     columns = words * 32 // int(settings["bits"]) if indices is None else indices.get_shape()[0]
     bits = words * 32 // max(columns, 1)  # single modules may have other bits than the configuration says
-    fits = bits in (2, 4, 8) and codes.get_shape()[1] == rows and zeros.get_shape() == [groups, rows * bits // 32]
+    fits = bits in (2, 4, 8) and outputs == rows and zeros.get_shape() == [groups, rows * bits // 32]
     parts.check(fits and (indices is not None or columns % groups == 0), "qweight", "qzeros", "scales")
     # version 1 stores zeros less one
     older = (settings.get("checkpoint_format") or settings.get("format") or GPTQ) == GPTQ
@@ -268,9 +278,8 @@ def _gptq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
 
 def _awq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
     codes, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
-    groups, rows = scales.get_shape()
-    columns = codes.get_shape()[0]
-    fits = codes.get_shape()[1] * 8 == rows and zeros.get_shape() == [groups, rows // 8] and columns % groups == 0
+    (groups, rows), (columns, words) = parts.matrix("scales"), parts.matrix("qweight")
+    fits = words * 8 == rows and zeros.get_shape() == [groups, rows // 8] and columns % groups == 0
     parts.check(fits, "qweight", "qzeros", "scales")
 
     def by_rows(words: Tensor) -> Tensor:
@@ -299,7 +308,7 @@ def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
     if packed is None and codes.get_dtype() in FP8_CODES:
         return Fp8Tensor(f"{parts.stem}.weight", codes, scales, weights.get("block_structure"))
     bits = int(weights.get("num_bits") or 8)
-    rows, columns = codes.get_shape()
+    rows, columns = parts.matrix("weight" if packed is None else "weight_packed")
     columns = columns if packed is None else columns * 32 // bits
     high, wide = [*scales.get_shape(), 1, 1][:2]  # 1 where there is one scale for all
     names = ("weight" if packed is None else "weight_packed", "weight_scale")

@@ -1,1 +1,1 @@
-"""Whether prefetching pays: short runs, a model of the runtime, advice."""
+"""Advice on the runtime's settings, from short measured runs and simulations of the runtime."""

@@ -1,4 +1,4 @@
-"""Advice: what to do, what to expect and why, as plain values and as text."""
+"""Advice: the chosen option, its expected speed and the reasons, as plain values and as text."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Generic, TypeVar
 from expertcast.predictors.messages import Json, aligned
 
 WORTH = 0.02
-"""Share of the time per token that a change must save before it is advised."""
+"""Fraction of the time per token that a change must save to be advised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One way to run the model, and what is expected of it."""
+    """Base of options: settings to run the model with, and the results expected of them."""
 
     @property
     def cells(self) -> dict[str, str]:
-        """The option's row in the table, by column; empty: the advice shows no table."""
+        """The option's row in the table, by column; empty for advice without a table."""
         return {}
 
 
@@ -27,17 +27,17 @@ Opt = TypeVar("Opt", bound=Option)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice(Generic[Opt]):
-    """An option, chosen among several.
+    """The option chosen among several, with its reasons.
 
     Attributes:
         headline: the advice in one line.
         chosen: one of `options`.
-        options: all that were considered, the plainest first.
+        options: all options considered, the simplest first.
         reasons: one sentence each.
-        levers: expected seconds per token of `chosen` if one thing were different.
-        facts: what was measured, by name; part of the JSON result.
-        notes: the measurements in words.
-        left: leading columns of the table that are aligned to the left.
+        levers: expected seconds per token of `chosen` with one change of the machine, by the change's name.
+        facts: measured values, by name; part of the JSON result.
+        notes: the measurements as text.
+        left: number of the table's leading columns that are left-aligned.
     """
 
     headline: str
@@ -50,7 +50,7 @@ class Advice(Generic[Opt]):
     left: int = 0
 
     def as_dict(self) -> Json:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {
             "chosen": asdict(self.chosen),
             "options": [asdict(option) for option in self.options],
@@ -60,7 +60,7 @@ class Advice(Generic[Opt]):
         }
 
     def text(self) -> str:
-        """For the terminal."""
+        """Return the advice as text for the terminal."""
         rows = [option.cells for option in self.options]
         table = aligned([list(rows[0]), *(list(row.values()) for row in rows)], left=self.left) if rows[0] else ""
         reasons = "\n".join(f"- {reason}" for reason in self.reasons)
@@ -68,5 +68,5 @@ class Advice(Generic[Opt]):
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds, for a sentence."""
+    """Format seconds as milliseconds."""
     return f"{1e3 * seconds:.3g} ms"

@@ -1,4 +1,4 @@
-"""Whether to prefetch, how far ahead and with which predictor: from short recorded runs and the event model."""
+"""Advice on prefetching: whether to, with which predictor and how far ahead. Based on a survey and the event model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from expertcast.runtime.simulation.machine import Case, Simulation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchOption(Option):
-    """On demand, or with one predictor at one distance. Times are medians over decode steps."""
+    """Loading on demand, or prefetching with one predictor at one distance. Times are medians over decode steps."""
 
     mode: str
     """`on_demand`, `exact` or `speculate`."""
@@ -23,17 +23,17 @@ class PrefetchOption(Option):
     ahead: int | None
     tpot_s: float
     wait_s: float
-    """Waiting for copies, per token."""
+    """Seconds of waiting for copies, per token."""
     forecast_s: float
-    """Making forecasts, per token."""
+    """Seconds of computing forecasts, per token."""
     unexplained_s: float
-    """Added to the event model's time per token: what it missed of the short run that the layer times come from."""
+    """Seconds per token added to the event model's: the time of the short run that the model did not explain."""
     hit_rate: float
     bytes_per_token: float
     recall: float | None
-    """Mean over layers."""
+    """Recall@k, mean over layers."""
     recall_source: str | None
-    """`metrics.json` or `measured`."""
+    """Source of `recall`: `metrics.json` or `measured`."""
 
     @property
     def name(self) -> str:
@@ -55,7 +55,7 @@ class PrefetchOption(Option):
         }
 
     def config(self, given: OffloadConfig) -> OffloadConfig:
-        """`given` with this predictor and distance, in mode `exact`; a predictor object is named only."""
+        """Return `given` with this predictor and distance in mode `exact`. A predictor object becomes its name."""
         return replace(given, predictor=self.predictor, ahead=self.ahead or 1, mode="exact", layers=None)
 
 
@@ -68,7 +68,7 @@ _LEVERS: dict[str, Callable[[Case], Case]] = {
 
 
 def advice_from(found: Survey) -> Advice[PrefetchOption]:
-    """The advice that a survey leads to."""
+    """Choose the fastest option for a survey; loading on demand unless prefetching saves at least `WORTH`."""
     replayed = found.predict()
     on_demand = _option(found, "on_demand", replayed)
     exact = [_option(found, "exact", found.predict(*name), name) for name in found.forecasting]
@@ -76,7 +76,7 @@ def advice_from(found: Survey) -> Advice[PrefetchOption]:
         _option(found, "speculate", found.predict(*name, executed_layers=range(found.trace.shape.layers)), name)
         for name in found.forecasting
     ]
-    # an option that hides no waiting can only look faster by a disturbance of the other run
+    # an option that hides no waiting can look faster only because the on-demand run was disturbed
     hiding = [option for option in exact if option.wait_s < on_demand.wait_s]
     best = min(hiding, key=lambda option: option.tpot_s, default=on_demand)
     chosen = best if best.tpot_s < (1 - WORTH) * on_demand.tpot_s else on_demand
@@ -113,15 +113,19 @@ def advice_from(found: Survey) -> Advice[PrefetchOption]:
         },
         notes=f"link {speed.rate / 1e9:.3g} GB/s, {milliseconds(speed.copy_s)} per expert; {found.case.slots} of "
         f"{found.experts} experts in {memory_bytes / 1e6:.4g} MB\n"
-        f"measured on demand: {milliseconds(found.tpot_s)} per token, which the event model misses by "
-        f"{milliseconds(on_demand.unexplained_s)}",
+        f"measured on demand: {milliseconds(found.tpot_s)} per token, {milliseconds(on_demand.unexplained_s)} more "
+        "than the event model",
         left=len(on_demand.cells),
     )
 
 
 def most_to_gain(on_demand: Simulation, compute_s: Sequence[float], ahead: int = 1) -> float:
-    """Share of the time per token that can be hidden: sum over layers of min(copy, compute). From further
-    ahead, more than one layer's compute hides the copies of one.
+    """Return the fraction of the time per token that prefetching can hide: at each layer min(wait, ahead * compute).
+
+    Args:
+        on_demand: simulation without prefetching.
+        compute_s: seconds of compute per layer.
+        ahead: number of layers whose compute can hide the copies of one layer.
     """
     hidden_s = []
     for waits_s in on_demand.waits_s:
@@ -133,17 +137,21 @@ def most_to_gain(on_demand: Simulation, compute_s: Sequence[float], ahead: int =
 def advice_errors(
     found: Survey, runs: Mapping[str, OffloadConfig], measured_s: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """How far the event model was from the TPOT that a benchmark measured over the survey's link, run by run.
+    """Compare the event model with the TPOT that a benchmark measured over the survey's link, run by run.
 
-    Predictor, mode, ahead, layers, min_recall, cache and slots of a run count; without slots, the survey's.
+    Args:
+        found: the survey.
+        runs: configuration by run. Only predictor, mode, ahead, layers, min_recall, cache and slots are used; without
+            slots, those of the survey.
+        measured_s: measured TPOT in seconds, by run.
 
     Returns:
-        By name `expected_tpot_s`, `tpot_s`, `relative_error` = expected / measured - 1, and `model_tpot_s`: what the
-        event model says before it is calibrated. With the survey's own slots and cache, expected is what the survey's
-        short run took for on-demand and exact runs; for others (speculate, hybrid, other slots) it is a prediction.
+        By run `expected_tpot_s`, `tpot_s`, `relative_error` = expected / measured - 1, and `model_tpot_s`: the event
+        model's TPOT before calibration. For on-demand and exact runs with the survey's slots and cache, the expected
+        TPOT is that of the survey's short run. For others (speculate, hybrid, other slots) it is a prediction.
 
     Raises:
-        ExpertcastError: a predictor or distance that the survey did not run.
+        ExpertcastError: the survey did not run a predictor at this distance.
     """
     errors = {}
     for name, config in runs.items():
@@ -151,7 +159,7 @@ def advice_errors(
         label, times, layers = None, case.machine.times, list[int]()
         if config.predictor is not None:
             label = label_of(config.predictor)
-            known = found.known(label, config.ahead)
+            known = found.forecasting_of(label, config.ahead)
             times, layers = known.times, executed_layers(config, found.trace.shape.layers, known.recall)
         expected = found.predict(label, config.ahead, executed_layers=layers, case=case).tpot_s
         errors[name] = {
@@ -164,8 +172,8 @@ def advice_errors(
 
 
 def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int] | None = None) -> PrefetchOption:
-    """Make the option of a replay; `name`: the predictor's label and the layers ahead."""
-    forecasting = None if name is None else found.known(*name)
+    """Return the option of a simulation; `name` is the predictor's label and distance, None for on demand."""
+    forecasting = None if name is None else found.forecasting_of(*name)
     label, ahead = name or (None, None)
     times = found.case.machine.times if forecasting is None else forecasting.times
     return PrefetchOption(
@@ -185,9 +193,9 @@ def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int
 
 def _share_of_copies(found: Survey, on_demand: PrefetchOption, most: float) -> str:
     if found.case.slots >= found.experts:
-        return f"all {found.experts} experts fit the slots: each is copied once, then there is nothing to prefetch"
+        return f"all {found.experts} experts fit the slots: each is copied once, so prefetching gains nothing"
     if found.case.machine.blocking:
-        return "this link copies in the model's own thread: nothing can be hidden behind compute"
+        return "this link copies in the model's own thread: compute cannot hide its copies"
     return (
         f"on demand, waiting for copies is {on_demand.wait_s / on_demand.tpot_s:.0%} of "
         f"{milliseconds(on_demand.tpot_s)} per token (hit rate {on_demand.hit_rate:.0%}): prefetching can gain at most "
@@ -196,7 +204,7 @@ def _share_of_copies(found: Survey, on_demand: PrefetchOption, most: float) -> s
 
 
 def _choice(on_demand: PrefetchOption, exact: Sequence[PrefetchOption], chosen: PrefetchOption) -> list[str]:
-    """Why the best prefetching option was taken or was not, and what the other predictors and distances would do."""
+    """Explain why the best prefetching option was chosen or not, and list the times of the others."""
     if not exact:
         return []
     best, *others = sorted(exact, key=lambda option: (option is not chosen, option.tpot_s))
@@ -216,7 +224,7 @@ def _verdict(on_demand: PrefetchOption, best: PrefetchOption, chosen: PrefetchOp
             f"compute: {change:+.0%}"
         )
     if saved_s <= 0:
-        return f"{who} hides nothing, its wrong copies keep the link from the needed ones: load on demand"
+        return f"{who} hides nothing, since its wrong copies delay the needed ones: load on demand"
     if cost_s >= saved_s:
         return (
             f"{who} costs {milliseconds(cost_s)} of forecasts and slower compute, more than the "
@@ -228,13 +236,13 @@ def _verdict(on_demand: PrefetchOption, best: PrefetchOption, chosen: PrefetchOp
 def _further(
     on_demand: PrefetchOption, speculated: Sequence[PrefetchOption], chosen: PrefetchOption, levers: Mapping[str, float]
 ) -> list[str]:
-    """List faster ways that have a price."""
+    """List faster alternatives that change the output or the machine."""
     reasons = []
     fastest = min(speculated, key=lambda option: option.tpot_s, default=chosen)
     if fastest.tpot_s < (1 - WORTH) * chosen.tpot_s:
         reasons.append(
             f"executing the forecasts of {fastest.name} (mode speculate) would take {milliseconds(fastest.tpot_s)} per "
-            "token, and changes what the model writes"
+            "token, but changes the model's output"
         )
     lever = min(levers, key=lambda name: levers[name])
     gain = 1 - levers[lever] / chosen.tpot_s

@@ -1,8 +1,8 @@
-"""How to keep experts that lie on a disk: compressed or not, with which pools beside the slots, or in memory after all.
+"""Advice on experts on a disk: compressed or not, with which pools beside the slots, or in memory instead.
 
-Recorded routing is replayed in virtual time with the disk's rate and the decoding time of this machine.
+The simulator replays recorded routing with the disk rate and decoding time measured on this machine.
 
-N experts of all layers, P parts of each.
+N experts of all layers, P parts of each, T tokens, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from expertcast.data.machine import available_memory, usable_processors
 from expertcast.data.routing_file import ABSENT, Routing
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.advising.advice import Advice, Option, milliseconds
-from expertcast.runtime.advising.survey import Watcher, without_copies
+from expertcast.runtime.advising.survey import TraceObserver, without_copies
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
@@ -47,25 +47,27 @@ from expertcast.runtime.storage.reader import SECTOR, THREADS, DirectReader, Rea
 from expertcast.runtime.storage.store import ExpertStore
 
 MOST_READ = 256 << 20
-"""Bytes that are read to measure a disk, at most."""
+"""Default maximum of bytes read to measure a disk."""
 _PASSES = 2
+"""Measurements of the disk, of which the fastest counts."""
 _DECODINGS = 3
+"""Decodings of each sampled expert per thread."""
 
 
 def disk_rate(path: Path, block_bytes: int, *, most: int = MOST_READ) -> float:
-    """Bytes per second of direct reads of one expert's size, one after another in a file, several in flight.
+    """Measure the rate of direct reads of a file in bytes per second: consecutive ranges of one expert's size.
 
     Args:
-        path: of the file, of one sector or more.
-        block_bytes: of one expert.
-        most: bytes that are read.
+        path: the file.
+        block_bytes: bytes of one expert.
+        most: maximum of bytes read, but at least one expert.
 
     Raises:
-        ExpertcastError: it cannot be read, or holds less than a sector.
+        ExpertcastError: the file cannot be read, or is shorter than a sector.
     """
     nbytes = min(path.stat().st_size, max(most, block_bytes)) // SECTOR * SECTOR
     if not nbytes:
-        raise ExpertcastError(f"{str(path)!r} is too short to measure a disk by: pack the store again")
+        raise ExpertcastError(f"{str(path)!r} is too short to measure the disk: pack the store again")
     size = min(sectors(block_bytes), nbytes)
     memory = HostMemory(size * min(THREADS + 1, nbytes // size)).bytes.view(-1, size).unbind(0)
     seconds = []
@@ -81,7 +83,7 @@ def disk_rate(path: Path, block_bytes: int, *, most: int = MOST_READ) -> float:
 
 
 def _read_all(reader: DirectReader, memory: Sequence[Tensor], count: int) -> None:
-    """Read so many blocks; a block of memory is read into again when it has been filled."""
+    """Read `count` blocks, reusing each buffer of `memory` once it has been filled."""
     reads: list[Read] = []
     for number in range(count):
         if number >= len(memory):
@@ -94,10 +96,10 @@ def _read_all(reader: DirectReader, memory: Sequence[Tensor], count: int) -> Non
 
 
 def scratch_rate(folder: Path, block_bytes: int, *, most: int = MOST_READ) -> float:
-    """The same of a file of random bytes that is written there and removed again.
+    """Measure :func:`disk_rate` of a temporary file of random bytes in `folder`.
 
     Raises:
-        ExpertcastError: the folder cannot be made or written.
+        ExpertcastError: the folder cannot be created or written.
     """
     size = sectors(max(block_bytes, min(most, MOST_READ)))
     try:
@@ -116,12 +118,12 @@ def scratch_rate(folder: Path, block_bytes: int, *, most: int = MOST_READ) -> fl
 
 
 def decoding_seconds(codec: Codec, coded: Sequence[Sequence[Part]], *, threads: int) -> float:
-    """Seconds that one of so many threads takes to decode an expert while the others decode too.
+    """Measure the seconds that a thread takes to decode an expert while `threads` threads decode.
 
     Args:
-        codec: that made the parts.
-        coded: the parts of some experts.
-        threads: L
+        codec: codec that encoded the parts.
+        coded: parts of some experts.
+        threads: number of threads.
     """
     block_bytes = codec.layout.block_bytes
 
@@ -138,26 +140,28 @@ def decoding_seconds(codec: Codec, coded: Sequence[Sequence[Part]], *, threads: 
         return statistics.median(each for own in pool.map(decode_all, range(threads)) for each in own)
 
 
-def stored_in(file: ExpertFile) -> list[list[int]]:
-    """[N][P] bytes of each part of a file of coded experts, in whole sectors as it is read."""
+def part_sizes(file: ExpertFile) -> list[list[int]]:
+    """Return the bytes of each part of a file of coded experts, rounded up to sectors, [N][P]."""
     nbytes_NP: list[list[int]] = (-(-file.nbytes // SECTOR) * SECTOR).tolist()
     return nbytes_NP
 
 
-def stored_as(coded: Sequence[Sequence[Part]]) -> list[list[int]]:
-    """The same for a file that is not there: one row, the mean over the parts of some experts."""
+def mean_part_sizes(coded: Sequence[Sequence[Part]]) -> list[list[int]]:
+    """Return the bytes of each part, rounded up to sectors, as the mean over some experts, [1][P]."""
     sizes = [[sectors(len(part.data)) for part in parts] for parts in coded]
     return [[round(statistics.fmean(column)) for column in zip(*sizes, strict=True)]]
 
 
-def stored(codec: Codec, nbytes_NP: Sequence[Sequence[int]], *, decoding_s: float, threads: int) -> StoredExperts:
-    """Coded experts on a disk.
+def stored_experts(
+    codec: Codec, nbytes_NP: Sequence[Sequence[int]], *, decoding_s: float, threads: int
+) -> StoredExperts:
+    """Return the simulator's description of coded experts on a disk.
 
     Args:
-        codec: that made them.
-        nbytes_NP: bytes of each part of some experts.
-        decoding_s: seconds of a thread for one expert.
-        threads: L
+        codec: codec of the experts.
+        nbytes_NP: bytes of each part, of all experts or one row for all.
+        decoding_s: seconds that a thread takes to decode one expert.
+        threads: number of decoding threads.
     """
     compressed = [codec.planes[shard.plane].compressed for shard in codec.shards]
     shards = sum(compressed)
@@ -174,21 +178,20 @@ def stored(codec: Codec, nbytes_NP: Sequence[Sequence[int]], *, decoding_s: floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskOption(Option):
-    """One way to keep the experts, on demand. Times are medians over decode steps."""
+    """A store with codec, pools and slots, loading on demand. Times are medians over decode steps."""
 
     store: str
     """`disk` or `memory`."""
     codec: str = "raw"
     pools: str = ""
-    """Bytes beside the slots, as `C=2000000,E=300000`."""
+    """Bytes of the pools beside the slots, such as `C=2000000,E=300000`."""
     slots: int
     tpot_s: float
     wait_s: float
-    """Waiting for experts, per token."""
+    """Seconds of waiting for experts, per token."""
     hit_rate: float
-    """Bytes of the slots."""
     read_per_token: float
-    """Bytes from the disk."""
+    """Bytes read from the disk, per token."""
 
     @property
     def name(self) -> str:
@@ -211,7 +214,7 @@ class DiskOption(Option):
         }
 
     def config(self, given: OffloadConfig, folder: Path) -> OffloadConfig:
-        """`given` with this store, codec, slots and pools; `folder` is that of a store on disk."""
+        """Return `given` with this store, codec, slots and pools. `folder` is used for a store on disk."""
         sized = replace(given, slots=self.slots, memory=None, predictor=None, bandwidth=None, link="auto")
         if self.store == "memory":
             return replace(sized, store="memory", store_folder=None, codec="raw", pools="")
@@ -219,9 +222,10 @@ class DiskOption(Option):
 
 
 COMPRESS = 0.1
-"""Share of raw's time per token that compressing must be expected to save before it is advised: what decoding takes
-beside its own time, memory and processors that others use, is not in the event model."""
+"""Fraction of the time per token with codec raw that compression must save to be advised. The event model does not
+include decoding's use of memory bandwidth and of processors that compute needs."""
 _STEP = 0.1
+"""Step of the planner, as a fraction of the memory."""
 _SIMULATED = 8
 """Number of the planner's allocations that are simulated."""
 
@@ -231,47 +235,47 @@ class DiskFindings:
     """Measurements of model, machine and routing."""
 
     trace: Trace
-    """Routing that is replayed."""
+    """Routing to replay."""
     routing: str
     """Source of the routing."""
     times: LayerTimes
-    """Seconds of a decode step without waits."""
+    """Layer times of a decode step without waits."""
     slots: int
-    """Experts that fit the memory."""
+    """Number of experts that fit the memory."""
     block_bytes: int
     """Bytes of one expert."""
     rate: float
-    """Bytes per second of the disk."""
+    """Disk rate in bytes per second."""
     rate_source: str
-    """`given`, or what was measured."""
+    """Source of the rate: `given`, or how it was measured."""
     stored: StoredExperts | None
-    """How the codec's experts lie there; None where it cannot hold them."""
+    """Stored form of the experts with the codec; None if it cannot hold them."""
     refused: str = ""
-    """Why it cannot."""
+    """Reason why the codec cannot hold them."""
     memory_copy_s: float | None = None
-    """Seconds of one expert's copy out of memory; None where there is no room for all of them."""
+    """Seconds per copy of an expert in memory; None if all experts do not fit the memory."""
     late: str | None = None
-    """The codec of the run that `times.late_s` comes from; None: of no run from a disk."""
+    """Codec of the run from disk that `times.late_s` was measured in; None: there was none."""
 
     @property
     def raw(self) -> StoredExperts:
-        """Experts on the disk as they are."""
+        """Stored form of uncoded experts."""
         return StoredExperts(plain=self.block_bytes)
 
     @property
     def experts(self) -> int:
-        """Experts of all layers together."""
+        """Number of experts of all layers."""
         return self.trace.shape.layers * self.trace.shape.experts
 
     def option(self, stored: StoredExperts | None, slots: int | None = None) -> DiskOption:
-        """Simulate experts on the disk as `stored`, or in memory (None), on demand.
+        """Simulate loading on demand from the disk (`stored`), or from memory (None).
 
-        The time that a short run took beyond the event model is added: measured on a raw run, to raw and compressed
-        ones; measured on a compressed run, only to compressed ones.
+        Disk options include `times.late_s`, the short run's time beyond the event model. A value measured in a
+        compressed run is added to compressed options only.
         """
         times, rate, slots = replace(self.times, late_s=0.0), self.rate, slots or self.slots
         if stored is None:
-            assert self.memory_copy_s is not None, "they fit"
+            assert self.memory_copy_s is not None, "the experts do not fit the memory"
             rate = self.block_bytes / self.memory_copy_s
         elif self.late is not None and (stored.coded or self.late == "raw"):
             times = self.times
@@ -293,7 +297,7 @@ class DiskFindings:
 
 
 def advise_disk(found: DiskFindings) -> Advice[DiskOption]:
-    """Choose the fastest way on demand, with compression only where it is expected to pay well."""
+    """Choose the fastest option on demand; a compressed one only if it saves at least `COMPRESS`."""
     options = [found.option(found.raw)]
     if found.stored is not None:
         options += [found.option(found.stored), *_pooled(found, found.stored)]
@@ -343,7 +347,7 @@ def _notes(facts: Json) -> str:
         rate, share = facts["decode_rate"] / 1e9, facts["stored_share"]
         decoder = f"; {facts['decoders']} x {rate:.3g} GB/s decoded, {share:.3f} stored"
     if facts["unexplained_s"]:
-        late = f"\nthe event model misses the short run by {milliseconds(facts['unexplained_s'])} per token"
+        late = f"\nthe short run took {milliseconds(facts['unexplained_s'])} per token more than the event model"
     return (
         f"disk {facts['disk_rate'] / 1e9:.3g} GB/s ({facts['disk_source']}){decoder}; an expert is "
         f"{facts['block_bytes']:,} bytes, {facts['memory_bytes'] / 1e6:.4g} MB for some of {facts['experts']}; "
@@ -352,7 +356,7 @@ def _notes(facts: Json) -> str:
 
 
 def routing_of(trace: Trace, source: str) -> Routing:
-    """The same without a model: rows [T, L, K] of distinct experts, those of a forward one after another."""
+    """Convert a trace to a routing table, [T, L, K]. The distinct experts of a forward pass fill its rows in order."""
     top_k, experts = trace.shape.top_k, trace.shape.experts
     rows, prompt = [], []
     for forward in trace.forwards:
@@ -368,10 +372,10 @@ def routing_of(trace: Trace, source: str) -> Routing:
 
 
 def _pooled(found: DiskFindings, stored: StoredExperts) -> list[DiskOption]:
-    """Slots and pools that share the memory: the fastest, simulated, of the allocations that the planner puts first."""
+    """Simulate the planner's best allocations of memory to slots and pools, and return the fastest, if any."""
     shape = found.trace.shape
     if not stored.coded or not shape.top_k < found.slots < found.experts:
-        return []  # nothing to keep apart, or nothing is ever read twice
+        return []  # no parts to keep, too few slots, or every expert is read once only
     costs = Costs(
         read_s=stored.plain / found.rate,
         ratio=stored.mean_coded / stored.plain,
@@ -380,11 +384,11 @@ def _pooled(found: DiskFindings, stored: StoredExperts) -> list[DiskOption]:
         threads=stored.threads,
     )
     size = ExpertBytes(plane=stored.plain, exponents=max(stored.coded))
-    memory = (found.slots - shape.top_k) * found.block_bytes // shape.layers  # a token's slots are no pool
+    memory = (found.slots - shape.top_k) * found.block_bytes // shape.layers  # K slots of the running token are no pool
     options = list[DiskOption]()
     for plan in plans(rank_model(routing_of(found.trace, found.routing)), costs, size=size, memory=memory, step=_STEP):
         pools = {state: shape.layers * plan.memory[state] for state in POOLS[1:] if plan.memory[state]}
-        # prompts take turns in the slots, which decode steps do not show: a full expert of each layer at the least
+        # at least one full expert per layer, since prompts cycle through the slots, which decode steps do not show
         if len(options) < _SIMULATED and plan.experts[State.F] and any(plan.experts[state] for state in POOLS[1:]):
             slots = shape.layers * plan.experts[State.F] + shape.top_k
             options.append(found.option(replace(stored, pools=pools), slots))
@@ -394,7 +398,7 @@ def _pooled(found: DiskFindings, stored: StoredExperts) -> list[DiskOption]:
 def _reasons(found: DiskFindings, options: Sequence[DiskOption], chosen: DiskOption) -> list[str]:
     raw, *others = options
     if found.slots >= found.experts:
-        return [f"all {found.experts} experts fit the slots: each is read once, so leave them as they are"]
+        return [f"all {found.experts} experts fit the slots: each is read once, so leave them uncompressed"]
     reasons = [f"codec raw waits {milliseconds(raw.wait_s)} of {milliseconds(raw.tpot_s)} per token for the disk"]
     for option in others:
         change = option.tpot_s / raw.tpot_s - 1
@@ -413,18 +417,21 @@ def _why_not(found: DiskFindings, stored: StoredExperts, gain: float) -> str:
     decoding_s = stored.decoding_s / stored.threads
     if decoding_s >= read_s:
         return f"decoding an expert takes {milliseconds(decoding_s)}, reading it uncompressed {milliseconds(read_s)}"
-    saved = f"an expert is read in {milliseconds(coded_s)} in place of {milliseconds(read_s)}"
+    saved = f"an expert is read in {milliseconds(coded_s)} instead of {milliseconds(read_s)}"
     if gain <= 0:
-        return f"{saved}, and decoding costs a token more than that saves"
-    return f"{saved}, which saves {gain:.0%} of a token here; less than {COMPRESS:.0%} is not relied on"
+        return f"{saved}, but decoding costs more time per token than this saves"
+    return f"{saved}, which saves {gain:.0%} of the time per token; savings below {COMPRESS:.0%} are not reliable"
 
 
 CODEC = "bitsplit"
+"""Codec that is measured if the store has none that compresses."""
 _SAMPLED = 6
-"""Experts that are decoded to measure it."""
+"""Number of experts that are decoded to measure decoding."""
 _COPIES = 8
+"""Number of copies that are timed."""
 
 OWN = "the model's own, in a short run"
+"""Source of routing recorded in the short run."""
 
 
 def survey_disk(
@@ -438,22 +445,22 @@ def survey_disk(
     routing: str = OWN,
     replayed: Trace | None = None,
 ) -> DiskFindings:
-    """Decode a few tokens on demand, read some experts, decode some.
+    """Measure a short run on demand, the disk, and decoding of some experts.
 
     Args:
-        run: offloads the model on the CPU, with `observers`: from the store in `folder`, if there is one.
+        run: offloads the model on the CPU with the given `observers`, from the store in `folder` if there is one.
         prompt_ids: [1, T]
-        folder: where experts are to lie.
-        new_tokens: that are decoded.
-        bandwidth: bytes per second of the disk; None: it is measured.
-        budget: bytes that experts may take in all; None: what memory is available.
-        routing: where the routing comes from.
-        replayed: routing that the advice is for; None: the short run's own.
+        folder: folder of the store, or a folder on the disk to measure.
+        new_tokens: number of tokens to decode.
+        bandwidth: bytes per second of the disk; None: measure it.
+        budget: bytes that all copies of experts may take in memory; None: the available memory.
+        routing: source of the routing.
+        replayed: routing to advise for; None: that of the short run.
 
     Raises:
-        ExpertcastError: as what `run` calls; a folder that cannot be written; traces of another model.
+        ExpertcastError: `run` raises it; the folder cannot be written; `replayed` is of another model.
     """
-    recorder, watched = Recorder(prompt_ids.device), Watcher()
+    recorder, watched = Recorder(prompt_ids.device), TraceObserver()
     with run(observers=[recorder, watched]) as offloaded:
         store, slots, shape = offloaded.store, offloaded.pool.count, offloaded.view.shape
         decoding = decode_greedily(offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
@@ -475,7 +482,7 @@ def survey_disk(
         codec = store.codec.text if isinstance(store, DiskStore) else "raw"
     if replayed is not None and replayed.shape != shape:
         raise ExpertcastError(f"{routing} is of a model of {replayed.shape}, this one has {shape}: give its own traces")
-    if from_disk:  # what the event model misses of a run like those that it speaks of
+    if from_disk:  # measured minus simulated time of the same kind of run
         expected = found.option(coded if coded is not None and codec != "raw" else found.raw)
         late_s = max(0.0, statistics.median(decoding.steps_s) - expected.tpot_s)
         found = replace(found, times=replace(times, late_s=late_s), late=codec)
@@ -492,7 +499,7 @@ def _rate(store: ExpertStore, folder: Path, bandwidth: float | None) -> tuple[fl
 
 
 def _coded(store: ExpertStore, threads: int) -> StoredExperts:
-    """Decodes some experts as the store's codec, or the default one, keeps them.
+    """Measure the stored form and decoding of some experts, with the store's codec if it compresses, else `CODEC`.
 
     Raises:
         ExpertcastError: the codec cannot hold these experts.
@@ -502,21 +509,23 @@ def _coded(store: ExpertStore, threads: int) -> StoredExperts:
     if isinstance(store, DiskStore) and not store.addressable:
         codec = store.codec
         sample: list[Sequence[Part]] = [store.file.read(key) for key in keys]
-        nbytes_NP = stored_in(store.file)
+        nbytes_NP = part_sizes(store.file)
     else:
         codec = make_codec(CODEC, store.layout)
         sample = [codec.encode(store.block(key).clone()) for key in keys]
-        nbytes_NP = stored_as(sample)
-    return stored(codec, nbytes_NP, decoding_s=decoding_seconds(codec, sample, threads=threads), threads=threads)
+        nbytes_NP = mean_part_sizes(sample)
+    return stored_experts(
+        codec, nbytes_NP, decoding_s=decoding_seconds(codec, sample, threads=threads), threads=threads
+    )
 
 
 def _memory_copy(store: ExpertStore, slots: int, budget: int | None) -> float | None:
-    """Seconds of one expert's copy in memory; None where there is no room for all of them beside the slots."""
+    """Measure the seconds per copy of an expert in memory; None if all experts and the slots do not fit the memory."""
     block_bytes = store.layout.block_bytes
     least = store.nbytes + slots * block_bytes
     if isinstance(store, DiskStore):
         room = available_memory() if budget is None else budget
-    else:  # they lie in memory already
+    else:  # the experts are already in memory
         room = least if budget is None else budget
     if room is not None and room < least:
         return None

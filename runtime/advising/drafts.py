@@ -1,16 +1,16 @@
-"""Simulation of drafts for a model whose routing was recorded: cycles of every length through the runtime's own cache.
+"""Simulation of drafts for a model with recorded routing: cycles of every draft length, through the runtime's cache.
 
 Assumptions, since a recorded run has no drafts:
 
-- a drafted token is accepted by chance, with the same acceptance wherever it stands; tokens that are refused need the
-  experts of those that the text really had there;
-- a draft pass takes a set share of an exact token's computing, copies nothing itself, and foresees a set share of the
-  experts; each other expert is replaced by another one of that layer;
-- an exact pass over several tokens takes as long before its experts as one over one token, and each distinct expert of
-  a layer takes the same time: both are bound by reading weights.
+- a drafted token is accepted at random, with the same probability at each position. Rejected tokens need the experts of
+  the text's own tokens at their positions;
+- a draft pass takes a fixed fraction of an exact token's compute time, copies nothing, and forecasts a fixed fraction
+  of the experts correctly; the others are replaced by random experts of the layer;
+- an exact pass over several tokens takes, outside its experts, as long as one over one token, and each distinct expert
+  of a layer takes the same time, since reading weights limits both.
 
-While it drafts, the runtime requests the experts that the draft foresaw, position by position and layer by layer, as
-far as slots without foreseen experts last. S decode steps, L MoE layers, E routed experts per layer, n drafted tokens.
+During the draft, the runtime prefetches the forecast experts, position by position and layer by layer, until all slots
+are protected. L MoE layers, E routed experts per layer, n drafted tokens.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from expertcast.runtime.simulation.simulator import VirtualRuntime
 from expertcast.runtime.simulation.trace import Forward, Trace, request_order
 
 LONGEST = 8
-"""n of the longest draft that is considered."""
+"""Default maximum of n."""
 FEWEST = 4
-"""Tokens to be written at least: the first comes from the prompt, and a draft of one needs three steps."""
+"""Minimum number of tokens to decode: the first comes from the prompt, and n = 1 needs three decode steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +38,16 @@ class DraftTraits:
     """Assumptions about a draft.
 
     Raises:
-        ExpertcastError: a share that is none, or a cost below 0.
+        ExpertcastError: a fraction is not in 0..1, or the cost is below 0.
     """
 
     name: str = "draft"
     acceptance: float = PRIOR_ACCEPTANCE
-    """Share of its tokens that are accepted, where all before were."""
+    """Probability that a token is accepted if all tokens before it were."""
     foreseen: float = 1.0
-    """Share of the experts that it foresees."""
+    """Fraction of the experts that the draft forecasts correctly."""
     cost: float = 1.0
-    """Its pass over one token, of an exact token's computing without copies."""
+    """Time of the draft's pass over one token, as a fraction of an exact token's compute time without copies."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.acceptance <= 1 and 0 <= self.foreseen <= 1 and self.cost >= 0):
@@ -58,10 +58,10 @@ class DraftTraits:
 
     @classmethod
     def parse(cls, text: str) -> DraftTraits:
-        """From `NAME` or `NAME:acceptance=P,foreseen=P,cost=C`.
+        """Parse `NAME` or `NAME:acceptance=P,foreseen=P,cost=C`.
 
         Raises:
-            ExpertcastError: an unknown option, or a value that does not fit.
+            ExpertcastError: an option is unknown or its value invalid.
         """
         name, _, options = text.partition(":")
         return replace(parse_options(options, cls, f"draft {name!r}"), name=name)
@@ -69,22 +69,22 @@ class DraftTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOption(Option):
-    """One length."""
+    """Drafts of one length, with the results of the simulation."""
 
     length: int
-    """n; 0: plain exact steps."""
+    """n; 0: exact steps without drafts."""
     tokens_per_s: float
     tokens_per_cycle: float
     cycle_s: float
     """Mean seconds of a cycle."""
     wait_s: float
-    """Seconds of these spent waiting for copies."""
+    """Mean seconds of waiting for copies per cycle."""
     copies: float
     """Experts copied per token."""
 
 
 def _advice(draft: DraftTraits, options: Sequence[DraftOption]) -> Advice[DraftOption]:
-    """The fastest length; plain steps unless it is faster by a margin."""
+    """Choose the fastest length; plain steps unless drafts are faster by more than `WORTH`."""
     plain = options[0]
     best = max(options, key=lambda option: option.tokens_per_s)
     given = f"{draft.acceptance:.0%} accepted at {draft.cost:.2g} of a step each"
@@ -106,23 +106,24 @@ def _advice(draft: DraftTraits, options: Sequence[DraftOption]) -> Advice[DraftO
 def advise_drafts(
     trace: Trace, case: Case, draft: DraftTraits, *, longest: int = LONGEST, repetitions: int = 4
 ) -> Advice[DraftOption]:
-    """Replay cycles of every length, 0 included, and say what they give.
+    """Simulate drafts of every length from 0 to `longest`, and choose the fastest.
 
     Args:
-        trace: of one text: its prompt, which leaves the cache as the decode steps find it, and its decode steps.
-        case: slots, link, layer times and policies; predictors are left out.
-        draft: what is taken to be true of it.
-        longest: n of the longest draft.
-        repetitions: runs through the text, with other tokens accepted; the same ones for all lengths.
+        trace: trace of one text: its prompt, which fills the cache first, and its decode steps.
+        case: slots, link, layer times and policies; its predictor is ignored.
+        draft: assumptions about the draft.
+        longest: maximum of n.
+        repetitions: number of simulations with different accepted tokens, the same for all lengths.
 
     Raises:
-        ExpertcastError: fewer than `longest` + 2 decode steps, or several texts; too few slots for one token.
+        ExpertcastError: the trace has fewer than `longest` + 2 decode steps or several texts, or there are too few
+            slots for one token.
     """
     check_slots(case.slots, trace.shape.top_k)
     steps, fresh = trace.decode, trace.forwards[: len(trace.forwards) - trace.steps]
     if longest < 1 or len(steps) < longest + 2 or any(forward.fresh for forward in trace.forwards[len(fresh) :]):
         raise ExpertcastError(
-            f"drafts of 1 to {longest} tokens need one prompt and {longest + 2} steps decoded after it, and there are "
+            f"drafts of 1 to {longest} tokens need one prompt and {longest + 2} steps decoded after it, but there are "
             f"{len(steps)}: decode more tokens"
         )
     case = replace(case, predictor=None)
@@ -131,7 +132,7 @@ def advise_drafts(
 
 
 class _Replay:
-    """One text, with the tokens that would be accepted of it and what a draft foresees of each."""
+    """One text, with random accepted tokens and random forecasts for each token."""
 
     def __init__(self, trace: Trace, case: Case, draft: DraftTraits, seed: int) -> None:
         choose = random.Random(seed)
@@ -152,7 +153,7 @@ class _Replay:
         ]
 
     def cycles(self, length: int) -> tuple[int, int, float, float, int]:
-        """The whole text in cycles of so many drafted tokens: tokens, cycles, seconds, seconds waited, copies."""
+        """Decode the text with `length` drafted tokens per cycle: tokens, cycles, seconds, seconds waited, copies."""
         runtime = VirtualRuntime(self._trace, self._case)
         for forward in self._trace.forwards:
             if forward.fresh:
@@ -176,7 +177,7 @@ class _Replay:
 
 
 def _union(steps: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """[L] distinct keys of some tokens, [T][L][K]."""
+    """Return the distinct keys of each layer, [L], for the keys of some tokens, [T][L][K]."""
     return [request_order([key for keys in column for key in keys]) for column in zip(*steps, strict=True)]
 
 

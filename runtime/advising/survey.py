@@ -1,4 +1,4 @@
-"""Short recorded runs of a model: all that is needed to say what other settings of the runtime would do."""
+"""Survey of a model: short recorded runs, from which the event model predicts other settings of the runtime."""
 
 from __future__ import annotations
 
@@ -34,30 +34,31 @@ from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Forward, RecordedPrefetches, Trace
 from expertcast.runtime.storage.layout import FULL
 
-_ASKED = "asked"
+_RECORDED = "recorded"
+"""Name of the recorded prefetches in a trace's hints."""
 
 
-class Watcher(Observer):
-    """Collects the forwards of one decoding, the first of which is the prefill (numbers only: no device is read)."""
+class TraceObserver(Observer):
+    """Records needed and forecast experts of one decoding, whose first forward pass is the prefill."""
 
     def __init__(self) -> None:
         self._needed: list[dict[int, list[int]]] = []
-        """Per forward, keys by layer."""
-        self._asked: list[dict[int, list[int]]] = []
-        """Per forward, keys by target layer, without requests for the next token."""
+        """Needed keys by layer, of each forward pass."""
+        self._prefetches: list[dict[int, list[int]]] = []
+        """Requested keys by target layer, of each forward pass; without requests for the next token."""
 
     def needed(self, layer: int, keys: Sequence[int]) -> None:
         if layer == 0:
             self._needed.append({})
-            self._asked.append({})
+            self._prefetches.append({})
         self._needed[-1][layer] = list(keys)
 
     def asked(self, layer: int, keys: Sequence[int]) -> None:
         if layer > max(self._needed[-1]):
-            self._asked[-1][layer] = list(keys)
+            self._prefetches[-1][layer] = list(keys)
 
     def trace(self, shape: ModelShape) -> Trace:
-        """Experts that each layer needed."""
+        """Return the recorded routing: the experts that each layer needed."""
         forwards = [
             Forward(fresh=index == 0, rows=slice(max(0, index - 1), index), keys=[keys[n] for n in sorted(keys)])
             for index, keys in enumerate(self._needed)
@@ -65,14 +66,14 @@ class Watcher(Observer):
         return Trace(shape=shape, forwards=forwards)
 
     def forecasts(self, ahead: int) -> RecordedPrefetches:
-        """Return the experts that forecasts of so many layers ahead requested in the decode steps."""
-        return RecordedPrefetches(ahead=ahead, steps=self._asked[1:])
+        """Return the experts that forecasts requested in the decode steps; `ahead` is the distance of the run."""
+        return RecordedPrefetches(ahead=ahead, steps=self._prefetches[1:])
 
 
-def measured_recall(trace: Trace, asked: RecordedPrefetches) -> dict[int, float]:
-    """Recall@k by target layer: share of the experts that a layer needed among the k that were forecast for it."""
+def measured_recall(trace: Trace, prefetches: RecordedPrefetches) -> dict[int, float]:
+    """Return recall@k by target layer: the fraction of needed experts that are among the k most probable forecast."""
     shares: dict[int, list[float]] = {}
-    for forward, forecasts in zip(trace.decode, asked.steps, strict=True):
+    for forward, forecasts in zip(trace.decode, prefetches.steps, strict=True):
         for target, keys in forecasts.items():
             needed = set(forward.keys[target])
             shares.setdefault(target, []).append(len(needed.intersection(keys[: trace.shape.top_k])) / len(needed))
@@ -80,22 +81,23 @@ def measured_recall(trace: Trace, asked: RecordedPrefetches) -> dict[int, float]
 
 
 def with_recall(
-    trace: Trace, asked: RecordedPrefetches, wanted: Mapping[int, float], seed: int = 0
+    trace: Trace, prefetches: RecordedPrefetches, wanted: Mapping[int, float], seed: int = 0
 ) -> RecordedPrefetches:
-    """The same forecasts, changed at random so that they are right as often as `wanted` says, by target layer.
+    """Change forecasts at random so that their expected recall@k is `wanted`, by target layer.
 
-    A few steps say little about recall, but much about which experts are forecast wrongly: those that the layer needs
-    at other times. A right expert is exchanged for one of these, or a wrong one for a needed one that was left out.
+    A few steps give a poor estimate of recall, but show which experts are forecast wrongly: those that the layer needs
+    in other steps. If recall is too high, right experts are replaced by such experts. If it is too low, wrong experts
+    are replaced by needed ones.
 
     Args:
-        trace: what the layers needed.
-        asked: what was forecast.
+        trace: experts that the layers needed.
+        prefetches: experts that were forecast.
         wanted: recall@k by target layer.
-        seed: of the random choices.
+        seed: seed of the random choices.
     """
-    choose, measured, decode = random.Random(seed), measured_recall(trace, asked), trace.decode
+    choose, measured, decode = random.Random(seed), measured_recall(trace, prefetches), trace.decode
     changed: list[dict[int, list[int]]] = []
-    for forward, forecasts in zip(decode, asked.steps, strict=True):
+    for forward, forecasts in zip(decode, prefetches.steps, strict=True):
         step: dict[int, list[int]] = {}
         for target, keys in forecasts.items():
             have, want, needed = measured[target], wanted[target], forward.keys[target]
@@ -109,11 +111,11 @@ def with_recall(
                 if (spoil or mend) and others:
                     step[target][place] = choose.choice(others)
         changed.append(step)
-    return replace(asked, steps=changed)
+    return replace(prefetches, steps=changed)
 
 
-def executed(trace: Trace, asked: RecordedPrefetches, layers: Iterable[int]) -> Trace:
-    """A decoding (its first forward is the prefill) that executes forecasts in place of its routing at these layers."""
+def executed(trace: Trace, prefetches: RecordedPrefetches, layers: Iterable[int]) -> Trace:
+    """Return the trace of a decoding that executes the forecasts instead of its routing at some layers."""
     chosen, top_k = frozenset(layers), trace.shape.top_k
     forwards = [
         replace(
@@ -123,26 +125,35 @@ def executed(trace: Trace, asked: RecordedPrefetches, layers: Iterable[int]) -> 
                 for layer, keys in enumerate(forward.keys)
             ],
         )
-        for forward, step in zip(trace.forwards, [{}, *asked.steps], strict=True)
+        for forward, step in zip(trace.forwards, [{}, *prefetches.steps], strict=True)
     ]
     return replace(trace, forwards=forwards)
 
 
-def replay(trace: Trace, case: Case, asked: RecordedPrefetches | None = None) -> Simulation:
-    """Run a recorded decoding in virtual time; its prefill leaves the cache as the decode steps find it. The case has
-    the cost of a forecast at layers that make one; without `asked`, the replay loads on demand.
+def replay(trace: Trace, case: Case, prefetches: RecordedPrefetches | None = None) -> Simulation:
+    """Simulate a recorded decoding. Its prefill fills the cache and takes no time.
+
+    Args:
+        trace: the decoding, whose first forward pass is the prefill.
+        case: settings, with the cost of forecasts at the layers that compute them.
+        prefetches: recorded prefetches; None: load on demand.
     """
     machine = replace(case.machine, prefill=no_times(trace.shape.layers))
-    hints = {} if asked is None else {_ASKED: asked}
+    hints = {} if prefetches is None else {_RECORDED: prefetches}
     case = replace(case, machine=machine, predictor=next(iter(hints), None))
     return simulate(replace(trace, hints=hints), case, waits=True)
 
 
-def calibrated(tpot_s: float, trace: Trace, case: Case, asked: RecordedPrefetches | None = None) -> LayerTimes:
-    """The case's layer times, with what a run took beyond a replay of it as `late_s`: `tpot_s` is what it took per
-    token, `trace`, `case` and `asked` are what :func:`replay` takes.
+def calibrated(tpot_s: float, trace: Trace, case: Case, prefetches: RecordedPrefetches | None = None) -> LayerTimes:
+    """Return the case's layer times with `late_s`, the difference between a run's measured TPOT and its simulation.
+
+    Args:
+        tpot_s: measured seconds per token.
+        trace: see :func:`replay`.
+        case: see :func:`replay`.
+        prefetches: see :func:`replay`.
     """
-    return replace(case.machine.times, late_s=tpot_s - replay(trace, case, asked).tpot_s)
+    return replace(case.machine.times, late_s=tpot_s - replay(trace, case, prefetches).tpot_s)
 
 
 Given = str | Path | Predictor
@@ -150,20 +161,20 @@ Given = str | Path | Predictor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecasting:
-    """A predictor at one distance: its requests, its recall and its cost."""
+    """Measurements of a predictor at one distance: its prefetches, recall and cost."""
 
-    asked: RecordedPrefetches
-    """In the decode steps."""
+    prefetches: RecordedPrefetches
+    """Prefetches in the decode steps, adjusted to `recall` if that comes from `metrics.json`."""
     recall: dict[int, float]
     """Recall@k by target layer."""
     source: str
-    """Where recall comes from: `metrics.json`, or `measured` over the run's own decode steps."""
+    """Source of `recall`: `metrics.json`, or `measured` in the run's decode steps."""
     times: LayerTimes
-    """Layer times of the run that made these forecasts."""
+    """Layer times of the run with these forecasts."""
 
     @property
     def mean_recall(self) -> float:
-        """Recall@k over all target layers."""
+        """Mean recall@k over target layers."""
         return statistics.fmean(self.recall.values())
 
 
@@ -172,17 +183,17 @@ class Survey:
     """Result of the short runs."""
 
     case: Case
-    """How the runs were set up, with the layer times of the on-demand run."""
+    """Settings of the runs, with the layer times of the on-demand run."""
     speed: LinkSpeed
     trace: Trace
     tpot_s: float
-    """Measured in the on-demand run (median)."""
+    """Median seconds per token, measured in the on-demand run."""
     forecasting: dict[tuple[str, int], Forecasting]
-    """By predictor's label and layers ahead."""
+    """Measurements by predictor's label and layers ahead."""
 
     @property
     def experts(self) -> int:
-        """Experts of all layers together."""
+        """Number of experts of all layers."""
         return self.trace.shape.layers * self.trace.shape.experts
 
     @property
@@ -201,30 +212,32 @@ class Survey:
         """Simulate a run by the event model.
 
         Args:
-            predictor: its label; None loads on demand.
+            predictor: label of the predictor; None: load on demand.
             ahead: layers between its forecasts and their targets.
-            executed_layers: layers that execute their forecast (all of them for `speculate`).
-            case: how the runtime is set up, where it is other than in the survey.
+            executed_layers: layers that execute their forecast (all layers for `speculate`).
+            case: settings of the runtime; None: those of the survey.
 
         Raises:
-            ExpertcastError: a predictor or distance that the survey did not run.
+            ExpertcastError: the survey did not run the predictor at this distance.
         """
         case = case or self.case
         if predictor is None:
             return replay(self.trace, case)
-        found = self.known(predictor, ahead)
-        return replay(executed(self.trace, found.asked, executed_layers), case.with_times(found.times), found.asked)
+        found = self.forecasting_of(predictor, ahead)
+        return replay(
+            executed(self.trace, found.prefetches, executed_layers), case.with_times(found.times), found.prefetches
+        )
 
-    def known(self, predictor: str, ahead: int) -> Forecasting:
+    def forecasting_of(self, predictor: str, ahead: int) -> Forecasting:
         """Return the measurements of a predictor at one distance.
 
         Raises:
-            ExpertcastError: the survey did not run it.
+            ExpertcastError: the survey did not run the predictor at this distance.
         """
         if (predictor, ahead) not in self.forecasting:
             there = ", ".join(f"{name} {distance} ahead" for name, distance in self.forecasting) or "no predictor"
             raise ExpertcastError(
-                f"predictor={predictor!r}, ahead={ahead} is not in this survey (it has {there}): name it in predictors"
+                f"predictor={predictor!r}, ahead={ahead} is not in this survey (it has {there}): add it to predictors"
             )
         return self.forecasting[predictor, ahead]
 
@@ -235,7 +248,7 @@ class _Run:
 
     tpot_s: float
     case: Case
-    watched: Watcher
+    watched: TraceObserver
     speed: LinkSpeed
 
 
@@ -248,29 +261,31 @@ def survey(
     new_tokens: int = 32,
     repetitions: int = 2,
 ) -> Survey:
-    """Decode a few tokens on demand, and with each predictor at each distance that it offers, in alternation. These
-    runs make every forecast, as the event model does: `forecasts="auto"` leaves out those that cost too much.
+    """Decode a few tokens on demand, and with each predictor at each of its distances, in alternation.
+
+    The runs compute every forecast, as the event model assumes. `forecasts="auto"` would skip those that cost too much.
 
     Args:
-        model: as :func:`expertcast.offload` takes it.
-        prompt_ids: [1, T] on the model's device; a text of the kind that will be run.
-        config: slots, cache, link, store and so on, without a predictor; link `auto` on CUDA is `cuda`, for the tables
-            of `kernel` lie on the device.
-        predictors: as :func:`expertcast.offload` takes them. Where a checkpoint's metrics.json has recall for a
-            distance, its forecasts count as good as that; else as good as they were in the short run.
-        new_tokens: per run; the first comes from the prefill. Too few find a cache that is still filling up.
-        repetitions: of each run, of which the fastest counts: the one that was disturbed least.
+        model: the model, as for :func:`expertcast.offload`.
+        prompt_ids: typical prompt, [1, T] on the model's device.
+        config: slots, cache, link, store and so on, without a predictor. Link `auto` on CUDA becomes `cuda`, since the
+            tables of `kernel` are on the device.
+        predictors: predictors, as for :func:`expertcast.offload`. If a checkpoint's metrics.json has the recall at a
+            distance, the survey uses it; otherwise it uses the recall measured in the short run.
+        new_tokens: number of tokens per run; the first comes from the prefill. With too few, the cache is still being
+            filled.
+        repetitions: number of repetitions of each run. The fastest one counts, as the least disturbed.
 
     Raises:
-        ExpertcastError: as :func:`expertcast.offload`; fewer than 2 new tokens or no repetition; not one prompt; a
-            configuration with a predictor.
+        ExpertcastError: :func:`expertcast.offload` raises it; `new_tokens` is below 2 or `repetitions` below 1;
+            `prompt_ids` is not one prompt; the configuration has a predictor.
     """
     config = config or OffloadConfig()
-    BenchSettings(new_tokens=new_tokens, repetitions=repetitions)  # which refuses too few
+    BenchSettings(new_tokens=new_tokens, repetitions=repetitions)  # validates both
     if prompt_ids.dim() != 2 or prompt_ids.shape[0] != 1 or not prompt_ids.shape[1]:
         raise ExpertcastError(f"prompt_ids has shape {list(prompt_ids.shape)}: give one prompt, [1, tokens]")
     if config.resolved_predictor() is not None:
-        raise ExpertcastError("the configuration names a predictor: name those that are to be compared in predictors")
+        raise ExpertcastError("the configuration names a predictor: pass the predictors to compare as predictors=")
     if prompt_ids.is_cuda and config.link == "auto":
         config = replace(config, link="cuda")
     view = find_moe_layers(model)
@@ -301,16 +316,16 @@ def survey(
 
 
 def label_of(given: Given) -> str:
-    """A predictor's name in a survey: what was given, or the name of an object."""
+    """Return a predictor's name in a survey: the given text or path, or the name of an object."""
     return given.name if isinstance(given, Predictor) else str(given)
 
 
 def _run(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, config: OffloadConfig) -> _Run:
-    recorder, watched = Recorder(prompt_ids.device), Watcher()
+    recorder, watched = Recorder(prompt_ids.device), TraceObserver()
     with offload(model, config, observers=[recorder, watched]) as offloaded:
         link = offloaded.link
         if isinstance(link, KernelLink):
-            raise ExpertcastError("link 'kernel' decides on the device, where nothing can be surveyed: use link='cuda'")
+            raise ExpertcastError("link 'kernel' decides on the device and cannot be surveyed: use link='cuda'")
         speed = link_speed(link, offloaded.store)
         decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         times, block_bytes = layer_times(recorder), offloaded.store.layout.block_bytes
@@ -327,7 +342,7 @@ def _run(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, config: Of
 
 
 def without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
-    """Layer times of a link that copies in the model's own thread: that time is the link's, not the runtime's."""
+    """Subtract the seconds of copies from layer times, for a link that copies in the model's thread."""
     steps = len(recorder.steps())
     misses_s, forecasts_s = [0.0] * len(times.request_s), [0.0] * len(times.request_s)
     for copy in recorder.copies():
@@ -342,11 +357,11 @@ def without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
 def _forecasting(
     trace: Trace, base: Case, run: _Run, checkpoint: PredictorCheckpoint | None, ahead: int
 ) -> Forecasting:
-    """The forecasts of a run, at the checkpoint's own recall where its metrics have it for this distance."""
-    asked = run.watched.forecasts(ahead)
-    times = calibrated(run.tpot_s, trace, base.with_times(run.case.machine.times), asked)
-    recall, source = measured_recall(trace, asked), "measured"
+    """Return a run's measurements; with the recall of the checkpoint's metrics if these have this distance."""
+    prefetches = run.watched.forecasts(ahead)
+    times = calibrated(run.tpot_s, trace, base.with_times(run.case.machine.times), prefetches)
+    recall, source = measured_recall(trace, prefetches), "measured"
     known = recall_per_layer(checkpoint, ahead)
     if known is not None and set(known) == set(recall):
-        asked, recall, source = with_recall(trace, asked, known), known, "metrics.json"
-    return Forecasting(asked=asked, recall=recall, source=source, times=times)
+        prefetches, recall, source = with_recall(trace, prefetches, known), known, "metrics.json"
+    return Forecasting(prefetches=prefetches, recall=recall, source=source, times=times)

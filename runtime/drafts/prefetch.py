@@ -153,7 +153,7 @@ class Schedule:
 
     def end(self) -> None:
         """End the cycle and cancel the remaining loads."""
-        self._residency.take_back(list(self._window.keys))
+        self._residency.cancel_prefetches(list(self._window.keys))
         self.stop()
 
     def routed(self, call: RouterCall) -> None:
@@ -171,7 +171,7 @@ class Schedule:
         if self.verifies:
             self._confident[layer].clear()
             self._rest[layer].clear()
-            self._residency.take_back(self._window.pop(layer).difference(keys))
+            self._residency.cancel_prefetches(self._window.pop(layer).difference(keys))
 
     def load(self) -> None:
         """Load as many entries as the current phase allows."""

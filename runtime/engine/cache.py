@@ -1,17 +1,18 @@
 """Cache of experts on the device: their slots, the copies in flight, and protection against eviction.
 
-Experts lose their slots in this order:
+When the running layer needs a slot, experts are evicted in this order:
 
 1. a resident expert that neither the running layer nor a pending forecast needs (the policy chooses);
-2. an expert that is kept for a verification's later layers, those of the last layer first;
+2. an expert kept for later layers of a verification, the last layer first;
 3. a queued prefetch, the last one requested first;
-4. an arrived prefetch, then one in flight (waited for): a running layer comes before a forecast.
+4. an arrived prefetch;
+5. a prefetch in flight, after a wait for its copy.
 
-An expert of the running layer never loses its slot. Three words for a slot that becomes free:
+Experts of the running layer are never evicted. A slot becomes free in three ways:
 
-    lose        it is free, for any reason
-    drop        a copy that has not begun is cancelled, and its expert loses the slot
-    give up     an expert loses the slot to another expert, which is counted
+    free        for any reason; the other two include it
+    cancel      the expert's copy has not begun and is cancelled
+    evict       another expert needs the slot; the statistics count it
 
 All calls come from the thread that runs the model. L MoE layers, E routed experts per layer; an expert's key is
 layer * E + expert.
@@ -31,7 +32,7 @@ from expertcast.runtime.storage.transfer import Transfer
 
 
 class Window:
-    """Keys that a coming verification needs, kept until their layer runs; nearer layers are safer.
+    """Keys that a coming verification needs, protected until their layer runs; later layers are evicted first.
 
     Args:
         layers: L.
@@ -42,39 +43,39 @@ class Window:
         self._experts = experts
         self._by_layer: list[set[int]] = [set() for _ in range(layers)]
         self.keys: set[int] = set()
-        """All keys; read only."""
+        """All keys; read-only for callers."""
 
     def add(self, key: int) -> None:
-        """Keep an expert until its layer runs."""
+        """Protect an expert until its layer runs."""
         self.keys.add(key)
         self._by_layer[key // self._experts].add(key)
 
     def pop(self, layer: int) -> set[int]:
-        """Return a layer's keys and keep them no longer: the layer runs now."""
+        """Remove and return the keys of a layer that runs now."""
         keys, self._by_layer[layer] = self._by_layer[layer], set()
         self.keys -= keys
         return keys
 
     def clear(self) -> None:
-        """Keep no expert any longer."""
+        """Remove all keys."""
         if self.keys:
             for keys in self._by_layer:
                 keys.clear()
             self.keys.clear()
 
-    def farthest(self, beyond: int, held: Container[int], but: Container[int]) -> int | None:
-        """Return a held expert of the last layer after `beyond`, not in `but`; None: there is none."""
+    def victim(self, layer: int, held: Container[int], protected: Container[int]) -> int | None:
+        """Return a held, unprotected expert of the last possible layer after `layer`; None: there is none."""
         if not self.keys:
             return None
-        for keys in reversed(self._by_layer[beyond + 1 :]):
+        for keys in reversed(self._by_layer[layer + 1 :]):
             for key in keys:
-                if key in held and key not in but:
+                if key in held and key not in protected:
                     return key
         return None
 
 
 class _Union:
-    """Membership in any of two to four live collections."""
+    """Container that combines two to four collections; it follows their changes."""
 
     __slots__ = ("_first", "_fourth", "_second", "_third")
 
@@ -88,15 +89,15 @@ class _Union:
 
 
 class ExpertCache:
-    """Slots, copies in flight and protection of one model's experts.
+    """Assigns slots to experts, requests their copies, and protects experts that are needed from eviction.
 
     Args:
         pool: the slots.
         link: copies experts into slots.
-        eviction: follows which experts get and lose slots; sets how many slots a layer may use.
-        stats: counts what happens.
+        eviction: policy of each layer, informed of all experts that get or free slots, and slots per layer.
+        stats: counters.
         experts: E.
-        keep: False frees an expert's slot as soon as its layer has run (every step loads all it needs).
+        keep: False frees an expert's slot as soon as its layer has run, so that each step loads all its experts.
     """
 
     def __init__(
@@ -104,87 +105,89 @@ class ExpertCache:
     ) -> None:
         self.pool, self.link, self.eviction, self.experts, self.keep = pool, link, eviction, experts, keep
         self._slots = pool.slots
-        """Slot of each expert that has one, arrived or not."""
+        """Slot of each expert that has one, experts in flight included."""
         self._policies = eviction.by_layer
         self._shares = eviction.shares
         """Slots of each layer; None: all layers share all slots."""
-        self._held_by = [0] * len(eviction.by_layer)
-        """Slots in use by layer; counted only where layers have shares."""
+        self._held_per_layer = [0] * len(eviction.by_layer)
+        """Number of slots in use by layer; counted only if layers have shares."""
         self._block_bytes = pool.layout.block_bytes
         self.copies: dict[int, Transfer] = {}
-        """Copies not known to have arrived."""
+        """Copies that have not been found to have arrived, by key."""
         self._packed: dict[int, str] = {}
         """Precision of experts that are held or in flight in less than full precision."""
         self.running: set[int] = set()
-        """Keys that the running layer requested and has not computed with."""
-        self._wanted: set[int] = set()
+        """Keys that the running layer requested and for which compute has not been launched."""
+        self._forecast_keys: set[int] = set()
         """Keys with a slot that a pending forecast requested."""
-        self._asked: dict[int, list[int]] = {}
-        """Keys that forecasts requested by layer, in order; some may have lost their slot since."""
+        self._forecasts: dict[int, list[int]] = {}
+        """Keys that pending forecasts requested, by layer and in order; some may have no slot."""
         self._unused: set[int] = set()
-        """Keys that were prefetched and not requested since."""
+        """Keys that were prefetched and have not been requested since."""
         self._first_used: set[int] = set()
         """Prefetched keys that the running layer requested for the first time."""
         self._evicted: set[int] = set()
-        """Keys that were evicted for another expert in this pass."""
+        """Keys that were evicted in this pass."""
         self.window = Window(len(eviction.by_layer), experts)
-        """Keys kept for a coming verification; :meth:`load_ahead` loads them one by one."""
-        self._needed = _Union(self.running, self._wanted, self.copies, self.window.keys)
-        """Keys that a prefetch may not evict."""
-        self._awaited = _Union(self._wanted, self.window.keys)
-        """Keys exempt from immediate release when `keep` is False."""
-        self._needed_now = _Union(self.running, self.copies)
-        """Keys that the running layer evicts last."""
+        """Keys protected for a coming verification; :meth:`load_ahead` loads them one by one."""
+        self._prefetch_protected = _Union(self.running, self._forecast_keys, self.copies, self.window.keys)
+        """Keys that a prefetch must not evict."""
+        self._exempt = _Union(self._forecast_keys, self.window.keys)
+        """Keys whose slots stay allocated after use, even if `keep` is False."""
+        self._demand_protected = _Union(self.running, self.copies)
+        """Keys that the running layer evicts only if there are no others."""
         self.only_arrived = False
-        """Whether experts in flight do not count as held: for a draft that does not wait for copies."""
+        """Whether :meth:`held` leaves out experts in flight, for drafts that do not wait for copies."""
         self.stats = stats
-        """Counters; another object may replace them between two forwards."""
+        """Counters; callers may replace the object between two forwards."""
         self._observers = [link.observer]
         self.observer = Observers(self._observers)
         self.waited_s = 0.0
         """Seconds that the model's thread has waited for copies."""
         self.paced = False
-        """Whether :meth:`backlog_s` is kept."""
+        """Whether to track the time for which the link is busy; required by :meth:`backlog_s`."""
         self._busy_until_s = 0.0
-        """Time at which the link ends the submitted copies, by their mean duration."""
+        """Estimated clock time at which all submitted copies have ended, from the link's seconds per copy."""
 
-    def tell(self, observer: Observer) -> None:
-        """Add an observer of all later events."""
+    def add_observer(self, observer: Observer) -> None:
+        """Add an observer, which receives all later events."""
         self._observers.append(observer)
         self.observer = Observers(self._observers)
 
     def backlog_s(self, now: float) -> float:
-        """Return the seconds from `now` until all submitted copies have ended; kept where the cache is `paced`."""
+        """Estimate the seconds from `now` until all submitted copies have ended. Requires :attr:`paced`."""
         return min(len(self.copies) * self.link.copy_s, max(0.0, self._busy_until_s - now))
 
-    def _link_s(self, nbytes: int) -> float:
+    def _copy_s(self, nbytes: int) -> float:
         return self.link.copy_s * nbytes / self._block_bytes
 
-    def _waited(self, layer: int, seconds: float) -> None:
+    def _count_wait(self, layer: int, seconds: float) -> None:
         self.waited_s += seconds
         self.stats.layers[layer].waited_s += seconds
 
     @property
     def idle(self) -> bool:
         """Whether no copy is in flight."""
-        self._sweep()
+        self._collect_arrived()
         return not self.copies
 
     def holds(self, key: int) -> bool:
-        """Whether the expert has a slot, arrived or not."""
+        """Whether the expert has a slot, even if it is still in flight."""
         return key in self._slots
 
     def is_prefetched_for(self, layer: int) -> bool:
-        """Whether forecasts have requested experts of a layer."""
-        return layer in self._asked
+        """Whether a pending forecast has requested experts of a layer."""
+        return layer in self._forecasts
 
     def held(self, layer: int) -> dict[int, str]:
-        """Return the layer's experts (0..E-1) that have a slot, with their precision; without experts in flight while
-        :attr:`only_arrived` is set."""
+        """Return the precision of each of the layer's experts (0..E-1) that has a slot.
+
+        Experts in flight are left out while :attr:`only_arrived` is set.
+        """
         first, slots, packed = layer * self.experts, self._slots, self._packed
         coming: Container[int] = ()
         if self.only_arrived and self.copies:
-            self._sweep()
+            self._collect_arrived()
             coming = self.copies
         keys = (key for key in range(first, first + self.experts) if key in slots and key not in coming)
         return {key - first: packed.get(key, FULL) for key in keys}
@@ -195,63 +198,63 @@ class ExpertCache:
 
     def free(self, layer: int) -> int:
         """Return the number of free slots that the layer's experts may take."""
-        return len(self.pool.free_slots) if self._shares is None else self._shares[layer] - self._held_by[layer]
+        return len(self.pool.free_slots) if self._shares is None else self._shares[layer] - self._held_per_layer[layer]
 
     def reset(self) -> None:
-        """Forget all experts: a call was interrupted, and records and copies may not agree."""
+        """Free all slots, after an interrupted call may have left the cache inconsistent with the copies."""
         self.link.restart()
         self.pool.clear()
         self.eviction.clear()
-        self._held_by = [0] * len(self._held_by)
+        self._held_per_layer = [0] * len(self._held_per_layer)
         for held in (
-            self.copies, self._packed, self.running, self._wanted, self._asked, self._unused, self._first_used,
-            self._evicted,
+            self.copies, self._packed, self.running, self._forecast_keys, self._forecasts, self._unused,
+            self._first_used, self._evicted,
         ):  # fmt: skip
             held.clear()
         self.window.clear()
 
     def victim(self, layer: int) -> int | None:
         """Return the expert that a prefetch for the layer would evict; None: a slot is free, or all are protected."""
-        return None if self.free(layer) else self._policies[layer].victim(self._needed)
+        return None if self.free(layer) else self._policies[layer].victim(self._prefetch_protected)
 
     def start_pass(self, fresh: bool) -> None:
-        """Start a forward; `fresh`: with new sequences."""
+        """Start a forward pass; `fresh`: of new sequences."""
         self._evicted.clear()
         self.eviction.start_pass(fresh)
 
-    def settle(self, layer: int, needed: Sequence[int]) -> None:
-        """End the forecasts for a layer whose routing is known, or was changed after its request.
+    def start_layer(self, layer: int, needed: Sequence[int]) -> None:
+        """End the forecasts for a layer whose routing is now known. Called again if its routing changes later.
 
-        Queued prefetches that the layer does not need are dropped. No requested expert counts as running.
+        Queued prefetches that the layer does not need are cancelled, and `running` becomes empty.
         """
         self.running.clear()
         self._first_used.clear()
-        self._sweep(needed)
+        self._collect_arrived(needed)
         self._policies[layer].start_layer(layer, needed)
-        asked = self._asked.pop(layer, None)
-        if asked is None:
+        requested = self._forecasts.pop(layer, None)
+        if requested is None:
             return
-        for key in set(asked).difference(needed) & self._wanted:
-            self._wanted.discard(key)
-            if not self._drop(key) and not self.keep and key not in self.copies:
-                self._lose(key)
-        self._wanted.difference_update(asked)
+        for key in set(requested).difference(needed) & self._forecast_keys:
+            self._forecast_keys.discard(key)
+            if not self._cancel(key) and not self.keep and key not in self.copies:
+                self._free_slot(key)
+        self._forecast_keys.difference_update(requested)
 
     def request(self, keys: Sequence[int], precision: Mapping[int, str] | None = None) -> tuple[int, int]:
-        """Load experts of the running layer, before all other copies; they stay until :meth:`release`.
+        """Load experts of the running layer before all other copies. They are not evicted until :meth:`release`.
 
         Args:
-            keys: distinct.
-            precision: by key, where it may be less than full; a held key in a lower precision is loaded anew, and
-                counts as a miss.
+            keys: distinct keys.
+            precision: sufficient precision by key; other keys are loaded in full precision. An expert that is held in a
+                lower precision than its entry is loaded again and counts as a miss.
 
         Returns:
-            The number of keys without a slot, and of prefetched keys that are requested for the first time.
+            The number of misses, and the number of prefetched keys that are requested for the first time.
         """
         slots, copies, unused = self._slots, self.copies, self._unused
         self.running.update(keys)
         if precision:
-            self._lose_worse(keys, precision)
+            self._free_lower_precision(keys, precision)
         missing = [key for key in keys if key not in slots]
         for key in keys if copies else ():
             copy = copies.get(key)
@@ -277,17 +280,17 @@ class ExpertCache:
         return misses, len(first_used)
 
     def prefetch(self, keys: Sequence[int]) -> None:
-        """Prefetch experts of one later layer, most needed first; experts without room are left out."""
+        """Prefetch experts of one later layer, most needed first, until all remaining slots are protected."""
         if not keys:
             return
-        self._sweep(keys)
+        self._collect_arrived(keys)
         slots, layer = self._slots, keys[0] // self.experts
         self.observer.asked(layer, keys)
         policy = self._policies[layer]
         held = [key for key in keys if key in slots]
-        self._wanted.update(held)
+        self._forecast_keys.update(held)
         policy.touch(held)
-        self._asked.setdefault(layer, []).extend(keys)
+        self._forecasts.setdefault(layer, []).extend(keys)
         missing = [key for key in keys if key not in slots]
         self.link.read_ahead(missing)
         room = self.free(layer)
@@ -295,68 +298,68 @@ class ExpertCache:
             if room:
                 room -= 1
             else:
-                victim = policy.victim(self._needed)
+                victim = policy.victim(self._prefetch_protected)
                 if victim is None:
                     return
-                self._give_up(victim)
-            self._wanted.add(key)
+                self._evict(victim)
+            self._forecast_keys.add(key)
             self._load(key, False)
 
     def load_idle(self, key: int) -> None:
-        """Load an expert that no pending forecast needs: it may be evicted like all others."""
+        """Load an expert that no pending forecast needs, if there is room. It is not protected from eviction."""
         layer = key // self.experts
         victim = self.victim(layer)
         if victim is not None:
-            self._give_up(victim)
+            self._evict(victim)
         if self.free(layer):
             self._load(key, False)
 
     def load_ahead(self, key: int) -> bool:
-        """Load an expert of the window, in place of one outside the window or of a later layer.
+        """Load an expert of the window. It may evict an unprotected expert or one of the window's later layers.
 
         Returns:
-            Whether there was room.
+            False if there was no such expert and no free slot.
         """
         layer = key // self.experts
         if not self.free(layer):
-            victim = self._policies[layer].victim(self._needed)
+            victim = self._policies[layer].victim(self._prefetch_protected)
             if victim is None:
-                victim = self._farthest(layer)
+                victim = self._window_victim(layer)
             if victim is None:
                 return False
-            self._give_up(victim)
+            self._evict(victim)
         self._load(key, False)
         return True
 
-    def take_back(self, keys: Iterable[int]) -> None:
-        """Cancel the queued copies of experts that are not needed any longer."""
+    def cancel_prefetches(self, keys: Iterable[int]) -> None:
+        """Cancel the queued prefetches among some keys, and free their slots."""
         for key in keys:
             if key in self._unused:
-                self._drop(key)
+                self._cancel(key)
 
     def keep_full_only(self) -> None:
-        """Evict all experts in less than full precision, for exact passes. No layer may be running."""
+        """Free the slots of all experts in less than full precision, before exact passes. No layer may be running."""
         for key in list(self._packed):
             copy = self.copies.get(key)
-            if copy is not None and not self._drop(key):
-                self._arrive(key, copy, needed=False)
+            if copy is not None and not self._cancel(key):
+                self._wait_for(key, copy, needed=False)
             if key in self._slots:
-                self._lose(key)
+                self._free_slot(key)
 
     def free_up(self, layer: int, count: int, keep: Container[int]) -> None:
-        """Evict experts, none of `keep`, in the policy's order, until `count` slots are free for the layer."""
-        protected = _Union(self.running, self._wanted, self.copies, keep)
+        """Evict experts in the policy's order, except those in `keep`, until `count` slots are free for the layer."""
+        protected = _Union(self.running, self._forecast_keys, self.copies, keep)
         while self.free(layer) < count:
             victim = self._policies[layer].victim(protected)
             if victim is None:
                 return
-            self._give_up(victim)
+            self._evict(victim)
 
     def wait(self, keys: Sequence[int]) -> None:
-        """Make compute wait for requested experts of one layer; their slots are in use from now on."""
+        """Make compute wait for requested experts of one layer, and mark their slots as in use."""
         start = self.link.clock()
         copies, just_used, in_time = self.copies, self._first_used, 0
-        if just_used:  # all are polled before the first wait, during which others arrive
+        if just_used:  # polled before the first wait, since more copies arrive during it
             for key in keys:
                 if key in just_used:
                     just_used.remove(key)
@@ -365,46 +368,46 @@ class ExpertCache:
         for key in keys:
             copy = copies.get(key)
             if copy is not None:
-                self._arrive(key, copy)
+                self._wait_for(key, copy)
         self.link.check()
         layer = keys[0] // self.experts
         self._policies[layer].use(keys)
         self.pool.mark(keys, SlotState.IN_USE)
         self.stats.layers[layer].prefetched_in_time += in_time
-        self._waited(layer, self.link.clock() - start)
+        self._count_wait(layer, self.link.clock() - start)
 
     def release(self, keys: Sequence[int]) -> None:
-        """Release experts with which compute has been launched."""
+        """End the use of experts, once compute that reads their slots has been launched."""
         slots = self._slots
         self.link.mark_read([slots[key] for key in keys])
         self.running.difference_update(keys)
         self.pool.mark(keys, SlotState.READY)
         if not self.keep:
             for key in keys:
-                if key not in self._awaited:
-                    self._lose(key)
+                if key not in self._exempt:
+                    self._free_slot(key)
 
     def abandon(self) -> None:
-        """Forget requests and forecasts of an interrupted forward."""
+        """End the requests and forecasts of an interrupted forward pass."""
         self.pool.mark([key for key in self.running if key in self._slots and key not in self.copies], SlotState.READY)
         self.running.clear()
         self._first_used.clear()
-        for key in list(self._wanted):
-            self._drop(key)
-        self._wanted.clear()
-        self._asked.clear()
+        for key in list(self._forecast_keys):
+            self._cancel(key)
+        self._forecast_keys.clear()
+        self._forecasts.clear()
         self.window.clear()
         if not self.keep:
             for key in [key for key in self.pool.resident() if key not in self.copies]:
-                self._lose(key)
+                self._free_slot(key)
 
     def fill(self, keys: Sequence[int]) -> int:
-        """Load experts into free slots, in order, and wait for them: policies take the last one for the newest.
+        """Load experts into free slots and wait for them. For the policies, the last one is the most recent.
 
-        Bytes are counted, but neither requests nor forecasts.
+        Statistics count the bytes, but no requests and no prefetches.
 
         Args:
-            keys: experts with a slot are skipped, experts without a free slot left out.
+            keys: experts in order; experts that have a slot or find no free one are skipped.
 
         Returns:
             The number of loaded experts.
@@ -416,52 +419,55 @@ class ExpertCache:
                 self._load(key, True)
                 loaded.append(key)
         for key, copy in list(self.copies.items()):
-            self._arrive(key, copy, needed=key in loaded)
+            self._wait_for(key, copy, needed=key in loaded)
         self.link.check()
         return len(loaded)
 
-    def _lose_worse(self, keys: Sequence[int], precision: Mapping[int, str]) -> None:
-        """Evict held experts that are needed in a better precision, unless they are in flight."""
+    def _free_lower_precision(self, keys: Sequence[int], precision: Mapping[int, str]) -> None:
+        """Free the slots of experts that are needed in a better precision, unless they are in flight."""
         for key in keys:
             held = self._packed.get(key)
             if held is not None and key in precision and key not in self.copies and is_better(precision[key], held):
-                self._lose(key)
+                self._free_slot(key)
 
     def _make_room(self, layer: int) -> None:
-        """Free a slot for an expert of the running layer."""
+        """Free a slot for an expert of the running layer, in the order of the module's docstring."""
         policy = self._policies[layer]
-        victim = policy.victim(self._needed)
+        victim = policy.victim(self._prefetch_protected)
         if victim is None:
-            victim = self._farthest(layer)
+            victim = self._window_victim(layer)
         if victim is None:
             for key in reversed(list(self.copies)):
                 own = self._shares is None or key // self.experts == layer
-                if own and key not in self.running and self._drop(key):
+                if own and key not in self.running and self._cancel(key):
                     return
-            victim = policy.victim(self._needed_now)
+            victim = policy.victim(self._demand_protected)
         if victim is None:
             victim = policy.victim(self.running)
-            assert victim is not None, "a chunk holds more experts than there are slots"
-            self._arrive(victim, self.copies[victim], needed=False)
+            assert victim is not None, "a chunk needs more experts than there are slots"
+            self._wait_for(victim, self.copies[victim], needed=False)
         if victim in self._slots:  # its copy may have failed
-            self._give_up(victim)
+            self._evict(victim)
 
-    def _farthest(self, layer: int) -> int | None:
-        """Return the window's expert of the last layer after `layer`; None with shares: layers keep their slots."""
+    def _window_victim(self, layer: int) -> int | None:
+        """Return the window's expert to evict; None if there is none, or if each layer has its own share of slots."""
         if self._shares is not None:
             return None
-        return self.window.farthest(layer, self._slots, self._needed_now)
+        return self.window.victim(layer, self._slots, self._demand_protected)
 
-    def _give_up(self, key: int) -> None:
-        """Evict an expert for another one."""
+    def _evict(self, key: int) -> None:
+        """Free an expert's slot for another expert, and count the eviction."""
         self._evicted.add(key)
         self.stats.layers[key // self.experts].evicted += 1
         if self.link.write_back_s:
             self.link.write_back()
-        self._lose(key)
+        self._free_slot(key)
 
-    def _sweep(self, needed: Container[int] = ()) -> None:
-        """Notice copies that have arrived, apart from needed ones, so that their slots can be reused."""
+    def _collect_arrived(self, needed: Container[int] = ()) -> None:
+        """Mark copies that have arrived, except those of the running layer, so that their slots can be reused.
+
+        If `keep` is False, free the slots of arrived experts that no forecast, window or `needed` contains.
+        """
         copies, running = self.copies, self.running
         if not copies:
             return
@@ -469,18 +475,18 @@ class ExpertCache:
         for key, copy in [entry for entry in copies.items() if entry[1].done and entry[0] not in running]:
             if copy.error is not None:
                 del copies[key]
-                self._lose(key)  # the layer's own request tries again
+                self._free_slot(key)  # the layer's own request copies it again
                 continue
-            self._arrived(key, copy)
-            if not self.keep and key not in self._awaited and key not in needed:
-                self._lose(key)
+            self._mark_arrived(key, copy)
+            if not self.keep and key not in self._exempt and key not in needed:
+                self._free_slot(key)
 
     def _load(self, key: int, urgent: bool, precision: str = FULL) -> None:
-        """Submit a copy into a free slot; not `urgent`: it is a prefetch."""
+        """Submit a copy into a free slot; `urgent`: for the running layer, otherwise a prefetch."""
         slot = self.pool.take(key)
         layer = key // self.experts
         if self._shares is not None:
-            self._held_by[layer] += 1
+            self._held_per_layer[layer] += 1
         full, nbytes = precision == FULL, self.pool.layout.nbytes_of(layer)
         self._policies[layer].insert(key, full)
         try:
@@ -489,43 +495,43 @@ class ExpertCache:
                 nbytes = self.link.block_bytes(precision)
             self.copies[key] = self.link.submit(key, slot, urgent=urgent, precision=precision)
         except BaseException:
-            self._lose(key)
+            self._free_slot(key)
             raise
-        if blocked_s := self.link.blocked_s:  # the link read the disk's pages or copied within this call
-            self._waited(layer, blocked_s)
+        if blocked_s := self.link.blocked_s:  # the link copied or read mapped pages within `submit`
+            self._count_wait(layer, blocked_s)
         count = self.stats.layers[layer]
         count.bytes_moved += nbytes
         if not urgent:
             self._unused.add(key)
             count.prefetched += 1
         if self.paced:
-            self._busy_until_s = max(self._busy_until_s, self.link.clock()) + self._link_s(nbytes)
+            self._busy_until_s = max(self._busy_until_s, self.link.clock()) + self._copy_s(nbytes)
 
-    def _arrive(self, key: int, copy: Transfer, *, needed: bool = True) -> None:
-        """Wait for a copy. The expert of a failed copy loses its slot; the error is raised if it is `needed`."""
+    def _wait_for(self, key: int, copy: Transfer, *, needed: bool = True) -> None:
+        """Wait for a copy. If it failed, free the slot, and raise the error if the expert is `needed`."""
         try:
             self.link.wait(copy)
         except Exception:
             self.running.discard(key)
             del self.copies[key]
-            self._lose(key)
+            self._free_slot(key)
             if needed:
                 raise
             return
-        self._arrived(key, copy)
+        self._mark_arrived(key, copy)
 
-    def _arrived(self, key: int, copy: Transfer) -> None:
+    def _mark_arrived(self, key: int, copy: Transfer) -> None:
         del self.copies[key]
         if copy.precision != FULL:
             self.link.expand(copy)
         self.pool.arrived(key)
 
-    def _drop(self, key: int) -> bool:
-        """Cancel an expert's queued copy; return whether there was one that had not begun."""
+    def _cancel(self, key: int) -> bool:
+        """Cancel an expert's copy and free the slot. Returns False if there is no copy or it has begun."""
         copy = self.copies.get(key)
         if copy is None or not self.link.cancel(copy):
             return False
-        # not unused: a layer requested the expert, and withdrew the request
+        # a key that is not in `_unused` was requested by a layer whose routing then changed
         layer, full = key // self.experts, copy.precision == FULL
         nbytes = self.pool.layout.nbytes_of(layer) if full else self.link.block_bytes(copy.precision)
         count = self.stats.layers[layer]
@@ -534,18 +540,18 @@ class ExpertCache:
             count.prefetched -= 1
             count.dropped += 1
         if self.paced:
-            self._busy_until_s -= self._link_s(nbytes)
+            self._busy_until_s -= self._copy_s(nbytes)
         del self.copies[key]
-        self._lose(key)
+        self._free_slot(key)
         return True
 
-    def _lose(self, key: int) -> None:
-        """Free an expert's slot, for any reason; no copy of the expert may be in flight."""
+    def _free_slot(self, key: int) -> None:
+        """Free an expert's slot. Its copy must not be in flight."""
         layer = key // self.experts
         self._policies[layer].remove(key)
         if self._shares is not None:
-            self._held_by[layer] -= 1
+            self._held_per_layer[layer] -= 1
         self.pool.release(key)
         self._packed.pop(key, None)
         self._unused.discard(key)
-        self._wanted.discard(key)
+        self._forecast_keys.discard(key)

@@ -321,7 +321,7 @@ class LayerFlow:
         if layer < self._carry:
             self._carried[layer] = keys if len(keys) <= limit // 2 else []
         self.residency.observer.needed(layer, keys)
-        self.residency.settle(layer, keys)
+        self.residency.start_layer(layer, keys)
         if self._pace is not None and (self._weighs or self._reads_transfer):
             self._pace.reached(layer)
             if self._reads_transfer:

@@ -24,7 +24,7 @@ from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
 from expertcast.runtime.engine.kernels import SlotKernel
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.policies import CacheShape, Policies
-from expertcast.runtime.storage.memory import give_back_freed
+from expertcast.runtime.storage.memory import trim_heap
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -186,7 +186,7 @@ class _Stage:
         """Return None: the router's choice is executed, and requested by :meth:`run`."""
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        give_back_freed()  # the C library keeps freed activations that lie between others
+        trim_heap()  # the C library keeps freed activations that lie between others
         answer = self._answers.get(layer.experts)
         if answer is not None:
             return answer(hidden_TD, ids_TK, weights_TK)

@@ -1,1 +1,1 @@
-"""Links: they move experts from a store into slots, and small tensors between host and device."""
+"""Links, which move experts from a store into slots, and small tensors between host and device."""

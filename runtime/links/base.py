@@ -27,6 +27,7 @@ from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Sent, Transfer, TransferQueue
 
 MOST_LATENCY_S = 3600
+"""Maximum latency per copy, in seconds."""
 
 
 def check_rate(bandwidth: float | None, latency: float = 0.0) -> None:
@@ -70,7 +71,6 @@ class Link(ABC):
     """First exception that the observer raised for a copy, in any thread; :meth:`check` raises it in the model's
     thread.
     """
-
     driver: CudaDevice | None = None
     """Streams and events of the slots' CUDA device, known once attached; None on the CPU."""
 
@@ -150,7 +150,7 @@ class Link(ABC):
         raise ExpertcastError(f"link {self.name!r} cannot be measured: use 'emulated', 'instant' or a CUDA device")
 
     def write_back(self) -> None:
-        """Account for one eviction. Only links in virtual time spend time on it."""
+        """Account for the write-back of one evicted expert; only links in virtual time do."""
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
         """Queue a transfer and start as many queued transfers as the link allows.
@@ -235,7 +235,7 @@ class Link(ABC):
         """Set `done` on the transfers that have arrived."""
 
     def mark_read(self, slots: list[int]) -> None:
-        """Note that kernels which read these slots have been launched; later copies into the slots wait for them."""
+        """Record that kernels reading these slots have been launched; later copies into the slots wait for them."""
         del slots
 
     def check(self) -> None:

@@ -32,8 +32,8 @@ from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Sent, Transfer
 
 _WINDOW_BYTES = 16 << 20
-"""About half a millisecond on PCIe 4: longer than the usual gap between two link calls of the model's thread, and short
-enough for a miss to wait for it.
+"""Bytes in flight: about half a millisecond on PCIe 4, which is longer than the usual gap between two link calls of the
+model's thread, and short enough for a miss to wait for it.
 """
 
 

@@ -1,4 +1,4 @@
-"""A link that is the disk itself: experts are read into their slots past the system's page cache, several at a time."""
+"""Disk link for the CPU: reads experts directly into their slots, past the page cache, several at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from expertcast.runtime.storage.codecs import Codec
 from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN, CodedRead, CodedReader, Kinds
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL
-from expertcast.runtime.storage.memory import give_back_freed
+from expertcast.runtime.storage.memory import trim_heap
 from expertcast.runtime.storage.reader import THREADS, Read
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer
 
-# Coded parts that are kept in memory beside the slots, as the pools decide.
+# Coded parts that the pools keep in memory beside the slots.
 
 _KINDS: dict[State, Kinds] = {
     State.F: NOTHING, State.C: EVERYTHING, State.S: frozenset({PLAIN}), State.E: frozenset({PACKED}), State.M: NOTHING,
@@ -30,37 +30,37 @@ _STATES = {kinds: state for state, kinds in _KINDS.items() if state is not State
 
 
 class KeptParts:
-    """A reader that keeps parts, and what is done about them as their pools change.
+    """Pools and a reader that keeps the parts of experts in the states that the pools choose.
 
-    Calls come from the thread that runs the model.
+    All methods are called from the thread that runs the model.
 
     Args:
-        codec: of the experts.
-        shape: of the model.
-        part_nbytes: of an expert in memory, plain and packed.
-        slots: whose full experts are the first of the pools.
-        memory: bytes of each other pool, of all layers together.
-        passing: slots that are no pool, as a multiple of K: the running layer's, and those of its forecasts.
-        opened: makes a reader, by `kept` and `wanted` of :class:`CodedReader`.
+        codec: codec of the experts.
+        shape: shape of the model.
+        part_nbytes: bytes of an expert's plain parts and of its packed parts in memory.
+        slots: slots of the run; their full experts are pool F.
+        memory: bytes of each other pool, for all layers together.
+        passing: slots that do not count as pool F, as a multiple of K: for the running layer, and for its forecasts.
+        open_reader: creates a reader from the arguments `kept` and `wanted` of :class:`CodedReader`.
 
     Raises:
-        ExpertcastError: less memory than one expert takes, or states that the codec does not have.
+        ExpertcastError: a pool is smaller than one expert, or needs parts that the codec does not have.
     """
 
     def __init__(
         self, codec: Codec, shape: ModelShape, part_nbytes: Sequence[int], slots: SlotPool,
-        memory: Mapping[State, int], *, passing: int, opened: Callable[..., CodedReader],
+        memory: Mapping[State, int], *, passing: int, open_reader: Callable[..., CodedReader],
     ) -> None:  # fmt: skip
         plain, packed = part_nbytes
         self._size = ExpertBytes(plane=plain, exponents=packed)
-        self._codec, self._slots, self._opened = codec, slots, opened
+        self._codec, self._slots, self._open_reader = codec, slots, open_reader
         if not packed and memory.keys() - {State.C}:
-            raise ExpertcastError(f"codec {codec.text!r} has no parts that can be kept alone: give pools='C=...'")
+            raise ExpertcastError(f"codec {codec.text!r} supports pool C only: give pools='C=...'")
         room = {state: nbytes // self._size.held(state) for state, nbytes in memory.items()}
         for state, count in room.items():
             if not count:
                 raise ExpertcastError(
-                    f"pool {state.name} of {memory[state]} bytes holds no expert of {self._size.held(state)}: "
+                    f"pool {state.name} has {memory[state]} bytes, but one expert takes {self._size.held(state)}: "
                     "give more, or leave it out"
                 )
         self.pools = Pools(
@@ -71,54 +71,54 @@ class KeptParts:
         )
         self.reader = self._open()
         self._leaving: dict[int, int] = {}
-        """Full experts that are to be taken apart before their slot is given away, by slot."""
-        self._whole: set[int] = set()
-        """Slots that were last filled with a full expert: one in less precision has other parts."""
+        """Full experts whose plain parts are to be kept before their slot is overwritten, by slot."""
+        self._full_slots: set[int] = set()
+        """Slots that were last filled in full precision; the plain parts of packed copies are not the expert's."""
 
     def restart(self) -> None:
-        """Drop what is queued and kept; the caller informs the pools."""
+        """Discard queued reads and kept parts. The caller updates the pools."""
         self.reader.close()
         self._leaving.clear()
-        self._whole.clear()
+        self._full_slots.clear()
         self.reader = self._open()
 
     def _open(self) -> CodedReader:
         kept = self.pools.room
-        return self._opened(
+        return self._open_reader(
             kept=(kept[State.C] + kept[State.S], kept[State.C] + kept[State.E]),
             wanted=lambda key: _KINDS[self.pools.state(key)],
         )
 
-    def settle(self) -> None:
-        """Do what the pools have decided since the last call: forget parts, and note what is to be taken apart."""
+    def apply_changes(self) -> None:
+        """Apply the pools' changes since the last call: free parts, and note full experts whose parts are to stay."""
         for key, state in dict(self.pools.changes()).items():
             slot = self._slots.slots.get(key)
             comes = slot is None or self._slots.state(slot) is SlotState.LOADING
             if key in self.pools.running and comes:
-                continue  # its parts are about to be used; the reader decides at its end
+                continue  # the running read uses its parts; at its end the reader keeps those that `wanted` returns
             self.reader.drop(key, _KINDS[state])
-            if slot in self._whole and state is State.S:
+            if slot in self._full_slots and state is State.S:
                 self._leaving[slot] = key
 
-    def take_apart(self) -> None:
-        """Keep the plain parts of full experts that leave: the model's thread has nothing better to do."""
+    def keep_leaving(self) -> None:
+        """Copy the plain parts of noted full experts; called while the model's thread would wait anyway."""
         for slot, key in self._leaving.items():
             arrived = self._slots.slots.get(key) == slot and self._slots.state(slot) is not SlotState.LOADING
             if arrived and self.pools.state(key) is State.S:
                 self.reader.keep_plain(key, self._slots.block(slot))
         self._leaving.clear()
 
-    def fills(self, slot: int, *, full: bool) -> None:
-        """A slot is filled with another expert, in full precision or less: too late for the one that was in it."""
-        self.settle()
+    def before_fill(self, slot: int, *, full: bool) -> None:
+        """Note that a slot is about to be filled, in full precision or not; its former expert's parts are lost."""
+        self.apply_changes()
         self._leaving.pop(slot, None)
-        (self._whole.add if full else self._whole.discard)(slot)
+        (self._full_slots.add if full else self._full_slots.discard)(slot)
 
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
-        """The order in which a layer's misses keep disk and processors busy."""
+        """Order a layer's misses so that disk and processors stay busy."""
         if len(keys) < 2:
             return keys
-        self.settle()
+        self.apply_changes()
         states = {key: _STATES[self.reader.held(key)] for key in sorted(keys)}
         if len(set(states.values())) < 2:
             return keys
@@ -126,7 +126,7 @@ class KeptParts:
         return [ordered[place] for block in schedule(list(states.values()), self._costs()) for place in block]
 
     def seconds(self, key: int) -> float:
-        """Until an expert would be ready if nothing else were read or decoded."""
+        """Return the seconds until an expert would be ready if no other were read or decoded."""
         states, costs = [_STATES[self.reader.held(key)]], self._costs()
         return makespan(states, schedule(states, costs), costs)
 
@@ -143,13 +143,15 @@ class KeptParts:
 
 
 class DiskLink(Link):
-    """Reads a disk store's file directly into the slots of a model on the CPU: no memory but the slots is used.
+    """Reads a disk store's file directly into the slots of a model on the CPU.
+
+    Raw experts take no memory besides the slots. Coded experts need buffers for their parts.
 
     Args:
-        threads: reads under way at a time.
-        bandwidth: bytes per second that the disk is taken for, at most; None: as it is.
-        pools: bytes in which parts of coded experts are kept beside the slots, by state; None: nothing is.
-        passing: with pools, slots for experts that are not to stay, as a multiple of K: 1, or 2 with forecasts.
+        threads: number of concurrent requests of the disk.
+        bandwidth: limit of the disk's rate in bytes per second; None: no limit.
+        pools: bytes for parts of coded experts that are kept beside the slots, by state; None: none are kept.
+        passing: with pools, slots for experts that do not stay, as a multiple of K: 1, or 2 with forecasts.
     """
 
     name = "disk"
@@ -165,37 +167,38 @@ class DiskLink(Link):
         self._kept: KeptParts | None = None
         self._threads, self.bandwidth = threads, bandwidth
         self._free_at = 0.0
-        """When the last read that was counted ended."""
+        """End of the latest read counted in `busy_s`, in seconds of the clock."""
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         """
         Raises:
-            ExpertcastError: the experts do not lie in a file, or the slots not in host memory.
+            ExpertcastError: the store has no file, the slots are not in host memory, or the pools do not fit the store.
         """
         super().attach(store, pool)
         self._file = file = file_of(store)
         if pool.device.type != "cpu":
             raise ExpertcastError(
-                f"this link fills host memory, and the slots are on {pool.device}: give link='disk', which goes by that"
+                f"this link fills host memory, but the slots are on {pool.device}: give link='disk', which selects the "
+                "link for this device"
             )
         if self._memory:
             if file.addressable:
                 raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
             opened = partial(CodedReader, file.file, file.codec, threads=self._threads, pace=self.bandwidth)
             self._kept = KeptParts(
-                file.codec, file.shape, file.part_nbytes, pool, self._memory, passing=self._passing, opened=opened
-            )
+                file.codec, file.shape, file.part_nbytes, pool, self._memory, passing=self._passing, open_reader=opened,
+            )  # fmt: skip
             self.pools = self._kept.pools
         self._open()
         self._free_at = 0.0
         if pool.count < file.shape.layers * file.shape.experts:
-            give_back_freed(at_once=True)  # memory is short: it is for slots
+            trim_heap(always=True)  # memory is short and should go to slots
 
     def _open(self) -> None:
-        """The queue is a new reader's, which carries out what is in it."""
+        """Use the reader as the link's queue; without pools, a new one."""
         reader = self._file.reader(self._threads, self.bandwidth) if self._kept is None else self._kept.reader
         if isinstance(reader, CodedReader):
-            reader.held_back = True
+            reader.defer_forecasts = True
         self._queue = reader
 
     def unattached_copy(self) -> Link:
@@ -209,7 +212,7 @@ class DiskLink(Link):
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
         if self._kept is not None:
-            self._kept.fills(slot, full=precision == FULL)
+            self._kept.before_fill(slot, full=precision == FULL)
         copy: Transfer
         if precision == FULL:
             block = self._pool.block(slot)[: self._file.layout.nbytes_of(key // self._file.experts)]
@@ -221,24 +224,24 @@ class DiskLink(Link):
         return copy
 
     def start(self, copy: Transfer) -> None:
-        """Copy an expert of less than full precision at once: it lies in memory, and the disk is not used."""
+        """Copy an expert in a lower precision now; these copies are in memory."""
         self._copy(copy)
         now = self.clock()
         self._complete(copy, now, now)
 
     def _pump(self) -> None:
-        """The reader starts what is queued."""
+        """Do nothing: the reader's threads start queued requests."""
 
     def _count_read(self, read: Read | CodedRead) -> None:
         if read.error is None:
-            with self._counting:  # reads overlap: the time in which any was under way is counted once
+            with self._counting:  # reads overlap: the time of several is counted once
                 start, self._free_at = max(read.start, self._free_at), max(read.end, self._free_at)
                 self.bytes_read += read.bytes_read
             self._count(read, min(start, read.end), read.end)
 
     def wait(self, copy: Transfer) -> None:
         if self._kept is not None:
-            self._kept.take_apart()
+            self._kept.keep_leaving()
         super().wait(copy)
 
     def read_ahead(self, keys: object) -> None:
@@ -256,10 +259,10 @@ class DiskLink(Link):
 
 
 def file_of(store: ExpertStore) -> DiskStore:
-    """The store, if it is one that a disk's link can read.
+    """Check that a store is on disk, and return it.
 
     Raises:
-        ExpertcastError: its experts do not lie in a file.
+        ExpertcastError: the store is not on disk.
     """
     if not isinstance(store, DiskStore):
         raise ExpertcastError("link 'disk' reads experts from a file: give store='disk'")
@@ -267,9 +270,10 @@ def file_of(store: ExpertStore) -> DiskStore:
 
 
 def check_disk(threads: int, bandwidth: float | None) -> None:
-    """
+    """Validate the arguments of a disk link.
+
     Raises:
-        ExpertcastError: no threads, or no bandwidth.
+        ExpertcastError: `threads` or `bandwidth` is below 1.
     """
     if threads < 1:
         raise ExpertcastError(f"threads={threads}: give 1 or more")

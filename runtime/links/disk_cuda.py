@@ -1,17 +1,17 @@
-"""The disk behind a CUDA device: experts are read into a few page-locked blocks, and copied from there.
+"""Disk link for CUDA: reads experts into page-locked buffers, and copies them from there to the device.
 
 A transfer of an expert is a read, then a copy:
 
-- the reader's threads fill a block, several experts at a time;
-- the thread that runs the model notices, whenever it calls the link, and queues the copy on the copies' stream, behind
-  the event of the slot's last reader, as :class:`CudaLink` does. So copies follow each other as their reads end;
-- the block is free for the next read when the event behind its copy has been reached. Experts without a block wait in
-  the link's queue, where they can be dropped; an urgent one takes the block of the latest forecast whose read has not
+- the reader's threads fill a buffer, several experts at a time;
+- at its next call of the link, the thread that runs the model queues the copy on the link's stream, after the event of
+  the slot's last reader, as :class:`CudaLink` does. So copies are issued in the order in which reads end;
+- the buffer is free for the next read when the copy's end event has occurred. Transfers without a buffer stay in the
+  link's queue, where they can be cancelled. An urgent one takes the buffer of the latest forecast whose read has not
   begun;
-- a wait for an expert holds the host until it has been read, and compute's stream until it has been copied: a stream
-  can wait for events of the device only. Other experts are read and copied meanwhile.
+- a wait for an expert blocks the host until it has been read, since a stream can wait for events of the device only,
+  and then the compute stream until it has been copied. Other experts are read and copied meanwhile.
 
-Tested with real files on devices that stand in; never run on a GPU.
+Tested with real files on simulated devices; never run on a GPU.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer
 
 _FEWEST, _MOST = 4, 32
+"""Minimum and maximum number of buffers, by default."""
 _DECODED, _COPIED = 4, 2
-"""Blocks that are decoded at most, and on their way to the device, while the reader fills others."""
+"""Maximum number of buffers in decoding, and number in copies to the device, while the reader fills others."""
 
 
-def places_of(block_bytes: int, threads: int, *, coded: bool = False) -> int:
-    """Blocks that keep so many requests of the disk under way while others are decoded, or copied to the device."""
+def buffer_count(block_bytes: int, threads: int, *, coded: bool = False) -> int:
+    """Return the number of buffers for `threads` concurrent requests while others are decoded or copied."""
     decoded = min(_DECODED, usable_processors() // 2) if coded else 0
     return min(_MOST, max(_FEWEST + decoded, -(-threads * PIECE // block_bytes) + _COPIED))
 
@@ -50,43 +51,43 @@ class CudaDiskLink(CudaLink):
     """Reads a disk store's file, raw or coded, past the page cache into the slots of a model on CUDA.
 
     Args:
-        threads: reads under way at a time.
-        bandwidth: bytes per second that the disk is taken for, at most; None: as it is.
-        places: blocks of page-locked host memory on the way: what this link takes beside the slots, and what `memory=`
-            does not count. None: what keeps the disk's requests under way, 4 to 32 (4 for experts of 4 MiB or more; up
-            to 8 where they are decoded).
+        threads: number of concurrent requests of the disk.
+        bandwidth: limit of the disk's rate in bytes per second; None: no limit.
+        buffers: number of page-locked buffers of one block each. They are the link's memory beside the slots, and
+            `memory=` does not include them. None: enough to keep the disk busy, 4 to 32 (4 for experts of 4 MiB or
+            more, up to 8 if they are coded).
 
-    `busy_s` is the time in which anything was being read; copies to the device hide behind it.
+    `busy_s` is the time in which any read was under way. Copies to the device are assumed to overlap with reads.
     """
 
     name = "disk"
     by_address = False
 
-    def __init__(self, threads: int = THREADS, *, bandwidth: float | None = None, places: int | None = None) -> None:
+    def __init__(self, threads: int = THREADS, *, bandwidth: float | None = None, buffers: int | None = None) -> None:
         super().__init__()
         check_disk(threads, bandwidth)
-        if places is not None and places < 1:
-            raise ExpertcastError(f"places={places}: give 1 or more")
-        self._threads, self.bandwidth, self._places_given = threads, bandwidth, places
+        if buffers is not None and buffers < 1:
+            raise ExpertcastError(f"buffers={buffers}: give 1 or more")
+        self._threads, self.bandwidth, self._buffers_given = threads, bandwidth, buffers
         self._memory: HostMemory | None = None
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         """
         Raises:
-            ExpertcastError: the experts do not lie in a file that can be read, or the system has no memory for blocks.
+            ExpertcastError: the store has no readable file, or the system has no memory for the buffers.
         """
         self._file = self._file_of(store)
         super().attach(store, pool)
-        count = self._places_given or places_of(self._size, self._threads, coded=not store.addressable)
-        place_bytes = sectors(self._size)
-        memory = HostMemory(count * place_bytes, PageLock() if pool.device.type == "cuda" else None)
-        self._free = [memory.bytes[place * place_bytes :][: self._size] for place in range(count)]
+        count = self._buffers_given or buffer_count(self._size, self._threads, coded=not store.addressable)
+        buffer_bytes = sectors(self._size)
+        memory = HostMemory(count * buffer_bytes, PageLock() if pool.device.type == "cuda" else None)
+        self._free = [memory.bytes[number * buffer_bytes :][: self._size] for number in range(count)]
         self._reads: dict[Transfer, Read | CodedRead] = {}
-        """The read of each transfer that has a block, in the order in which they got it."""
-        self._come: SimpleQueue[Transfer] = SimpleQueue()
-        """Transfers that have been read and not yet copied on; the threads that read put them here."""
+        """Read of each transfer that has a buffer, in the order of allocation."""
+        self._read_done: SimpleQueue[Transfer] = SimpleQueue()
+        """Transfers whose read has ended and whose copy has not been issued; the reader's threads add them."""
         self._free_at = 0.0
-        """When the last read that was counted ended."""
+        """End of the latest read counted in `busy_s`, in seconds of the clock."""
         self._reader = self._file.reader(self._threads, self.bandwidth)
         self._memory = memory
 
@@ -94,16 +95,16 @@ class CudaDiskLink(CudaLink):
         return file_of(store)
 
     def unattached_copy(self) -> Link:
-        return CudaDiskLink(self._threads, bandwidth=self.bandwidth, places=self._places_given)
+        return CudaDiskLink(self._threads, bandwidth=self.bandwidth, buffers=self._buffers_given)
 
     def wait(self, copy: Transfer) -> None:
-        """Hold the host until the expert has been read; then make the current stream wait, and go on."""
+        """Block the host until the expert has been read, then make the current stream wait for its copy."""
         self.promote(copy)
         while copy.arrived is None and not copy.done:
-            if not copy.started and self._issued:  # it has no block
+            if not copy.started and self._issued:  # without a buffer: one is free when the oldest copy ends
                 self._issued[0].arrived.synchronize()
             else:
-                self._until_read()
+                self._wait_for_read()
             self._pump()
         super().wait(copy)
 
@@ -115,8 +116,8 @@ class CudaDiskLink(CudaLink):
         super().promote(copy)
 
     def cancel(self, copy: Transfer) -> bool:
-        """Drop one that no thread has begun to read. True if nothing of it was or will be read."""
-        self._take_back(copy)
+        """Cancel a transfer whose read has not begun. Return True if no byte was or will be read."""
+        self._revoke_buffer(copy)
         cancelled = super().cancel(copy)
         self._pump()
         return cancelled
@@ -133,35 +134,35 @@ class CudaDiskLink(CudaLink):
             self._memory.release()
             self._memory = None
 
-    def _until_read(self) -> None:
-        """Hold the host until a block has been filled."""
-        self._come.put(self._come.get())
+    def _wait_for_read(self) -> None:
+        """Block the host until a buffer has been filled."""
+        self._read_done.put(self._read_done.get())
 
     def _pump(self) -> None:
         self._collect()
-        while not self._come.empty():
-            copy = self._come.get()
+        while not self._read_done.empty():
+            copy = self._read_done.get()
             read = self._reads[copy]
             if read.error is None:
                 self._run(copy)
             else:
                 copy.finish(read.end, read.error)
             if copy.done:
-                self._give_back(copy)
+                self._free_buffer(copy)
         super()._pump()
 
     def _may_start(self, copy: Transfer) -> bool:
-        if copy.precision != FULL:  # lies in memory
+        if copy.precision != FULL:  # packed copies are in memory
             return super()._may_start(copy)
         return bool(self._free) or (copy.urgent and self._make_room())
 
     def start(self, copy: Transfer) -> None:
-        """Have it read into a block; copy it from there once that is done."""
+        """Start the read into a buffer; called again for the copy when the read has ended."""
         if copy in self._reads or copy.precision != FULL:
             super().start(copy)
             return
         read = self._file.read(
-            copy.key, self._free.pop(), urgent=copy.urgent, slot=copy.slot, then=lambda _read: self._come.put(copy)
+            copy.key, self._free.pop(), urgent=copy.urgent, slot=copy.slot, then=lambda _read: self._read_done.put(copy)
         )
         self._reads[copy] = read
         self._reader.submit(read)  # type: ignore[arg-type]
@@ -171,36 +172,36 @@ class CudaDiskLink(CudaLink):
         return super()._source(copy) if read is None else read.target
 
     def _complete(self, copy: Transfer, start: float, end: float) -> None:
-        """`start` is the copy's to the device; for whoever observes, the expert's way began with its read."""
+        """Finish a transfer. The observer receives a start that is earlier by the read's duration than the copy's."""
         if copy not in self._reads:
             super()._complete(copy, start, end)
             return
-        read = self._give_back(copy)  # first: whatever an observer raises, the block is free
+        read = self._free_buffer(copy)  # first, so that an observer's exception does not leak the buffer
         busy_s = self.busy_s
         super()._complete(copy, start - (read.end - read.start), end)
         self.bytes_read += read.bytes_read
-        self.busy_s = busy_s + max(0.0, read.end - max(read.start, self._free_at))  # reads overlap: counted once
+        self.busy_s = busy_s + max(0.0, read.end - max(read.start, self._free_at))  # overlapping reads count once
         self._free_at = max(self._free_at, read.end)
 
     def _make_room(self) -> bool:
-        """Take the block of the forecast that got one last; it comes first when there is one again."""
+        """Free the buffer of the latest forecast whose read has not begun, and queue it before other forecasts."""
         for copy in reversed(self._reads):
-            if not copy.urgent and self._take_back(copy):
+            if not copy.urgent and self._revoke_buffer(copy):
                 self._queue.submit(copy, front=True)
                 return True
         return False
 
-    def _take_back(self, copy: Transfer) -> bool:
-        """Whether a transfer that no thread has begun to read is without a block again."""
+    def _revoke_buffer(self, copy: Transfer) -> bool:
+        """Take a transfer's buffer back. Returns False if it has none or its read has begun."""
         read = self._reads.get(copy)
         if read is None or not self._reader.cancel(read):  # type: ignore[arg-type]
             return False
-        self._give_back(copy)
+        self._free_buffer(copy)
         copy.started = False
         return True
 
-    def _give_back(self, copy: Transfer) -> Read | CodedRead:
-        """Its block is not used any more."""
+    def _free_buffer(self, copy: Transfer) -> Read | CodedRead:
+        """Return a transfer's buffer to the free ones, and return its read."""
         read = self._reads.pop(copy)
         self._free.append(read.target)
         return read

@@ -21,6 +21,7 @@ from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 _SPIN_S = 60e-6
+"""Seconds before a deadline from which on the thread does not sleep while compute waits."""
 _NEGLIGIBLE_S = 5e-6
 _PR_SET_TIMERSLACK = 29
 _SMALL_COPY = 1 << 16
@@ -38,7 +39,7 @@ class EmulatedLink(Link):
         bandwidth: bytes per second.
         latency: seconds per copy.
         jitter: random extra seconds per copy, up to this many, for tests of event order.
-        seed: of the random jitter.
+        seed: seed of the random jitter.
 
     Raises:
         ExpertcastError: bandwidth or latency is out of range.
@@ -82,7 +83,7 @@ class EmulatedLink(Link):
         """Do nothing: the link's thread takes transfers from the queue."""
 
     def start(self, copy: Transfer) -> None:
-        # From the time of submission, not of this thread's wake-up: a late wake-up costs no bandwidth.
+        # The copy starts when it was submitted, not when this thread wakes up: a late wake-up costs no bandwidth.
         start = max(copy.start, self._free_at)
         self._free_at = start + self._duration(copy)
         self._transfer(copy, self._free_at)

@@ -29,9 +29,9 @@ from expertcast.runtime.storage.coded_reader import (
     UNDER_WAY,
     CodedReader,
     Kinds,
+    PartBuffers,
     PartMemory,
     Rates,
-    Taken,
 )
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.reader import PIECE, THREADS
@@ -152,7 +152,7 @@ class VirtualParts:
 
     Args:
         rates: the simulated speeds of disk and decoding.
-        most: experts in flight at most.
+        most: maximum number of experts in flight.
         kept: as for :class:`CodedReader`.
         wanted: as for :class:`CodedReader`.
     """
@@ -160,10 +160,10 @@ class VirtualParts:
     def __init__(self, rates: Rates, most: int, kept: tuple[int, int], wanted: Callable[[int], Kinds]) -> None:
         self._rates, self._wanted = rates, wanted
         self._memory = PartMemory([1, 1], under_way=most, kept=kept)
-        self._taken: dict[int, Taken] = {}
+        self._taken: dict[int, PartBuffers] = {}
 
     def begin(self, key: int) -> Kinds:
-        """Start to read an expert; return its parts that are in memory already."""
+        """Start to read an expert; return the kinds of its parts that are already in memory."""
         taken = self._memory.take(key)
         assert taken is not None, "no expert is under way twice"
         self._taken[key] = taken
@@ -171,7 +171,7 @@ class VirtualParts:
 
     def finish(self, key: int) -> None:
         """End the read of an expert and keep its wanted parts."""
-        self._memory.give(key, self._taken.pop(key), self._wanted(key))
+        self._memory.release(key, self._taken.pop(key), self._wanted(key))
 
     def held(self, key: int) -> Kinds:
         return self._memory.held(key)
@@ -304,11 +304,11 @@ class VirtualDisk(VirtualLink):
 
         Args:
             slots: the run's slots.
-            shape: the model's.
+            shape: the model's shape.
             passing: as for :class:`expertcast.runtime.links.disk.DiskLink`.
 
         Raises:
-            ExpertcastError: a pool has room for less than one expert per layer.
+            ExpertcastError: a pool is smaller than one expert, or the codec's parts do not fit the pools.
         """
         memory = {state: count for state, count in self._stored.pools.items() if count}
         if not memory:
@@ -317,10 +317,10 @@ class VirtualDisk(VirtualLink):
         decoding = nbytes / stored.decoding_s if stored.decoding_s else math.inf
         rates = Rates(disk=self._rate, decoding=decoding, threads=stored.threads)
         # KeptParts uses only the reader methods that VirtualParts has.
-        opened = cast(Callable[..., CodedReader], partial(VirtualParts, rates, shape.layers * shape.experts))
+        open_reader = cast(Callable[..., CodedReader], partial(VirtualParts, rates, shape.layers * shape.experts))
         self._kept = KeptParts(
             virtual_codec(stored.codec, nbytes), shape, (stored.plain, max(stored.coded)), slots, memory,
-            passing=passing, opened=opened,
+            passing=passing, open_reader=open_reader,
         )  # fmt: skip
         self.pools = self._kept.pools
 
@@ -339,16 +339,16 @@ class VirtualDisk(VirtualLink):
         return keys if self._kept is None else self._kept.in_order(keys)
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
-        for thread in self._threads:  # forget the past: no copy begins before now
+        for thread in self._threads:  # remove finished decoding: no copy begins before now
             while thread and thread[0][1] <= self.now:
                 del thread[0]
         if self._kept is not None:
-            self._kept.fills(slot, full=precision == FULL)
+            self._kept.before_fill(slot, full=precision == FULL)
         return super().submit(key, slot, urgent=urgent, precision=precision)
 
     def wait(self, copy: Transfer) -> None:
         if self._kept is not None:
-            self._kept.take_apart()
+            self._kept.keep_leaving()
         super().wait(copy)
 
     def restart(self) -> None:

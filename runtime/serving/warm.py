@@ -58,7 +58,7 @@ class HotExperts(Observer):
         self._used: Counter[int] = Counter()
         self._before: dict[int, int] = {}
         if not offloaded.link.decides_on_device:
-            offloaded.residency.tell(self)
+            offloaded.residency.add_observer(self)
 
     def needed(self, layer: int, keys: Sequence[int]) -> None:
         self._used.update(keys)

@@ -1,1 +1,1 @@
-"""Experts in host memory or on disk, and how they get there from a checkpoint."""
+"""Stores that hold experts in host memory or on disk, and the code that fills them from a checkpoint."""

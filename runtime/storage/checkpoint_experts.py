@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that make up its experts, read one expert at a time.
+"""Reads the experts of a checkpoint, one expert at a time where the checkpoint can be split by experts.
 
-Names and conversions are transformers' own (its conversion mapping and weight converters), so that checkpoints with
-one tensor per expert, fused ones and those of older layouts load as `from_pretrained` loads them.
+Names and conversions come from transformers' conversion mapping and weight converters. So checkpoints with one tensor
+per expert, with fused tensors, and of older layouts load as with `from_pretrained`.
 
 E routed experts per layer.
 """
@@ -54,36 +54,37 @@ from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.layout import expert_parameters
 
 _MOST_READERS = 4
-"""Threads that read and convert experts, at most."""
+"""Maximum number of threads that read and convert experts."""
 _ALIGNED = 64
-"""Alignment in bytes, a multiple of the size of every dtype."""
+"""Alignment in bytes of the tensors of a :class:`ShippedMatrix`; a multiple of the size of every dtype."""
 Read = Callable[[TensorFile, Part], Tensor]
+"""Reads a part of one checkpoint tensor."""
 
 
 @dataclass(slots=True)
 class Group:
-    """Checkpoint tensors that one conversion turns into one or more of a layer's parameters."""
+    """Checkpoint tensors that one conversion merges into one or more of a layer's parameters."""
 
     target: str
     """Full name of the (first) parameter."""
     converter: WeightConverter | None
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Checkpoint names by the converter's pattern, in order."""
+    """Names of the checkpoint tensors, by the converter's source pattern, in order."""
 
     @property
     def mxfp4(self) -> bool:
-        """Whether the tensors are blocks and scales in MXFP4."""
+        """Whether the tensors are MXFP4 blocks and scales."""
         return self.converter is not None and isinstance(self.converter.operations[0], Mxfp4Dequantize)
 
 
 class ExpertSources:
-    """The experts of a checkpoint.
+    """Finds the experts' tensors in a checkpoint and converts them to a layer's parameters.
 
     Args:
         model: the model without weights (meta device), in the dtype to load.
         view: its MoE layers.
         files: the checkpoint.
-        quantizer: of a quantised checkpoint, set to dequantise.
+        quantizer: quantizer of a quantised checkpoint, configured to dequantise.
 
     Raises:
         ExpertcastError: the checkpoint lacks an expert's weights.
@@ -97,7 +98,7 @@ class ExpertSources:
         self._experts = view.shape.experts
         self._modules = [layer.experts for layer in view]
         self.parameters: dict[str, Tensor] = {}
-        """The experts' parameters (meta tensors [E, ...]) by full name."""
+        """Meta tensors [E, ...] of the experts' parameters, by full name."""
         self._local: list[dict[str, str]] = []
         for layer in view:
             names = {f"{layer.experts_name}.{name}": name for name in expert_parameters(layer.experts, self._experts)}
@@ -107,7 +108,7 @@ class ExpertSources:
         """Checkpoint tensors that belong to no expert."""
         self._groups: dict[str, Group] = {}
         self.coded = False
-        """Whether codes and scales are read, for experts that are packed."""
+        """Whether packed experts read codes and scales as shipped, instead of packing dequantised weights."""
         self._assign(get_model_conversion_mapping(self._model, hf_quantizer=quantizer))
 
     def _assign(self, mapping: list[WeightConverter | WeightRenaming]) -> None:
@@ -117,7 +118,7 @@ class ExpertSources:
         prefix, state = self._model.base_model_prefix, self._model.state_dict()
         for name in self._files.tensors:
             target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-            if target not in state and name in state:  # as transformers does: the name needs no change
+            if target not in state and name in state:  # as in transformers: the name is right without renaming
                 target, pattern = rename_source_key(name, [], [], prefix, state)
             if target not in self.parameters:
                 self.others.append(name)
@@ -128,14 +129,14 @@ class ExpertSources:
         check_complete({name for name, group in self._groups.items() if group.mxfp4 and len(group.sources) < 2})
 
     def read_layer(self, layer: int, views: dict[str, Tensor]) -> None:
-        """Fill one layer's parameters [E, ...], given by their names in the experts module.
+        """Fill `views`, one layer's parameters [E, ...] by their names in the experts module.
 
         Raises:
             ExpertcastError: weights are missing or of the wrong shape.
         """
         local = self._local[layer]
         jobs = [
-            partial(self._convert, layer, group, experts, views)
+            partial(self._convert_into, layer, group, experts, views)
             for group in self.groups(layer)
             for experts in self._portions(group)
         ]
@@ -146,20 +147,20 @@ class ExpertSources:
         check_complete(missing)
 
     def _portions(self, group: Group) -> list[slice | None]:
-        """Split a layer into the experts that are converted at once; one portion, None, where they are inseparable."""
+        """Split a layer into ranges of experts to convert at a time; [None] if the group is inseparable."""
         if not self.separable(group):
             return [None]
         step = at_once(self.parameters[group.target]) if packed_matrices(self._modules[0]) else 1
         return [slice(first, min(first + step, self._experts)) for first in range(0, self._experts, step)]
 
     def forms(self) -> list[Forms]:
-        """Return the packed form of each matrix of a quantised checkpoint, by layer and the parameter's name.
+        """Return the packed form of each matrix of a quantised checkpoint, by layer and by the parameter's name.
 
-        Each layer has the narrowest form that the kernel takes. A matrix that has none in one layer stays as it is
-        shipped in all of them.
+        Each layer has its own form, one that the packed kernel supports. If there is no such form for a matrix in any
+        layer, all layers keep the matrix in the form of the checkpoint.
 
         Raises:
-            ExpertcastError: plain floats, or experts of one layer in different forms.
+            ExpertcastError: the weights are plain floats, or the experts of one layer have different forms.
         """
         found = {name: self._forms_of(name) for name in matrices(self._modules[0], self._experts)}
         return [{name: forms[layer] for name, forms in found.items()} for layer in range(len(self._modules))]
@@ -170,7 +171,7 @@ class ExpertSources:
         module = self._modules[0]
         outputs, inputs = sizes_of(module, matrices(module, self._experts)[name])
         if not any(None in own for own in codings):
-            with contextlib.suppress(ExpertcastError):  # a shape that the kernel does not take
+            with contextlib.suppress(ExpertcastError):  # the kernel does not support the shape
                 found = [Coding.over(coding for coding in own if coding is not None) for own in codings]
                 return [PackedForm(coding, outputs, inputs) for coding in found]
         shipped = [self._shipped(own[0]) for own in groups]
@@ -179,7 +180,7 @@ class ExpertSources:
 
     @property
     def quantised(self) -> bool:
-        """Whether any expert is shipped in fewer bits than floats have."""
+        """Whether the checkpoint has any quantised expert weight."""
         groups = [group for layer in range(len(self._modules)) for group in self.groups(layer)]
         names = [name for group in groups for own in group.sources.values() for name in own]
         return any(group.mxfp4 for group in groups) or any(self._files.shipped(name) for name in names)
@@ -197,7 +198,7 @@ class ExpertSources:
 
     def _shipped(self, group: Group) -> ShippedMatrix:
         if group.mxfp4 or not self.separable(group):
-            raise ExpertcastError(f"{group.target} cannot be held as it is shipped: give experts='expanded'")
+            raise ExpertcastError(f"{group.target} cannot be kept in its shipped form: give experts='expanded'")
         sizes = [_sizes(self._shipped_tensors(group, expert)) for expert in range(self._experts)]
         if any(each != sizes[0] for each in sizes):
             raise ExpertcastError(f"experts of {group.target} are shipped in different forms: give experts='expanded'")
@@ -205,41 +206,41 @@ class ExpertSources:
         return ShippedMatrix(self._model, group, weights, sizes[0], self.parameters[group.target].dtype)
 
     def _shipped_weights(self, group: Group, expert: int) -> Iterator[tuple[str, str, ShippedWeight]]:
-        """Iterate over the weights that make up an expert's matrix, with pattern and name."""
+        """Yield pattern, name and weight of each tensor that makes up an expert's matrix."""
         for pattern, names in group.sources.items():
             for name in names if len(names) == 1 else names[expert : expert + 1]:
                 if (shipped := self._files.shipped(name)) is None:
                     raise ExpertcastError(
-                        f"experts='packed' takes quantised weights, and {name} is shipped in floats: give "
+                        f"experts='packed' needs quantised weights, but {name} is shipped in floats: give "
                         "experts='expanded', 'int4' or 'int8'"
                     )
                 yield pattern, name, shipped
 
     def _shipped_tensors(self, group: Group, expert: int) -> list[tuple[TensorFile, Part]]:
-        """List the tensors of the files that make up an expert's matrix, with the rows that are the expert's."""
+        """Return the file tensors that make up an expert's matrix, each with the rows of this expert."""
         files = [file for _, _, weight in self._shipped_weights(group, expert) for file in weight.tensors.values()]
         if {len(names) for names in group.sources.values()} != {1}:
             return [(file, ...) for file in files]
         if any(file.get_shape()[:1] != [self._experts] for file in files):
             raise ExpertcastError(
-                f"{group.target} cannot be split by experts as it is shipped: give experts='expanded'"
+                f"{group.target} cannot be split by experts in its shipped form: give experts='expanded'"
             )
         return [(file, slice(expert, expert + 1)) for file in files]
 
     def local(self, layer: int) -> dict[str, str]:
-        """Full names of one layer's parameters, with their names in the experts module."""
+        """Map the full names of one layer's parameters to their names in the experts module."""
         return self._local[layer]
 
     def groups(self, layer: int) -> list[Group]:
-        """Return the groups that make up one layer's parameters."""
+        """Return the groups of one layer's parameters."""
         return [self._groups[name] for name in self._local[layer] if name in self._groups]
 
     def files_of(self, group: Group) -> list[TensorFile]:
-        """All tensors of a group."""
+        """Return all checkpoint tensors of a group."""
         return [self._files.tensors[name] for names in group.sources.values() for name in names]
 
     def separable(self, group: Group) -> bool:
-        """Whether converting expert by expert gives the same as all at once."""
+        """Whether a group may be converted expert by expert, with the same result as all at once."""
         counts = {len(names) for names in group.sources.values()}
         fused = all(file.get_shape()[:1] == [self._experts] for file in self.files_of(group))
         if group.converter is None:
@@ -250,13 +251,13 @@ class ExpertSources:
         merged = isinstance(first, MergeModulelist) and first.dim == 0 and counts == {self._experts}
         return merged and all(isinstance(step, Concatenate) and step.dim > 0 for step in rest)
 
-    def made(self, group: Group, experts: slice | None, read: Read | None = None) -> dict[str, Tensor]:
-        """Convert some experts (None: all); parameters [n, ...] by full name.
+    def convert(self, group: Group, experts: slice | None, read: Read | None = None) -> dict[str, Tensor]:
+        """Convert some experts and return their parameters [n, ...] by full name.
 
         Args:
-            group: one of :meth:`groups`; a separable one where experts are given.
-            experts: their numbers in the layer.
-            read: what is converted of a tensor; None: the tensor, in the dtype to load.
+            group: one of :meth:`groups`; a separable one if `experts` is not None.
+            experts: range of the experts in the layer; None: all.
+            read: reads the tensors to convert; None: read them in the dtype to load.
         """
         read = read or partial(_read, dtype=self.parameters[group.target].dtype)
         reads: list[tuple[str, str, Callable[[], Tensor]]] = []
@@ -267,10 +268,10 @@ class ExpertSources:
             elif experts is not None:
                 names = names[experts]
             reads += [(pattern, name, partial(read, self._files.tensors[name], part)) for name in names]
-        return _converted(self._model, group, reads)
+        return _run_converter(self._model, group, reads)
 
-    def _convert(self, layer: int, group: Group, experts: slice | None, views: dict[str, Tensor]) -> set[str]:
-        """Convert and write some experts (None: all); the names that were written."""
+    def _convert_into(self, layer: int, group: Group, experts: slice | None, views: dict[str, Tensor]) -> set[str]:
+        """Convert some experts (None: all) and write them to `views`. Returns the full names written."""
         first, last, _ = (experts or slice(None)).indices(self._experts)
         local, module = self._local[layer], self._modules[layer]
         packed = packed_matrices(module)
@@ -279,10 +280,10 @@ class ExpertSources:
             matrix, octets = cast(ShippedMatrix, form.parameter), packed[local[group.target]].parts(views)[0]
             for expert in range(first, last):
                 matrix.write(self._shipped_tensors(group, expert), octets[expert])
-            if first == 0:  # the others have the same sizes
+            if first == 0:  # all experts have the same sizes
                 self._check_shape(local, group.target, [1, *matrix(octets[0]).shape], 1)
             return {group.target}
-        made = self.made(group, experts) if form is None else self._made_coded(group, experts, form.coding)
+        made = self.convert(group, experts) if form is None else self._convert_coded(group, experts, form.coding)
         for full, matrices_EDF in made.items():
             self._check_shape(local, full, list(matrices_EDF.shape), last - first)
             if local[full] in packed:
@@ -299,8 +300,8 @@ class ExpertSources:
                 f"{'not among its experts' if shape is None else shape}: it belongs to another model"
             )
 
-    def _made_coded(self, group: Group, experts: slice | None, coding: Coding) -> Mapping[str, Coded]:
-        """Convert as :meth:`made`, codes, scales and zeros each by themselves."""
+    def _convert_coded(self, group: Group, experts: slice | None, coding: Coding) -> Mapping[str, Coded]:
+        """Convert like :meth:`convert`, but codes, scales and zeros separately instead of weights."""
         if group.mxfp4:
             octets, exponents = (file[experts or ...] for file in self.files_of(group))
             return {group.target: coded_mxfp4(octets, exponents).mT}
@@ -314,14 +315,14 @@ class ExpertSources:
             found: Tensor = getattr(held[id(file)], field)
             return found
 
-        codes, scales = (self.made(group, experts, partial(read, field)) for field in ("codes", "scales"))
-        zeros = {} if coding.symmetric else self.made(group, experts, partial(read, "zeros"))
+        codes, scales = (self.convert(group, experts, partial(read, field)) for field in ("codes", "scales"))
+        zeros = {} if coding.symmetric else self.convert(group, experts, partial(read, "zeros"))
         return {full: Coded(coding.bits, codes[full], scales[full], zeros.get(full)) for full in codes}
 
 
 @contextmanager
 def _converters() -> Iterator[ThreadPoolExecutor]:
-    """Yield threads whose tensor operations take one processor each: operations on one expert are short."""
+    """Yield a thread pool that runs torch with one thread per operation, since operations on one expert are short."""
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(
@@ -329,28 +330,28 @@ def _converters() -> Iterator[ThreadPoolExecutor]:
         ) as pool:
             yield pool
     finally:
-        torch.set_num_threads(threads)  # a thread's number is also that of all threads to come
+        torch.set_num_threads(threads)  # the pool's setting would also apply to threads started later
 
 
 def check_complete(missing: set[str]) -> None:
-    """Check that `missing`, the full names of missing parameters, is empty.
+    """Check that no parameter is missing; `missing` are full names.
 
     Raises:
-        ExpertcastError: a parameter is missing.
+        ExpertcastError: `missing` is not empty.
     """
     if missing:
         raise ExpertcastError(f"the checkpoint has no weights for {sorted(missing)[0]}: it is incomplete")
 
 
-def _converted(
+def _run_converter(
     model: PreTrainedModel, group: Group, reads: Iterable[tuple[str, str, Callable[[], Tensor]]]
 ) -> dict[str, Tensor]:
-    """Convert tensors to parameters by full name.
+    """Run a group's converter and return the parameters by full name.
 
     Args:
         model: the model, for transformers' conversions.
-        group: whose converter runs.
-        reads: pattern and name of each tensor, and the function that reads it.
+        group: the group.
+        reads: pattern, name and reading function of each tensor.
     """
     converter = copy.deepcopy(group.converter)
     for pattern, name, read in reads:
@@ -363,7 +364,7 @@ def _converted(
 
 
 class _Piece(NamedTuple):
-    """A tensor among an expert's bytes."""
+    """Place of one tensor in an expert's bytes."""
 
     start: int
     shape: tuple[int, ...]
@@ -378,7 +379,7 @@ class _Piece(NamedTuple):
 
 
 def _sizes(tensors: Sequence[tuple[TensorFile, Part]]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of what is read of tensors."""
+    """Return shape and dtype of the part that is read of each tensor."""
     sizes = []
     for file, part in tensors:
         shape = file.get_shape()
@@ -387,16 +388,16 @@ def _sizes(tensors: Sequence[tuple[TensorFile, Part]]) -> list[tuple[tuple[int, 
 
 
 class ShippedMatrix:
-    """One matrix of an expert as its checkpoint ships it: the bytes of some tensors, one behind the other.
+    """Shipped form of one matrix of an expert: the bytes of its checkpoint tensors, one after another.
 
-    Called with such bytes, uint8 [nbytes], it returns the weights [N, I] by the conversion of the expanded model.
+    A call with these bytes, uint8 [nbytes], returns the weights [N, I], converted as in the expanded model.
 
     Args:
-        model: without weights.
-        group: the first expert's weights.
-        weights: the same, each with its pattern and name.
-        sizes: shape and dtype of the weights' tensors in their order.
-        dtype: the model's.
+        model: the model without weights.
+        group: group of the matrix.
+        weights: pattern, name and weight of each tensor of the first expert.
+        sizes: shape and dtype of each file tensor of these weights, in order.
+        dtype: the model's dtype.
     """
 
     def __init__(
@@ -412,7 +413,7 @@ class ShippedMatrix:
             self.nbytes = -(-(self.nbytes + self._pieces[-1].nbytes) // _ALIGNED) * _ALIGNED
 
     def write(self, tensors: Sequence[tuple[TensorFile, Part]], octets: Tensor) -> None:
-        """Write one expert's tensors into its bytes."""
+        """Write one expert's tensors into `octets`, uint8 [nbytes]."""
         octets.zero_()
         for piece, (file, part) in zip(self._pieces, tensors, strict=True):
             piece.of(octets).copy_(file[part])
@@ -422,25 +423,25 @@ class ShippedMatrix:
         for pattern, name, weight in self._weights:
             joined = weight.join({own: HeldTensor(next(pieces).of(octets)) for own in weight.tensors})
             reads.append((pattern, name, partial(_read, joined, ..., self._dtype)))
-        return _converted(self._model, self._group, reads)[self._group.target][0]
+        return _run_converter(self._model, self._group, reads)[self._group.target][0]
 
 
 def _read(tensor: TensorFile, part: Part, dtype: torch.dtype) -> Tensor:
-    """In the dtype to load, as transformers casts: before any conversion, floating tensors only."""
+    """Read a part of a tensor and cast it to `dtype` if it is floating, before any conversion, as transformers does."""
     read = tensor[part]
     return read.to(dtype) if read.is_floating_point() else read
 
 
-# Experts as a quantised checkpoint ships them: codes and scales, for the codecs that move these.
+# Codes and scales of a quantised checkpoint, unconverted, for the codecs that store these.
 #
 # R rows and C columns of a matrix as the model holds it.
 
 Shipped = tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]
-"""One expert: codes and scales of each matrix, and its other parameters as they are, both by name."""
+"""One expert: codes and scales of each matrix by name, and the unquantised parameters by name."""
 
 
 class ShippedExperts:
-    """The experts of a checkpoint whose matrices all lie in one quantised form.
+    """Reads the experts of a checkpoint in which all expert matrices have the same quantised form.
 
     Args:
         sources: the checkpoint's experts, with FP8 weights as :class:`Fp8Tensor`.
@@ -448,7 +449,7 @@ class ShippedExperts:
         form: `fp8` or `mxfp4`; also the name of the codec.
 
     Raises:
-        ExpertcastError: a matrix lies in another form, cannot be taken apart by experts, or a layer has no experts.
+        ExpertcastError: a matrix has another form or cannot be split by experts, or a layer has no experts.
     """
 
     def __init__(self, sources: ExpertSources, layers: int, form: str) -> None:
@@ -463,7 +464,7 @@ class ShippedExperts:
 
     @property
     def codec(self) -> str:
-        """The codec's text: FP8 with the largest blocks of which those of every matrix consist."""
+        """Text of the codec. For FP8 with the largest block size that divides the blocks of every matrix."""
         if self._form != FP8:
             return self._form
         rows, columns = (math.gcd(*sizes) for sizes in zip(*self._blocks, strict=True))
@@ -485,11 +486,11 @@ class ShippedExperts:
                 blocks, scales = (file[one][0] for file in self._sources.files_of(group))
                 shipped[local[group.target]] = blocks, scales
             elif form == FP8:
-                made = self._sources.made(group, one, cast(Read, Fp8Tensor.codes))
-                grids = self._sources.made(group, one, cast(Read, Fp8Tensor.scales))
+                made = self._sources.convert(group, one, cast(Read, Fp8Tensor.codes))
+                grids = self._sources.convert(group, one, cast(Read, Fp8Tensor.scales))
                 shipped |= {local[full]: (made[full][0], grids[full][0]) for full in made}
             else:
-                kept |= {local[full]: value[0] for full, value in self._sources.made(group, one).items()}
+                kept |= {local[full]: value[0] for full, value in self._sources.convert(group, one).items()}
         check_complete({full for full, name in local.items() if name not in shipped and name not in kept})
         return shipped, kept
 
@@ -511,12 +512,12 @@ class ShippedExperts:
 
     def _refused(self, full: str, why: str) -> ExpertcastError:
         return ExpertcastError(
-            f"codec {self._form!r} moves experts as they are shipped, and those of {full} {why}: choose codec 'raw'"
+            f"codec {self._form!r} needs experts in this form, but those of {full} {why}: choose codec 'raw'"
         )
 
 
 def _form(group: Group, sources: ExpertSources) -> str | None:
-    """In which form all tensors of a group lie; None: in plain floats, or in several forms."""
+    """Return the quantised form of all tensors of a group; None: plain floats, or several forms."""
     if group.mxfp4:
         return MXFP4
     return FP8 if all(isinstance(file, Fp8Tensor) for file in sources.files_of(group)) else None

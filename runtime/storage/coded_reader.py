@@ -1,8 +1,8 @@
 """Reads coded experts past the system's page cache and decodes them into the caller's memory, several at a time.
 
-A :class:`DirectReader` gets the requests for all pieces of an expert together, so that it can join them. Each piece
-that has been read may make jobs ready (:class:`DecodePlan`), and a free thread takes the next job of the expert that
-comes first: the last expert of a layer is decoded by all threads at once. Parts may be kept for the next time.
+A :class:`DirectReader` receives the requests for all pieces of an expert together, so that it can join them. Each piece
+that arrives may make jobs ready (:class:`DecodePlan`). A free thread takes the next job of the first expert in order,
+so that all threads together decode the last expert of a layer. Parts can be kept in memory for later requests.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 # The plan of a codec: the pieces in which an expert is read, and the jobs that decode it.
 #
-# Plain planes lie under a compressed plane byte by byte: a compressed shard can be decoded as soon as it and the bytes
-# under it have been read.
+# Byte i of a plain plane belongs to byte i of the compressed plane: a compressed shard can be decoded as soon as it and
+# the same range of the plain planes have been read.
 
 CUT = 1 << 20
-"""Bytes, about: plain parts are read in such pieces where something can be decoded sooner for it."""
+"""Approximate bytes of a piece of a plain part, where a codec has compressed parts that can then be decoded sooner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of one part that are one request."""
+    """Range of one part that is read by one request."""
 
     part: int
     start: int = 0
-    """Byte of the part, a multiple of a sector."""
+    """First byte in the part, a multiple of a sector."""
     stop: int | None = None
-    """None: its end."""
+    """End of the range, in bytes; None: the end of the part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,15 @@ class Job:
     parts: tuple[int, ...]
     """Parts that the job checks and expands."""
     pieces: tuple[int, ...]
-    """Pieces that the job needs."""
+    """Pieces that must be read before the job can run."""
     shard: int | None = None
-    """The compressed shard that is recovered; None: all of the block, or nothing where `checks`."""
+    """Compressed shard to recover; None: the whole block, or no part of it if `checks`."""
     checks: bool = False
-    """Whether it only compares parts with their digests."""
+    """Whether the job only verifies the digests of its parts."""
 
 
 class DecodePlan:
-    """The same for all experts of a codec."""
+    """Pieces and jobs of one expert; the same for all experts of a codec."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -91,20 +91,20 @@ class DecodePlan:
         if plain:
             jobs.append(Job(tuple(plain), everything, checks=bool(packed)))
         self.pieces: tuple[Piece, ...] = tuple(pieces)
-        """In the order in which they are read, compressed ones first: each piece of a plain part then makes a job
-        ready, and threads decode while the rest is read."""
+        """In reading order, compressed parts first: then each piece of a plain part makes a job ready, and threads
+        decode while the rest is read."""
         self.jobs: tuple[Job, ...] = tuple(jobs)
         self.scratch_bytes = max((codec.shards[index].nbytes for index in packed), default=0)
-        """Bytes of memory that a thread needs for a job."""
+        """Bytes of scratch memory that a thread needs for a job."""
 
     def run(self, job: Job, parts: Sequence[Part], scratch: Tensor, block: Tensor) -> None:
-        """Do one job of an expert.
+        """Run one job of an expert.
 
         Args:
-            job: all of its pieces have come.
-            parts: of the expert, where they were read; parts without a digest have been compared.
-            scratch: uint8 [scratch_bytes] of the thread's own, for the compressed shard.
-            block: uint8 [block_bytes], what follows from the job is written.
+            job: a job whose pieces have all been read.
+            parts: all parts of the expert; parts without a digest were verified before.
+            scratch: uint8 [scratch_bytes], the thread's own memory for the compressed shard.
+            block: uint8 [block_bytes]; the job writes its shard's share of it.
 
         Raises:
             ExpertcastError: a part is damaged.
@@ -126,10 +126,10 @@ class DecodePlan:
 assert CUT % SECTOR == 0
 
 
-# Memory for coded parts, under way or kept. All of it is allocated at the start.
+# Memory for coded parts, being read or kept. All of it is allocated at the start.
 #
-# An expert's parts lie in two buffers of whole sectors: the *plain* one holds planes that are not compressed (signs and
-# mantissas), the *packed* one compressed planes (exponents). Either can be kept alone.
+# An expert's parts are in two buffers of whole sectors: the *plain* one holds uncompressed planes (signs and
+# mantissas), the *packed* one compressed planes (exponents). Either can be kept without the other.
 
 PLAIN, PACKED = 0, 1
 KINDS = (PLAIN, PACKED)
@@ -139,15 +139,15 @@ EVERYTHING: Kinds = frozenset(KINDS)
 
 
 class PartPlaces:
-    """Where the parts of each expert of a file lie in its buffers."""
+    """Places of each expert's parts in its two buffers."""
 
     def __init__(self, file: ExpertFile, codec: Codec) -> None:
         packed_P = np.array([codec.planes[shard.plane].compressed for shard in codec.shards])
         whole_NP = -(-file.nbytes // SECTOR) * SECTOR
         self.kinds = [PACKED if packed else PLAIN for packed in packed_P.tolist()]
-        """Kind of each part."""
+        """Kind of each part: `PLAIN` or `PACKED`."""
         self.nbytes = [0, 0]
-        """Bytes of a buffer of each kind; 0 if there are no such parts."""
+        """Bytes of a buffer, by kind; 0 if the codec has no part of the kind."""
         self._starts_NP = np.zeros_like(whole_NP)
         for kind in KINDS:
             own = np.flatnonzero(packed_P == kind)
@@ -156,32 +156,34 @@ class PartPlaces:
             self.nbytes[kind] = int(ends[:, -1].max()) if len(own) else 0
 
     def starts(self, key: int) -> list[int]:
-        """Byte of its buffer at which each part begins, a multiple of a sector."""
+        """Return the first byte of each part of an expert in its buffer, a multiple of a sector."""
         starts: list[int] = self._starts_NP[key].tolist()
         return starts
 
 
-class Taken(NamedTuple):
-    """The buffers of one expert that is under way."""
+class PartBuffers(NamedTuple):
+    """Buffers of one expert that is being read or decoded."""
 
     buffers: list[Tensor | None]
-    """By kind."""
+    """By kind; None if the codec has no part of the kind."""
     held: Kinds
-    """Kinds whose parts were there already, and have been compared with their digests."""
+    """Kinds whose parts were already in memory, with verified digests."""
 
 
 class PartMemory:
-    """Buffers, and whose parts are in them. Whoever uses it holds a lock.
+    """Allocates buffers to experts that are under way, and keeps parts for later requests. Callers must hold a lock.
+
+    An expert is under way from :meth:`take` to :meth:`release`, while it is read and decoded.
 
     Args:
-        nbytes: of a buffer, by kind.
-        under_way: experts that may be under way at a time, beside those that are kept.
-        kept: most buffers of each kind that are kept.
+        nbytes: bytes of a buffer, by kind.
+        under_way: maximum number of experts under way at a time, not counting kept parts.
+        kept: maximum number of kept buffers, by kind.
     """
 
     def __init__(self, nbytes: list[int], *, under_way: int, kept: tuple[int, int] = (0, 0)) -> None:
-        self._may_begin = under_way
-        """Experts that may still get under way. Buffers that nothing is kept in so far are not for them."""
+        self._free_places = under_way
+        """Number of experts that :meth:`take` can still admit. Free buffers reserved for kept parts do not count."""
         self._room = [count if size else 0 for count, size in zip(kept, nbytes, strict=True)]
         self._present = frozenset(kind for kind in KINDS if nbytes[kind])
         slabs = [
@@ -195,55 +197,55 @@ class PartMemory:
         self.nbytes = sum(slab.numel() for slab in slabs if slab is not None)
         """Bytes of all buffers."""
         self._kept: dict[int, dict[int, Tensor]] = {}
-        """Buffers of each expert that is kept and not under way, by kind."""
+        """Kept buffers of each expert that is not under way, by kind."""
         self._count = [0, 0]
-        """Buffers that are kept, those under way left out."""
+        """Number of buffers in `_kept`, by kind."""
 
     def held(self, key: int) -> Kinds:
-        """Return the kinds of parts that are kept of an expert that is not under way."""
+        """Return the kinds of parts kept for an expert that is not under way."""
         return frozenset(self._kept.get(key, ()))
 
-    def take(self, key: int, spare: int = 0) -> Taken | None:
-        """An expert gets under way: its own buffers, and free ones for what is not there.
+    def take(self, key: int, spare: int = 0) -> PartBuffers | None:
+        """Admit an expert: return its kept buffers, and free buffers for the other kinds.
 
         Args:
             key: the expert.
-            spare: experts that must still be able to get under way afterwards; None is returned otherwise.
+            spare: number of experts that must still be admissible afterwards; if not, None is returned.
         """
-        if self._may_begin <= spare:
+        if self._free_places <= spare:
             return None
-        self._may_begin -= 1
+        self._free_places -= 1
         own = self._kept.pop(key, {})
         for kind in own:
             self._count[kind] -= 1
         buffers = [own.get(kind) for kind in KINDS]
         for kind in self._present - own.keys():
             buffers[kind] = self._free[kind].pop()
-        return Taken(buffers, frozenset(own))
+        return PartBuffers(buffers, frozenset(own))
 
-    def give(self, key: int, taken: Taken, keep: Container[int] = NOTHING) -> None:
-        """It is under way no more.
+    def release(self, key: int, taken: PartBuffers, keep: Container[int] = NOTHING) -> None:
+        """Return the buffers of an expert that is no longer under way.
 
         Args:
             key: the expert.
-            taken: what :meth:`take` gave.
-            keep: kinds whose parts are whole, and to be kept where there is room.
+            taken: the buffers that :meth:`take` returned.
+            keep: kinds to keep while there is room; their parts must be complete.
         """
-        self._may_begin += 1
+        self._free_places += 1
         for kind, buffer in enumerate(taken.buffers):
             if buffer is not None:
-                self._settle(key, kind, buffer, kind in keep)
+                self._keep_or_free(key, kind, buffer, kind in keep)
 
     def put(self, key: int, kind: int) -> Tensor | None:
-        """A buffer for parts that come from elsewhere and count as kept from now on; None: there is no room."""
+        """Return a buffer that is kept from now on, for the caller to fill; None if there is no room or it is kept."""
         if self._count[kind] >= self._room[kind] or kind in self._kept.get(key, ()):
             return None
         buffer = self._free[kind].pop()
-        self._settle(key, kind, buffer, True)
+        self._keep_or_free(key, kind, buffer, True)
         return buffer
 
     def drop(self, key: int, keep: Container[int] = NOTHING) -> None:
-        """Free what is kept of an expert, but for some kinds."""
+        """Free an expert's kept buffers, except those of the kinds in `keep`."""
         own = self._kept.get(key)
         if own is None:
             return
@@ -253,7 +255,7 @@ class PartMemory:
         if not own:
             del self._kept[key]
 
-    def _settle(self, key: int, kind: int, buffer: Tensor, keep: bool) -> None:
+    def _keep_or_free(self, key: int, kind: int, buffer: Tensor, keep: bool) -> None:
         if keep and self._count[kind] < self._room[kind]:
             self._kept.setdefault(key, {})[kind] = buffer
             self._count[kind] += 1
@@ -266,83 +268,84 @@ class PartMemory:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CodedRead(Transfer):
-    """One expert, into its block."""
+    """Request that reads and decodes one expert into `target`."""
 
     target: Tensor
     """uint8 [block_bytes] in host memory."""
-    taken: Taken | None = None
-    """While it is under way, the memory of its parts."""
+    taken: PartBuffers | None = None
+    """Buffers of its parts, while it is under way."""
     parts: list[Part] = field(default_factory=list)
-    """Memory of the parts."""
+    """Parts, as views of these buffers."""
     reads: list[Read] = field(default_factory=list)
     """Requests of the disk."""
-    reading: int = 0
-    """Number of these that are not done."""
-    needs: list[int] = field(default_factory=list)
-    """Pieces that have not come, of each job."""
+    reads_left: int = 0
+    """Number of unfinished requests of the disk."""
+    pieces_left: list[int] = field(default_factory=list)
+    """Number of pieces that each job still waits for."""
     ready: deque[Job] = field(default_factory=deque)
-    """Jobs whose pieces have come and that no thread has taken."""
-    undone: int = 0
-    """Jobs that are not done."""
+    """Jobs that can run and that no thread has taken."""
+    jobs_left: int = 0
+    """Number of unfinished jobs, running ones included."""
     running: int = 0
-    """Jobs that a thread does now."""
+    """Number of jobs that threads run now."""
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the file that were read for it."""
+        """Bytes of the file that its requests read."""
         return sum(part.bytes_read for part in self.reads)
 
     @property
     def over(self) -> bool:
-        """Whether nothing more happens: all is done, or something failed and nothing touches its memory any more."""
-        return not self.running and not self.reading and (not self.undone or self.error is not None)
+        """Whether all jobs are done, or it failed and no thread uses its memory any more."""
+        return not self.running and not self.reads_left and (not self.jobs_left or self.error is not None)
 
     def fail(self, error: BaseException) -> None:
-        """No more is done for it."""
+        """Record an error, unless there is one already, and discard the jobs that have not begun."""
         self.error = self.error or error
         self.ready.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Bytes per second."""
+    """Rates of reading and decoding, in bytes per second."""
 
     disk: float
-    """Bytes of the file, while anything is read."""
+    """Bytes of the file per second in which any request was under way."""
     decoding: float
-    """Bytes of experts' blocks, by one thread."""
+    """Bytes of experts' blocks per second of one thread."""
     threads: int
-    """Decoding threads."""
+    """Number of decoding threads."""
 
 
 UNDER_WAY = 4
-"""Experts that are read or decoded at a time."""
+"""Maximum number of experts that are read or decoded at a time."""
 SPARE = 2
-"""Places among these that stay free for urgent experts when a forecast's begins."""
+"""Number of these places that forecasts leave free for urgent experts."""
 _COMMON_DISK, _COMMON_DECODING = 1e9, 1e9
+"""Rates assumed before any was measured, in bytes per second."""
 
 
 def decoders_of(plan: DecodePlan) -> int:
-    """Threads that can be busy decoding at a time."""
+    """Return the number of decoding threads: one per processor, at most one per job that can be ready."""
     return min(usable_processors(), UNDER_WAY * len(plan.jobs))
 
 
 def decoding_bytes(codec: Codec) -> int:
-    """Memory in which the threads of a reader decode."""
+    """Bytes of scratch memory of all decoding threads of a reader."""
     plan = DecodePlan(codec)
     return decoders_of(plan) * plan.scratch_bytes
 
 
 class CodedReader(TransferQueue[CodedRead]):
-    """Threads that read and decode experts of one file.
+    """Queue and threads that read and decode the experts of one file.
 
     Args:
-        file: where they lie.
-        codec: that made them.
-        threads: requests of the disk under way at a time.
-        pace: bytes per second that the disk is taken for, at most; None: as it is.
-        kept: experts whose plain, and whose packed parts may be kept in memory.
-        wanted: of an expert that has just been decoded, which of its parts are to be kept.
+        file: file of the experts.
+        codec: codec that encoded them.
+        threads: number of concurrent requests of the disk.
+        pace: limit of the disk's rate in bytes per second; None: no limit.
+        kept: maximum number of experts whose plain parts, and of those whose packed parts, are kept in memory.
+        wanted: returns the kinds of parts to keep of an expert that has just been decoded.
 
     Raises:
         ExpertcastError: the file cannot be opened.
@@ -357,7 +360,7 @@ class CodedReader(TransferQueue[CodedRead]):
         self._places, self._plan = PartPlaces(file, codec), DecodePlan(codec)
         scratch = [
             torch.empty(self._plan.scratch_bytes, dtype=torch.uint8) for _ in range(decoders_of(self._plan))
-        ]  # before any thread could lack it
+        ]  # allocated before any thread starts, since it may fail
         self._disk = DirectReader(file.path, threads=threads, pace=pace, handle=file.handle)
         self._jobs_of = [
             [number for number, job in enumerate(self._plan.jobs) if piece in job.pieces]
@@ -366,13 +369,13 @@ class CodedReader(TransferQueue[CodedRead]):
         self._memory = PartMemory(self._places.nbytes, under_way=UNDER_WAY, kept=kept)
         self._under_way: list[CodedRead] = []
         """Experts that have begun, in that order."""
-        self.held_back = False
-        """Whether the model computes on these processors: forecasts are decoded while a thread waits, at other times
-        only by processors that torch leaves free. To decode beside the model costs it more than it saves."""
+        self.defer_forecasts = False
+        """Whether to decode forecasts only while a thread waits for an expert, or on processors that torch leaves free.
+        Set when the model computes on the CPU: decoding beside it would slow it down more than it saves."""
         self._processors, self._awaited = usable_processors(), 0
-        """Threads that wait for an expert compute nothing meanwhile."""
+        """Number of usable processors, and of threads that wait for an expert and so leave a processor idle."""
         self._decoded, self._decoding_s = 0.0, 0.0
-        """Bytes of blocks, and the seconds of threads that they took."""
+        """Bytes of blocks decoded, and the thread seconds that this took."""
         self._decoders = [
             threading.Thread(target=self._run, args=(own,), name=f"expertcast-decode-{number}", daemon=True)
             for number, own in enumerate(scratch)
@@ -382,7 +385,7 @@ class CodedReader(TransferQueue[CodedRead]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory for parts, under way and kept."""
+        """Bytes of all buffers for parts, under way or kept."""
         return self._memory.nbytes
 
     def submit(self, read: CodedRead, *, front: bool = False) -> None:
@@ -391,7 +394,7 @@ class CodedReader(TransferQueue[CodedRead]):
             self._begin()
 
     def promote(self, read: CodedRead) -> None:
-        """Move a read, or the rest of its requests and jobs, before all forecasts."""
+        """Move a read, with its remaining requests and jobs, before all forecasts."""
         with self.lock:
             super().promote(read)
             read.urgent = True
@@ -400,7 +403,7 @@ class CodedReader(TransferQueue[CodedRead]):
             self.changed.notify_all()
 
     def wait(self, read: CodedRead) -> None:
-        """Return when an expert has come; the thread that asks computes nothing meanwhile."""
+        """Block until an expert has been read and decoded. Deferred forecasts may be decoded meanwhile."""
         with self.lock:
             self._awaited += 1
             self.changed.notify_all()
@@ -411,17 +414,17 @@ class CodedReader(TransferQueue[CodedRead]):
                 self._awaited -= 1
 
     def held(self, key: int) -> Kinds:
-        """Return the kinds of parts in memory of an expert that is not under way."""
+        """Return the kinds of parts kept for an expert that is not under way."""
         with self.lock:
             return self._memory.held(key)
 
     def drop(self, key: int, keep: Kinds = NOTHING) -> None:
-        """Forget the kept parts of an expert, but for some kinds; `wanted` decides about an expert under way."""
+        """Free an expert's kept parts, except the kinds in `keep`. `wanted` decides for an expert under way."""
         with self.lock:
             self._memory.drop(key, keep)
 
     def keep_plain(self, key: int, block: Tensor) -> None:
-        """Keep the plain parts of an expert that is not under way, taken from its block, if there is room."""
+        """Copy the plain parts from the block of an expert that is not under way and keep them, if there is room."""
         with self.lock:
             buffer = self._memory.put(key, PLAIN)
         if buffer is not None:
@@ -429,7 +432,7 @@ class CodedReader(TransferQueue[CodedRead]):
             self._codec.take_plain(block, buffer[: plain.nbytes])
 
     def rates(self) -> Rates:
-        """Return the rates measured so far, else common ones."""
+        """Return the rates measured so far; 1 GB/s where none was measured."""
         came = self._disk.bytes_read
         return Rates(
             disk=came / self._disk.busy_s if came else _COMMON_DISK,
@@ -438,14 +441,14 @@ class CodedReader(TransferQueue[CodedRead]):
         )
 
     def close(self) -> None:
-        """Drop what is queued, and return when nothing is being read or decoded."""
+        """Empty the queue, and wait for requests and jobs that have begun."""
         super().close()
         self._disk.close()
         for decoder in self._decoders:
             decoder.join()
 
     def _begin(self) -> None:
-        """Begin what there is memory for."""
+        """Begin the first reads of the queue while there is memory for their parts."""
         while (read := self.first()) is not None:
             taken = self._memory.take(read.key, 0 if read.urgent else SPARE)
             if taken is None:
@@ -453,10 +456,10 @@ class CodedReader(TransferQueue[CodedRead]):
             read.begin()
             read.start = time.perf_counter()
             self._under_way.append(read)
-            self._ask(read, taken)
+            self._request_pieces(read, taken)
 
-    def _ask(self, read: CodedRead, taken: Taken) -> None:
-        """Request the pieces that are not in memory; jobs that need none are ready at once."""
+    def _request_pieces(self, read: CodedRead, taken: PartBuffers) -> None:
+        """Request the pieces that are not in memory. Jobs that need none of these are ready now."""
         read.taken = taken
         file, key, plan = self._file, read.key, self._plan
         offsets, sizes, digests = file.offsets[key].tolist(), file.nbytes[key].tolist(), file.digests[key].tolist()
@@ -467,28 +470,28 @@ class CodedReader(TransferQueue[CodedRead]):
             areas.append(buffer[start : start + sectors(nbytes)])
             read.parts.append(Part(areas[-1][:nbytes], None if kind in taken.held else digest))
         absent = [number for number, piece in enumerate(plan.pieces) if kinds[piece.part] not in taken.held]
-        read.needs = [len(set(job.pieces).intersection(absent)) for job in plan.jobs]
-        read.undone, read.reading = len(plan.jobs), len(absent)
+        read.pieces_left = [len(set(job.pieces).intersection(absent)) for job in plan.jobs]
+        read.jobs_left, read.reads_left = len(plan.jobs), len(absent)
         for number in absent:
             piece = plan.pieces[number]
             target = areas[piece.part][piece.start : piece.stop]
             offset = offsets[piece.part] + piece.start
-            then = partial(self._come, read, number)
+            then = partial(self._piece_arrived, read, number)
             read.reads.append(Read(urgent=read.urgent, target=target, offset=offset, then=then))
-        read.ready.extend(job for job, left in zip(plan.jobs, read.needs, strict=True) if not left)
+        read.ready.extend(job for job, left in zip(plan.jobs, read.pieces_left, strict=True) if not left)
         self.changed.notify_all()
         for part in read.reads:
             self._disk.submit(part)
 
-    def _come(self, read: CodedRead, number: int, part: Read) -> None:
-        """A thread of the disk has read a piece."""
+    def _piece_arrived(self, read: CodedRead, number: int, part: Read) -> None:
+        """Handle a finished request of the disk: make the jobs ready that needed only this piece."""
         with self.lock:
-            read.reading -= 1
+            read.reads_left -= 1
             if part.error is not None:
                 read.fail(part.error)
             for index in self._jobs_of[number]:
-                read.needs[index] -= 1
-                if not read.needs[index] and read.error is None:
+                read.pieces_left[index] -= 1
+                if not read.pieces_left[index] and read.error is None:
                     read.ready.append(self._plan.jobs[index])
                     self.changed.notify()
             over = read.over
@@ -496,22 +499,22 @@ class CodedReader(TransferQueue[CodedRead]):
             self._finish(read)
 
     def _next(self) -> tuple[CodedRead, Job] | None:
-        """The next job, of urgent experts first; None: no more come."""
+        """Wait for the next job, urgent experts first; None if the reader is closed."""
         with self.lock:
             while not self._closed:
                 ready = [read for read in self._under_way if read.ready]
                 read = min(ready, key=lambda read: not read.urgent, default=None)
-                if read is not None and (read.urgent or self._may_be_early()):
+                if read is not None and (read.urgent or self._may_decode_forecast()):
                     read.running += 1
                     return read, read.ready.popleft()
                 self.changed.wait()
         return None
 
-    def _may_be_early(self) -> bool:
-        """Whether a thread may decode a forecast's expert now."""
+    def _may_decode_forecast(self) -> bool:
+        """Whether a thread may decode a forecast's expert now; see `defer_forecasts`."""
         early = sum(read.running for read in self._under_way if not read.urgent)
         free = self._processors - torch.get_num_threads()
-        return not self.held_back or self._awaited > 0 or early < free
+        return not self.defer_forecasts or self._awaited > 0 or early < free
 
     def _run(self, scratch: Tensor) -> None:
         while (following := self._next()) is not None:
@@ -519,13 +522,13 @@ class CodedReader(TransferQueue[CodedRead]):
             error, start = None, time.perf_counter()
             try:
                 self._plan.run(job, read.parts, scratch, read.target)
-            except BaseException as caught:  # handed to whoever waits for it
+            except BaseException as caught:  # raised in the threads that wait for the expert
                 error = caught
             with self.lock:
                 read.running -= 1
-                read.undone -= 1
+                read.jobs_left -= 1
                 if error is None:
-                    self._decoding_s += time.perf_counter() - start  # first: other threads read the rates meanwhile
+                    self._decoding_s += time.perf_counter() - start  # before `_decoded`: other threads read the rates
                     self._decoded += read.target.numel() / len(self._plan.jobs)
                 else:
                     read.fail(error)
@@ -536,7 +539,7 @@ class CodedReader(TransferQueue[CodedRead]):
     def _finish(self, read: CodedRead) -> None:
         error: BaseException | None = None
         try:
-            with self.lock:  # whoever wants something else from now on drops it after this
+            with self.lock:  # a later change of `wanted` is followed by `drop`, which needs this lock
                 assert read.taken is not None
                 taken, read.taken, keep = read.taken, None, NOTHING
                 read.parts.clear()
@@ -545,9 +548,9 @@ class CodedReader(TransferQueue[CodedRead]):
                     if read.error is None:
                         keep = self._wanted(read.key)
                 finally:
-                    self._memory.give(read.key, taken, keep)
+                    self._memory.release(read.key, taken, keep)
                     self._begin()
-        except BaseException as raised:  # handed to whoever waits for it
+        except BaseException as raised:  # raised in the threads that wait for the expert
             error = raised
         finally:
             read.finish(time.perf_counter(), error)

@@ -1,8 +1,8 @@
-"""The experts of a model in a file, for models larger than memory: as they are, or coded in fewer bytes.
+"""Store of a model's experts in a file, for models larger than memory: uncoded, or coded in fewer bytes.
 
-The store holds no expert in memory. The experts of codec `raw` are mapped: the system's file cache is the memory,
-experts that are copied often stay in it, and the system reads forecast ones ahead. Coded experts are read and decoded
-at every request. The disk's own link reads either past the cache.
+The store holds no expert in memory. Experts of codec `raw` are mapped: the system's page cache keeps those that are
+copied often, and the system reads forecast ones ahead. Coded experts are read and decoded at every request. The disk
+link bypasses the page cache for both.
 
 L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 """
@@ -36,7 +36,7 @@ from expertcast.runtime.storage.expert_file import (
     read_header,
 )
 from expertcast.runtime.storage.layout import ExpertsForm
-from expertcast.runtime.storage.memory import HostMemory, give_back_freed
+from expertcast.runtime.storage.memory import HostMemory, trim_heap
 from expertcast.runtime.storage.reader import DirectReader, Read
 from expertcast.runtime.storage.store import ExpertStore, Write
 
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
 
 
 class DiskStore(ExpertStore):
-    """Experts in one file (:mod:`expertcast.runtime.storage.expert_file`), each as a codec makes it.
+    """Experts in one file (:mod:`expertcast.runtime.storage.expert_file`), each encoded by a codec.
 
     Args:
         view: the model's MoE layers, or the form of its experts.
-        folder: where the file lies; made if need be, one folder per model. None: it has no name, and is
-            gone after `close` or when the process ends, however that does.
-        codec: as :func:`expertcast.runtime.storage.codecs.make_codec` takes it.
-        fingerprint: of what the experts are made from. A file in `folder` with the same is used as it is, another is
-            made again. None: it is made again in any case.
-        device: where the model computes. None: where the experts lie.
+        folder: folder of the file, created if needed; one folder per model. None: the file has no name, and is
+            deleted by `close` or when the process ends, even if it is killed.
+        codec: text that :func:`expertcast.runtime.storage.codecs.make_codec` accepts.
+        fingerprint: fingerprint of the weights that the experts come from. A file in `folder` with the same fingerprint
+            is reused, one with another is rebuilt. None: the file is always rebuilt.
+        device: where the model computes. None: the device of the experts.
 
     Raises:
-        ExpertcastError: a codec that is unknown or cannot hold these experts, or a folder that holds a file of
-            that name that is not ours.
+        ExpertcastError: the codec is unknown or cannot hold these experts, or `folder` holds a file of the same name
+            that expertcast did not write.
     """
 
     name = "disk"
@@ -70,11 +70,10 @@ class DiskStore(ExpertStore):
         super().__init__(view, device=device)
         self.codec = make_codec(codec, self.layout)
         self.shipped: Callable[[int, int], Shipped] | None = None
-        """Reads an expert of a layer as its checkpoint ships it, for a codec of that form; layers are then filled by
-        it."""
+        """Reads an expert, by layer and number, in its shipped form. If set, :meth:`fill` encodes what it returns."""
         self._target = None if folder is None else Path(folder) / FILE_NAME
         self.path = self._target or Path(tempfile.gettempdir())
-        """Path of the file; a file without a name has one for this process once it is written."""
+        """Path of the file. For a file without a name: the temporary folder, then a path valid in this process only."""
         self._header = Header(
             layers=self.layers, experts=self.experts, block_bytes=self.layout.block_bytes,
             layout=layout_text(self.layout), model_id=view.model_id, fingerprint=fingerprint or "",
@@ -86,22 +85,26 @@ class DiskStore(ExpertStore):
         self._mapped: MappedBlocks | None = None
         if self._target is not None and self._target.exists():
             try:
-                self._find(self._target, used=fingerprint is not None)
+                self._open_existing(self._target, used=fingerprint is not None)
             except StaleFileError as reason:
-                warnings.warn(f"{str(self.path)!r} is made again: {reason}", stacklevel=2)
+                warnings.warn(f"{str(self.path)!r} is rebuilt: {reason}", stacklevel=2)
 
-    def _find(self, path: Path, *, used: bool) -> None:
-        """Look at the file that is there, and use it."""
+    def _open_existing(self, path: Path, *, used: bool) -> None:
+        """Open an existing file. Without `used`, only check that it may be overwritten.
+
+        Raises:
+            StaleFileError: the file holds other experts, or is damaged.
+        """
         if not used:
             read_header(path)
             return
         file = ExpertFile(path)
         if file.header.codec != self._header.codec:
-            raise StaleFileError(f"it was made by codec {file.header.codec!r}")
+            raise StaleFileError(f"it was written with codec {file.header.codec!r}")
         if file.header.layout != self._header.layout:
-            raise StaleFileError("its experts have another size or are packed in another form (--experts)")
+            raise StaleFileError("its experts have another size or were packed in another form (--experts)")
         if file.header != self._header:
-            raise StaleFileError(f"it was made from other weights, of {file.header.model_id!r}")
+            raise StaleFileError(f"it was written from other weights, of {file.header.model_id!r}")
         self._use(file)
 
     def _use(self, file: ExpertFile) -> None:
@@ -113,18 +116,18 @@ class DiskStore(ExpertStore):
 
     @property
     def file(self) -> ExpertFile:
-        """Where the experts lie, open as long as the store is."""
+        """File of the experts, open as long as the store is."""
         assert self._file is not None, "the store has not been filled"
         return self._file
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes of all experts' parts in the file."""
+        """Bytes of all experts' parts in the file, without padding."""
         return int(self.file.nbytes.sum())
 
     @property
     def part_nbytes(self) -> list[int]:
-        """Bytes that an expert's plain, and its packed parts take in memory."""
+        """Bytes of a buffer for an expert's plain parts, and of one for its packed parts."""
         return PartPlaces(self.file, self.codec).nbytes
 
     def holds(self, layer: int) -> bool:
@@ -133,9 +136,9 @@ class DiskStore(ExpertStore):
     def open(self, layer: int) -> dict[str, Tensor]:
         """
         Raises:
-            ExpertcastError: always: a file is written one layer after another.
+            ExpertcastError: always, since a file is written layer by layer.
         """
-        raise ExpertcastError("a store on disk is written first layer to last, each by fill: open is for memory")
+        raise ExpertcastError("a store on disk does not support open: fill its layers in order")
 
     def fill(self, layer: int, write: Write) -> None:
         if self._writer is None:
@@ -145,11 +148,11 @@ class DiskStore(ExpertStore):
         with ThreadPoolExecutor(usable_processors()) as threads:
             for parts in self._encoded(layer, write, threads):
                 self._writer.add(parts)
-        self._writer.flush()  # the weights are about to go from the model
-        give_back_freed()
+        self._writer.flush()  # the caller frees the model's weights next
+        trim_heap()
 
     def _encoded(self, layer: int, write: Write, threads: ThreadPoolExecutor) -> Iterator[tuple[Part, ...]]:
-        """The parts of a layer's experts."""
+        """Encode a layer's experts."""
         codec, shipped = self.codec, self.shipped
         if shipped is not None and isinstance(codec, Scaled):
             return threads.map(lambda expert: codec.encode_shipped(*shipped(layer, expert)), range(self.experts))
@@ -158,13 +161,13 @@ class DiskStore(ExpertStore):
         return threads.map(codec.encode, memory.bytes.view(self.experts, -1).unbind(0))
 
     def finish(self) -> None:
-        """Give the file its name, and use it."""
+        """Complete the file and open it."""
         assert self._writer is not None
         complete, self._writer = self._writer.commit(), None
         self._use(complete)
 
     def block(self, key: int) -> Tensor:
-        """uint8 of one expert, as many bytes as its layer uses, mapped, or read and decoded now in this thread."""
+        """Return the bytes of one expert that its layer uses, uint8: mapped, or read and decoded now in this thread."""
         if self._mapped is not None:
             return super().block(key)
         block = HostMemory(self.layout.block_bytes).bytes
@@ -172,16 +175,17 @@ class DiskStore(ExpertStore):
         return block
 
     def views(self, layer: int) -> dict[str, Tensor]:
-        """One layer's parameters, [E, ...] by name, mapped, or read and decoded now, also of an incomplete
-        file.
+        """Return one layer's parameters, [E, ...] by name: mapped, or read and decoded now.
+
+        The file may be incomplete, so that weights can be recovered after packing failed.
 
         Raises:
-            ExpertcastError: the file was damaged, cannot be read, or is shorter than it was: touching what it lacks of
-                a mapping would kill the process.
+            ExpertcastError: the file is damaged, cannot be read, or was truncated. Reading a mapping past the file's
+                end would kill the process.
         """
         if self._mapped is not None:
-            if self._mapped.cut_off:
-                raise ExpertcastError(f"{str(self.path)!r} was cut off while it was in use: load the model again")
+            if self._mapped.truncated:
+                raise ExpertcastError(f"{str(self.path)!r} was truncated while it was in use: load the model again")
             return super().views(layer)
         blocks = HostMemory(self.layer_nbytes).bytes
         keys = range(layer * self.experts, (layer + 1) * self.experts)
@@ -198,11 +202,11 @@ class DiskStore(ExpertStore):
         self.codec.decode(parts, block)
 
     def reader(self, threads: int, pace: float | None) -> DirectReader | CodedReader:
-        """A new reader of the file, past the system's page cache, for what :meth:`read` makes.
+        """Create a reader of the file that bypasses the page cache, for the requests of :meth:`read`.
 
         Args:
-            threads: reads under way at a time.
-            pace: bytes per second that the disk is taken for, at most; None: as it is.
+            threads: number of concurrent requests.
+            pace: limit of the rate in bytes per second; None: no limit.
         """
         if self._mapped is None:
             return CodedReader(self.file, self.codec, threads=threads, pace=pace)
@@ -212,21 +216,21 @@ class DiskStore(ExpertStore):
     def read(
         self, key: int, block: Tensor, *, urgent: bool, slot: int = -1, then: Callable[[Any], None] | None = None
     ) -> Read | CodedRead:
-        """Make the request for one expert's block, for :meth:`reader`.
+        """Create the request for one expert's block, to be submitted to a :meth:`reader`.
 
         Args:
             key: the expert.
-            block: uint8 in host memory, as many of its first bytes as are to be read.
-            urgent: it comes before all forecasts.
-            slot: where the block lies, or goes afterwards.
-            then: called by the thread that filled it.
+            block: uint8 in host memory, to be filled; a shorter one takes the first bytes of the expert.
+            urgent: whether the request precedes all forecasts.
+            slot: slot of the block, or slot to which it is copied afterwards.
+            then: called by the thread that filled the block.
         """
         if self._mapped is None:
             return CodedRead(key, slot, urgent, target=block, then=then)
         return Read(key, slot, urgent, target=block, then=then, offset=int(self.file.offsets[key, 0]))
 
     def read_ahead(self, keys: Iterable[int]) -> None:
-        """Have the system read these experts' pages; does nothing for coded ones."""
+        """Ask the system to read these experts' pages ahead; does nothing for coded experts."""
         if self._mapped is not None:
             self._mapped.read_ahead(keys)
 
@@ -235,7 +239,7 @@ class DiskStore(ExpertStore):
         super().close()
 
     def _drop(self) -> None:
-        """Let go of the file, and remove one that was not completed."""
+        """Close the file, and remove an incomplete one."""
         if self._writer is not None:
             self._writer.drop()
         self._mapped = self._file = self._writer = None

@@ -1,11 +1,11 @@
-"""The file of a store on disk: the experts of a model, each as a codec makes it.
+"""File of a store on disk: the experts of a model, each encoded by a codec.
 
     [ header, whole sectors | parts of expert 0 | parts of expert 1 | ... | index ]
 
-It is a safetensors file: `parts` (uint8, all bytes of the experts) and the index, `offsets`, `nbytes` and `digests`
-[N, P]. Parts of a codec each begin at a sector, and the parts of one expert lie one after another, so that all of them,
-or some neighbours, are one request. Codec `raw` has one part, the block itself; blocks follow each other without gaps,
-so that a layer can be mapped. A file is written under another name and renamed when it is complete.
+It is a safetensors file with the tensor `parts` (uint8, all bytes of the experts) and an index: `offsets`, `nbytes` and
+`digests` [N, P]. Each part begins at a sector. The parts of one expert are adjacent, so that one request can read
+several. Codec `raw` has one part, the block itself, and no gaps between blocks, so that a layer can be mapped. A file
+is written under a temporary name and renamed when it is complete.
 
 N experts of all layers, P parts of each, L MoE layers, E routed experts per layer.
 """
@@ -47,38 +47,38 @@ REMEDY = "remove it or give another store_folder"
 _FORMAT = "expertcast-experts-1"
 _ANY_VERSION = b'{"__metadata__": {"format": "expertcast-'
 _HANDLES = Path("/dev/fd")
-"""Where a process finds the files that it has open, also those without a name."""
+"""Folder in which a process finds its open files by descriptor, including those without a name."""
 _NUMBER = itertools.count()
 _MOST_HEADER = 1 << 22
-"""Bytes."""
+"""Maximum bytes of a header."""
 _MOST = 10**15
-"""Bytes: no file is larger, and the header has room for the number."""
+"""Maximum bytes of a file; the header reserves room for this number."""
 _WORD = 8
 """Bytes of a number in the index."""
-_LAST_MINUTE = 60
-"""Seconds that a file's time of change is set back: whoever changes it later also changes that."""
+_SET_BACK_S = 60
+"""Seconds by which a complete file's modification time is set back, so that any later change alters it."""
 
 _Count = Annotated[int, Field(ge=1, le=10**12)]
 
 
 class StaleFileError(Exception):
-    """The file is ours, but not of these weights, incomplete or damaged: it must be made again."""
+    """A store's file is damaged, incomplete, of an older version or of other experts, and must be rebuilt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """All that a header says; equal where the experts are."""
+    """Contents of a file's header. Headers compare equal if their files hold the same experts in the same form."""
 
     layers: _Count
     experts: _Count
     block_bytes: _Count
     """Bytes of an expert in memory."""
     layout: str
-    """A block's fields, as :func:`layout_text` says them."""
+    """Fields of a block, as the text of :func:`layout_text`."""
     fingerprint: str
-    """Fingerprint of the weights' origin."""
+    """Fingerprint of the weights that the experts come from."""
     codec: str
-    """As :attr:`expertcast.runtime.storage.codecs.Codec.text` says it."""
+    """Text of the codec, see :attr:`expertcast.runtime.storage.codecs.Codec.text`."""
     parts: Annotated[int, Field(ge=1, le=10**4)]
     """P"""
     model_id: str = field(compare=False)
@@ -87,11 +87,11 @@ class Header:
     index: str = field(default="f" * 100, compare=False)
     """Digest of the index."""
     changed: Annotated[int, Field(ge=0, lt=10**12)] = field(default=10**12 - 1, compare=False)
-    """Seconds since 1970: the file's time of change, as long as no process changes it."""
+    """Modification time of the file in seconds since 1970; another one shows that the file was changed."""
 
     @property
     def plain(self) -> bool:
-        """Whether parts are blocks as they are, without gaps between them."""
+        """Whether each part is an unencoded block, without gaps between blocks."""
         return self.codec == "raw"
 
     @property
@@ -101,12 +101,12 @@ class Header:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the index: of each part its first byte in the file, its bytes and its digest."""
+        """Bytes of the index, which holds offset, size and digest of each part."""
         return 3 * _WORD * self.count * self.parts
 
     @property
     def room(self) -> int:
-        """Bytes of the header, the same whatever is known only at the end; the first part follows."""
+        """Bytes of the header and offset of the first part; independent of the values known only at the end."""
         known = {"nbytes": _MOST, "index": "f" * 100, "changed": 10**12 - 1}
         return sectors(8 + len(replace(self, **known)._text()))  # type: ignore[arg-type]
 
@@ -116,7 +116,7 @@ class Header:
         return self.room + self.nbytes + self.index_nbytes
 
     def encoded(self) -> bytes:
-        """Length and JSON, padded with spaces to its room. A header has this one form only."""
+        """Encode as length and JSON, padded with spaces to `room` bytes. Equal contents give equal bytes."""
         size = self.room - 8
         return size.to_bytes(8, "little") + self._text().ljust(size)
 
@@ -138,7 +138,7 @@ _HEADER = TypeAdapter(Header)
 
 
 def layout_text(layout: BlockLayout) -> str:
-    """A block's fields, of each layer where layers differ, for the header."""
+    """Return a block's fields, per layer if layers differ, as the header's JSON text."""
     texts = [
         [asdict(entry) | {"dtype": str(entry.dtype)} for entry in own] for own in layout.by_layer or [layout.fields]
     ]
@@ -146,11 +146,11 @@ def layout_text(layout: BlockLayout) -> str:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file, and that the file is as long as it says.
+    """Read the header of a file, and check the file's length against it.
 
     Raises:
-        ExpertcastError: the file is not ours, or cannot be read.
-        StaleFileError: it is damaged, or of an older version.
+        ExpertcastError: expertcast did not write the file, or it cannot be read.
+        StaleFileError: the file is damaged, or of an older version.
     """
     try:
         with open_file(path) as file:
@@ -160,7 +160,7 @@ def read_header(path: Path) -> Header:
     if not begin[8:].startswith(_ANY_VERSION):
         raise ExpertcastError(f"{str(path)!r} was not written by expertcast or is damaged: {REMEDY}")
     if not begin[8 + len(_ANY_VERSION) - len("expertcast-") :].startswith(_FORMAT.encode()):
-        raise StaleFileError("it was made by an older version")
+        raise StaleFileError("it was written by an older version")
     try:
         metadata = json.loads(begin[8 : 8 + int.from_bytes(begin[:8], "little")])["__metadata__"]
         header = _HEADER.validate_json(metadata["header"], strict=True)
@@ -175,16 +175,16 @@ def read_header(path: Path) -> Header:
 
 
 class ExpertWriter:
-    """Writes a file, expert by expert in the order of their keys. Until it is dropped, what was written can be read.
+    """Writes a file, expert by expert in the order of their keys. Flushed experts can be read until it is dropped.
 
     Args:
-        path: that the file gets when it is complete. None: it has no name, lies in the system's folder for temporary
-            files, and is gone when no process has it open or mapped any more, however that ends.
-        header: what it will say, but for its sizes.
-        least: bytes that the parts of all experts take at least.
+        path: path of the complete file. None: the file has no name, is in the system's temporary folder, and is deleted
+            when no process has it open or mapped any more, even after a kill.
+        header: header without the values that are known only at the end.
+        least: lower bound of the bytes of all experts' parts, to check the free space.
 
     Raises:
-        ExpertcastError: the folder cannot be written, or has less room.
+        ExpertcastError: the folder cannot be written, or has too little free space.
     """
 
     def __init__(self, path: Path | None, header: Header, least: int = 0) -> None:
@@ -194,27 +194,27 @@ class ExpertWriter:
         self._path: Path | None = None
         self._file: BinaryIO | None = None
         self._direct: FileIO | None = None
-        """Writes past the page cache, where the file system can."""
+        """Second handle that writes past the page cache; None if the file system has no direct writes."""
         try:
-            with self._failing():
+            with self._system_errors():
                 self._create()
                 self._check_room(least)
                 weakref.finalize(self, self._open.close)
                 self._open.write(bytes(header.room))
-                self._direct = _opened_direct(self._open.fileno())
-        except BaseException:  # an interrupt too: an empty file would stay
+                self._direct = _open_direct(self._open.fileno())
+        except BaseException:  # also after an interrupt, which would leave an empty file
             self.drop()
             raise
 
     def _create(self) -> None:
-        """An empty file, to be written and read."""
+        """Create and lock an empty file for writing and reading."""
         if self._target is None:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by drop)
             self._path = _HANDLES / str(self._file.fileno())
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         _remove_left_over(self._target)
-        while True:  # another process may remove it before it is locked
+        while True:  # another process may remove the file before it is locked
             self._path = self._target.with_name(f"{self._target.name}.{os.getpid()}-{next(_NUMBER)}{PARTIAL}")
             self._file = self._path.open("w+b")
             if _lock(self._file.fileno()) and self._path.exists():
@@ -225,18 +225,18 @@ class ExpertWriter:
         free = shutil.disk_usage(self._folder).free
         if free < least:
             raise ExpertcastError(
-                f"{str(self._folder)!r} has {free} bytes free and the experts take at least {least}: make room, or "
+                f"{str(self._folder)!r} has {free} bytes free, but the experts need at least {least}: free some, or "
                 "give another store_folder or codec"
             )
 
     def add(self, parts: Sequence[Part]) -> None:
-        """The next expert.
+        """Append the parts of the next expert.
 
         Raises:
-            ExpertcastError: the disk has no room.
+            ExpertcastError: the file cannot be written, for instance since the disk is full.
         """
         offsets = []
-        with self._failing():
+        with self._system_errors():
             for part in parts:
                 offsets.append(self._open.tell())
                 self._write(part.data)
@@ -245,7 +245,7 @@ class ExpertWriter:
         self._index.append((offsets, [len(part.data) for part in parts], [part.digest or 0 for part in parts]))
 
     def _write(self, data: Tensor) -> None:
-        """Write bytes, whole sectors past the page cache: to make its pages takes longer than the disk."""
+        """Write bytes; whole sectors bypass the page cache, since filling its pages takes longer than the disk."""
         view, start = data.numpy().data, self._open.tell()
         if self._direct is None or start % SECTOR or len(view) % SECTOR or data.data_ptr() % SECTOR:
             self._open.write(view)
@@ -256,23 +256,23 @@ class ExpertWriter:
         self._open.seek(self._direct.tell())
 
     def flush(self) -> None:
-        """Hand all that was added to the system: whoever added it may let go of it.
+        """Pass buffered bytes to the system, so that :meth:`read` returns all experts added so far.
 
         Raises:
-            ExpertcastError: the disk has no room.
+            ExpertcastError: the file cannot be written, for instance since the disk is full.
         """
-        with self._failing():
+        with self._system_errors():
             self._open.flush()
 
     def read(self, key: int) -> list[Part]:
-        """An expert that was added and flushed, for those whose packing failed."""
+        """Read an expert that was added and flushed; recovers weights after packing failed."""
         return _read(self._open.fileno(), *self._index[key])
 
     def commit(self) -> ExpertFile:
-        """All experts are written: add the index and the header, and give the file its name.
+        """Write the index and the header once all experts are added, rename the file, and open it.
 
         Raises:
-            ExpertcastError: the disk has no room.
+            ExpertcastError: the file cannot be written, for instance since the disk is full.
         """
         assert self._path is not None
         numbers = zip(*self._index, strict=True)
@@ -280,15 +280,15 @@ class ExpertWriter:
             np.array(own, dtype).tobytes() for own, dtype in zip(numbers, ("<i8", "<i8", "<u8"), strict=True)
         )
         file = self._open
-        with self._failing():
-            nbytes, changed = file.tell() - self._header.room, int(time.time()) - _LAST_MINUTE
+        with self._system_errors():
+            nbytes, changed = file.tell() - self._header.room, int(time.time()) - _SET_BACK_S
             file.write(index)
             file.seek(0)
             file.write(replace(self._header, nbytes=nbytes, index=digest(index), changed=changed).encoded())
             file.flush()
             os.fsync(file.fileno())
             os.utime(file.fileno(), (changed, changed))
-            complete = ExpertFile(self._path)  # before another process can give the name to a file of its own
+            complete = ExpertFile(self._path)  # opened before another process can replace the renamed file
             if self._target is None:
                 complete.path = _HANDLES / str(complete.handle)
             else:
@@ -298,11 +298,11 @@ class ExpertWriter:
         return complete
 
     def drop(self) -> None:
-        """Remove what was written, unless it is complete."""
+        """Remove the file, unless it is complete."""
         if self._file is not None:
             if self._file.closed:
                 return
-            with contextlib.suppress(OSError):  # what was not written yet finds no room
+            with contextlib.suppress(OSError):  # the disk may have no room for the buffered bytes
                 self._close()
         if self._target is not None and self._path is not None:
             with contextlib.suppress(OSError):
@@ -319,8 +319,8 @@ class ExpertWriter:
         return self._file
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Turn an error of the system into one line; flushed bytes can still be read."""
+    def _system_errors(self) -> Iterator[None]:
+        """Raise errors of the system as ExpertcastError. Flushed bytes can still be read afterwards."""
         try:
             yield
         except OSError as error:
@@ -329,15 +329,15 @@ class ExpertWriter:
             ) from error
 
 
-def _opened_direct(descriptor: int) -> FileIO | None:
-    """Open an open file again, to write past the page cache; None where the file system cannot."""
+def _open_direct(descriptor: int) -> FileIO | None:
+    """Open a file a second time, for direct writes; None if system or file system does not support them."""
     with contextlib.suppress(OSError, AttributeError):
         return FileIO(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_DIRECT), "w")
     return None
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether no other process has the file: a killed process no longer has it."""
+    """Try to lock a file exclusively. Returns False if another process holds the lock; a killed process does not."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -346,7 +346,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _remove_left_over(path: Path) -> None:
-    """Remove what processes that were killed while they packed have left."""
+    """Remove the incomplete files of processes that were killed while packing."""
     for partial in path.parent.glob(f"{path.name}.*{PARTIAL}"):
         with contextlib.suppress(OSError), open_file(partial) as file:
             if _lock(file.fileno()):
@@ -354,47 +354,47 @@ def _remove_left_over(path: Path) -> None:
 
 
 class ExpertFile:
-    """A complete file: where the parts of its experts lie.
+    """A complete file, open for reading, with its index.
 
-    Blocks of codec `raw` are used as they are, so that nothing compares them with their digests later: all of them are
-    compared now if the file's time of change is not what the header says.
+    Blocks of codec `raw` are not verified when they are used. So all of them are verified here if the file's
+    modification time differs from the header's.
 
     Raises:
-        ExpertcastError: the file is not ours.
-        StaleFileError: it must be made again; the text says why.
+        ExpertcastError: expertcast did not write the file, or it cannot be read.
+        StaleFileError: the file must be rebuilt, for the reason in its text.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = header = read_header(path)
         self.handle = os.open(path, os.O_RDONLY)
-        """Leads to this file also when another one has taken its name."""
+        """Descriptor of the file; remains valid if another file replaces it at `path`."""
         weakref.finalize(self, os.close, self.handle)
         raw = read_range(self.handle, header.room + header.nbytes, header.index_nbytes)
-        if digest(memoryview(raw)) != header.index:  # or it was replaced since its header was read
+        if digest(memoryview(raw)) != header.index:  # damaged, or replaced since the header was read
             raise StaleFileError("its index is damaged")
         numbers = np.frombuffer(raw, "<i8").reshape(3, header.count, header.parts)
         self.offsets: npt.NDArray[np.int64] = numbers[0]
-        """[N, P] first byte of each part in the file."""
+        """Offset of each part in the file, [N, P]."""
         self.nbytes: npt.NDArray[np.int64] = numbers[1]
-        """[N, P]"""
+        """Bytes of each part, [N, P]."""
         self.digests: npt.NDArray[np.uint64] = numbers[2].view("<u8")
-        """[N, P]"""
+        """Digest of each part, [N, P]."""
         ends = self.offsets + self.nbytes
         if (self.nbytes < 1).any() or (self.offsets < header.room).any() or ends.max() > header.room + header.nbytes:
             raise StaleFileError("its index is damaged")
         if header.plain and os.fstat(self.handle).st_mtime != header.changed:
             self.verify()
-            with contextlib.suppress(OSError):  # another user's, or read-only: it is verified whenever it is opened
+            with contextlib.suppress(OSError):  # without permission, every open verifies the file
                 os.utime(self.handle, (header.changed, header.changed))
         self.stamp = stamp_of(self.handle)
-        """Size and time of change of the file when it was checked."""
+        """Size in bytes and modification time in nanoseconds of the file when it was opened."""
 
     def verify(self) -> None:
         """Compare every part with its digest.
 
         Raises:
-            StaleFileError: one is damaged.
+            StaleFileError: a part is damaged.
         """
         for key in range(self.header.count):
             for index, part in enumerate(self.read(key)):
@@ -402,12 +402,12 @@ class ExpertFile:
                     raise StaleFileError(f"part {index} of expert {key} is damaged")
 
     def read(self, key: int) -> list[Part]:
-        """An expert's parts, read now and not compared with their digests."""
+        """Read an expert's parts, without verifying their digests."""
         return _read(self.handle, self.offsets[key].tolist(), self.nbytes[key].tolist(), self.digests[key].tolist())
 
 
 class MappedBlocks:
-    """The blocks of a file of codec `raw`, mapped: what is written to them does not reach the file."""
+    """Mapping of the blocks of a file of codec `raw`. It is private: writes do not reach the file."""
 
     def __init__(self, file: ExpertFile) -> None:
         self._handle, self._header = file.handle, file.header
@@ -415,10 +415,10 @@ class MappedBlocks:
         self._mapping = mmap.mmap(file.handle, header.file_nbytes, access=mmap.ACCESS_COPY)
         blocks = torch.frombuffer(self._mapping, dtype=torch.uint8, count=header.nbytes, offset=header.room)
         self.layers: tuple[Tensor, ...] = blocks.view(header.layers, -1).unbind(0)
-        """uint8 [E * block_bytes] of each layer; every tensor that views one keeps the mapping alive."""
+        """Blocks of each layer, uint8 [E * block_bytes]; a tensor that views them keeps the mapping alive."""
 
     def read_ahead(self, keys: Iterable[int]) -> None:
-        """Have the system read some experts' pages, in this order, and do not wait for them."""
+        """Ask the system to read some experts' pages in this order; returns without waiting."""
         if hasattr(mmap, "MADV_WILLNEED"):
             for key in keys:
                 start = self._header.room + key * self._header.block_bytes
@@ -426,20 +426,20 @@ class MappedBlocks:
                 self._mapping.madvise(mmap.MADV_WILLNEED, page, start + self._header.block_bytes - page)
 
     def forget(self) -> None:
-        """Give the pages back to the system, as far as no other process has mapped them."""
+        """Release the pages of the mapping and of the page cache; pages that other processes map stay."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
     @property
-    def cut_off(self) -> bool:
-        """Whether the file is shorter than what is mapped of it."""
+    def truncated(self) -> bool:
+        """Whether the file is now shorter than the mapping."""
         return os.fstat(self._handle).st_size < len(self._mapping)
 
 
 def _read(handle: int, offsets: list[int], sizes: list[int], digests: list[int]) -> list[Part]:
-    """One expert's parts, which lie one after another; several threads may read at a time."""
+    """Read one expert's adjacent parts in one call; thread-safe."""
     raw = read_range(handle, offsets[0], offsets[-1] + sizes[-1] - offsets[0])
     data = torch.frombuffer(raw, dtype=torch.uint8)
     parts = [data[start - offsets[0] :][:size] for start, size in zip(offsets, sizes, strict=True)]
@@ -447,10 +447,10 @@ def _read(handle: int, offsets: list[int], sizes: list[int], digests: list[int])
 
 
 def packed_codec(folder: Path) -> str | None:
-    """The codec of the store that lies in a folder; None: there is none.
+    """Return the text of the codec of the store in a folder; None if the folder has no store.
 
     Raises:
-        ExpertcastError: the file is damaged or not ours.
+        ExpertcastError: the file is damaged, or expertcast did not write it.
     """
     path = folder / FILE_NAME
     if not path.exists():
@@ -462,13 +462,13 @@ def packed_codec(folder: Path) -> str | None:
 
 
 def verify_store(path: Path) -> None:
-    """Compare all of a store's file with its digests.
+    """Verify the whole file of a store against its digests.
 
     Args:
         path: the file, or its folder.
 
     Raises:
-        ExpertcastError: it is missing, damaged or not ours.
+        ExpertcastError: the file is missing or damaged, or expertcast did not write it.
     """
     path = path / FILE_NAME if path.is_dir() else path
     try:
@@ -478,5 +478,4 @@ def verify_store(path: Path) -> None:
 
 
 def _damaged(path: Path, reason: StaleFileError) -> ExpertcastError:
-    """A store's file that is looked at, not used."""
     return ExpertcastError(f"{str(path)!r} is damaged: {reason}; remove it, and the next load packs the experts again")

@@ -1,7 +1,7 @@
-"""How one expert's parameters lie in one contiguous block: the same in host memory and in a slot.
+"""Layout of one expert's parameters in a contiguous block, the same in host memory and in a slot.
 
 block    [ gate_up | down | biases ... ]      each parameter at a multiple of 256 bytes
-S blocks [ block 0 | block 1 | ... ]          so that one copy moves one expert
+S blocks [ block 0 | block 1 | ... ]          one copy moves one expert
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from expertcast.data.packed_experts import packed_matrices
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, MoEView
 
-# Precisions of experts: the model's own, and those of packed copies.
+# Precisions of experts: full, and those of packed copies.
 
 FULL = "full"
-"""The model's own precision."""
+"""Precision in which the model computes."""
 PRECISIONS = ("int8", "int4", "int2")
-"""Copies that a store can hold beside it, best first."""
+"""Precisions of the packed copies that a store can hold beside the full experts, finest first."""
 _ORDER = (FULL, *PRECISIONS)
 
 
 def is_better(precision: str, other: str) -> bool:
-    """Whether a precision is finer than another."""
+    """Whether `precision` is finer than `other`."""
     return _ORDER.index(precision) < _ORDER.index(other)
 
 
 ALIGNMENT = 256
-"""Bytes. The kernels of CUDA and of the CPU read weights at 16 and 64; 256 is what CUDA's own allocator keeps."""
+"""Bytes. CUDA kernels need weights aligned to 16 bytes, CPU kernels to 64; CUDA's allocator aligns to 256."""
 _SECTOR = 4096
-"""Bytes: a disk is read directly in multiples of it."""
+"""Bytes: direct reads of a disk have multiples of this size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ class Field:
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
-    """Bytes from the block's start."""
+    """Bytes from the start of the block."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameter, padding left out."""
+        """Bytes of the parameter without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -66,17 +66,17 @@ class BlockLayout:
 
     @classmethod
     def of(cls, view: MoEView) -> BlockLayout:
-        """The layout of the experts of a model; packed matrices may have another form in each layer.
+        """Return the layout of a model's experts; packed matrices may have another form in each layer.
 
         Raises:
-            ExpertcastError: layers differ otherwise, or an experts module has no per-expert parameter.
+            ExpertcastError: layers have different layouts otherwise, or an experts module has no per-expert parameter.
         """
         layouts = [cls._of_module(layer.experts, layer.num_experts) for layer in view]
         for layer, layout in zip(view, layouts, strict=True):
             if layout != layouts[0] and not packed_matrices(layer.experts):
                 raise ExpertcastError(
                     f"experts of {layer.experts_name} differ in shape or dtype from those of the first MoE layer: "
-                    "one pool of slots needs them alike; not supported"
+                    "not supported, since all layers share one pool of slots"
                 )
         if all(layout == layouts[0] for layout in layouts):
             return layouts[0]
@@ -89,13 +89,13 @@ class BlockLayout:
     def _of_module(cls, experts: nn.Module, num_experts: int) -> BlockLayout:
         parameters = expert_parameters(experts, num_experts)
         if not parameters:
-            raise ExpertcastError(f"{type(experts).__name__} holds no [experts, ...] parameter: not supported")
+            raise ExpertcastError(f"{type(experts).__name__} has no parameter of shape [experts, ...]: not supported")
         with torch.no_grad():
             return cls.of_tensors({name: parameter[0] for name, parameter in parameters.items()})
 
     @classmethod
     def of_tensors(cls, expert: Mapping[str, Tensor]) -> BlockLayout:
-        """The layout of an expert that consists of these tensors, by name: shapes and dtypes count, weights do not."""
+        """Return the layout of an expert with these tensors, by name. Only their shapes and dtypes are read."""
         fields, offset = [], 0
         for name, tensor in expert.items():
             field = Field(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=offset)
@@ -104,14 +104,14 @@ class BlockLayout:
         return cls(fields=tuple(fields), block_bytes=offset)
 
     def nbytes_of(self, layer: int) -> int:
-        """Return the first bytes of a block that one layer uses, in whole sectors of a disk where they are fewer."""
+        """Return the number of a block's first bytes that a layer uses, rounded up to whole sectors of a disk."""
         if not self.by_layer:
             return self.block_bytes
         last = self.by_layer[layer][-1]
         return min(-(-(last.offset + last.nbytes) // _SECTOR) * _SECTOR, self.block_bytes)
 
     def views(self, blocks: Tensor, layer: int = 0) -> dict[str, Tensor]:
-        """Each parameter of a layer as a strided view [S, ...] of S blocks, contiguous uint8 [S * block_bytes]."""
+        """Return a layer's parameters as strided views [S, ...] of S blocks: contiguous uint8 [S * block_bytes]."""
         rows = blocks.view(-1, self.block_bytes)
         return {
             field.name: rows[:, field.offset : field.offset + field.nbytes].view(field.dtype).view(-1, *field.shape)
@@ -121,45 +121,45 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsForm:
-    """Form of the experts of a store: their number, and the layout of each in memory."""
+    """Number of experts in a store and the layout of each in memory."""
 
     shape: ModelShape
     layout: BlockLayout
     model_id: str = ""
-    """Model that the experts come from; a store on disk writes its name down."""
+    """Model that the experts come from; recorded in the header of a store on disk."""
 
     @classmethod
     def of(cls, view: MoEView) -> ExpertsForm:
         """Return the form of a model's experts.
 
         Raises:
-            ExpertcastError: as :meth:`BlockLayout.of` says.
+            ExpertcastError: see :meth:`BlockLayout.of`.
         """
         return cls(shape=view.shape, layout=BlockLayout.of(view), model_id=view.model_id)
 
 
 def aligned_bytes(count: int) -> int:
-    """The next multiple of 256."""
+    """Round up to a multiple of 256."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def device_of(view: MoEView) -> torch.device:
-    """The one device that all experts lie on.
+    """Return the device that holds all experts.
 
     Raises:
-        ExpertcastError: the model has no weights, or is spread over devices.
+        ExpertcastError: the model has no weights, or its experts are on several devices.
     """
     devices = {parameter.device for layer in view for parameter in layer.experts.parameters()}
     if any(device.type == "meta" for device in devices):
         raise ExpertcastError("the model has no weights (meta device): load it before offloading")
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ExpertcastError(f"the experts lie on several devices ({names}): load the model onto one")
+        raise ExpertcastError(f"the experts are on several devices ({names}): load the model onto one")
     return devices.pop()
 
 
 def expert_parameters(experts: nn.Module, num_experts: int) -> dict[str, nn.Parameter]:
-    """The module's own parameters that hold one row per expert, by name."""
+    """Return the module's parameters whose first dimension is the expert, by name; submodules are ignored."""
     return {
         name: parameter
         for name, parameter in experts.named_parameters(recurse=False)

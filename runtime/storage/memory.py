@@ -1,8 +1,8 @@
-"""Host memory of the exact size, page-locked where driver and machine allow it.
+"""Host memory without over-allocation, page-locked where driver and machine allow it.
 
-torch's caching allocator rounds page-locked memory up to a power of two (58 GB become 77). Here it is one anonymous
-mapping registered with the driver: whole pages, nothing else. Pages are committed when they are first written, or
-when they are locked.
+torch's caching allocator rounds page-locked memory up to a power of two (58 GB become 77). This module instead
+registers one anonymous mapping, rounded up to whole pages, with the driver. Pages are committed when they are first
+written or locked.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from expertcast.predictors.messages import ExpertcastError
 _PORTABLE_AND_MAPPED = 3
 """cudaHostRegisterPortable | cudaHostRegisterMapped: page-locked for every context, and readable by kernels."""
 _LEFT_TO_THE_SYSTEM = 2**30
+"""Bytes of available memory that the default budget of :class:`PageLock` leaves unlocked."""
 _THRESHOLDS = (-1, -3)
-"""glibc's `M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD`, which grow with the tensors that are freed until they are set."""
+"""glibc's `M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD`. Until they are set, glibc raises them as tensors are freed."""
 _KEPT_FREE = 1 << 20
-"""Bytes of freed memory that glibc keeps with these thresholds."""
+"""Bytes to which these thresholds are set: glibc then keeps at most so much freed memory."""
 
 
 class Driver:
-    """Locks pages by cudaHostRegister, through torch. Pointers and sizes are multiples of the page size."""
+    """Page-locks memory by torch's cudaHostRegister. Pointers and sizes are multiples of the page size."""
 
     def register(self, pointer: int, nbytes: int) -> str | None:
-        """Lock a range; None, or why it was refused."""
+        """Page-lock a range. Returns None, or the driver's reason for refusing it."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = runtime.cudaHostRegister(pointer, nbytes, _PORTABLE_AND_MAPPED)
@@ -49,17 +50,17 @@ class Driver:
 
     @staticmethod
     def _forget_error() -> None:
-        """A refusal stays behind as the runtime's last error: the next kernel launch would raise it, so launch one."""
+        """Clear the CUDA runtime's last error by a kernel launch; otherwise the next launch would raise it."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)
 
 
 class PageLock:
-    """Locks mappings until the budget is used up or the driver refuses; from then on memory stays pageable.
+    """Page-locks mappings until the budget is used up or the driver refuses one; later mappings stay pageable.
 
     Args:
-        budget: bytes that may be locked. None: the memory available now less 1 GiB. Locked pages can be neither
-            swapped nor reclaimed, so that a driver that refuses nothing could starve the machine.
+        budget: bytes that may be locked. None: the memory available now minus 1 GiB. Locked pages can be neither
+            swapped nor reclaimed, so locking without a limit could starve the machine.
     """
 
     def __init__(self, budget: int | None = None, driver: Driver | None = None) -> None:
@@ -72,11 +73,11 @@ class PageLock:
         self.locked_bytes = 0
 
     def lock(self, pointer: int, nbytes: int) -> bool:
-        """Whether the range is page-locked now. The first that is not gives one warning."""
+        """Page-lock a range and return whether it is locked. The first failure warns."""
         if self._refused:
             return False
         if nbytes > self._left:
-            return self._refuse(f"{self._left} bytes of memory are available for it")
+            return self._refuse(f"{self._left} bytes may still be locked")
         refusal = self._driver.register(pointer, nbytes)
         if refusal is not None:
             return self._refuse(f"the driver refused {nbytes} bytes: {refusal}{_lock_limit()}")
@@ -85,41 +86,41 @@ class PageLock:
         return True
 
     def unlock(self, pointer: int, nbytes: int) -> None:
-        """Unlock what :meth:`lock` locked."""
+        """Unlock a range that :meth:`lock` locked."""
         self._driver.unregister(pointer)
         self.locked_bytes -= nbytes
 
     def _refuse(self, reason: str) -> bool:
         self._refused = True
         warnings.warn(
-            f"only {self.locked_bytes} bytes of the experts are page-locked ({reason}); the rest stays pageable and "
-            "is copied more slowly",
+            f"only {self.locked_bytes} bytes of the experts are page-locked ({reason}); the rest stays pageable, and "
+            "its copies are slower",
             stacklevel=2,
         )
         return False
 
 
 class HostMemory:
-    """`nbytes` zeroed bytes at the start of a page, page-locked if there is a lock that can.
+    """Page-aligned zeroed memory of `nbytes` bytes. `lock`, if given, page-locks it where possible.
 
     Raises:
-        ExpertcastError: the system has no address space for it.
+        ExpertcastError: the system cannot map that many bytes.
     """
 
     def __init__(self, nbytes: int, lock: PageLock | None = None) -> None:
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         mapping = _map(size)
         self.bytes: Tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
-        """uint8 [nbytes]; every tensor that views it keeps the mapping alive."""
+        """uint8 [nbytes]; a tensor that views it keeps the mapping alive."""
         pointer = self.bytes.data_ptr()
         self.pinned = lock is not None and lock.lock(pointer, size)
         self._unlock: weakref.finalize[[int, int], HostMemory] | None = None
         if lock is not None and self.pinned:
             self._unlock = weakref.finalize(self, lock.unlock, pointer, size)
-            self._unlock.atexit = False  # the driver may be gone by then; the system frees what is left
+            self._unlock.atexit = False  # the driver may have shut down by then; the system frees the pages
 
     def release(self) -> None:
-        """Unlock now. The memory goes back to the system with the last tensor that views it."""
+        """Unlock the memory now. The system gets it back when no tensor views it any more."""
         if self._unlock is not None:
             self._unlock()
         self.pinned = False
@@ -139,24 +140,24 @@ def _map(size: int) -> mmap.mmap:
     return mapping
 
 
-def give_back_freed(*, at_once: bool = False) -> None:
-    """Return freed memory that the C library keeps for later to the system (glibc; other systems: do nothing).
+def trim_heap(*, always: bool = False) -> None:
+    """Return the free memory that glibc caches to the system; does nothing with other C libraries.
 
     Args:
-        at_once: whether the C library returns freed tensors at once from now on, in the whole process. A prompt of 512
-            tokens then takes 0.2 GB less memory, and a sixth more time.
+        always: also make glibc return freed tensors immediately from now on, in the whole process. A prompt of 512
+            tokens then takes 0.2 GB less memory and a sixth more time.
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):
             library = ctypes.CDLL(None)
-            if at_once:
+            if always:
                 for threshold in _THRESHOLDS:
                     library.mallopt(threshold, _KEPT_FREE)
             library.malloc_trim(0)
 
 
 def _lock_limit() -> str:
-    """Return the shell's limit as text for the warning: most drivers do not count against it, some do."""
+    """Return the process's memory-lock limit as text for the warning: a few drivers are subject to it."""
     try:
         import resource
     except ImportError:  # Windows

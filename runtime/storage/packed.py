@@ -1,9 +1,9 @@
-"""Copies of experts in less than full precision: fewer bytes on the link, ordinary weights again in the slot.
+"""Copies of experts in lower precisions: fewer bytes on the link, expanded to ordinary weights in the slot.
 
 packed block   [ rows of all quantised parameters | parameters kept as they are ... ]   each at a multiple of 256 bytes
 
-A row is a group of 64 weights, 32 where 64 does not divide, packed by the row-wise quantisation that torch's embedding
-tables use. It carries its scale and offset behind the codes: weight = scale * code + offset.
+A row is a group of 64 weights, or of 32 if 64 does not divide a parameter's size. It is packed by the row-wise
+quantisation of torch's embedding tables, with scale and offset after the codes: weight = scale * code + offset.
 
 8 bits, row of 64   [ 64 codes           | scale, offset: float32 ]   9.0 bits a weight
 4 bits              [ 32 bytes of codes  | scale, offset: float16 ]   4.5
@@ -29,16 +29,16 @@ from expertcast.runtime.storage.memory import HostMemory, PageLock
 _GROUPS = (64, 32)
 _BITS = {"int8": 8, "int4": 4, "int2": 2}
 _CHUNK = 1 << 18
-"""Weights packed at once: temporaries that stay in a core's cache make it half as fast again."""
+"""Approximate number of weights packed at a time. Temporaries then stay in a core's cache: 1.5 times as fast."""
 _OPERATORS = {8: "embedding_bag_byte", 4: "embedding_bag_4bit", 2: "embedding_bag_2bit"}
 _STARTS = (1.0, 0.6)
-"""Shares of a row's range that the search for the best one starts from."""
+"""Fractions of a row's range from which the search for its best range starts."""
 _FIT_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """How one expert lies in a packed block."""
+    """Layout of one expert in a packed block."""
 
     full: BlockLayout
     bits: int
@@ -49,23 +49,23 @@ class PackedLayout:
     quantised: tuple[Field, ...]
     """Fields of the full block, in the order of their rows."""
     targets: tuple[tuple[int, int, torch.dtype], ...]
-    """Offset and bytes of what the rows expand to in the full block: fields that lie side by side are one."""
+    """Offset, bytes and dtype of the ranges of the full block that the rows expand to; adjacent fields are merged."""
     kept: tuple[tuple[Field, int], ...]
-    """Fields of the full block that stay as they are, with their offset here."""
+    """Fields of the full block that are not quantised, with their offset in the packed block."""
     block_bytes: int
     """Bytes of one expert, padding included."""
 
     @classmethod
     def of(cls, layout: BlockLayout, precision: str) -> PackedLayout:
-        """Biases (one dimension), integers and what no group divides stay as they are.
+        """Return the packed layout of a full one. Biases, integers and sizes that no group divides are not quantised.
 
         Raises:
-            ExpertcastError: unknown precision, or one that would not make these experts smaller.
+            ExpertcastError: the precision is unknown, or would not make these experts smaller.
         """
         if precision not in _BITS:
             raise ExpertcastError(f"unknown precision {precision!r}: choose from {', '.join(PRECISIONS)}")
         if any(field.name.endswith(CODES) for field in layout.fields):
-            raise ExpertcastError(f"these experts are packed already: {precision} copies beside them save nothing")
+            raise ExpertcastError(f"these experts are packed already: {precision} copies would not make them smaller")
         bits = _BITS[precision]
         quantised = tuple(field for field in layout.fields if _can_quantise(field))
         group = next((g for g in _GROUPS if all(math.prod(field.shape) % g == 0 for field in quantised)), _GROUPS[-1])
@@ -88,7 +88,7 @@ class PackedLayout:
 
     @property
     def rows_nbytes(self) -> int:
-        """Bytes of all rows: what is kept as it is comes after them."""
+        """Bytes of all rows, which precede the unquantised fields."""
         return self.rows * row_bytes(self.bits, self.group)
 
     def pack(self, views: Mapping[str, Tensor], blocks: Tensor) -> None:
@@ -102,8 +102,9 @@ class PackedLayout:
             blocks[:, offset : offset + field.nbytes] = raw
 
     def expand(self, packed: Tensor, block: Tensor) -> None:
-        """Write the full block, uint8 [full.block_bytes], that a packed one, uint8 [block_bytes], stands for, on the
-        device where both lie. The packed one may be the first bytes of the full one.
+        """Expand a packed block, uint8 [block_bytes], into a full one, uint8 [full.block_bytes], on the same device.
+
+        `packed` may be the first bytes of `block`.
         """
         kept = packed[self.rows_nbytes :].clone() if self.kept else packed
         weights = dequantise(packed[: self.rows_nbytes].view(self.rows, -1), self.bits).flatten()
@@ -118,7 +119,7 @@ class PackedLayout:
 
 
 class PackedExperts:
-    """All experts of a store in one lower precision, in host memory; page-locked if there is a lock that can."""
+    """Copies of all experts of a store in one lower precision, in host memory; `lock`, if given, page-locks it."""
 
     def __init__(self, layout: PackedLayout, layers: int, experts: int, lock: PageLock | None = None) -> None:
         self.layout = layout
@@ -126,7 +127,7 @@ class PackedExperts:
         self._experts = experts
         self._memory = HostMemory(layers * experts * layout.block_bytes, lock)
         self._blocks = self._memory.bytes.view(layers * experts, layout.block_bytes)
-        """uint8 [L * E, block_bytes]"""
+        """Packed block of each expert, uint8 [L * E, block_bytes]."""
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +140,7 @@ class PackedExperts:
         return self._memory.pinned
 
     def block(self, key: int) -> Tensor:
-        """uint8 [block_bytes] of one expert."""
+        """Return the packed block of one expert, uint8 [block_bytes]."""
         return self._blocks[key]
 
     def fill(self, layer: int, views: Mapping[str, Tensor]) -> None:
@@ -152,7 +153,7 @@ class PackedExperts:
             layout.pack(chunk, self._blocks[first + start : first + end])
 
     def release(self) -> None:
-        """Free the memory with the last tensor that views it."""
+        """Free the memory. A tensor that views it keeps it allocated."""
         self._blocks = torch.empty(0, dtype=torch.uint8)
         self._memory.release()
 
@@ -172,9 +173,9 @@ def _can_quantise(field: Field) -> bool:
 
 
 def dequantise(rows: Tensor, bits: int) -> Tensor:
-    """Weights of some rows: float32 [R, G] of uint8 [R, row bytes].
+    """Expand packed rows, uint8 [R, row bytes], to weights, float32 [R, G].
 
-    On the CPU by torch's own operator, elsewhere by :func:`dequantise_plain`, which gives the same.
+    Uses torch's operator on the CPU, and :func:`dequantise_plain`, with the same result, on other devices.
     """
     if rows.device.type == "cpu":
         unpacked: Tensor = getattr(torch.ops.quantized, _OPERATORS[bits] + "_unpack")(rows)
@@ -183,22 +184,22 @@ def dequantise(rows: Tensor, bits: int) -> Tensor:
 
 
 def dequantise_plain(rows: Tensor, bits: int) -> Tensor:
-    """The same by operations that every device has."""
+    """Reference for :func:`dequantise`, by operations that every device supports."""
     tail_dtype = _tail_dtype(bits)
     codes_bytes = rows.shape[1] - 2 * tail_dtype.itemsize
     codes, tail = rows[:, :codes_bytes], rows[:, codes_bytes:].view(tail_dtype).float()
-    if bits < 8:  # the first weight of a byte lies in its lowest bits
+    if bits < 8:  # the first weight of a byte is in its lowest bits
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
         codes = codes.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_((1 << bits) - 1).flatten(1)
     return torch.addcmul(tail[:, 1:], codes.float(), tail[:, :1])  # rounds once, as torch's operator does
 
 
 def quantise(weights_RG: Tensor, bits: int) -> Tensor:
-    """uint8 [R, row bytes] of float32 [R, G].
+    """Pack weights, float32 [R, G], into rows, uint8 [R, row bytes].
 
-    torch's operator spans a row's whole range. With 16 levels and with 4, codes of a smaller range are nearer to the
-    weights: every row is packed for some ranges, and the one with the smallest squared error is taken. (The operator's
-    own search, `optimized_qparams`, takes ten times as long and does next to nothing for 4 levels.)
+    torch's operator spreads the codes over a row's whole range. With 16 or 4 levels, a smaller range often has a lower
+    squared error. So each row is packed with several ranges, and the one with the lowest error is used. (The operator's
+    `optimized_qparams` search takes ten times as long and hardly improves 4 levels.)
     """
     pack = getattr(torch.ops.quantized, _OPERATORS[bits] + "_prepack")
     best: Tensor = pack(weights_RG)
@@ -220,7 +221,7 @@ def _errors(rows: Tensor, weights_RG: Tensor, bits: int) -> Tensor:
 
 
 def _fitted_range(weights_RG: Tensor, levels: int, share: float) -> tuple[Tensor, Tensor]:
-    """[R, 1] lowest and highest level: by turns the nearest codes, and the line through them of least squares."""
+    """Fit the lowest and highest level of each row, [R, 1]: alternate nearest codes and a least-squares line."""
     low_R, high_R = weights_RG.amin(dim=1, keepdim=True), weights_RG.amax(dim=1, keepdim=True)
     middle_R, half_R = (low_R + high_R) / 2, (high_R - low_R) / 2 * share
     offset_R, scale_R = middle_R - half_R, 2 * half_R / (levels - 1)
@@ -237,7 +238,7 @@ def _fitted_range(weights_RG: Tensor, levels: int, share: float) -> tuple[Tensor
 
 
 def _tail_dtype(bits: int) -> torch.dtype:
-    """Return the dtype of a row's scale and offset."""
+    """Dtype of a row's scale and offset."""
     return torch.float32 if bits == 8 else torch.float16
 
 

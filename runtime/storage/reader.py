@@ -1,8 +1,8 @@
-"""Reads ranges of a file into memory of the caller's, past the system's page cache: what is read costs no other memory.
+"""Reads ranges of a file into the caller's memory, bypassing the system's page cache.
 
-A range is read in pieces by several threads at once, for a disk is fast only with several large requests under way;
-neighbouring ranges that are requested together are one request. Urgent requests come first, and requests that no
-thread has begun can be cancelled.
+Several threads read a range in pieces, since a disk is fast only with several large requests under way. Adjacent small
+ranges in the queue are joined into one request. Urgent requests come first, and requests that no thread has begun can
+be cancelled.
 """
 
 from __future__ import annotations
@@ -25,79 +25,82 @@ from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 # Direct reads of a file.
 
 SECTOR = 4096
-"""Direct reads begin and end at a multiple of it, in the file as in memory. Disks need 512 or 4096."""
+"""Bytes. Direct reads begin and end at a multiple of it, in the file and in memory. Disks need 512 or 4096."""
 PIECE = 2 << 20
-"""Bytes of one request: several threads share what is larger."""
+"""Maximum bytes of one request; larger ranges are divided among threads."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Read(Transfer):
-    """As many bytes as the target has, from `offset` of the file on."""
+    """Request that fills `target` with the bytes of the file from `offset` on."""
 
     target: Tensor
-    """uint8, contiguous, in host memory: what is filled."""
+    """uint8, contiguous, in host memory."""
     offset: int
-    taken: int = 0
-    """Pieces that a thread has begun."""
-    came: int = 0
-    """Pieces that have come."""
+    """First byte in the file."""
+    pieces_begun: int = 0
+    """Number of pieces that a thread has begun."""
+    pieces_read: int = 0
+    """Number of pieces read."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read."""
+        """Bytes of the range."""
         return self.target.numel()
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the file that were read for it."""
+        """Bytes of the file that the request reads."""
         return self.nbytes
 
     @property
     def pieces(self) -> int:
-        """Requests that it is read by."""
+        """Number of pieces in which the range is read."""
         return -(-self.nbytes // PIECE)
 
     @property
     def waiting(self) -> bool:
-        return self.taken < self.pieces and not self.cancelled
+        return self.pieces_begun < self.pieces and not self.cancelled
 
     def begin(self) -> None:
         self.started = True
-        self.taken += 1
+        self.pieces_begun += 1
 
     @property
     def aligned(self) -> bool:
-        """Whether it can be read straight into its target."""
+        """Whether offset, size and target are aligned, so that a direct read can fill the target."""
         return not (self.offset % SECTOR or self.nbytes % SECTOR or self.target.data_ptr() % SECTOR)
 
 
 def stamp_of(file: int) -> tuple[int, int]:
-    """Bytes and time of change of an open file: the same as long as no process writes to it."""
+    """Return size in bytes and modification time in nanoseconds of an open file; they change when it is written."""
     found = os.fstat(file)
     return found.st_size, found.st_mtime_ns
 
 
 def sectors(nbytes: int) -> int:
-    """Bytes of the whole sectors that so many take."""
+    """Round bytes up to whole sectors."""
     return -(-nbytes // SECTOR) * SECTOR
 
 
 THREADS = 4
+"""Default number of threads of a reader."""
 
 
 class DirectReader(TransferQueue[Read]):
-    """Threads that read one file. Where its file system refuses direct reads they are ordinary ones, whose pages are
-    given back at once, and a warning says so.
+    """Queue and threads that read one file.
+
+    If the file system has no direct reads, a warning says so; then ordinary reads drop their pages at once.
 
     Args:
-        path: of the file, which must not change while it is read.
-        threads: requests under way at a time.
-        pace: bytes per second that it behaves like a disk of, at most; None: as fast as the disk is.
-        handle: of the file, open, where another one may have taken its path meanwhile.
-        stamp: of the file when it was found right; None: its stamp now.
+        path: path of the file, which must not change while it is read.
+        threads: number of concurrent requests.
+        pace: limit of the rate in bytes per second, to emulate a slower disk; None: no limit.
+        handle: open descriptor of the file, if another file may have replaced it at `path`.
+        stamp: expected :func:`stamp_of` the file; None: its stamp now.
 
     Raises:
-        ExpertcastError: it cannot be opened, or the system is Windows.
+        ExpertcastError: the file cannot be opened, or the system has no positioned reads (Windows).
     """
 
     def __init__(
@@ -108,14 +111,14 @@ class DirectReader(TransferQueue[Read]):
             raise ExpertcastError("this system reads no file directly: use link 'instant', which reads it mapped")
         super().__init__()
         self.path, self._pace = path, pace
-        staging = [HostMemory(PIECE + 2 * SECTOR).bytes for _ in range(threads)]  # before any thread could lack it
+        staging = [HostMemory(PIECE + 2 * SECTOR).bytes for _ in range(threads)]  # before any thread: it may fail
         self._file, self.direct = _open(path, handle)
         self._stamp = stamp or stamp_of(self._file)
         self._next_at: dict[int, Read] = {}
-        """Ranges that no thread has begun, by their first byte."""
+        """Submitted ranges by their offset; :meth:`_joined` skips those that have begun."""
         self._paced_until = 0.0
         self.bytes_read, self.busy_s = 0, 0.0
-        """So far, and the seconds in which any request was under way."""
+        """Bytes read so far, and the seconds in which any request was under way."""
         self._under_way, self._busy_since = 0, 0.0
         self._threads = [
             threading.Thread(target=self._run, args=(memory,), name=f"expertcast-disk-{number}", daemon=True)
@@ -130,7 +133,7 @@ class DirectReader(TransferQueue[Read]):
             super().submit(read, front=front)
 
     def close(self) -> None:
-        """Drop what is queued, and return when nothing is being read. A second call does nothing."""
+        """Empty the queue, wait for the requests that have begun, and close the file. A second call does nothing."""
         if self._closed:
             return
         super().close()
@@ -145,7 +148,7 @@ class DirectReader(TransferQueue[Read]):
             start, nbytes = self._count(1, 0), 0
             try:
                 nbytes = self._request(reads, piece, staging)
-            except BaseException as error:  # handed to whoever waits for it
+            except BaseException as error:  # raised in the threads that wait for the ranges
                 if isinstance(error, OSError):
                     error = ExpertcastError(f"{str(self.path)!r} cannot be read: {error.strerror or error}")
                 for read in reads:
@@ -153,7 +156,7 @@ class DirectReader(TransferQueue[Read]):
             self._arrive(reads, start, self._count(-1, nbytes))
 
     def _count(self, requests: int, nbytes: int) -> float:
-        """So many more are under way, and so many bytes have come; gives the time."""
+        """Change the number of requests under way by `requests` and add `nbytes` read. Returns the clock time."""
         now = time.perf_counter()
         with self.lock:
             if self._under_way:
@@ -164,10 +167,10 @@ class DirectReader(TransferQueue[Read]):
         return now
 
     def _next(self) -> tuple[list[Read], int] | None:
-        """The next request: a piece of one range, or small ranges that lie one after another."""
+        """Wait for the next request: adjacent small ranges, or one range and the number of its piece."""
         with self.lock:
             read = self.take()
-            return None if read is None else (self._joined(read), read.taken - 1)
+            return None if read is None else (self._joined(read), read.pieces_begun - 1)
 
     def _joined(self, read: Read) -> list[Read]:
         reads, size = [read], read.nbytes
@@ -183,7 +186,7 @@ class DirectReader(TransferQueue[Read]):
         return reads
 
     def _request(self, reads: list[Read], piece: int, staging: Tensor) -> int:
-        """Read it; gives its bytes."""
+        """Read one request and return its bytes."""
         first = reads[0]
         start = piece * PIECE
         size = sum(read.nbytes for read in reads) if len(reads) > 1 else min(PIECE, first.nbytes - start)
@@ -201,19 +204,19 @@ class DirectReader(TransferQueue[Read]):
         return size
 
     def _read(self, views: list[memoryview], offset: int, least: int) -> None:
-        """Fill the views from one place of the file on, of which `least` bytes must be there."""
+        """Fill the views from `offset` of the file on. The file must have `least` bytes there."""
         unit, done = SECTOR if self.direct else 1, 0
         while True:
             count = os.preadv(self._file, _behind(views, done), offset + done)
             if (done + count < least and count < unit) or stamp_of(self._file) != self._stamp:
                 raise ExpertcastError(
-                    f"{str(self.path)!r} was changed or cut off while it was in use: load the model again"
+                    f"{str(self.path)!r} was changed or truncated while it was in use: load the model again"
                 )
             if not self.direct and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._file, offset + done, count, os.POSIX_FADV_DONTNEED)
             if done + count >= least:
                 return
-            done += count - count % unit  # less than requested, as network file systems may return
+            done += count - count % unit  # network file systems may return less than requested
 
     def _keep_pace(self, size: int, pace: float) -> None:
         with self.lock:
@@ -223,15 +226,15 @@ class DirectReader(TransferQueue[Read]):
     def _arrive(self, reads: list[Read], start: float, end: float) -> None:
         for read in reads:
             with self.lock:
-                read.came += 1
+                read.pieces_read += 1
                 read.start = min(read.start or start, start)
-                last = read.came == read.pieces
+                last = read.pieces_read == read.pieces
             if last:
                 read.finish(end)
 
 
 def _behind(views: list[memoryview], done: int) -> list[memoryview]:
-    """Return the rest of some views behind so many bytes."""
+    """Return the views without their first `done` bytes in all."""
     left = []
     for view in views:
         left.append(view[done:])
@@ -240,13 +243,13 @@ def _behind(views: list[memoryview], done: int) -> list[memoryview]:
 
 
 def can_read_directly() -> bool:
-    """Whether this system reads at any place of a file without its pointer."""
+    """Whether the system has `preadv`, a read at an offset into several buffers."""
     return hasattr(os, "preadv")
 
 
 def _open(path: Path, handle: int | None) -> tuple[int, bool]:
-    """A handle of its own, and whether it reads past the page cache."""
-    # Linux opens the file itself by its handle, whatever its name leads to
+    """Open the file and return the descriptor and whether its reads are direct."""
+    # on Linux this path opens the file of the handle, even if another one replaced it at `path`
     place = path if handle is None else Path(f"/proc/self/fd/{handle}")
     try:
         if hasattr(os, "O_DIRECT"):
@@ -256,8 +259,8 @@ def _open(path: Path, handle: int | None) -> tuple[int, bool]:
     except OSError as error:
         raise ExpertcastError(f"cannot read {str(path)!r}: {error.strerror}") from error
     warnings.warn(
-        f"the file system of {os.path.realpath(path)!r} has no direct reads: experts pass through the system's page "
-        "cache",
+        f"the file system of {os.path.realpath(path)!r} has no direct reads: experts are read through the system's "
+        "page cache",
         stacklevel=3,
     )
     return file, False

@@ -1,6 +1,6 @@
 """Device memory for a few experts: S slots of one block each, shared by all layers.
 
-S slots. An expert's key is layer * E + expert.
+S slots, E routed experts per layer. An expert's key is layer * E + expert.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.packed import PackedExperts
 
 _PAGE = 4096
-"""Bytes: a disk is read directly into memory that begins at a multiple of it."""
+"""Bytes. Direct reads of a disk need memory aligned to it."""
 
 
 class SlotState(Enum):
@@ -31,11 +31,11 @@ class SlotState(Enum):
 
 
 _FREE, _LOADING, _READY, _IN_USE = SlotState
-"""Looked up many times per layer: a member of an enumeration takes ten times as long as a global."""
+"""Globals, since they are looked up many times per layer: `SlotState.FREE` takes ten times as long."""
 
 
 class SlotPool:
-    """One buffer on the device; any expert of any layer may lie in any slot.
+    """Device buffer divided into slots; each slot can hold any expert of any layer.
 
     The pool records the slot of each key and the state of each slot.
     :class:`expertcast.runtime.engine.cache.ExpertCache` decides which experts enter and leave.
@@ -47,13 +47,13 @@ class SlotPool:
         self.device = with_index(device)
         self._buffer = _allocate(layout, count, self.device)
         self.views = layout.views(self._buffer)
-        """Each parameter of the first layer, [S, ...] in the shape transformers' kernels take."""
+        """Each parameter of the first layer as [S, ...], the shape that transformers' kernels take."""
         self.slots: dict[int, int] = {}
-        """Slot of each key that has one; changed by `take`, `release` and `clear` only."""
+        """Slot of each key that has one; only `take`, `release` and `clear` change it."""
         self.clear()
 
     def clear(self) -> None:
-        """All slots are free."""
+        """Free all slots, whatever their states."""
         self.slots.clear()
         self._key_of: list[int | None] = [None] * self.count
         self._state = [_FREE] * self.count
@@ -65,7 +65,7 @@ class SlotPool:
         return self._buffer.numel()
 
     def free(self) -> None:
-        """Give the memory back, as far as no other object holds a view of it."""
+        """Free the memory. A view held elsewhere keeps it allocated."""
         self.views.clear()
         self._buffer = self._buffer.new_empty(0)
 
@@ -74,29 +74,28 @@ class SlotPool:
         return self.layout.views(self._buffer, layer) if self.layout.by_layer else self.views
 
     def block(self, slot: int) -> Tensor:
-        """uint8 [block_bytes] of one slot."""
+        """Return the memory of one slot, uint8 [block_bytes]."""
         size = self.layout.block_bytes
         return self._buffer[slot * size : (slot + 1) * size]
 
     def expand(self, slot: int, packed: PackedExperts) -> None:
-        """A packed copy lies in a slot's first bytes: make it the full block, on the current stream."""
+        """Expand the packed copy in a slot's first bytes to the full block, on the current stream."""
         block = self.block(slot)
         packed.layout.expand(block[: packed.block_bytes], block)
 
     def key_of(self, slot: int) -> int | None:
-        """The expert that has this slot."""
+        """Return the key of the expert in a slot; None if the slot is free."""
         return self._key_of[slot]
 
     def state(self, slot: int) -> SlotState:
-        """Return the state of this slot."""
         return self._state[slot]
 
     def resident(self) -> list[int]:
-        """Keys that have a slot, loading ones included."""
+        """Return the keys that have a slot, those still loading included."""
         return list(self.slots)
 
     def take(self, key: int) -> int:
-        """Give `key` a free slot, loading. There must be one."""
+        """Assign a free slot to `key`, in state loading, and return it. A slot must be free."""
         assert key not in self.slots, f"expert {key} has a slot already"
         slot = self.free_slots.pop()
         assert self._state[slot] is _FREE
@@ -106,17 +105,17 @@ class SlotPool:
         return slot
 
     def arrived(self, key: int) -> None:
-        """An expert's copy has come (loading -> ready)."""
+        """Mark a key's slot as ready, once its copy has arrived."""
         self._state[self.slots[key]] = _READY
 
     def mark(self, keys: Iterable[int], state: SlotState) -> None:
-        """Move the slots of some keys to another state (ready -> in use -> ready)."""
+        """Set the state of some keys' slots (ready -> in use -> ready)."""
         slots, states = self.slots, self._state
         for key in keys:
             states[slots[key]] = state
 
     def release(self, key: int) -> None:
-        """Free a key's slot. A slot in use is never freed."""
+        """Free a key's slot, which must not be in use."""
         slot = self.slots.pop(key)
         assert self._state[slot] is not _IN_USE, f"slot {slot} is in use"
         self._key_of[slot] = None
@@ -125,17 +124,17 @@ class SlotPool:
 
 
 def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
-    """Zeroed uint8 [count * block_bytes] whose first byte lies at a multiple of 4096."""
+    """Allocate zeroed memory, uint8 [count * block_bytes], aligned to 4096 bytes."""
     nbytes = count * layout.block_bytes
     try:
         if device.type == "cpu":
-            # zeroed now: pages that the disk's threads are the first to touch doubled the time of the first prompt
+            # zeroing commits the pages; leaving that to the disk's threads doubled the time of the first prompt
             return HostMemory(nbytes).bytes.zero_()
         raw = torch.zeros(nbytes + _PAGE, dtype=torch.uint8, device=device)
     except (torch.OutOfMemoryError, ExpertcastError) as error:
         raise ExpertcastError(
             f"slots={count} need {nbytes / 1e9:.3g} GB, which {device} cannot allocate ({layout.block_bytes} bytes per "
-            "slot): give fewer slots, or set memory=... to the memory that is free"
+            "slot): give fewer slots, or set memory=... to the free memory"
         ) from error
     start = -raw.data_ptr() % _PAGE
     return raw[start : start + nbytes]

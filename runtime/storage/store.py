@@ -16,7 +16,7 @@ from expertcast.data.machine import with_index
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.storage.layout import FULL, BlockLayout, ExpertsForm, device_of, expert_parameters
-from expertcast.runtime.storage.memory import HostMemory, PageLock, give_back_freed
+from expertcast.runtime.storage.memory import HostMemory, PageLock, trim_heap
 from expertcast.runtime.storage.packed import PackedExperts, PackedLayout
 
 Write = Callable[[dict[str, Tensor]], None]
@@ -25,7 +25,7 @@ Write = Callable[[dict[str, Tensor]], None]
 
 @dataclass(slots=True)
 class _Origin:
-    """Where one layer's parameter came from, so that it can be put back exactly."""
+    """A parameter's module, name, size and strides, for restoring it exactly."""
 
     module: nn.Module
     name: str
@@ -35,25 +35,25 @@ class _Origin:
 
 
 class ExpertStore:
-    """Host copies of all experts; page-locked when the model computes on CUDA.
+    """Host copies of all experts, optionally page-locked.
 
     Three methods fill it layer by layer: `pack` moves the weights out of a model, `fill` calls a checkpoint's reader,
-    and `open` gives a layer's blocks to the caller. `pack` never holds a second copy of the whole model. `unpack` puts
-    the weights back into the same `nn.Parameter` objects, bit for bit. The blocks of one layer lie one after another.
+    and `open` returns a layer's blocks to the caller. `pack` never holds a second copy of the whole model. `unpack`
+    moves the weights back into the same `nn.Parameter` objects, bit for bit. The blocks of one layer are contiguous.
 
     Args:
         view: the model's MoE layers, or the form of its experts.
-        device: where the model computes. None: where the experts of a view lie.
-        pinned: page-lock the memory, as far as there is a budget for it.
-        lock: page-locks it, in place of the default one.
+        device: where the model computes. None: the device of the experts of a view.
+        pinned: page-lock the memory, within the default budget.
+        lock: page-locks the memory, in place of the default one.
 
     Raises:
-        ExpertcastError: no device is given and the experts lie on several, or have no weights.
+        ExpertcastError: `device` is None and the experts are on several devices or have no weights.
     """
 
     name = "memory"
     addressable = True
-    """Whether blocks lie in memory, and stay where they are."""
+    """Whether blocks have a fixed address in memory."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ExpertStore:
         self.layers, self.experts, self.top_k = form.shape.layers, form.shape.experts, form.shape.top_k
         self.layout = form.layout
         if device is None:
-            assert isinstance(view, MoEView), "a form lies on no device: say where the model computes"
+            assert isinstance(view, MoEView), "a form has no device: pass the device where the model computes"
             device = device_of(view)
         self.device = with_index(device)
         self._lock = PageLock() if lock is None and pinned else lock
@@ -77,9 +77,9 @@ class ExpertStore:
         self._blocks: list[Tensor | None] = [None] * (self.layers * self.experts)
         self._origins: list[list[_Origin]] = []
         self.packed: dict[str, PackedExperts] = {}
-        """Copies in lower precisions, beside the full ones."""
+        """Packed copies of the experts, by precision."""
         self.source: Callable[[int, dict[str, Tensor]], None] | None = None
-        """Fills a layer's parameters [E, ...] when a model without experts' weights is packed."""
+        """Fills a layer's parameters [E, ...] when `pack` gets a model whose experts have no weights."""
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +88,7 @@ class ExpertStore:
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes that they take where they lie."""
+        """Bytes that the blocks take in the store, coded if its codec compresses."""
         return self.nbytes
 
     @property
@@ -98,11 +98,11 @@ class ExpertStore:
 
     @property
     def pinned_layers(self) -> list[bool]:
-        """Per layer, whether its blocks are page-locked."""
+        """Whether each layer's blocks are page-locked."""
         return [memory is not None and memory.pinned for memory in self._memory]
 
     def block(self, key: int) -> Tensor:
-        """uint8 of one expert, as many bytes as its layer uses."""
+        """Return the bytes of one expert that its layer uses, uint8."""
         block = self._blocks[key]
         assert block is not None, f"the store holds no expert {key}"
         return block
@@ -112,7 +112,7 @@ class ExpertStore:
         return self._layer_bytes[layer] is not None
 
     def views(self, layer: int) -> dict[str, Tensor]:
-        """One layer's parameters in host memory, [E, ...] by name."""
+        """Return one layer's parameters in host memory, [E, ...] by name."""
         blocks = self._layer_bytes[layer]
         assert blocks is not None, f"the store holds no layer {layer}"
         return self.layout.views(blocks, layer)
@@ -121,37 +121,39 @@ class ExpertStore:
         """Prepare for copies of these experts; does nothing for a store in memory."""
 
     def open(self, layer: int) -> dict[str, Tensor]:
-        """Make one layer's blocks, and give its parameters [E, ...] by name to be written, expert by expert and at any
-        time before the layer is used; layers in any order."""
+        """Allocate one layer's blocks and return its parameters, [E, ...] by name, for the caller to write.
+
+        Experts may be written at any time before the layer is used, and layers opened in any order.
+        """
         memory = HostMemory(self.layer_nbytes, self._lock)
         self._memory[layer] = memory
         self._hold(layer, memory.bytes)
         return self.views(layer)
 
     def fill(self, layer: int, write: Write) -> None:
-        """Make one layer's blocks and let `write` fill them. Layers come first to last."""
+        """Allocate one layer's blocks and let `write` fill them. Layers are filled in order."""
         write(self.open(layer))
 
     def finish(self) -> None:
-        """Called once, when all layers are filled."""
+        """Complete the store; called once, when all layers are filled."""
 
     def pack(self, view: MoEView) -> None:
-        """Take every expert out of the model and release the model's own memory for it.
+        """Copy all experts into the store, layer by layer, and release the model's memory for them.
 
-        Experts without weights (on the meta device) are read from `source`, unless the store holds them already.
+        Experts without weights (on the meta device) are read from `source`, unless the store already holds them.
 
         Raises:
             ExpertcastError: the model's experts differ in shape or dtype from the store's, or have no weights.
         """
         if BlockLayout.of(view) != self.layout or (len(view), view.shape.experts) != (self.layers, self.experts):
-            raise ExpertcastError("the store was made for experts of another shape, dtype or number: make a new one")
+            raise ExpertcastError("the store is for experts of another shape, dtype or number: create a new one")
         layers = Progress("packing experts", unit="layer", steps=view, shown=self.source is None)
         written = [self._pack_layer(layer) for layer in layers]
         if any(written):
             self.finish()
 
     def _pack_layer(self, layer: MoELayer) -> bool:
-        """Whether anything had to be written."""
+        """Pack one layer. Returns False if the store already held it."""
         parameters = expert_parameters(layer.experts, layer.num_experts)
         self._origins.append([_Origin(layer.experts, name, p, p.shape, p.stride()) for name, p in parameters.items()])
         if any(parameter.is_meta for parameter in parameters.values()):
@@ -164,16 +166,16 @@ class ExpertStore:
         self.fill(layer.index, partial(_copy_parameters, parameters))
         for parameter in parameters.values():
             parameter.data = parameter.data.new_empty(0)
-        give_back_freed()
+        trim_heap()
         return True
 
     def add_copies(self, precisions: Iterable[str]) -> None:
-        """Make copies of all experts in lower precisions; called when the store is filled.
+        """Pack copies of all experts in lower precisions; called when the store is filled.
 
-        They are held in memory, whatever the store itself is, and freed by `unpack` and `close`.
+        The copies are in memory, even for a store on disk. `unpack` and `close` free them.
 
         Raises:
-            ExpertcastError: unknown precision, or one that would not make these experts smaller.
+            ExpertcastError: a precision is unknown, or would not make these experts smaller.
         """
         layouts = {name: PackedLayout.of(self.layout, name) for name in precisions if name not in self.packed}
         for name, layout in layouts.items():
@@ -183,28 +185,28 @@ class ExpertStore:
             self.packed[name] = copies
 
     def copies(self, precision: str) -> PackedExperts:
-        """The copies in a lower precision.
+        """Return the packed copies of one precision.
 
         Raises:
-            ExpertcastError: there are none.
+            ExpertcastError: the store has no copies of this precision.
         """
         found = self.packed.get(precision)
         if found is None:
             there = ", ".join((FULL, *self.packed))
             raise ExpertcastError(
-                f"the store holds no {precision!r} copies of the experts: choose from {there}, or make them with "
-                "store.add_copies"
+                f"the store holds no {precision!r} copies of the experts: choose from {there}, or call "
+                "store.add_copies first"
             )
         return found
 
     def unpack(self) -> None:
-        """Give every parameter its weights back, on the device it came from, and free the blocks as it goes.
+        """Move the weights back into the model's parameters, on the original device, and free the blocks.
 
-        Parameters that had no weights get none.
+        Parameters that had no weights stay without. Blocks are freed layer by layer.
         """
         self._free_copies()
         for origin in (origin for origins in self._origins for origin in origins):
-            origin.module._parameters[origin.name] = origin.parameter  # the slots' memory may go before ours is taken
+            origin.module._parameters[origin.name] = origin.parameter  # first, so that the slots' memory may be freed
         for layer, origins in enumerate(self._origins):
             taken = [each for each in origins if not each.parameter.is_meta and each.parameter.numel() == 0]
             views = self.views(layer) if taken else {}
@@ -216,13 +218,13 @@ class ExpertStore:
         self._origins = []
 
     def close(self) -> None:
-        """Free everything; called by whoever made the store, after `unpack` if a model was packed."""
+        """Free everything. The store's owner calls it, after `unpack` if a model was packed."""
         self._free_copies()
         for layer in range(self.layers):
             self._free(layer)
 
     def _hold(self, layer: int, blocks: Tensor) -> None:
-        """These bytes [E * block_bytes] are the layer's blocks."""
+        """Register `blocks`, uint8 [E * block_bytes], as the layer's blocks."""
         self._layer_bytes[layer] = blocks
         first = layer * self.experts
         used = blocks.view(self.experts, -1)[:, : self.layout.nbytes_of(layer)]

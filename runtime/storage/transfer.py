@@ -1,4 +1,4 @@
-"""Transfers of experts to the device, the queue of every link and reader, and small values on their way."""
+"""Transfers of experts to the device, the queue that links and readers share, and copies of small values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from expertcast.runtime.storage.layout import FULL
 
 _ENDING = threading.Lock()
-"""Guards `done` of all transfers against those who begin to wait."""
+"""Guards `done` and `_awaited` of all transfers, so that a thread that begins to wait misses no end."""
 
 
-def _held() -> _thread.LockType:
+def _acquired_lock() -> _thread.LockType:
     lock = _thread.allocate_lock()
     lock.acquire()
     return lock
@@ -26,53 +26,53 @@ def _held() -> _thread.LockType:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One expert on its way into a slot, or bytes of a file on their way into memory.
+    """Copy of one expert into a slot, or of bytes of a file into memory.
 
-    The queue's lock guards `urgent`, `started` and `cancelled` while it may be in a queue. `done` may be read without a
-    lock: it is set once, after everything else that :meth:`finish` writes, and never cleared. So a thread that reads
-    True also reads the final `error` and `end`. One that reads False may be a moment late and asks again, or waits:
-    there it looks once more under the lock under which `done` is set, and leaves a lock for :meth:`finish` to release
-    only if it is not set yet. No end is missed, and a transfer without a waiting thread makes no lock.
+    The queue's lock guards `urgent`, `started` and `cancelled` while the transfer may be in a queue. `done` may be read
+    without a lock: :meth:`finish` sets it last, and it is never cleared, so a thread that reads True also reads the
+    final `error` and `end`. A thread that reads False polls again or calls :meth:`wait`, which checks `done` once more
+    under `_ENDING`. Only if it is still False does the thread wait on a lock that :meth:`finish` releases. So no end
+    is missed, and a transfer that no thread waits for allocates no lock.
     """
 
     key: int = -1
-    """The expert."""
+    """Key of the expert."""
     slot: int = -1
     urgent: bool = False
-    """A layer that runs needs it; else a forecast requests it."""
+    """Whether the running layer needs it; False: a forecast requested it."""
     precision: str = FULL
     started: bool = False
-    """It has begun, and cannot be cancelled any more."""
+    """Whether it has begun, so that it can no longer be cancelled."""
     done: bool = False
-    """It has arrived, or failed with `error`."""
+    """Whether it has arrived, or failed with `error`."""
     cancelled: bool = False
     error: BaseException | None = None
     start: float = 0.0
     end: float = 0.0
-    """Seconds of the clock between which it was under way."""
+    """Clock times in seconds at which the copy began and ended."""
     then: Callable[[Any], None] | None = None
-    """Called with this transfer when it is over, before a waiting thread goes on."""
+    """Called with this transfer when it is over, before waiting threads continue."""
     begun: Any = None
     arrived: Any = None
-    """Events of a CUDA device around its copy; the copy before it ends at `begun`."""
+    """CUDA events before and after its copy. `begun` is the previous copy's `arrived` if that still runs."""
     _awaited: _thread.LockType | None = field(default=None, repr=False)
-    """Held until it is over, for threads that wait."""
+    """Lock that waiting threads acquire; held until the transfer is over."""
 
     @property
     def waiting(self) -> bool:
-        """Whether something of it is left to begin: it stays in the queue as long."""
+        """Whether a part of it has not begun; until then it stays in the queue."""
         return not (self.started or self.cancelled)
 
     def begin(self) -> None:
-        """It is under way, or the next part of it."""
+        """Mark the transfer, or its next part, as started."""
         self.started = True
 
     def finish(self, end: float, error: BaseException | None = None) -> None:
-        """End the transfer, arrived or failed; an exception of `then` fails it too.
+        """End the transfer, as arrived or failed. An exception raised by `then` also fails it.
 
         Args:
-            end: seconds of the clock.
-            error: raised by whoever waits.
+            end: clock time in seconds.
+            error: raised in the threads that wait for it.
         """
         self.end = end
         self.error = self.error or error
@@ -89,13 +89,13 @@ class Transfer:
                 awaited.release()
 
     def wait(self) -> None:
-        """Return when it is over.
+        """Block until the transfer is over.
 
         Raises:
-            BaseException: whatever it failed with.
+            BaseException: the error that the transfer failed with.
         """
         if not self.done:
-            awaited = _held()
+            awaited = _acquired_lock()
             with _ENDING:
                 over = self.done
                 self._awaited = awaited = self._awaited or awaited
@@ -114,28 +114,28 @@ class TransferQueue(Generic[T]):
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Guards the queue, and the state of its transfers; may be entered again by the thread that holds it."""
+        """Guards the queue and the state of its transfers; reentrant."""
         self.changed = threading.Condition(self.lock)
         self._heap: list[tuple[bool, int, T]] = []
         self._order = itertools.count()
         self._closed = False
 
     def submit(self, transfer: T, *, front: bool = False) -> None:
-        """Queue one behind (`front`: before) those that are as urgent."""
+        """Queue a transfer behind those of the same urgency, or with `front` before them."""
         with self.lock:
             order = next(self._order)
             heapq.heappush(self._heap, (not transfer.urgent, -order if front else order, transfer))
             self.changed.notify_all()
 
     def promote(self, transfer: T) -> None:
-        """Move the rest of a forecast's transfer before all other forecasts."""
+        """Make a forecast's transfer urgent: it is queued behind the urgent ones, before all forecasts."""
         with self.lock:
             if transfer.waiting and not transfer.urgent:
                 transfer.urgent = True
                 self.submit(transfer)
 
     def cancel(self, transfer: T) -> bool:
-        """Drop a transfer that has not begun. True if nothing of it was or will be moved."""
+        """Cancel a transfer that has not begun. False if it has begun or was already cancelled."""
         with self.lock:
             if transfer.started or transfer.cancelled:
                 return False
@@ -143,24 +143,24 @@ class TransferQueue(Generic[T]):
             return True
 
     def wait(self, transfer: T) -> None:
-        """Return when a transfer is over.
+        """Block until a transfer is over.
 
         Raises:
-            BaseException: whatever it failed with.
+            BaseException: the error that the transfer failed with.
         """
         transfer.wait()
 
     def first(self) -> T | None:
-        """The next one, which stays in the queue as long as something of it is left; None: there is none."""
+        """Return the next transfer, which stays in the queue while a part of it has not begun; None if empty."""
         while self._heap:
             later, _, transfer = self._heap[0]
             if later != transfer.urgent and transfer.waiting:
                 return transfer
-            heapq.heappop(self._heap)  # it became urgent, and was queued again
+            heapq.heappop(self._heap)  # begun or cancelled, or queued again as urgent
         return None
 
     def take(self) -> T | None:
-        """Wait for the next one, and begin it; None: the queue is closed."""
+        """Wait for the next transfer and begin it; None if the queue is closed."""
         with self.lock:
             while (transfer := self.first()) is None:
                 if self._closed:
@@ -170,12 +170,12 @@ class TransferQueue(Generic[T]):
             return transfer
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all transfers from the queue."""
         with self.lock:
             self._heap.clear()
 
     def close(self) -> None:
-        """Forget all; threads that take get None from now on."""
+        """Empty the queue; from now on :meth:`take` returns None."""
         with self.lock:
             self._closed = True
             self.clear()
@@ -183,7 +183,7 @@ class TransferQueue(Generic[T]):
 
 
 class Sent:
-    """Values on their way to the device; `wait` makes the current stream wait for them."""
+    """Values being copied to the device; `wait` makes the current stream wait for the copy."""
 
     __slots__ = ("_values", "_wait")
 
@@ -191,7 +191,7 @@ class Sent:
         self._values, self._wait = values, wait
 
     def take(self) -> Tensor:
-        """The values, for what is launched on the current stream from now on."""
+        """Return the values, valid for work launched on the current stream from now on."""
         if self._wait is not None:
             self._wait()
         return self._values

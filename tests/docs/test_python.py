@@ -1,7 +1,9 @@
-"""docs/python.md and the tutorials run as they are written; wrong names of predictors give one line."""
+"""docs/python.md, the tutorials and the docstrings' examples run as written; wrong predictor names give one line."""
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import expertcast
 from expertcast.cli import main
 from expertcast.predictors.base import PREDICTORS
+from expertcast.training.fit import fit
 from tests.pages import ROOT, TUTORIALS, run_tutorial, tutorials
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "python.md").read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -50,3 +53,28 @@ def test_names_for_a_session() -> None:
     assert len(expertcast.__all__) <= 17
     for name in set(expertcast.__all__) - {"__version__"}:
         assert getattr(expertcast, name).__doc__, name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the `traces` and the `checkpoint` that examples open; `collect` then finds its traces complete."""
+    from expertcast.data.models import load_model, load_tokenizer
+
+    folder = tmp_path_factory.mktemp("examples")
+    model, tokenizer = load_model("reference"), load_tokenizer("reference")
+    documents = expertcast.load_documents("reference")
+    traces = expertcast.collect(model, tokenizer, documents, folder / "traces", tokens=600, early_rank=None)
+    expertcast.save_predictor(fit("quasi_hidden", traces).predictor, folder / "checkpoint", view=traces.view)
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in expertcast.__all__ if not name.startswith("_")])
+def test_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(PREDICTORS, "_classes", dict(PREDICTORS._classes))
+    text = inspect.getdoc(getattr(expertcast, name)) or ""
+    assert ">>> import expertcast" in text
+    test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False).run(test, out=report.append)
+    assert not report, "".join(report)

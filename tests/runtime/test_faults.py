@@ -161,7 +161,7 @@ def test_interrupt_at_any_line(disk: bool, step: int, model: PreTrainedModel, ex
 
     short = greedy(model, INPUTS, 2)
     before, interrupted = sys.gettrace(), 0
-    options = {"store": "disk", "link": DiskOnDevice(TimedDevice(1e9), places=2)} if disk else {}
+    options = {"store": "disk", "link": DiskOnDevice(TimedDevice(1e9), buffers=2)} if disk else {}
     with still_right(model, expected, slots=4, **options) as offloaded:
         for lines in range(1, 3000, step):
             left = lines
@@ -233,7 +233,7 @@ LINKS: dict[str, Callable[[], dict[str, Any]]] = {
     "kernel": lambda: {"link": "kernel"},
     "disk": lambda: {"link": "disk", "store": "disk"},
     "coded": lambda: {"link": "disk", "store": "disk", "codec": "bitsplit"},
-    "staging": lambda: {"link": DiskOnDevice(TimedDevice(1e9), places=2), "store": "disk"},
+    "staging": lambda: {"link": DiskOnDevice(TimedDevice(1e9), buffers=2), "store": "disk"},
 }
 
 

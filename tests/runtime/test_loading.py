@@ -107,12 +107,12 @@ def test_disk_store_is_made_once_and_again_after_a_change(tmp_path: Path) -> Non
     assert inode == same
     assert_same(second, first)
     tiny_model("olmoe", seed=1).save_pretrained(path)
-    with pytest.warns(UserWarning, match="is made again: it was made from other weights"):
+    with pytest.warns(UserWarning, match="is rebuilt: it was written from other weights"):
         third, other = load()
     assert other != inode
     assert_same(third, greedy(load_model(path), IDS, 4))
     with (
-        pytest.warns(UserWarning, match="is made again"),
+        pytest.warns(UserWarning, match="is rebuilt"),
         load_offloaded(path, dtype="fp32", store="disk", store_folder=folder, slots=6) as offloaded,
     ):
         assert_same(greedy(offloaded, IDS, 4), greedy(load_model(path, dtype="fp32"), IDS, 4))

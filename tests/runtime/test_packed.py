@@ -391,11 +391,14 @@ def _change(suffix: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[s
         ("gptq", _drop("scales"), rf"no {_EXPERT}\.scales: it is incomplete"),
         ("gptq", _drop("qzeros"), rf"no {_EXPERT}\.qzeros: it is incomplete"),
         ("gptq", _change("g_idx", lambda t: t + 9), r"up_proj\.g_idx names a group that is not there"),
+        ("gptq", _change("g_idx", lambda t: t.view(2, -1)), r"up_proj has g_idx \[2, 16\]: not supported"),
+        ("gptq", _change("scales", torch.flatten), r"up_proj has scales \[64\]: not supported"),
         (
             "gptq",
             _change("qzeros", lambda t: t[:1]),
             r"up_proj has qweight \[4, 16\], qzeros \[1, 2\], scales \[4, 16\]",
         ),
+        ("awq", _change("qweight", torch.flatten), r"up_proj has qweight \[64\]: not supported"),
         ("awq", _change("scales", lambda t: t[:, :8]), r"up_proj has qweight \[32, 2\], qzeros .* not supported"),
         ("nf4", _drop("weight.absmax"), rf"no {_EXPERT}\.weight\.absmax: it is incomplete"),
         ("int8 by rows", _drop("SCB"), rf"no {_EXPERT}\.SCB: it is incomplete"),
@@ -405,11 +408,21 @@ def _change(suffix: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[s
             _change("weight_scale", lambda t: t[:5]),
             r"up_proj has weight_packed \[16, 4\], weight_scale \[5, 4\]",
         ),
+        ("int4", _change("weight_packed", torch.flatten), r"up_proj has weight_packed \[64\]: not supported"),
     ],
 )
 def test_damaged_files_are_one_line(form: str, edit: Any, line: str, tmp_path: Path) -> None:
     make, settings, _ = FORMS[form]
     path, _ = checkpoint(tmp_path, make, **settings)
     edit_weights(Path(path), edit)
-    with refused(line):
+    with refused(f"{path}.*{line}"):
+        load_offloaded(path, device="cpu", slots=6)
+
+
+def test_a_damaged_dense_weight_is_one_line(tmp_path: Path) -> None:
+    make, settings, _ = FORMS["gptq"]
+    path, _ = checkpoint(tmp_path, make, **settings)
+    name = "model.layers.0.self_attn.k_proj.g_idx"
+    edit_weights(Path(path), lambda tensors: tensors.update({name: tensors[name] + 9}))
+    with refused(f"{path}.*{name} names a group that is not there"):
         load_offloaded(path, device="cpu", slots=6)

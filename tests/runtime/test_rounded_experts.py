@@ -137,7 +137,7 @@ def test_a_store_is_made_once_for_each_form(folder: Path, tmp_path: Path, recwar
         with load_offloaded(folder, device="cpu", slots=4, experts=experts, **options) as offloaded:
             sizes.append(offloaded.store.layout.block_bytes)
     assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
-    said = [str(warning.message) for warning in recwarn if "is made again" in str(warning.message)]
+    said = [str(warning.message) for warning in recwarn if "is rebuilt" in str(warning.message)]
     assert said
     assert all("packed in another form" in line for line in said)
 

@@ -1,4 +1,4 @@
-"""How an expert lies in a store and travels. Every registration is here; the order is the order of tables."""
+"""Codecs: the forms in which a store holds experts. All registrations are here, in the order of printed tables."""
 
 from expertcast.predictors.base import Registry
 from expertcast.predictors.options import parse_options
@@ -15,20 +15,20 @@ for _codec in (Raw, BitSplit, Mxfp4, Fp8):
 
 
 def make_codec(text: str, layout: BlockLayout) -> Codec:
-    """Return the codec of a text, written `name` or `name:option=value,option=value`.
+    """Create the codec that a text names: `name` or `name:option=value,option=value`.
 
     Raises:
-        ExpertcastError: unknown name or option, a value that does not fit, or experts that the codec cannot hold.
+        ExpertcastError: the name, an option or a value is invalid, or the codec cannot hold these experts.
     """
     cls, config = _parsed(text)
     return cls(config, layout)
 
 
 def check_codec(text: str) -> None:
-    """Whether there is such a codec, before anything is loaded.
+    """Check the text of a codec, before anything is loaded.
 
     Raises:
-        ExpertcastError: unknown name or option, or a value that does not fit.
+        ExpertcastError: the name, an option or a value is invalid.
     """
     _parsed(text)
 

@@ -1,12 +1,12 @@
-"""Base of the codecs: the form of one expert's block in a store, and the way back to the block.
+"""Base of the codecs, which convert an expert's block to its form in a store and back.
 
-block --split--> planes --shards, each coded by itself--> parts        in the store, in caches, on the link
+block --split--> planes --shards, coded one by one---> parts        in the store, in caches, on the link
 block <--recover-- planes <--expand, a part at a time---- parts
 
-A *plane* is a run of bytes of known length that `recover` reads. It is stored in *shards*: each can be read, cached and
-expanded alone, by any thread; the calls that do the work hold no interpreter lock. A shard in the store is a *part*.
-Planes and shards follow from the layout of the block; the parts of a compressed plane differ in length from expert to
-expert.
+A *plane* is a byte string of fixed length that `recover` reads. It is divided into *shards*, and the stored form of a
+shard is a *part*. Parts can be read, cached and expanded separately, by any thread; the calls that do the work release
+the interpreter lock. The layout of the block determines planes and shards. The size of a compressed part differs from
+expert to expert.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import check_finite, options_text
 from expertcast.runtime.storage.layout import BlockLayout
 
-# Compression of exponents: zstd, set so that it codes the bytes by their frequency and all but gives up on matches.
+# Compression of exponents: zstd, configured for entropy coding with almost no matches.
 #
-# Exponents of trained weights come in no order that repeats. zstd's ordinary levels find matches of three to six bytes
-# in them all the same, by chance, and these cost more than they save: level 1 takes 1.5 to 2.5 points more of the
-# bytes, and takes 1.5 to 2 times as long to decode. With matches of at least seven bytes, found through a table of 64
-# entries, zstd writes the Huffman code of each 128 kB, and runs of equal bytes where there are any.
+# Exponents of trained weights have no repeating patterns. zstd's ordinary levels still find matches of three to six
+# bytes by chance, which cost more than they save: with level 1 the output is larger by 1.5 to 2.5 percent of the input
+# and takes 1.5 to 2 times as long to decode. With matches of at least seven bytes and a hash table of 64 entries, zstd
+# writes Huffman codes for each 128 kB, and matches only for runs of equal bytes.
 
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, search_log=1, window_log=17,
@@ -40,7 +40,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 class _Coders(threading.local):
-    """zstd's working memory: each thread needs its own."""
+    """zstd compressor and decompressor of a thread; their contexts are not thread-safe."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
@@ -51,12 +51,12 @@ _CODERS = _Coders()
 
 
 def compress(data: Tensor) -> Tensor:
-    """One zstd frame, uint8, of some bytes in host memory."""
+    """Compress bytes in host memory to one zstd frame, uint8."""
     return torch.frombuffer(bytearray(_CODERS.compressor.compress(data.numpy().data)), dtype=torch.uint8)
 
 
 def decompress(frame: Tensor, out: Tensor) -> bool:
-    """Fill `out` from a frame, without the interpreter's lock; whether it is a frame of just as many bytes."""
+    """Decompress a frame into `out`, without the interpreter lock. Returns False if it does not fill `out` exactly."""
     source, target = frame.numpy().data, out.numpy()
     try:
         fits = zstandard.frame_content_size(source) == len(target)
@@ -66,91 +66,91 @@ def decompress(frame: Tensor, out: Tensor) -> bool:
 
 
 SHARD_ALIGNMENT = 256
-"""Bytes: what a shard covers begins at a multiple of it, so that kernels read whole words."""
+"""Bytes. A shard begins at a multiple of it in its plane, so that kernels read whole words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plane:
-    """Bytes of one expert that :meth:`Codec.recover` reads."""
+    """Byte string of one expert that :meth:`Codec.recover` reads."""
 
     name: str
     nbytes: int
     compressed: bool = False
-    """Whether its parts are shorter than its shards, by how much the weights say."""
+    """Whether its parts are compressed, so that their sizes depend on the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A run of one plane that becomes one part."""
+    """Range of one plane that is stored as one part."""
 
     plane: int
     """Number of the plane."""
     start: int
-    """Byte of the plane."""
+    """First byte in the plane."""
     nbytes: int
-    """Bytes of the plane; a compressed part is shorter."""
+    """Bytes of the range; a compressed part is shorter."""
 
     def of(self, plane: Tensor) -> Tensor:
-        """Return the shard's bytes of its plane, or all of memory for the shard alone."""
+        """Return the shard's range of its plane. A tensor of the shard's size is returned unchanged."""
         return plane if len(plane) == self.nbytes else plane[self.start : self.start + self.nbytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A shard as it lies in the store."""
+    """Stored form of a shard."""
 
     data: Tensor
     """uint8, contiguous, in host memory."""
     digest: int | None
-    """xxh3 of 64 bits, of the data. None: it was compared before, and the data has not left memory since."""
+    """64-bit xxh3 hash of the data. None: the data was verified before and has stayed in memory since."""
 
     @classmethod
     def of(cls, data: Tensor) -> Part:
-        """A part with the digest that its bytes have now."""
+        """Create a part and compute its digest."""
         return cls(data, _digest(data))
 
     def intact(self) -> bool:
-        """Whether the bytes have their digest."""
+        """Whether the data matches its digest; True without a digest."""
         return self.digest is None or _digest(self.data) == self.digest
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecConfig:
-    """Base of every codec's configuration; subclasses add fields with a docstring line each."""
+    """Base of the codecs' configurations; subclasses add fields, each with a docstring line."""
 
     def __post_init__(self) -> None:
         check_finite(self)
 
 
 class Codec(ABC):
-    """Experts of one layout in one form: every block comes back bit for bit, or is refused.
+    """Converts blocks of one layout to parts and back, bit for bit; refuses blocks for which it cannot.
 
-    A codec keeps nothing of the experts that pass through it, and several threads may use one at a time.
+    A codec has no state of the experts that it converts, and is thread-safe.
 
-    Subclasses say `planes` and `shards` in their constructor, and how a block is split into planes and recovered.
+    Subclasses set `planes` and `shards` in their constructor, and implement :meth:`split` and :meth:`recover`.
 
     Raises:
-        ExpertcastError: experts of this layout cannot be held.
+        ExpertcastError: the codec cannot hold experts of this layout.
     """
 
     name: ClassVar[str]
     config_class: ClassVar[type[CodecConfig]] = CodecConfig
     planes: tuple[Plane, ...]
     shards: tuple[Shard, ...]
-    """In the order of planes and bytes: the order in which they are best stored."""
+    """Shards in the order of planes and bytes, which is the order of the parts in the store."""
 
     def __init__(self, config: CodecConfig, layout: BlockLayout) -> None:
         self.config, self.layout = config, layout
 
     @property
     def text(self) -> str:
-        """The shortest text that :func:`expertcast.runtime.storage.codecs.make_codec` makes this codec from."""
+        """Shortest text from which :func:`expertcast.runtime.storage.codecs.make_codec` creates this codec."""
         options = options_text(self.config)
         return f"{self.name}:{options}" if options else self.name
 
     @abstractmethod
     def split(self, block: Tensor) -> tuple[Tensor, ...]:
-        """The planes, each uint8 [nbytes], of a block, uint8 [block_bytes] in host memory.
+        """Split a block, uint8 [block_bytes] in host memory, into planes, each uint8 [nbytes].
 
         Raises:
             ExpertcastError: the codec cannot hold this block.
@@ -158,30 +158,30 @@ class Codec(ABC):
 
     @abstractmethod
     def recover(self, planes: Sequence[Tensor], block: Tensor, shard: Shard | None = None) -> None:
-        """Write the block, uint8 [block_bytes] in host memory, that the planes stand for.
+        """Write a block, uint8 [block_bytes] in host memory, from its planes.
 
         Args:
-            planes: each uint8 [nbytes]; a compressed one may be the shard alone (:meth:`Shard.of` takes both).
-            block: the slot's, or one in host memory.
-            shard: a compressed one, or the only one: write no more than what follows from it and from the plain planes
-                under it; other threads write the rest, from planes of their own. None: all.
+            planes: each uint8 [nbytes]; a compressed one may be the shard alone (:meth:`Shard.of` accepts both).
+            block: the block to write.
+            shard: write only the share of the block that depends on this compressed (or only) shard, combined with the
+                same range of the plain planes. Other threads write the rest. None: write the whole block.
         """
 
     def take_plain(self, block: Tensor, plane: Tensor) -> None:
-        """Write the plane that is not compressed, of codecs that have one of each kind: what :meth:`split` gives.
+        """Write the plain plane of a block, for codecs with one plain and one compressed plane.
 
         Args:
             block: uint8 [block_bytes] in host memory.
-            plane: uint8 [nbytes].
+            plane: uint8 [nbytes], filled with the plane that :meth:`split` returns.
         """
         plane.copy_(self.split(block)[0])
 
     def new_planes(self, block: Tensor) -> list[Tensor]:
-        """Memory to expand an expert's parts into, uint8 [nbytes] each, before it is recovered into `block`."""
+        """Allocate the planes of an expert, uint8 [nbytes] each; a plane may be a view of `block`."""
         return [torch.empty(plane.nbytes, dtype=torch.uint8) for plane in self.planes]
 
     def encode(self, block: Tensor) -> tuple[Part, ...]:
-        """The parts, one per shard, of a block: uint8 [block_bytes] in host memory, which a part may be a view of.
+        """Encode a block, uint8 [block_bytes] in host memory, as one part per shard. Parts may be views of the block.
 
         Raises:
             ExpertcastError: the codec cannot hold this block.
@@ -189,15 +189,15 @@ class Codec(ABC):
         return self._parts(self.split(block))
 
     def expand(self, index: int, part: Part, planes: Sequence[Tensor]) -> None:
-        """Check a part, and write its shard into its plane unless the plane's memory is the part's.
+        """Verify a part and write its shard into its plane, unless the part already shares the plane's memory.
 
         Args:
-            index: which of `shards` the part is.
-            part: as it was stored.
-            planes: of :meth:`new_planes`, in host memory; other shards keep their bytes.
+            index: number of the shard in `shards`.
+            part: the stored part.
+            planes: planes in host memory, as of :meth:`new_planes`; only the range of this shard is written.
 
         Raises:
-            ExpertcastError: the part is damaged, or not of this shard.
+            ExpertcastError: the part is damaged or of another shard.
         """
         shard = self.shards[index]
         plane, out = self.planes[shard.plane], shard.of(planes[shard.plane])
@@ -212,17 +212,17 @@ class Codec(ABC):
             out.copy_(part.data)
 
     def decode(self, parts: Sequence[Part], block: Tensor) -> None:
-        """All steps at once, in this thread: parts, one per shard, to a block in host memory.
+        """Decode parts, one per shard, into a block in host memory, in the calling thread.
 
         Raises:
-            ExpertcastError: a part is missing, damaged, or not of its shard.
+            ExpertcastError: a part is missing, damaged or of another shard.
         """
         if len(parts) != len(self.shards):
             raise ExpertcastError(f"{len(parts)} parts of an expert that has {len(self.shards)}: pack the store again")
         planes = self.new_planes(block)
         for index, (part, shard) in enumerate(zip(parts, self.shards, strict=True)):
             if not self.planes[shard.plane].compressed:
-                planes[shard.plane] = part.data  # is the plane where it lies
+                planes[shard.plane] = part.data  # a plain part is its plane, without a copy
             self.expand(index, part, planes)
         self.recover(planes, block)
 
@@ -236,7 +236,7 @@ class Codec(ABC):
     def _damaged(self, index: int, how: str) -> ExpertcastError:
         plane = self.planes[self.shards[index].plane].name
         return ExpertcastError(
-            f"part {index} ({plane!r}, codec {self.text!r}) of an expert in the store {how}: remove the store, and "
+            f"part {index} ({plane!r}, codec {self.text!r}) of an expert in the store {how}: remove the store and "
             "pack it again"
         )
 
@@ -245,7 +245,7 @@ class Codec(ABC):
 
 
 def shards_of(planes: Sequence[Plane], pieces: int = 1) -> tuple[Shard, ...]:
-    """One shard for each plane that is not compressed, `pieces` of nearly one length (or fewer) for each that is."""
+    """Return one shard per plain plane, and at most `pieces` shards of nearly equal size per compressed plane."""
     shards = []
     for number, plane in enumerate(planes):
         count = pieces if plane.compressed else 1
@@ -257,5 +257,5 @@ def shards_of(planes: Sequence[Plane], pieces: int = 1) -> tuple[Shard, ...]:
 
 def _digest(data: Tensor) -> int:
     state = xxhash.xxh3_64()
-    state.update(data.numpy().data)  # without the interpreter's lock, which the shorter call would hold
+    state.update(data.numpy().data)  # releases the interpreter lock, unlike xxh3_64_intdigest
     return state.intdigest()

@@ -1,11 +1,11 @@
-"""Lossless codecs: experts as they are, and 16-bit weights with their high bytes compressed.
+"""Lossless codecs: uncoded blocks, and 16-bit weights with their high bytes compressed.
 
 bf16    [ sign | exponent 7..1 ]  [ exponent 0 | mantissa 6..0 ]
           high: 2.7 bits of 8        low: 7.97 bits of 8
 
-The paper keeps the whole exponent in one byte and sign and mantissa in the other, which saves .7 points more of the
-bytes: the lowest bit of an exponent says little. But then putting the bits back takes a rotation of every weight beside
-the interleaving of bytes, and that costs more time than .7 points of the reading.
+The paper puts the whole exponent into one byte, and sign and mantissa into the other. This split saves 0.7 percent more
+of the bytes, since the lowest bit of an exponent has little entropy. But decoding then also rotates every weight,
+which takes longer than reading 0.7 percent of the bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs.base import Codec, CodecConfig, Plane, Shard, shards_of
 from expertcast.runtime.storage.layout import BlockLayout
 
-# Experts as they are, in one part.
+# Uncoded blocks.
 
 
 class Raw(Codec):
-    """The block itself, as one part: read straight into the slot, it needs neither memory nor work besides."""
+    """Stores the block itself as one part. It is read directly into its slot, without other memory or decoding."""
 
     name = "raw"
 
@@ -45,7 +45,7 @@ class Raw(Codec):
             block.copy_(planes[0])
 
 
-# Statistics of exponents, and the bound that they set to lossless codecs.
+# Statistics of exponents, and the lower bound on size that follows for lossless codecs.
 
 _SHIFTS = {torch.bfloat16: 7, torch.float16: 10}
 """Bits below the exponent."""
@@ -58,30 +58,30 @@ class ExponentHistogram:
     """Counts of the exponents of 16-bit floats of one type."""
 
     counts: Tensor
-    """int64 [256] (bf16) or [32] (fp16), by the exponent's bits as they are stored."""
+    """int64 [256] (bf16) or [32] (fp16), by the biased exponent."""
 
     @property
     def entropy(self) -> float:
-        """H, bits that an exponent says on average; 0 for no weights."""
+        """Entropy H of the exponents in bits; 0 without weights."""
         p = self.counts[self.counts > 0].double() / self.counts.sum()
         return float(-(p * p.log2()).sum())
 
     @property
     def bound(self) -> float:
-        """The least share of the bytes when every exponent is coded by itself, all by one table, and the rest stays:
-        (8 + H) / 16 for bf16.
+        """Smallest coded size as a fraction of the bytes, if one table codes each exponent separately and sign and
+        mantissa stay uncoded: (8 + H) / 16 for bf16.
 
-        The paper's three models have bounds of .6657, .6602 and .6596; its 68% for zstd is of split planes.
+        The paper's three models have bounds of .6657, .6602 and .6596. Its 68% for zstd refers to split planes.
         """
         exponent_bits = len(self.counts).bit_length() - 1
         return (_BITS - exponent_bits + self.entropy) / _BITS
 
 
 def exponent_histogram(tensors: Iterable[Tensor]) -> ExponentHistogram:
-    """Count the exponents of some tensors, which are looked at one after another.
+    """Count the exponents of tensors, which are read one at a time.
 
     Raises:
-        ExpertcastError: there is none, or one of another type than bf16 and fp16, or than the first.
+        ExpertcastError: there is no tensor, or one is neither bf16 nor fp16, or not of the first one's type.
     """
     counts: Tensor | None = None
     dtype = None
@@ -90,7 +90,7 @@ def exponent_histogram(tensors: Iterable[Tensor]) -> ExponentHistogram:
         if tensor.dtype != dtype or dtype not in _SHIFTS:
             raise ExpertcastError(f"exponents of {tensor.dtype}: give tensors of one type, bf16 or fp16")
         mask = _MASKS[dtype]
-        for part in torch.split(tensor.detach(), 1):  # counting takes copies
+        for part in torch.split(tensor.detach(), 1):  # row by row, since counting makes copies
             exponents = part.contiguous().view(torch.int16).flatten() >> _SHIFTS[dtype] & mask
             found = torch.bincount(exponents, minlength=mask + 1).cpu()
             counts = found if counts is None else counts + found
@@ -100,21 +100,22 @@ def exponent_histogram(tensors: Iterable[Tensor]) -> ExponentHistogram:
 
 
 _SHARD = 1 << 20
-"""Bytes of the high plane that a shard covers by default."""
+"""Bytes of the high plane per shard, by default."""
 _MOST_SHARDS = 8
+"""Maximum number of shards, by default."""
 _DTYPES = (torch.bfloat16, torch.float16)
 _WORDS = 1 << 18
-"""Words merged at a time on the host: the second pass then finds them in a core's cache."""
+"""Words merged at a time, so that the second pass finds them in a core's cache."""
 LOW, HIGH = 0, 1
-"""Planes. The low one is all that is not compressed (the paper's SM), the high one what is (its E)."""
+"""Numbers of the planes: uncompressed low bytes (the paper's SM) and compressed high bytes (the paper's E)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BitSplitConfig(CodecConfig):
-    """How the compressed plane is cut."""
+    """Division of the compressed plane into shards."""
 
     shards: int | None = None
-    """K, the shards of the compressed plane; none: one per MiB of it, 1 to 8."""
+    """Number K of shards of the compressed plane; none: one per MiB, 1 to 8."""
 
     def __post_init__(self) -> None:
         if self.shards is not None and not 1 <= self.shards <= 64:
@@ -122,9 +123,10 @@ class BitSplitConfig(CodecConfig):
 
 
 class BitSplit(Codec):
-    """Low bytes as they are, high bytes compressed in K shards. fp16 gains less: two of its high bits are mantissa.
+    """Stores low bytes uncoded and high bytes compressed in K shards. fp16 shrinks less: its high byte has two bits
+    of mantissa.
 
-    The whole block is taken for 16-bit words, so that any bits come back, those of padding too.
+    The whole block is coded as 16-bit words, so that every bit is recovered, padding included.
     """
 
     name = "bitsplit"
@@ -144,10 +146,10 @@ class BitSplit(Codec):
         return low.contiguous(), high.contiguous()
 
     def take_plain(self, block: Tensor, plane: Tensor) -> None:
-        np.copyto(plane.numpy(), block.numpy().view(np.uint16), casting="unsafe")  # keeps the low byte
+        np.copyto(plane.numpy(), block.numpy().view(np.uint16), casting="unsafe")  # the cast keeps the low byte
 
     def recover(self, planes: Sequence[Tensor], block: Tensor, shard: Shard | None = None) -> None:
-        """A shard of the high plane needs the low plane under it; one of the low plane stands for the whole block."""
+        """Write the words of a shard of the high plane; the shard of the low plane covers the whole block."""
         words = block.view(torch.int16)
         if shard is not None:
             words, planes = shard.of(words), [shard.of(plane) for plane in planes]
@@ -157,7 +159,7 @@ class BitSplit(Codec):
 def merge(low: Tensor, high: Tensor, words: Tensor) -> None:
     """Write `words`, int16 [N], from `low` and `high`, uint8 [N].
 
-    numpy writes them without the interpreter's lock; copies of every other byte would take twice as long.
+    numpy releases the interpreter lock meanwhile. Strided copies of the bytes would take twice as long.
     """
     lows, highs, out = low.numpy(), high.numpy(), words.numpy().view(np.uint16)
     for start in range(0, len(out), _WORDS):

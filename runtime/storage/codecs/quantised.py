@@ -1,7 +1,9 @@
-"""Experts of MXFP4 checkpoints (gpt-oss): 4-bit codes with one power of two for each 32, at 17/64 of the bytes of bf16.
+"""Codecs that keep the codes and scales of quantised checkpoints: FP8, and MXFP4 (gpt-oss).
+
+MXFP4 has 4-bit codes and one power of two per 32 weights, in 17/64 of the bytes of bf16:
 
 shipped, of one expert   blocks [N, G, 16], scales [N, G]: each byte two weights of a row of the transposed matrix
-in the store             codes [D/2, N], scales [G, N]: transposed here, once, in place of each time it is expanded
+in the store             codes [D/2, N], scales [G, N]: transposed once, when stored, not at each expansion
 in the slot              [D, N]
 
 D rows and N columns of a matrix as the model holds it, G = D / 32.
@@ -20,19 +22,19 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs.base import Codec, CodecConfig, Part, Plane, Shard, shards_of
 from expertcast.runtime.storage.layout import BlockLayout, Field, aligned_bytes
 
-# Base of the codecs of quantised checkpoints: matrices as codes and scales, other parameters as they are.
+# Base of the codecs of quantised checkpoints: matrices as codes and scales, other parameters uncoded.
 #
 # plane    [ codes | scales | codes | scales | biases ... ]      each at a multiple of 256 bytes
 
 _CODES, _SCALES = ".codes", ".scales"
 Form = tuple[tuple[int, ...], torch.dtype]
-"""Shape and type of codes or of scales in the store."""
+"""Shape and dtype of codes or of scales in the store."""
 
 
 class Scaled(Codec):
-    """One part that holds what the checkpoint ships; the block is what transformers dequantises it to, bit for bit.
+    """Stores codes and scales of the checkpoint in one part, and recovers the block that transformers dequantises.
 
-    Padding between a block's parameters is not kept.
+    The recovered block equals that of transformers bit for bit, except for padding between parameters.
     """
 
     def __init__(self, config: CodecConfig, layout: BlockLayout) -> None:
@@ -46,7 +48,7 @@ class Scaled(Codec):
             forms: dict[str, Form] = {field.name: (field.shape, field.dtype)}
             if field in self._coded:
                 if len(field.shape) > 2 or not field.dtype.is_floating_point:
-                    raise self._refuse(f"{field.name!r} is no matrix of floats")
+                    raise self._refuse(f"{field.name!r} is not a matrix of floats")
                 codes, scales = self._forms(field)
                 forms = {field.name + _CODES: codes, field.name + _SCALES: scales}
             for name, (shape, dtype) in forms.items():
@@ -59,33 +61,33 @@ class Scaled(Codec):
 
     @abstractmethod
     def _forms(self, field: Field) -> tuple[Form, Form]:
-        """Return the forms of a matrix's codes and scales; raise where the codec cannot hold it."""
+        """Return the forms of a matrix's codes and scales; raises ExpertcastError if the codec cannot hold it."""
 
     @abstractmethod
     def _stored(self, field: Field, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales in the store's form from those of the checkpoint; raises where they cannot be held."""
+        """Convert codes and scales of the checkpoint to the store's form; raises ExpertcastError if it cannot."""
 
     @abstractmethod
     def _multiply(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Write the matrix [rows, columns] that codes and scales in the store's form stand for."""
+        """Write the matrix [rows, columns] from codes and scales in the store's form."""
 
     def encode_shipped(
         self, shipped: Mapping[str, tuple[Tensor, Tensor]], kept: Mapping[str, Tensor]
     ) -> tuple[Part, ...]:
-        """The parts of an expert as its checkpoint ships it.
+        """Encode an expert from its codes and scales in the checkpoint.
 
         Args:
             shipped: codes and scales of each matrix, by the parameter's name, without the expert dimension.
-            kept: the other parameters.
+            kept: the other parameters, by name.
 
         Raises:
-            ExpertcastError: a parameter is missing, of another shape, or cannot be held.
+            ExpertcastError: a parameter is missing, has another shape, or cannot be held.
         """
         plane = torch.zeros(self.packed.block_bytes, dtype=torch.uint8)
         views = self.packed.views(plane)
         for field in self.layout.fields:
             if field.name not in (shipped if field in self._coded else kept):
-                raise self._refuse(f"{field.name!r} is not given", "give it")
+                raise self._refuse(f"{field.name!r} is missing", "pass it")
             if field in self._coded:
                 codes, scales = self._stored(field, *shipped[field.name])
                 self._put(views, field, codes, scales)
@@ -107,23 +109,25 @@ class Scaled(Codec):
         views[field.name + _SCALES][0].copy_(scales)
 
 
-# Experts of fp8 checkpoints: 8-bit floats with a scale for each block, row or matrix, at half of the bytes of bf16.
+# FP8 checkpoints: 8-bit floats with one scale per block, row or matrix, in half of the bytes of bf16.
 #
 # R rows and C columns of a matrix as the model holds it.
 
 _CODE = torch.float8_e4m3fn
 _CHUNK = 1 << 16
-"""Weights (FP8) or bytes of two codes (MXFP4) expanded at once: temporaries that stay in a core's cache."""
+"""Weights (FP8) or bytes of two codes (MXFP4) expanded at a time, so that temporaries stay in a core's cache."""
 _SHIFT = 8
-"""A code's bits, taken for those of fp16, stand for 2**-8 of its value: exponents there count from 15, not from 7."""
+"""The bits of a code, read as fp16, mean 2**-8 times its value: fp16 has an exponent bias of 15, e4m3 of 7."""
 _MOST_SCALE = 2.0**119
-"""Times 2**8 it is still a float32."""
+"""Exclusive upper bound of a scale, which is multiplied by 2**8 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config(CodecConfig):
-    """Weights that share a scale. A scale per row of a matrix (compressed-tensors' channels) is `rows=1,columns=0`, and
-    so is one per matrix, which is then repeated.
+    """Size of the blocks of weights that share a scale.
+
+    One scale per row of a matrix (compressed-tensors' channels) is `rows=1,columns=0`. One scale per matrix also fits
+    it, and is repeated for each row.
     """
 
     rows: int = 128
@@ -137,9 +141,9 @@ class Fp8Config(CodecConfig):
 
 
 class Fp8(Scaled):
-    """Moved as shipped, expanded by the formula of transformers' `Fp8Dequantize`: code times scale in float32, rounded.
+    """FP8 codes (e4m3) and scales, expanded as by transformers' `Fp8Dequantize`: code times scale in float32, rounded.
 
-    Only e4m3 codes; a block is not encoded, since it does not determine its scales.
+    A block of weights cannot be encoded, since it does not determine its scales.
     """
 
     name = "fp8"
@@ -157,7 +161,7 @@ class Fp8(Scaled):
         if codes.dtype != _CODE or tuple(codes.shape) != field.shape:
             found = f"{str(codes.dtype).removeprefix('torch.')} {list(codes.shape)}"
             raise self._refuse(f"{field.name!r} is {found}, not float8_e4m3fn {list(field.shape)}")
-        if scales.dtype == torch.uint8:  # exponents alone (MXFP8); the formula is transformers'
+        if scales.dtype == torch.uint8:  # exponents only (MXFP8), converted as in transformers
             scales = (scales.float() - 127.0).exp2()
         grid = self._forms(field)[1][0]
         scales = scales.float().reshape(scales.shape if scales.dim() == 2 else (-1, 1))
@@ -168,7 +172,7 @@ class Fp8(Scaled):
         for dim in range(2):
             scales = scales.repeat_interleave(grid[dim] // scales.shape[dim], dim)
         if codes.float().isnan().any() or not (scales.abs() < _MOST_SCALE).all():
-            raise self._refuse(f"{field.name!r} holds codes that are no number, or scales of 2**119 and more")
+            raise self._refuse(f"{field.name!r} has NaN codes, or scales of 2**119 and more")
         return codes.view(torch.uint8), scales
 
     def _multiply(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -177,37 +181,37 @@ class Fp8(Scaled):
         scale_of_row = scales.mul(2.0**_SHIFT).repeat_interleave(rows // grid[0], 0)[:, :, None]
         for row in range(0, rows, step):
             part = slice(row, row + step)
-            bits = codes[part].view(torch.int8).to(torch.int16) << 7  # the sign lies in the top two bits now
+            bits = codes[part].view(torch.int8).to(torch.int16) << 7  # the top two bits are now both the sign
             floats = bits.bitwise_and_(~0x4000).view(torch.float16).float()
             floats.view(-1, grid[1], columns // grid[1]).mul_(scale_of_row[part])
             out[part].copy_(floats)
 
     def split(self, block: Tensor) -> tuple[Tensor, ...]:
         raise self._refuse(
-            "only a checkpoint in FP8 says their scales", "load one with load_offloaded, or choose codec 'bitsplit'"
+            "only an FP8 checkpoint has their scales", "load one with load_offloaded, or choose codec 'bitsplit'"
         )
 
 
 _GROUP = 32
 _BIAS = 127
 _MXFP4_SHIFT = 14
-"""A code's bits, taken for those of fp16, stand for 2**-14 of its value: exponents there count from 15, not from 1."""
+"""The bits of a code, read as fp16, mean 2**-14 times its value: fp16 has an exponent bias of 15, a code of 1."""
 _FP16_BITS = ~0x71FF
-"""Sign, and three bits from the lowest of the exponent on."""
+"""Mask of the sign, the two lowest exponent bits and the highest mantissa bit of fp16."""
 _MOST_EXPONENT = 240
-"""Times 2**14 it is still a float32. 241 to 254 would make weights of 2**113 and more, 255 is no number."""
+"""Largest scale byte whose scale times 2**14 is a float32. Larger ones mean weights of 2**113 and more; 255 is NaN."""
 _MXFP4_SCALES = torch.exp2(torch.arange(256, dtype=torch.float64) - _BIAS + _MXFP4_SHIFT).float()
 _MAGNITUDES = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-"""Values of the codes 0 to 7: two bits of exponent, one of mantissa."""
+"""Values of the codes 0 to 7, which have two exponent bits and one mantissa bit."""
 _TOP_EXPONENT = 2
 """Exponent of the largest magnitude, 6 = 1.5 * 2**2."""
 
 
 class Mxfp4(Scaled):
-    """Moved as shipped, expanded by the formula of transformers' `convert_moe_packed_tensors`.
+    """MXFP4 codes and scales, expanded as by transformers' `convert_moe_packed_tensors`.
 
-    A block is encoded too where every weight of it is one that MXFP4 can say: codes and scales are found again, perhaps
-    others than those shipped, that stand for the same bits.
+    A block of weights can be encoded if MXFP4 represents all of them exactly. Its codes and scales may then differ from
+    those of the checkpoint, but expand to the same bits.
     """
 
     name = "mxfp4"
@@ -215,7 +219,7 @@ class Mxfp4(Scaled):
     def _forms(self, field: Field) -> tuple[Form, Form]:
         rows, columns = field.shape
         if rows % _GROUP:
-            raise self._refuse(f"{field.name!r} has {rows} rows, no multiple of {_GROUP}")
+            raise self._refuse(f"{field.name!r} has {rows} rows, not a multiple of {_GROUP}")
         return ((rows // 2, columns), torch.uint8), ((rows // _GROUP, columns), torch.uint8)
 
     def _stored(self, field: Field, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,7 +227,9 @@ class Mxfp4(Scaled):
         shapes = (columns, rows // _GROUP, _GROUP // 2), (columns, rows // _GROUP)
         found = tuple(codes.shape), tuple(scales.shape)
         if found != shapes:
-            raise self._refuse(f"blocks and scales of {field.name!r} are {found}, not {shapes}", "give it its own")
+            raise self._refuse(
+                f"blocks and scales of {field.name!r} are {found}, not {shapes}", "pass those of this matrix"
+            )
         if (scales > _MOST_EXPONENT).any():
             raise self._refuse(f"{field.name!r} has a scale of {int(scales.max())}, above {_MOST_EXPONENT}")
         return codes.reshape(columns, rows // 2).t(), scales.t()
@@ -251,20 +257,20 @@ class Mxfp4(Scaled):
         self.recover((plane,), again)
         for name, found in self.layout.views(again).items():
             if not torch.equal(found.view(torch.uint8), full[name].view(torch.uint8)):
-                raise self._refuse(f"{name!r} has weights that are no MXFP4 code times a scale", "choose 'bitsplit'")
+                raise self._refuse(f"{name!r} has weights that MXFP4 cannot represent", "choose codec 'bitsplit'")
         return (plane,)
 
 
 def _factors(scales: Tensor) -> Tensor:
-    """float32: what the floats that codes are taken for are multiplied by."""
+    """Return the float32 factors of the codes read as fp16: scale times 2**14."""
     return _MXFP4_SCALES[scales.to(torch.int32)]
 
 
 def _coded(weights_DN: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest codes and scales; the right ones where there are any.
+    """Return codes and scales of weights: exact if MXFP4 represents the weights, else approximate.
 
-    The scale that makes the largest weight of a group a 4 or a 6 serves whenever any does: what smaller codes with a
-    larger scale can say, larger codes with a smaller one can say too.
+    If a group has an exact scale, the scale that maps its largest weight to 4 or 6 is exact too, since smaller codes
+    with a larger scale can be replaced by larger codes with a smaller scale.
     """
     rows, columns = weights_DN.shape
     weights = weights_DN.float().view(-1, _GROUP, columns)

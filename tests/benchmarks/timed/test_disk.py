@@ -88,10 +88,10 @@ def test_a_miss_waits_for_what_the_disk_has_begun_at_most(device: TimedDevice) -
     assert not device.races
 
 
-@pytest.mark.parametrize("places", [2, 8])
-def test_a_forecast_that_is_waited_for_comes_next(device: TimedDevice, places: int) -> None:
+@pytest.mark.parametrize("buffers", [2, 8])
+def test_a_forecast_that_is_waited_for_comes_next(device: TimedDevice, buffers: int) -> None:
     """A miss runs after the started reads, with or without a buffer; then the others in order."""
-    link, _ = attached(device, places=places, depth=1)
+    link, _ = attached(device, buffers=buffers, depth=1)
     forecasts = [link.submit(key, key, urgent=False) for key in range(6)]
     link.wait(forecasts[5])
     assert device.now < 2.2 * READ_S
@@ -167,42 +167,42 @@ def _layers(device: TimedDevice, link: TimedDiskLink, pool: SlotPool) -> int:
 
 
 @pytest.mark.parametrize("read_s", [READ_S, COPY_S / 4])
-@pytest.mark.parametrize("places", [1, 2, 5])
-def test_every_block_is_whole(device: TimedDevice, places: int, read_s: float) -> None:
+@pytest.mark.parametrize("buffers", [1, 2, 5])
+def test_every_block_is_whole(device: TimedDevice, buffers: int, read_s: float) -> None:
     """With a disk slower than the device's link, and with a faster one, for which buffers are the bottleneck."""
-    link, pool = attached(device, places=places, read_s=read_s, access_s=1e-6)
+    link, pool = attached(device, buffers=buffers, read_s=read_s, access_s=1e-6)
     assert _layers(device, link, pool) == 0
     assert not device.races
 
 
 def _torn(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link whose `wait` does not wait for the read."""
-    until_read = link._until_read
+    wait_for_read = link._wait_for_read
 
     def early() -> None:
         reading = [copy for copy, read in link._reads.items() if not read.done and copy.arrived is None]
         for copy in reading:
             link._reads[copy].then = None
-            link._come.put(copy)
+            link._read_done.put(copy)
         if not reading:
-            until_read()
+            wait_for_read()
 
-    monkeypatch.setattr(link, "_until_read", early)
+    monkeypatch.setattr(link, "_wait_for_read", early)
 
 
 def _reused(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that frees a buffer as soon as its copy is queued."""
-    start, give_back = link._run, link._give_back
+    start, free_buffer = link._run, link._free_buffer
     reads: dict[Transfer, Any] = {}
 
     def run(copy: Transfer) -> None:
         start(copy)
         if copy.arrived is not None:
-            reads[copy] = give_back(copy)
+            reads[copy] = free_buffer(copy)
             link._reads[copy] = reads[copy]
 
     monkeypatch.setattr(link, "_run", run)
-    monkeypatch.setattr(link, "_give_back", lambda copy: link._reads.pop(copy))
+    monkeypatch.setattr(link, "_free_buffer", lambda copy: link._reads.pop(copy))
 
 
 def _unread(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def _unread(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whoever_comes_too_early_is_found(
     device: TimedDevice, monkeypatch: pytest.MonkeyPatch, fault: Callable[[TimedDiskLink, pytest.MonkeyPatch], None]
 ) -> None:
-    link, pool = attached(device, places=2, read_s=COPY_S / 4, access_s=1e-6)
+    link, pool = attached(device, buffers=2, read_s=COPY_S / 4, access_s=1e-6)
     fault(link, monkeypatch)
     assert _layers(device, link, pool) > 0 or device.races
 

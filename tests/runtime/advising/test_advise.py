@@ -20,7 +20,7 @@ from expertcast.runtime.advising.advise import (
     advice_from,
     most_to_gain,
 )
-from expertcast.runtime.advising.survey import Watcher, executed, measured_recall, survey, with_recall
+from expertcast.runtime.advising.survey import TraceObserver, executed, measured_recall, survey, with_recall
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Simulation
@@ -132,7 +132,7 @@ def test_speculation_is_named_with_its_price() -> None:
     advice = advice_from(_survey(WRONG))
     assert advice.options[2].mode == "speculate"
     assert advice.options[2].tpot_s == 10.0
-    assert any("changes what the model writes" in reason for reason in advice.reasons)
+    assert any("changes the model's output" in reason for reason in advice.reasons)
 
 
 def test_most_to_gain() -> None:
@@ -176,7 +176,7 @@ def test_expected_and_measured() -> None:
 
 def test_what_was_watched() -> None:
     """A prefill and a step; the last layer asks for key 2 on behalf of the next token, which is no forecast."""
-    watched = Watcher()
+    watched = TraceObserver()
     for layer, keys in ((0, [3, 1]), (1, [9]), (0, [2])):
         watched.needed(layer, keys)
     watched.asked(1, [9])
@@ -228,9 +228,9 @@ def test_survey_and_advice(reference_model: PreTrainedModel, one: dict[str, Any]
     assert found.speed.copy_s >= 36864 / 4e7
     assert (found.case.slots, found.case.cache, found.case.machine.window) == (64, False, 1)
     assert found.trace.steps == 5
-    assert found.known("next_norm", 1).source == "measured"
-    assert 0.5 < found.known("next_norm", 1).mean_recall < 1
-    assert set(found.known("next_norm", 1).recall) == set(range(1, 12))
+    assert found.forecasting_of("next_norm", 1).source == "measured"
+    assert 0.5 < found.forecasting_of("next_norm", 1).mean_recall < 1
+    assert set(found.forecasting_of("next_norm", 1).recall) == set(range(1, 12))
     advice = advice_from(found)
     on_demand, exact, speculated = advice.options
     assert on_demand.bytes_per_token == 12 * 4 * 36864
@@ -254,9 +254,9 @@ def test_recall_from_a_checkpoint(
     config = OffloadConfig(slots=64, cache=False, bandwidth=1e8)
     ids = one["input_ids"]
     found = survey(reference_model, ids, config, predictors=[tmp_path / "ckpt"], new_tokens=4, repetitions=1)
-    known = found.known(str(tmp_path / "ckpt"), 1)
+    known = found.forecasting_of(str(tmp_path / "ckpt"), 1)
     assert (known.source, known.mean_recall) == ("metrics.json", 1.0)
-    assert measured_recall(found.trace, known.asked) == dict.fromkeys(range(1, 12), 1.0)
+    assert measured_recall(found.trace, known.prefetches) == dict.fromkeys(range(1, 12), 1.0)
     assert found.predict(str(tmp_path / "ckpt")).hit_rate >= 11 / 12
 
 
@@ -268,7 +268,7 @@ def test_every_distance_is_surveyed(
     config = OffloadConfig(slots=128, bandwidth=1e9)
     found = survey(reference_model, one["input_ids"], config, predictors=[predictor], new_tokens=3, repetitions=1)
     assert set(found.forecasting) == {("next_norm", 1), ("next_norm", 3)}
-    assert set(found.known("next_norm", 3).recall) == set(range(3, 12))
+    assert set(found.forecasting_of("next_norm", 3).recall) == set(range(3, 12))
 
 
 def test_when_nothing_can_be_hidden(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
@@ -276,7 +276,7 @@ def test_when_nothing_can_be_hidden(reference_model: PreTrainedModel, one: dict[
     found = survey(reference_model, one["input_ids"], OffloadConfig(slots=64), **common)
     advice = advice_from(found)  # copies in the model's own thread
     assert not advice.facts["prefetch"]
-    assert "nothing can be hidden" in advice.reasons[0]
+    assert "compute cannot hide its copies" in advice.reasons[0]
     every = OffloadConfig(slots=768, bandwidth=1e9)
     advice = advice_from(survey(reference_model, one["input_ids"], every, **common))
     assert not advice.facts["prefetch"]

@@ -16,11 +16,11 @@ from expertcast.runtime.advising.disk import (
     DiskFindings,
     advise_disk,
     disk_rate,
+    mean_part_sizes,
+    part_sizes,
     routing_of,
     scratch_rate,
-    stored,
-    stored_as,
-    stored_in,
+    stored_experts,
 )
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.virtual import StoredExperts
@@ -76,7 +76,7 @@ def test_not_for_a_gain_that_is_not_relied_on() -> None:
     raw, coded = advice.options
     assert 0 < 1 - coded.tpot_s / raw.tpot_s < COMPRESS
     assert advice.chosen is raw
-    assert "less than 10% is not relied on" in advice.reasons[-1]
+    assert "savings below 10% are not reliable" in advice.reasons[-1]
 
 
 def test_pools_hold_more_experts_in_the_same_memory() -> None:
@@ -176,10 +176,10 @@ def test_sizes_by_a_sample_are_those_of_the_file(tmp_path: Path) -> None:
     store.pack(view)
     assert isinstance(store, DiskStore)
     file = ExpertFile(store.path)
-    exact = stored(store.codec, stored_in(file), decoding_s=0.5, threads=2)
+    exact = stored_experts(store.codec, part_sizes(file), decoding_s=0.5, threads=2)
     count = file.header.count
-    mean = stored_as([file.read(key) for key in range(count)])
-    sample = stored(store.codec, mean, decoding_s=0.5, threads=2)
+    mean = mean_part_sizes([file.read(key) for key in range(count)])
+    sample = stored_experts(store.codec, mean, decoding_s=0.5, threads=2)
     assert len(exact.coded) == count
     assert exact.plain == sample.plain
     assert sample.mean_coded == pytest.approx(exact.mean_coded, abs=1)

@@ -57,7 +57,7 @@ def guided(schedule: Schedule) -> None:
 def hold(residency: ExpertCache, link: ManualLink, keys: list[int]) -> None:
     """Bring experts in as a layer does, one after another."""
     for key in keys:
-        residency.settle(key // 8, [key])
+        residency.start_layer(key // 8, [key])
         residency.request([key])
         residency.wait([key])
         residency.release([key])

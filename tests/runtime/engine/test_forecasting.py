@@ -107,7 +107,7 @@ def test_nothing_is_asked_for_that_is_there(residency: ExpertCache) -> None:
         def asked(self, layer: int, keys: object) -> None:
             asked.append(list(keys))  # type: ignore[call-overload]
 
-    residency.tell(Asked())
+    residency.add_observer(Asked())
     made(residency, {1: 0.4, 3: 0.9}).start(False, None)
     assert asked == []
     made(residency, {1: 0.4, 3: 0.9, 5: 0.5}).start(False, None)

@@ -57,7 +57,7 @@ def _residency(
 
 def _run(residency: ExpertCache, layer: int, experts: list[int]) -> None:
     keys = [layer * 8 + expert for expert in experts]
-    residency.settle(layer, keys)
+    residency.start_layer(layer, keys)
     residency.request(keys)
     residency.wait(keys)
     residency.release(keys)
@@ -111,7 +111,7 @@ def test_hand_worked_trace() -> None:
 def test_misses_go_before_forecasts_and_promote_them() -> None:
     residency, link = _residency(8)
     residency.prefetch([8, 9, 10])
-    residency.settle(1, [9, 11])
+    residency.start_layer(1, [9, 11])
     residency.request([9, 11])
     assert link.submitted == [(8, "forecast"), (9, "forecast"), (10, "forecast"), (11, "urgent")]
     assert [copy.key for copy in link.queue if copy.urgent] == [9, 11]
@@ -164,7 +164,7 @@ def test_a_failed_copy_gives_its_slot_back() -> None:
     residency.prefetch([8])
     link.queue[0].error = OSError("lost")
     link.arrive()
-    residency.settle(1, [0])
+    residency.start_layer(1, [0])
     assert residency.pool.resident() == [], "a failed prefetch is forgotten"
     residency.request([8])
     link.queue[0].error = OSError("lost again")
@@ -200,7 +200,7 @@ def test_promotions_are_in_the_order_of_the_request(monkeypatch: pytest.MonkeyPa
     residency.prefetch([8, 9, 10, 11])
     promoted: list[int] = []
     monkeypatch.setattr(link, "promote", lambda copy: promoted.append(copy.key))
-    residency.settle(1, [11, 8, 10, 9])
+    residency.start_layer(1, [11, 8, 10, 9])
     residency.request([11, 8, 10, 9])
     assert promoted == [11, 8, 10, 9]
 
@@ -247,7 +247,7 @@ def test_a_reset_cache_is_a_new_one() -> None:
     residency, _ = _residency(4)
     found = []
     for _ in range(2):
-        residency.settle(0, [0, 1])
+        residency.start_layer(0, [0, 1])
         residency.request([0, 1], {1: "int4"})
         residency.wait([0])
         residency.prefetch([8, 9])
@@ -339,7 +339,7 @@ def test_what_is_not_needed_after_all_is_taken_back() -> None:
     link.arrive(1)
     link.start(link.queue[0])
     residency.request([2])
-    residency.take_back(range(8))
+    residency.cancel_prefetches(range(8))
     assert _held(residency) == [0, 1, 2]
     assert (residency.stats.total.prefetched, residency.stats.total.dropped) == (3, 1)
     residency.wait([2])
@@ -397,7 +397,7 @@ def test_lower_precisions() -> None:
     sizes = {level: link.block_bytes(level) for level in ("full", "int8", "int4")}
     moved = []
     for level in ("int4", "int4", "int8", "int4", "full", "int8"):
-        residency.settle(0, [0, 1])
+        residency.start_layer(0, [0, 1])
         residency.request([0, 1], {0: level})
         residency.wait([0, 1])
         residency.release([0, 1])
@@ -421,12 +421,12 @@ def test_only_full_precision_is_kept() -> None:
         residency.request([0, 1], {0: "int4"})
         residency.wait([0, 1])
         residency.release([0, 1])
-        residency.settle(1, [8, 9, 10])
+        residency.start_layer(1, [8, 9, 10])
         residency.request([8, 9, 10], dict.fromkeys((8, 9, 10), "int4"))
         link.arrive(1)
         link.start(link.queue[0])
         link.queue[0].error = OSError("lost") if failing else None
-        residency.settle(1, [])
+        residency.start_layer(1, [])
         residency.keep_full_only()
         assert _held(residency) == [1]
         assert residency.idle
@@ -469,7 +469,7 @@ def test_the_backlog_of_a_paced_cache() -> None:
     residency.paced = True
     residency.prefetch([8, 9, 10])
     assert [residency.backlog_s(now) for now in (0.0, 1.5, 6.0, 7.0)] == [6.0, 4.5, 0.0, 0.0]
-    residency.settle(1, [8, 9])
+    residency.start_layer(1, [8, 9])
     assert residency.backlog_s(1.0) == 3.0, "10 was taken back"
     link.arrive(1)
     assert not residency.idle
@@ -546,7 +546,7 @@ def test_policy_and_link_hear_of_everything_in_order(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(link, "mark_read", lambda slots: heard.append(("read", slots)))
     monkeypatch.setattr(link, "follow", lambda: heard.append(("follow",)))
     residency.start_pass(True)
-    residency.settle(0, [0, 1])
+    residency.start_layer(0, [0, 1])
     residency.request([0, 1], {1: "int4"})
     residency.wait([0, 1])
     expanded = ("read", [1])
@@ -561,7 +561,7 @@ def test_policy_and_link_hear_of_everything_in_order(monkeypatch: pytest.MonkeyP
     residency.release([0, 1])
     residency.prefetch([8])
     residency.prefetch([9, 8])
-    residency.settle(1, [9])
+    residency.start_layer(1, [9])
     assert residency.fill([1, 2]) == 1
     assert heard[6:] == [
         ("read", [0, 1]), ("touch", []), ("ahead", [8]), ("insert", 8, True), ("touch", [8]), ("ahead", [9]),
@@ -581,13 +581,13 @@ def test_what_forecasts_ask_for_is_told_to_every_observer() -> None:
     link = ManualLink()
     link.observer = first
     residency, _ = _residency(4, link=link)
-    residency.tell(second)
+    residency.add_observer(second)
     residency.prefetch([])
     residency.prefetch([9, 8])
     assert first.heard == second.heard == [(1, [9, 8])]
     assert residency.is_prefetched_for(1)
     assert not residency.is_prefetched_for(2)
-    residency.settle(1, [9])
+    residency.start_layer(1, [9])
     assert not residency.is_prefetched_for(1)
 
 

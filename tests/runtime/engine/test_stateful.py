@@ -3,8 +3,8 @@
 The machine drives `ExpertCache` as the engine does and checks its books at every step. Model: 4 layers of 8 experts,
 keys layer * 8 + expert. Every byte of expert e of layer l says who it is (its block is filled with the number
 l * 1000 + e), so that reading a slot tells whose bytes lie there, and whether all of them do. Calls come in the
-engine's order: settle, request, then chunk by chunk request the next, wait, read, release; with prefetches, changed
-routings, cut-short forwards and failing copies at any point between.
+engine's order: start_layer, request, then chunk by chunk request the next, wait, read, release; with prefetches,
+changed routings, cut-short forwards and failing copies at any point between.
 
 It runs over two links: `SteppedLink`, whose copies go on by as many half blocks as the schedule says at every one of
 the link's calls (so each interleaving can be reached, and reached again), and the real `EmulatedLink` with random
@@ -320,7 +320,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def begin(self, layer: int, experts: list[int], pace: list[int], again: bool = False) -> None:
         keys = [layer * EXPERTS + expert for expert in experts]
         with self.acting(pace):
-            self.residency.settle(layer, keys)
+            self.residency.start_layer(layer, keys)
             for copy in self.log.active():
                 useless = not again and copy.key // EXPERTS == layer and copy.key not in keys
                 assert copy.started or copy.urgent or not useless, "a prefetch that became useless is still queued"

@@ -216,6 +216,6 @@ def drive(
 class DiskOnDevice(CudaDiskLink):
     """A disk link on a simulated CUDA device; files and readers are real."""
 
-    def __init__(self, device: CudaDevice, places: int | None = None) -> None:
-        super().__init__(places=places)
+    def __init__(self, device: CudaDevice, buffers: int | None = None) -> None:
+        super().__init__(buffers=buffers)
         self.driver = self.device = device

@@ -24,7 +24,7 @@ from expertcast.runtime.config import make_link
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
 from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.links.disk_cuda import CudaDiskLink, places_of
+from expertcast.runtime.links.disk_cuda import CudaDiskLink, buffer_count
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME
@@ -104,9 +104,9 @@ def test_a_file_that_is_cut_off(name: str, tmp_path: Path) -> None:
     content, times = path.read_bytes(), path.stat()
     os.truncate(path, len(content) // 2)
     for _ in range(2):
-        with pytest.raises(ExpertcastError, match="was changed or cut off while it was in use"):
+        with pytest.raises(ExpertcastError, match="was changed or truncated while it was in use"):
             greedy(offloaded, INPUTS)
-    with pytest.raises(ExpertcastError, match="was cut off while it was in use"):
+    with pytest.raises(ExpertcastError, match="was truncated while it was in use"):
         offloaded.store.views(0)
     path.write_bytes(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -137,7 +137,7 @@ def test_a_file_that_is_written_over_while_in_use(tmp_path: Path) -> None:
     with offload(one, store="disk", codec="raw", store_folder=tmp_path / "one", slots=5) as offloaded:
         shutil.copyfile(tmp_path / "two" / FILE_NAME, tmp_path / "one" / FILE_NAME)
         for _ in range(2):
-            with pytest.raises(ExpertcastError, match="was changed or cut off while it was in use"):
+            with pytest.raises(ExpertcastError, match="was changed or truncated while it was in use"):
                 greedy(offloaded, INPUTS)
 
 
@@ -158,9 +158,9 @@ def blocks(store: DiskStore) -> list[Tensor]:
     return [store.block(key).clone() for key in range(store.layers * store.experts)]
 
 
-def _wrong(seed: int, store: DiskStore, blocks: list[Tensor], places: int | None) -> int:
+def _wrong(seed: int, store: DiskStore, blocks: list[Tensor], buffers: int | None) -> int:
     """Return how many kernels of random layers read a wrong block."""
-    link, pool = DiskOnDevice(SimulatedDevice(seed), places), SlotPool(store.layout, SLOTS, torch.device("cpu"))
+    link, pool = DiskOnDevice(SimulatedDevice(seed), buffers), SlotPool(store.layout, SLOTS, torch.device("cpu"))
     link.attach(store, pool)
     wrong = drive(seed, link, pool, blocks, layers=30, waited=1.0).wrong
     assert link.busy_s > 0
@@ -169,38 +169,38 @@ def _wrong(seed: int, store: DiskStore, blocks: list[Tensor], places: int | None
     return wrong
 
 
-@pytest.mark.parametrize("places", [1, 3, None])
+@pytest.mark.parametrize("buffers", [1, 3, None])
 def test_no_schedule_lets_a_kernel_see_another_block(
-    store: DiskStore, blocks: list[Tensor], places: int | None
+    store: DiskStore, blocks: list[Tensor], buffers: int | None
 ) -> None:
-    assert sum(_wrong(seed, store, blocks, places) for seed in range(8)) == 0
+    assert sum(_wrong(seed, store, blocks, buffers) for seed in range(8)) == 0
 
 
 def test_a_block_given_back_too_early_is_seen(
     store: DiskStore, blocks: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, give_back = CudaDiskLink._run, CudaDiskLink._give_back
+    run, free_buffer = CudaDiskLink._run, CudaDiskLink._free_buffer
 
     def early(link: CudaDiskLink, copy: Transfer) -> None:
         run(link, copy)
         if copy.arrived is not None:
-            link._reads[copy] = give_back(link, copy)
+            link._reads[copy] = free_buffer(link, copy)
 
     monkeypatch.setattr(CudaDiskLink, "_run", early)
 
     def late(link: CudaDiskLink, copy: Transfer) -> Any:
-        return give_back(link, copy) if copy.arrived is None else link._reads.pop(copy)
+        return free_buffer(link, copy) if copy.arrived is None else link._reads.pop(copy)
 
-    monkeypatch.setattr(CudaDiskLink, "_give_back", late)
+    monkeypatch.setattr(CudaDiskLink, "_free_buffer", late)
     assert any(_wrong(seed, store, blocks, 2) for seed in range(8))
 
 
 def test_blocks_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    for processors, places in ((2, 5), (64, 8)):
+    for processors, buffers in ((2, 5), (64, 8)):
         monkeypatch.setattr("expertcast.runtime.links.disk_cuda.usable_processors", lambda count=processors: count)
-        assert places_of(9 << 20, 4, coded=True) == places
-    assert [places_of(mib << 20, 4) for mib in (400, 9, 4, 1)] == [4, 4, 4, 10]
-    assert places_of(4096, 4) == 32
+        assert buffer_count(9 << 20, 4, coded=True) == buffers
+    assert [buffer_count(mib << 20, 4) for mib in (400, 9, 4, 1)] == [4, 4, 4, 10]
+    assert buffer_count(4096, 4) == 32
 
 
 def test_what_is_taken_on_cuda(tmp_path: Path) -> None:
@@ -224,12 +224,12 @@ def test_refusals(reference_model: PreTrainedModel, store: DiskStore) -> None:
     with pytest.raises(ExpertcastError, match="give store='disk'"):
         link.attach(memory, SlotPool(store.layout, 1, torch.device("cpu")))
     link.close()
-    with pytest.raises(ExpertcastError, match="link='disk', which goes by that"):
+    with pytest.raises(ExpertcastError, match="link='disk', which selects"):
         DiskLink().attach(store, SlotPool(store.layout, 1, torch.device("meta")))
     for kind in (DiskLink, CudaDiskLink):
         with pytest.raises(ExpertcastError, match="threads=0"):
             kind(0)
         with pytest.raises(ExpertcastError, match="bandwidth=0"):
             kind(bandwidth=0)
-    with pytest.raises(ExpertcastError, match="places=0: give 1 or more"):
-        CudaDiskLink(places=0)
+    with pytest.raises(ExpertcastError, match="buffers=0: give 1 or more"):
+        CudaDiskLink(buffers=0)

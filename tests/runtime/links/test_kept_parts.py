@@ -66,7 +66,7 @@ def _check(offloaded: OffloadedModel) -> None:
     assert link.pools is not None
     for copy in offloaded.residency.copies.values():
         link.wait(copy)
-    link._kept.settle()
+    link._kept.apply_changes()
     reader, room, kept = link._kept.reader, link.pools.room, 0
     wanted = {State.C: EVERYTHING, State.S: {PLAIN}, State.E: {PACKED}, State.M: NOTHING, State.F: NOTHING}
     for key in range(store.layers * store.experts):
@@ -132,7 +132,7 @@ def test_few_forecasts_begin_however_much_memory_is_free(reference_model: PreTra
     with offload(reference_model, store="disk", **options) as offloaded:  # type: ignore[arg-type]
         residency = offloaded.residency
         residency.prefetch(range(20))
-        residency.take_back(range(20))
+        residency.cancel_prefetches(range(20))
         assert sum(not copy.done for copy in residency.copies.values()) == 2
 
 
@@ -163,7 +163,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
             file.truncate(len(content) // 2)
         offloaded.link.restart()
         offloaded.residency.reset()
-        with pytest.raises(ExpertcastError, match="changed or cut off"):
+        with pytest.raises(ExpertcastError, match="changed or truncated"):
             greedy(offloaded, INPUTS)
         path.write_bytes(content)
         offloaded.residency.reset()
@@ -184,7 +184,7 @@ def test_refusals() -> None:
         OffloadConfig(store="disk", codec="bitsplit", pools="C=1GB", cache=False)
     with pytest.raises(ExpertcastError, match="'instant' on cpu"):
         offload(model, store="disk", codec="bitsplit", pools="C=1GB", link="instant")
-    with pytest.raises(ExpertcastError, match="pool C of 9 bytes holds no expert"):
+    with pytest.raises(ExpertcastError, match="pool C has 9 bytes, but one expert takes"):
         offload(model, store="disk", codec="bitsplit", pools="C=9")
     with pytest.raises(ExpertcastError, match="beside pools='C=1GB'"):
         offload(model, store="disk", codec="bitsplit", pools="C=1GB", memory="1GB")

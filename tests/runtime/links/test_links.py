@@ -71,8 +71,8 @@ CASES = {
     "paced": Case(lambda: _on_device(PacedCudaLink(None, 1e-7, window=1))),
     "disk": Case(lambda: DiskLink(1), "raw"),
     "disk, coded": Case(lambda: DiskLink(1), "bitsplit", begun=2),
-    "disk on cuda": Case(lambda: _on_device(CudaDiskLink(1, places=1)), "raw"),
-    "disk on cuda, coded": Case(lambda: _on_device(CudaDiskLink(1, places=2)), "bitsplit", begun=2),
+    "disk on cuda": Case(lambda: _on_device(CudaDiskLink(1, buffers=1)), "raw"),
+    "disk on cuda, coded": Case(lambda: _on_device(CudaDiskLink(1, buffers=2)), "bitsplit", begun=2),
 }
 QUEUED = [name for name in CASES if not name.startswith("instant")]
 

@@ -46,8 +46,8 @@ def _attached(kind: str, folder: Path) -> tuple[CudaLink, ExpertStore, SlotPool]
         store, pool = attached(link, pinned=kind == "pinned")
         assert all(store.pinned_layers) is (kind == "pinned")
         return link, store, pool
-    codec, _, places = kind.partition(" ")
-    link, view = CudaDiskLink(places=int(places) if places else None), find_moe_layers(cuda_model())
+    codec, _, buffers = kind.partition(" ")
+    link, view = CudaDiskLink(buffers=int(buffers) if buffers else None), find_moe_layers(cuda_model())
     store = DiskStore(view, folder, codec=codec)
     store.pack(view)
     pool = SlotPool(store.layout, 12, torch.device("cuda"))

@@ -231,7 +231,7 @@ def test_a_prefill_may_need_any_number_of_experts() -> None:
 
 
 def test_a_pool_holds_an_expert() -> None:
-    with pytest.raises(ExpertcastError, match="holds no expert of 6"):
+    with pytest.raises(ExpertcastError, match="but one expert takes 6"):
         pooled(StoredExperts(plain=4, coded=(2,), pools={State.C: 5}))
 
 

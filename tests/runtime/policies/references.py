@@ -251,7 +251,7 @@ def step(residency: ExpertCache, layer: int, visit: Visit, low: Sequence[int] = 
     eviction, keys = residency.eviction, list(visit.needs)
     if eviction.reads_scores and visit.scores:
         eviction.see_scores(layer, visit.scores)
-    residency.settle(layer, keys)
+    residency.start_layer(layer, keys)
     residency.request(keys, {key: "int4" for key in keys if key in low})
     if eviction.reads_forecasts and visit.forecast:
         eviction.see_forecast(layer + 1, visit.forecast)

@@ -23,9 +23,9 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.predictors import Forecast, MoEView, Predictor
 from expertcast.predictors.next_token import NextToken, NextTokenConfig, NextTokenTracker
-from expertcast.runtime.advising.disk import stored as stored_by
-from expertcast.runtime.advising.disk import stored_in
-from expertcast.runtime.advising.survey import Watcher
+from expertcast.runtime.advising.disk import part_sizes
+from expertcast.runtime.advising.disk import stored_experts as stored_by
+from expertcast.runtime.advising.survey import TraceObserver
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.config import OffloadConfig, pool_bytes
 from expertcast.runtime.forecasters import resolve_predictor
@@ -225,7 +225,7 @@ def test_the_simulator_counts_what_the_runtime_reads(
     codec: str, pools: str, slots: int, reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    view, watched = find_moe_layers(reference_model), Watcher()
+    view, watched = find_moe_layers(reference_model), TraceObserver()
     options = {"store": "disk", "store_folder": tmp_path, "codec": codec, "slots": slots, "pools": pools}
     with offload(reference_model, observers=[watched], **options) as offloaded:
         assert offloaded.link.name == "disk"
@@ -233,7 +233,7 @@ def test_the_simulator_counts_what_the_runtime_reads(
         stored = StoredExperts(plain=block_bytes)
         if isinstance(offloaded.store, DiskStore) and not offloaded.store.addressable:
             file, made = ExpertFile(offloaded.store.path), offloaded.store.codec
-            stored = replace(stored_by(made, stored_in(file), decoding_s=0.001, threads=1), pools=pool_bytes(pools))
+            stored = replace(stored_by(made, part_sizes(file), decoding_s=0.001, threads=1), pools=pool_bytes(pools))
         with bytes_of_reads(monkeypatch) as read:
             greedy(reference_model, one, 8)
         stats = offloaded.stats

@@ -22,7 +22,7 @@ from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.messages import format_bytes
 from expertcast.runtime import EmulatedLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.storage.coded_reader import EVERYTHING, KINDS, CodedReader, PartMemory, Taken
+from expertcast.runtime.storage.coded_reader import EVERYTHING, KINDS, CodedReader, PartBuffers, PartMemory
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME, ExpertFile, verify_store
 from expertcast.runtime.storage.memory import HostMemory
@@ -93,7 +93,7 @@ def test_other_weights_or_codec_make_it_again(expected: Tensor, tmp_path: Path) 
     store.pack(view)
     for seed, codec, why in ((1, "bitsplit", "other weights"), (0, "bitsplit:shards=2", "made by codec 'bitsplit'")):
         with pytest.warns(
-            UserWarning, match=f"{store.path}' is made again: it was made .*{why}" if seed else "is made again: it was"
+            UserWarning, match=f"{store.path}' is rebuilt: it was written .*{why}" if seed else "is rebuilt: it was"
         ):
             again, view = _store(tmp_path, seed=seed, codec=codec)
         assert not again.holds(0)
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_made_again(place: str, tmp_path: Path) -> None:
     at = {"header": content.index(b'experts\\": ') + 11, "index": len(content) - 5, "cut": 0}[place]
     content[at] ^= 1
     store.path.write_bytes(content[:-100] if place == "cut" else content)
-    with pytest.warns(UserWarning, match="is made again"):
+    with pytest.warns(UserWarning, match="is rebuilt"):
         again, _ = _store(tmp_path)
     assert not again.holds(0)
     assert file.header.count == again.layers * again.experts
@@ -269,7 +269,7 @@ def reader(store: DiskStore) -> Iterator[CodedReader]:
     threads = torch.get_num_threads()
     torch.set_num_threads(usable_processors())
     made = store.reader(2, None)
-    made.held_back = True
+    made.defer_forecasts = True
     yield made
     made.close()
     torch.set_num_threads(threads)
@@ -279,12 +279,12 @@ def test_a_forecast_is_read_and_waits(store: DiskStore, reader: CodedReader) -> 
     blocks = torch.zeros(2, store.layout.block_bytes, dtype=torch.uint8)
     early, urgent = (store.read(key, block, urgent=not key) for key, block in zip((1, 0), blocks, strict=True))
     reader.submit(early)
-    while early.reading:
+    while early.reads_left:
         time.sleep(1e-3)
     reader.submit(urgent)
     urgent.wait()
     assert torch.equal(blocks[1], store.block(0))
-    assert early.undone == len(reader._plan.jobs)
+    assert early.jobs_left == len(reader._plan.jobs)
     assert not blocks[0].any()
     reader.wait(early)
     assert torch.equal(blocks[0], store.block(1))
@@ -294,9 +294,9 @@ def test_one_that_becomes_urgent(store: DiskStore, reader: CodedReader) -> None:
     block = torch.zeros(store.layout.block_bytes, dtype=torch.uint8)
     read = store.read(2, block, urgent=False)
     reader.submit(read)
-    while read.reading:
+    while read.reads_left:
         time.sleep(1e-3)
-    assert read.undone
+    assert read.jobs_left
     reader.promote(read)
     read.wait()
     assert torch.equal(block, store.block(2))
@@ -335,7 +335,7 @@ def test_part_memory_against_a_plain_account(nbytes: list[int], kept: tuple[int,
     present = {kind for kind in KINDS if nbytes[kind]}
     assert memory.nbytes == sum(sectors(nbytes[kind]) * (kept[kind] + under_way) for kind in present)
     held: dict[int, set[int]] = {key: set() for key in range(6)}
-    away: dict[int, Taken] = {}
+    away: dict[int, PartBuffers] = {}
 
     def room(kind: int) -> bool:
         return kind in present and sum(kind in own for own in held.values()) < kept[kind]
@@ -349,7 +349,7 @@ def test_part_memory_against_a_plain_account(nbytes: list[int], kept: tuple[int,
         keep = {each for each in KINDS if draw.random() < 0.5}
         action = draw.choice(("take", "take", "put", "drop"))
         if key in away:
-            memory.give(key, away.pop(key), keep)
+            memory.release(key, away.pop(key), keep)
             held[key] = {each for each in keep if room(each)}
         elif action == "take":
             taken = memory.take(key, spare)

@@ -169,7 +169,7 @@ def test_promoted_between_its_pieces(content: Tensor, path: Path, monkeypatch: p
     class Promoting(Clock):
         def sleep(self, seconds: float) -> None:
             super().sleep(seconds)
-            if read.came == 1:
+            if read.pieces_read == 1:
                 reader.promote(read)
 
     monkeypatch.setattr(direct_reader, "time", Promoting())
@@ -192,7 +192,7 @@ def test_a_file_that_was_cut_off(path: Path) -> None:
     for offset in (2 * PIECE, 0):
         read = Read(target=memory(SECTOR), offset=offset)
         reader.submit(read)
-        with pytest.raises(ExpertcastError, match="changed or cut off"):
+        with pytest.raises(ExpertcastError, match="changed or truncated"):
             read.wait()
     reader.close()
 
@@ -250,7 +250,7 @@ def test_bytes_are_counted_once(path: Path) -> None:
     assert reader.bytes_read == 2 * PIECE + 100
     beyond = Read(target=memory(SECTOR), offset=10 * PIECE)
     reader.submit(beyond)
-    with pytest.raises(ExpertcastError, match="cut off"):
+    with pytest.raises(ExpertcastError, match="truncated"):
         beyond.wait()
     reader.close()
     assert reader.bytes_read == 2 * PIECE + 100

@@ -176,7 +176,7 @@ def test_a_disk_without_room_is_found_before_packing(
         return usage(10**12, 10**12, least - 1)
 
     monkeypatch.setattr(shutil, "disk_usage", of)
-    with refused(f"has {least - 1} bytes free and .* take at least {least}: "):
+    with refused(f"has {least - 1} bytes free, but .* need at least {least}: "):
         store.pack(view)
     assert asked == [tmp_path / "store" if named else Path(tempfile.gettempdir())]
     assert not named or not list((tmp_path / "store").iterdir())
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_damaged_block_is_found_when_the_file_has_changed(expected: Tensor, tmp_path: Path) -> None:
     _packed(tmp_path).close()
     flip_a_byte(tmp_path / FILE_NAME)
-    with pytest.warns(UserWarning, match="is made again: part 0 of expert 30 is damaged"):
+    with pytest.warns(UserWarning, match="is rebuilt: part 0 of expert 30 is damaged"):
         store = _packed(tmp_path)
     assert torch.equal(_blocks(store), expected)
 
@@ -242,7 +242,7 @@ def test_a_store_whose_time_cannot_be_set(tmp_path: Path, expected: Tensor, monk
     for _ in range(2):
         assert torch.equal(_blocks(_store(tmp_path)[0]), expected)
     flip_a_byte(tmp_path / FILE_NAME)
-    with pytest.warns(UserWarning, match="is made again: part 0 of expert 30 is damaged"):
+    with pytest.warns(UserWarning, match="is rebuilt: part 0 of expert 30 is damaged"):
         _store(tmp_path)
 
 
@@ -449,7 +449,7 @@ def test_a_changed_header_is_refused(change: Callable[[Any], None], path: Path) 
 def test_a_file_of_an_older_version_is_made_again(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content.replace(b"expertcast-experts-1", b"expertcast-store-1  ", 1))
-    with pytest.raises(ExpertcastError, match="made by an older version; remove it, and the next load packs"):
+    with pytest.raises(ExpertcastError, match="written by an older version; remove it, and the next load packs"):
         verify_store(path)
 
 

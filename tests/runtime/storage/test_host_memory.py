@@ -17,7 +17,7 @@ from expertcast.data.machine import available_memory
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.runtime.storage.memory import HostMemory, PageLock, give_back_freed
+from expertcast.runtime.storage.memory import HostMemory, PageLock, trim_heap
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_pageable_with_one_warning(limit: str) -> None:
     assert [memory.pinned for memory in memories] == [True, False, False, False]
     assert driver.refused == (limit == "driver"), "not asked again after a refusal"
     assert len(caught) == 1
-    words = "out of memory" if limit == "driver" else f"{PAGE} bytes of memory are available"
+    words = "out of memory" if limit == "driver" else f"{PAGE} bytes may still be locked"
     assert words in str(caught[0].message)
     assert f"only {2 * PAGE} bytes of the experts are page-locked" in str(caught[0].message)
     for memory in memories:
@@ -141,7 +141,7 @@ def test_default_budget_is_the_memory_at_hand() -> None:
     assert available is not None
     assert 0 < available < 1 << 50
     driver = CountingDriver()
-    with pytest.warns(UserWarning, match="are available for it"):
+    with pytest.warns(UserWarning, match="may still be locked"):
         assert not PageLock(driver=driver).lock(0, available + (1 << 34))
 
 
@@ -166,7 +166,7 @@ def test_packing_and_unpacking_never_hold_two_copies() -> None:
     store = ExpertStore(view)
     gc.collect()
     for step in (partial(store.pack, view), store.unpack):
-        give_back_freed()
+        trim_heap()
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = _peak()
         step()

@@ -205,10 +205,10 @@ def test_what_is_refused() -> None:
     with pytest.raises(ExpertcastError, match="unknown precision 'int3': choose from int8, int4, int2"):
         store.add_copies(("int4", "int3"))
     assert not store.packed, "all or nothing"
-    with pytest.raises(ExpertcastError, match="holds no 'int4' copies of the experts: choose from full, or make them"):
+    with pytest.raises(ExpertcastError, match="holds no 'int4' copies of the experts: choose from full, or call"):
         store.copies("int4")
     store.add_copies(("int8",))
-    with pytest.raises(ExpertcastError, match="choose from full, int8, or make"):
+    with pytest.raises(ExpertcastError, match="choose from full, int8, or call"):
         store.copies("int4")
     with pytest.raises(ExpertcastError, match=r"int8 copies of these experts take .* choose a lower precision"):
         PackedLayout.of(_layout((910, 64), dtype=torch.float8_e4m3fn), "int8")
