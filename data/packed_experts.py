@@ -233,7 +233,7 @@ class ShippedForm:
     inputs: int
     """I"""
     nbytes: int
-    """Bytes of one expert in the layer where they are most."""
+    """Bytes of one expert."""
     transposed: bool
     """Whether the parameter is [I, N]."""
     parameter: Callable[[Tensor], Tensor]
@@ -465,11 +465,11 @@ def packed_nbytes(experts: nn.Module, count: int, bits: int) -> int:
     return packed + sum(each[0].nbytes for each in others)
 
 
-def weight_bits(experts: nn.Module) -> float:
-    """Return the bits per weight of a module's matrices, scales included."""
-    forms = [matrix.form for matrix in packed_matrices(experts).values()]
+def weight_bits(modules: Sequence[nn.Module]) -> float:
+    """Return the bits per weight of the matrices of some experts modules, scales included."""
+    forms = [matrix.form for experts in modules for matrix in packed_matrices(experts).values()]
     if not forms:
-        return 8.0 * down_projection(experts).dtype.itemsize
+        return 8.0 * down_projection(modules[0]).dtype.itemsize
     return 8 * sum(form.nbytes for form in forms) / sum(form.outputs * form.inputs for form in forms)
 
 

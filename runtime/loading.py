@@ -107,7 +107,8 @@ def load_offloaded(
             make_packed(model.get_submodule(layer.experts_name), layer.num_experts, layer_forms)
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
         if forms[0]:  # codes lie as this processor's kernel reads them
-            lie = ", ".join(f"{name} {each}" for name, each in forms[0].items())
+            by_layer = [", ".join(f"{name} {each}" for name, each in own.items()) for own in forms]
+            lie = "; ".join(dict.fromkeys(by_layer))
             fingerprint += f" {config.experts} {lie} {torch.backends.cpu.get_cpu_capability()}"
         made = make_store(config, ExpertsForm.of(view), target, fingerprint)
         reader = _Reader(sources, len(view), source.name, shipped)

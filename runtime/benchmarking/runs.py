@@ -156,7 +156,7 @@ class BorrowedStore(ExpertStore):
         def on_device(layer: int) -> dict[str, Tensor]:
             blocks = self._layer_bytes[layer]
             assert blocks is not None
-            return self.layout.views(blocks.to(self.device))
+            return self.layout.views(blocks.to(self.device), layer)
 
         self._lend(on_device)
         try:

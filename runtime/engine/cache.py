@@ -487,7 +487,7 @@ class ExpertCache:
         layer = key // self.experts
         if self._shares is not None:
             self._held_per_layer[layer] += 1
-        full, nbytes = precision == FULL, self._block_bytes
+        full, nbytes = precision == FULL, self.pool.layout.nbytes_of(layer)
         self._policies[layer].insert(key, full)
         try:
             if not full:
@@ -532,8 +532,9 @@ class ExpertCache:
         if copy is None or not self.link.cancel(copy):
             return False
         # a key that is not in `_unused` was requested by a layer whose routing then changed
-        nbytes = self._block_bytes if copy.precision == FULL else self.link.block_bytes(copy.precision)
-        count = self.stats.layers[key // self.experts]
+        layer, full = key // self.experts, copy.precision == FULL
+        nbytes = self.pool.layout.nbytes_of(layer) if full else self.link.block_bytes(copy.precision)
+        count = self.stats.layers[layer]
         count.bytes_moved -= nbytes
         if key in self._unused:
             count.prefetched -= 1

@@ -504,7 +504,9 @@ class Engine(ABC):
         self.view = parts.speculator.view
         """The model's MoE layers."""
         self._experts = self.view.shape.experts
-        self._pointers = {name: view.data_ptr() for name, view in self._pool.views.items()}
+        self._pointers = [
+            {name: view.data_ptr() for name, view in self._pool.views_of(layer.index).items()} for layer in self.view
+        ]
         self._inconsistent = False
         """Whether a call that moves experts began and did not end: records and slots may not agree."""
         self._complete = False
@@ -551,7 +553,7 @@ class Engine(ABC):
 
     def attach(self, layer: MoELayer) -> None:
         """Put the slot views in the place of a layer's parameters."""
-        for name, view in self._pool.views.items():
+        for name, view in self._pool.views_of(layer.index).items():
             layer.experts._parameters[name] = nn.Parameter(view, requires_grad=False)
 
     @abstractmethod
@@ -599,7 +601,7 @@ class Engine(ABC):
         return combine(output_PD, weights_TK, hidden_TD.dtype)
 
     def _check_untouched(self, layer: MoELayer) -> None:
-        for name, pointer in self._pointers.items():
+        for name, pointer in self._pointers[layer.index].items():
             if layer.experts._parameters[name].data_ptr() != pointer:  # type: ignore[union-attr]
                 raise ExpertcastError(
                     f"{layer.experts_name}.{name} was changed or moved while the model is offloaded: close the offload "

@@ -85,7 +85,7 @@ class SlotExperts:
         store, first = self._store, layer.index * layer.num_experts
         views = store.views(layer.index) if store.addressable else None
         for expert in range(layer.num_experts):
-            own = store.layout.views(store.block(first + expert)) if views is None else views
+            own = store.layout.views(store.block(first + expert), layer.index) if views is None else views
             parts = {name: tensor[0 if views is None else expert] for name, tensor in own.items()}
             yield expanded_experts(layer.experts, parts)
 

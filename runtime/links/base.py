@@ -304,10 +304,11 @@ class Link(ABC):
 
     def _count(self, copy: Transfer, start: float, end: float) -> None:
         with self._counting:
-            self.bytes_moved += self.block_bytes(copy.precision)
+            layer, full = copy.key // self._store.experts, copy.precision == FULL
+            self.bytes_moved += self._pool.layout.nbytes_of(layer) if full else self.block_bytes(copy.precision)
             self.copies += 1
             self.busy_s += end - start
-            self._observe(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
+            self._observe(copy.key, layer, start, end, copy.urgent)
 
     def _observe(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
         """Report a copy to the observer, in any thread; keep its exception for :meth:`check`."""

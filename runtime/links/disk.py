@@ -215,7 +215,8 @@ class DiskLink(Link):
             self._kept.before_fill(slot, full=precision == FULL)
         copy: Transfer
         if precision == FULL:
-            copy = self._file.read(key, self._pool.block(slot), urgent=urgent, slot=slot, then=self._count_read)
+            block = self._pool.block(slot)[: self._file.layout.nbytes_of(key // self._file.experts)]
+            copy = self._file.read(key, block, urgent=urgent, slot=slot, then=self._count_read)
             self._queue.submit(copy)
         else:
             copy = Transfer(key, slot, urgent, precision)

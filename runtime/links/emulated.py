@@ -107,7 +107,7 @@ class EmulatedLink(Link):
 
     def _transfer(self, copy: Transfer, end: float) -> None:
         """Copy half of the block at once and half at the end, so that compute without a wait reads a torn block."""
-        half = self.block_bytes(copy.precision) // 2
+        half = len(self._source(copy)) // 2
         begun = time.perf_counter()
         self._move(copy, 0, half)
         self._sleep_until(end - (time.perf_counter() - begun))

@@ -156,8 +156,8 @@ class ExpertSources:
     def forms(self) -> list[Forms]:
         """Return the packed form of each matrix of a quantised checkpoint, by layer and by the parameter's name.
 
-        A matrix has the same form in all layers, one that the packed kernel supports. If there is no such form, each
-        layer keeps its matrix in the form of the checkpoint.
+        Each layer has its own form, one that the packed kernel supports. If there is no such form for a matrix in any
+        layer, all layers keep the matrix in the form of the checkpoint.
 
         Raises:
             ExpertcastError: the weights are plain floats, or the experts of one layer have different forms.
@@ -167,17 +167,16 @@ class ExpertSources:
 
     def _forms_of(self, name: str) -> list[PackedForm] | list[ShippedForm]:
         groups = [self._groups_of(layer, name) for layer in range(len(self._modules))]
-        codings = [coding for own in groups for group in own for coding in self._codings(group)]
+        codings = [[coding for group in own for coding in self._codings(group)] for own in groups]
         module = self._modules[0]
         outputs, inputs = sizes_of(module, matrices(module, self._experts)[name])
-        if None not in codings:
+        if not any(None in own for own in codings):
             with contextlib.suppress(ExpertcastError):  # the kernel does not support the shape
-                form = PackedForm(Coding.over(coding for coding in codings if coding is not None), outputs, inputs)
-                return [form] * len(groups)
+                found = [Coding.over(coding for coding in own if coding is not None) for own in codings]
+                return [PackedForm(coding, outputs, inputs) for coding in found]
         shipped = [self._shipped(own[0]) for own in groups]
-        most = max(each.nbytes for each in shipped)
         transposed = bool(getattr(module, "is_transposed", False))
-        return [ShippedForm(outputs, inputs, most, transposed, each) for each in shipped]
+        return [ShippedForm(outputs, inputs, each.nbytes, transposed, each) for each in shipped]
 
     @property
     def quantised(self) -> bool:

@@ -157,7 +157,7 @@ class DiskStore(ExpertStore):
         if shipped is not None and isinstance(codec, Scaled):
             return threads.map(lambda expert: codec.encode_shipped(*shipped(layer, expert)), range(self.experts))
         memory = HostMemory(self.layer_nbytes)
-        write(self.layout.views(memory.bytes))
+        write(self.layout.views(memory.bytes, layer))
         return threads.map(codec.encode, memory.bytes.view(self.experts, -1).unbind(0))
 
     def finish(self) -> None:
@@ -167,7 +167,7 @@ class DiskStore(ExpertStore):
         self._use(complete)
 
     def block(self, key: int) -> Tensor:
-        """Return the block of one expert, uint8 [block_bytes]: mapped, or read and decoded now in this thread."""
+        """Return the bytes of one expert that its layer uses, uint8: mapped, or read and decoded now in this thread."""
         if self._mapped is not None:
             return super().block(key)
         block = HostMemory(self.layout.block_bytes).bytes
@@ -191,7 +191,7 @@ class DiskStore(ExpertStore):
         keys = range(layer * self.experts, (layer + 1) * self.experts)
         with ThreadPoolExecutor(usable_processors()) as threads:
             list(threads.map(self._decode, keys, blocks.view(self.experts, -1).unbind(0)))
-        return self.layout.views(blocks)
+        return self.layout.views(blocks, layer)
 
     def _decode(self, key: int, block: Tensor) -> None:
         source = self._writer or self.file
@@ -220,7 +220,7 @@ class DiskStore(ExpertStore):
 
         Args:
             key: the expert.
-            block: uint8 [block_bytes] in host memory, to be filled.
+            block: uint8 in host memory, to be filled; a shorter one takes the first bytes of the expert.
             urgent: whether the request precedes all forecasts.
             slot: slot of the block, or slot to which it is copied afterwards.
             then: called by the thread that filled the block.

@@ -138,8 +138,11 @@ _HEADER = TypeAdapter(Header)
 
 
 def layout_text(layout: BlockLayout) -> str:
-    """Return a block's fields as the header's JSON text."""
-    return json.dumps([asdict(entry) | {"dtype": str(entry.dtype)} for entry in layout.fields])
+    """Return a block's fields, per layer if layers differ, as the header's JSON text."""
+    texts = [
+        [asdict(entry) | {"dtype": str(entry.dtype)} for entry in own] for own in layout.by_layer or [layout.fields]
+    ]
+    return json.dumps(texts if layout.by_layer else texts[0])
 
 
 def read_header(path: Path) -> Header:

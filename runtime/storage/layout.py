@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from expertcast.data.packed_experts import packed_matrices
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, MoEView
 
@@ -32,6 +33,8 @@ def is_better(precision: str, other: str) -> bool:
 
 ALIGNMENT = 256
 """Bytes. CUDA kernels need weights aligned to 16 bytes, CPU kernels to 64; CUDA's allocator aligns to 256."""
+_SECTOR = 4096
+"""Bytes: direct reads of a disk have multiples of this size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,24 +58,32 @@ class BlockLayout:
     """The fields of a block, in the order of the module's parameters."""
 
     fields: tuple[Field, ...]
+    """Fields of the first MoE layer."""
     block_bytes: int
-    """Bytes of one expert, padding included."""
+    """Bytes of one expert, padding included, in the layer where they are most."""
+    by_layer: tuple[tuple[Field, ...], ...] = ()
+    """Fields of each layer; empty: all layers have those of the first one."""
 
     @classmethod
     def of(cls, view: MoEView) -> BlockLayout:
-        """Return the layout that all MoE layers of a model share.
+        """Return the layout of a model's experts; packed matrices may have another form in each layer.
 
         Raises:
-            ExpertcastError: layers have different layouts, or an experts module has no per-expert parameter.
+            ExpertcastError: layers have different layouts otherwise, or an experts module has no per-expert parameter.
         """
         layouts = [cls._of_module(layer.experts, layer.num_experts) for layer in view]
         for layer, layout in zip(view, layouts, strict=True):
-            if layout != layouts[0]:
+            if layout != layouts[0] and not packed_matrices(layer.experts):
                 raise ExpertcastError(
                     f"experts of {layer.experts_name} differ in shape or dtype from those of the first MoE layer: "
                     "not supported, since all layers share one pool of slots"
                 )
-        return layouts[0]
+        if all(layout == layouts[0] for layout in layouts):
+            return layouts[0]
+        return cls(
+            fields=layouts[0].fields, block_bytes=max(layout.block_bytes for layout in layouts),
+            by_layer=tuple(layout.fields for layout in layouts),
+        )  # fmt: skip
 
     @classmethod
     def _of_module(cls, experts: nn.Module, num_experts: int) -> BlockLayout:
@@ -92,12 +103,19 @@ class BlockLayout:
             offset = aligned_bytes(offset + field.nbytes)
         return cls(fields=tuple(fields), block_bytes=offset)
 
-    def views(self, blocks: Tensor) -> dict[str, Tensor]:
-        """Return each parameter as a strided view [S, ...] of S blocks: contiguous uint8 [S * block_bytes]."""
+    def nbytes_of(self, layer: int) -> int:
+        """Return the number of a block's first bytes that a layer uses, rounded up to whole sectors of a disk."""
+        if not self.by_layer:
+            return self.block_bytes
+        last = self.by_layer[layer][-1]
+        return min(-(-(last.offset + last.nbytes) // _SECTOR) * _SECTOR, self.block_bytes)
+
+    def views(self, blocks: Tensor, layer: int = 0) -> dict[str, Tensor]:
+        """Return a layer's parameters as strided views [S, ...] of S blocks: contiguous uint8 [S * block_bytes]."""
         rows = blocks.view(-1, self.block_bytes)
         return {
             field.name: rows[:, field.offset : field.offset + field.nbytes].view(field.dtype).view(-1, *field.shape)
-            for field in self.fields
+            for field in (self.by_layer[layer] if self.by_layer else self.fields)
         }
 
 

@@ -47,7 +47,7 @@ class SlotPool:
         self.device = with_index(device)
         self._buffer = _allocate(layout, count, self.device)
         self.views = layout.views(self._buffer)
-        """Each parameter as [S, ...], the shape that transformers' kernels take."""
+        """Each parameter of the first layer as [S, ...], the shape that transformers' kernels take."""
         self.slots: dict[int, int] = {}
         """Slot of each key that has one; only `take`, `release` and `clear` change it."""
         self.clear()
@@ -68,6 +68,10 @@ class SlotPool:
         """Free the memory. A view held elsewhere keeps it allocated."""
         self.views.clear()
         self._buffer = self._buffer.new_empty(0)
+
+    def views_of(self, layer: int) -> dict[str, Tensor]:
+        """Return each parameter of a layer, [S, ...]."""
+        return self.layout.views(self._buffer, layer) if self.layout.by_layer else self.views
 
     def block(self, slot: int) -> Tensor:
         """Return the memory of one slot, uint8 [block_bytes]."""

@@ -102,7 +102,7 @@ class ExpertStore:
         return [memory is not None and memory.pinned for memory in self._memory]
 
     def block(self, key: int) -> Tensor:
-        """Return the block of one expert, uint8 [block_bytes]."""
+        """Return the bytes of one expert that its layer uses, uint8."""
         block = self._blocks[key]
         assert block is not None, f"the store holds no expert {key}"
         return block
@@ -115,7 +115,7 @@ class ExpertStore:
         """Return one layer's parameters in host memory, [E, ...] by name."""
         blocks = self._layer_bytes[layer]
         assert blocks is not None, f"the store holds no layer {layer}"
-        return self.layout.views(blocks)
+        return self.layout.views(blocks, layer)
 
     def read_ahead(self, keys: Iterable[int]) -> None:
         """Prepare for copies of these experts; does nothing for a store in memory."""
@@ -227,7 +227,8 @@ class ExpertStore:
         """Register `blocks`, uint8 [E * block_bytes], as the layer's blocks."""
         self._layer_bytes[layer] = blocks
         first = layer * self.experts
-        self._blocks[first : first + self.experts] = blocks.view(self.experts, -1).unbind(0)
+        used = blocks.view(self.experts, -1)[:, : self.layout.nbytes_of(layer)]
+        self._blocks[first : first + self.experts] = used.unbind(0)
 
     def _free_copies(self) -> None:
         while self.packed:

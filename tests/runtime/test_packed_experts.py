@@ -111,23 +111,23 @@ def _packed_once(make: Any, inner: int = 32, **settings: Any) -> Callable[[Path]
 
 
 _MIXED = {"blk__0__ffn_down_exps__weight": "Q6_K"}
-FORMS: dict[str, tuple[Callable[[Path], str], str, str]] = {
-    "Q4_0": (_gguf("Q4_0"), "int4, groups of 32, symmetric", "int4, groups of 32, symmetric"),
-    "Q8_0": (_gguf("Q8_0"), "int8, groups of 32, with zeros", "int8, groups of 32, with zeros"),
-    "Q4_K_M": (_gguf("Q4_K", **_MIXED), "int4, groups of 32, with zeros", "int8, groups of 32, with zeros"),
+_INT4, _INT4_ZEROS = "int4, groups of 32, symmetric", "int4, groups of 32, with zeros"
+_INT8, _INT8_ZEROS = "int8, groups of 32, symmetric", "int8, groups of 32, with zeros"
+FORMS: dict[str, tuple[Callable[[Path], str], list[tuple[str, str]]]] = {
+    "Q4_0": (_gguf("Q4_0"), [(_INT4, _INT4)] * 2),
+    "Q8_0": (_gguf("Q8_0"), [(_INT8_ZEROS, _INT8_ZEROS)] * 2),
+    "Q4_K_M": (_gguf("Q4_K", **_MIXED), [(_INT4_ZEROS, _INT8_ZEROS), (_INT4_ZEROS, _INT4_ZEROS)]),
     "gate and up of two kinds": (
         _gguf("Q4_0", blk__1__ffn_up_exps__weight="Q5_0"),
-        "int8, groups of 32, symmetric",
-        "int4, groups of 32, symmetric",
+        [(_INT4, _INT4), (_INT8, _INT4)],
     ),
-    "mxfp4": (partial(mxfp4, hidden_size=64), "int8, groups of 32, symmetric", "int8, groups of 32, symmetric"),
+    "mxfp4": (partial(mxfp4, hidden_size=64), [(_INT8, _INT8)] * 4),
     "gptq": (
         _packed_once(gptq(group=32), quant_method="gptq", bits=4, group_size=32),
-        "int4, groups of 32, with zeros",
-        "int4, groups of 32, with zeros",
+        [(_INT4_ZEROS, _INT4_ZEROS)] * 2,
     ),
 }
-"""What makes a checkpoint, and how gate_up_proj and down_proj lie packed."""
+"""What makes a checkpoint, and how each layer's gate_up_proj and down_proj lie packed."""
 
 
 def _resident(path: str, offloaded: OffloadedModel, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -145,17 +145,33 @@ def _resident(path: str, offloaded: OffloadedModel, dtype: str) -> tuple[PreTrai
 @pytest.mark.parametrize("form", FORMS)
 def test_offloaded_is_resident(form: str, dtype: str, tmp_path: Path) -> None:
     """Bit for bit, from memory and from a disk; each expert near the checkpoint's own weights."""
-    make, gate_up, down = FORMS[form]
+    make, by_layer = FORMS[form]
     path = make(tmp_path)
     with load_offloaded(path, device="cpu", slots=6, experts="packed", dtype=dtype) as offloaded:
-        forms = {name: str(each.form) for name, each in packed_matrices(offloaded.view[0].experts).items()}
-        assert forms == {"gate_up_proj": gate_up, "down_proj": down}
+        for layer, (gate_up, down) in zip(offloaded.view, by_layer, strict=True):
+            forms = {name: str(each.form) for name, each in packed_matrices(layer.experts).items()}
+            assert forms == {"gate_up_proj": gate_up, "down_proj": down}
         packed, plain = _resident(path, offloaded, dtype)
         expected = greedy(packed, IDS, 4)
         assert_same(greedy(offloaded, IDS, 4), expected)
         _near(offloaded, plain)
     with load_offloaded(path, device="cpu", slots=5, experts="auto", dtype=dtype, store="disk") as offloaded:
         assert_same(greedy(offloaded, IDS, 4), expected)
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_only_the_bytes_of_a_layers_own_form_move(store: str, tmp_path: Path) -> None:
+    """A layer in 4 bits beside one in 8: slots have room for the larger experts, copies and reads are shorter."""
+    path = FORMS["Q4_K_M"][0](tmp_path)
+    with load_offloaded(path, device="cpu", slots=6, experts="packed", dtype="bf16", store=store) as offloaded:
+        layout = offloaded.store.layout
+        wide, narrow = map(layout.nbytes_of, range(2))
+        assert narrow < wide <= layout.block_bytes
+        assert [len(offloaded.store.block(key)) for key in (0, offloaded.store.experts)] == [wide, narrow]
+        greedy(offloaded, IDS, 4)
+        copied = [layer.bytes_moved for layer in offloaded.stats.layers]
+        assert [count % size for count, size in zip(copied, (wide, narrow), strict=True)] == [0, 0]
+        assert offloaded.link.bytes_moved == sum(copied)
 
 
 def _near(offloaded: OffloadedModel, plain: PreTrainedModel) -> None:
