@@ -137,8 +137,8 @@ _STALE = 0.1
 _OUTLIER = 1.25
 """A step counts as at most so many times its expected duration."""
 _SPREAD = 0.04
-"""Assumed relative standard deviation of a step's duration without waiting. 6 to 10% were measured; a smaller value makes
-fewer trials of kinds that are hardly better."""
+"""Assumed relative standard deviation of a step's duration without waiting. 6 to 10% were measured; a smaller value
+makes fewer trials of kinds that are hardly better."""
 _MARGIN = 1.0
 """Standard errors by which a rung must be better to replace the best kind; steps without forecasts need none."""
 _NONE = "none"
