@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
+from transformers import (
+    ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache,
+)  # fmt: skip
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.moe_layers import find_moe_layers
@@ -274,3 +276,34 @@ def test_canaries(configuration: dict[str, Any]) -> None:
     watch = _drive(EmulatedLink(1e12, jitter=4e-4, seed=3), forwards=50, **configuration)
     assert watch.steps == 200
     assert watch.wrong == 0
+
+
+# continuous batching: a step holds one token of each request, one behind the other
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16], [17, 18]]
+
+
+def _written(model: PreTrainedModel) -> list[list[int]]:
+    options = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    memory = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    outputs = model.generate_batch(
+        inputs=PROMPTS, generation_config=options, continuous_batching_config=memory, progress_bar=False
+    )
+    return [outputs[name].generated_tokens for name in sorted(outputs)]
+
+
+def test_steps_of_several_requests_are_forecast(reference_model: PreTrainedModel) -> None:
+    """Tokens stay; most experts of later layers are under way when they are requested."""
+    expected = _written(reference_model)
+    hits = {}
+    for forecasts in ("never", "always", "auto"):
+        with offload(
+            reference_model, predictor="next_norm", slots=192, bandwidth=5e8, forecasts=forecasts
+        ) as offloaded:
+            assert _written(reference_model) == expected
+            hits[forecasts] = offloaded.stats.hit_rate
+            if forecasts == "always":
+                assert offloaded.stats.total.prefetched_used > 100
+            if forecasts == "auto":
+                assert "4" in offloaded.stats.as_dict()["forecasts"]
+    assert hits["always"] > hits["never"]
