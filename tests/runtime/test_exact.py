@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    StaticCache,
 )  # fmt: skip
 from transformers.integrations.moe import grouped_mm_experts_forward
 
