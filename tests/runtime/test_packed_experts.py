@@ -265,7 +265,7 @@ def _plain(folder: Path) -> str:
 def test_what_is_not_packed(make: Callable[[Path], str], tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """One line that says what else to give; `auto` expands without a word."""
     path = make(tmp_path)
-    with pytest.raises(ExpertcastError, match=r"experts='packed' takes .* give experts='expanded', 'int4' or 'int8'"):
+    with pytest.raises(ExpertcastError, match=r"experts='packed' needs .* give experts='expanded', 'int4' or 'int8'"):
         load_offloaded(path, device="cpu", slots=6, experts="packed")
     with load_offloaded(path, device="cpu", slots=6, experts="auto") as offloaded:
         assert not packed_matrices(offloaded.view[0].experts)
