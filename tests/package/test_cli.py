@@ -183,12 +183,29 @@ def test_what_is_advised_is_saved_and_deployed(
     capsys: pytest.CaptureFixture[str], tiny_folder: str, decoded: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     saved = tmp_path / "offload.json"
-    advice = ran(tmp_path, f"advise {tiny_folder} --prompt-tokens 8 --new-tokens 3 --memory 30kB --save {saved}")
-    assert f"wrote {saved}" in capsys.readouterr().out
-    config = OffloadConfig.load(saved)
-    assert (config.predictor, config.ahead) == (advice["predictor"], advice["ahead"] or 1)
-    assert (config.link, config.bandwidth) == ("emulated", advice["bandwidth"])
+    advise = f"advise {tiny_folder} --prompt-tokens 8 --new-tokens 3 --memory 30kB --save {saved}"
+    for speed in ("--bandwidth 1e8", "--copy-over-compute 2"):
+        advice = ran(tmp_path, f"{advise} {speed}")
+        assert f"wrote {saved}" in capsys.readouterr().out
+        config = OffloadConfig.load(saved)
+        assert (config.predictor, config.ahead) == (advice["predictor"], advice["ahead"] or 1)
+        assert (config.link, config.bandwidth) == ("emulated", advice["bandwidth"])
     assert decoded("--config", saved)["tokens"] == decoded()["tokens"]
+
+
+def test_advice_without_a_speed_is_for_the_link_of_this_machine(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, decoded: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    saved = tmp_path / "offload.json"
+    advice = ran(tmp_path, f"advise {tiny_folder} --prompt-tokens 8 --new-tokens 3 --memory 30kB --save {saved}")
+    said = capsys.readouterr().out
+    assert (advice["link"], advice["predictor"]) == ("instant", None)
+    assert {"bandwidth", "copy_over_compute"}.isdisjoint(advice)
+    assert "link 'instant' of this machine" in said
+    assert "--bandwidth" in said
+    config = OffloadConfig.load(saved)
+    assert (config.link, config.bandwidth, config.predictor) == ("auto", None, None)
+    decoded("--config", saved, "--bandwidth", "1e9")
 
 
 def test_options_win_over_the_file(decoded: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
