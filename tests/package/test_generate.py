@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.cli import main
+from expertcast.commands import serve
 from expertcast.commands.serve import WarmOptions
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors import ExpertcastError
@@ -209,6 +210,14 @@ def test_what_failed_first_is_the_error(tiny_folder: str, tmp_path: Path, capsys
         assert "hot experts are not written: " in capsys.readouterr().err
         with pytest.raises(ExpertcastError, match="none"):
             serve(None)
+
+
+def test_a_missing_extra_is_installed_from_the_checkout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """expertcast is not on the package index."""
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda _name: None)
+    assert fails(capsys, "serve", "reference").endswith(": pip install '.[serve]' in the checkout")
 
 
 def test_a_missing_file_of_prompts_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:

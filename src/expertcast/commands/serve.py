@@ -98,7 +98,7 @@ def run(options: Options) -> Outcome:
     """Load the model offloaded and serve it until Ctrl-C or SIGTERM."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install 'expertcast[serve]'")
+        raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install '.[serve]' in the checkout")
     from expertcast.runtime.serving.server import ModelServer, listen
 
     config, prompts = options.configuration(), options.prompts()
