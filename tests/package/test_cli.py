@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -134,8 +135,11 @@ def test_collect_train_eval_generate_inspect(
     plain = decoded()
     traces, checkpoint, report = (tmp_path / name for name in ("traces", "ckpt", "report"))
     assert main(f"collect {tiny_folder} --data reference --tokens 1500 --window 64 --out {traces}".split()) == 0
-    assert main(f"train {traces} --predictor linear --out {checkpoint} --ahead 1 2".split()) == 0
     capsys.readouterr()
+    assert main(f"train {traces} --predictor linear --out {checkpoint} --ahead 1 2".split()) == 0
+    trained = capsys.readouterr().out
+    assert trained.count("timely@R: ") == trained.count("ECE: calibration error") == 2  # a legend per distance
+    assert re.search(r"^scored on split 'test', \d+ tokens$", trained, flags=re.MULTILINE)
     link = "--bandwidth 4e9 --layer-time 1e-4 --expert-bytes 200000"
     scored = ran(tmp_path, f"eval {traces} --predictor quasi_hidden {checkpoint} --report {report} {link}")
     assert scored["split"] == "test"
