@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.cli import main
+from expertcast.commands.output import table
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, PredictorConfig
 from expertcast.predictors.baselines import Frequency
@@ -92,6 +93,15 @@ def test_store_of_what_is_shipped(codec: str, most: float, capsys: pytest.Captur
     assert f"{codec}, computed in bfloat16" in capsys.readouterr().out
     line = fails(capsys, *store.split(), "mxfp4" if codec == "fp8" else "fp8")
     assert f"in {codec}: choose codec 'raw' or 'bitsplit'" in line
+
+
+def test_sizes_have_units_and_missing_values_no_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """As after an installation without git."""
+    assert table({"expert_bytes_int8": 19_000, "git_revision": None, "layers": 2}).split() == [
+        "expert_bytes_int8", "19", "kB", "layers", "2",
+    ]  # fmt: skip
+    assert main(["inspect", "reference"]) == 0
+    assert re.search(r"^ *all_experts_bytes +28\.3 MB$", capsys.readouterr().out, flags=re.MULTILINE)
 
 
 def test_inspect_verify(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from expertcast.data.trace_writer import write_user_file
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.messages import Json, aligned
+from expertcast.predictors.messages import Json, aligned, format_bytes
 
 if TYPE_CHECKING:
     from expertcast.runtime.config import OffloadConfig
@@ -68,11 +68,14 @@ def describe_traces(traces: TraceDataset) -> str:
 
 
 def table(values: Json) -> str:
-    """Return names and values in two columns; nested values as JSON, cut at 100 characters."""
-    return aligned([(key, _shown(value)) for key, value in values.items()], left=2)
+    """Return names and values in two columns, without values that are None: sizes of names with `bytes` with a unit,
+    nested values as JSON, cut at 100 characters."""
+    return aligned([(key, _shown(key, value)) for key, value in values.items() if value is not None], left=2)
 
 
-def _shown(value: object) -> str:
+def _shown(key: str, value: object) -> str:
+    if "bytes" in key and isinstance(value, int):
+        return format_bytes(value)
     text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
     return text[:97] + "..." if text is not value and len(text) > 100 else text
 
