@@ -337,8 +337,8 @@ class ShowSteps(Callback):  # type: ignore[misc]
         left_s = (time.time() - bar.start_t) / TIMED_STEPS * (bar.total - bar.n)
         if left_s >= LONG_S:
             bar.write(
-                f"{bar.desc}: about {left_s / 60:.1f} minutes for {bar.total - bar.n:,} more steps at this pace, less if "
-                "the validation score stops improving; --set steps=N makes fewer",
+                f"{bar.desc}: about {left_s / 60:.1f} minutes for {bar.total - bar.n:,} more steps at this pace, less "
+                "if the validation score stops improving; --set steps=N makes fewer",
                 file=sys.stderr,
             )
 
