@@ -57,7 +57,7 @@ def training_rows(config: Json, metrics: Json) -> list[list[str]]:
         "tokens in train, validation, test": data.get("splits") and ", ".join(map(str, data["splits"].values())),
         "traces": metrics.get("traces") and f"`{metrics['traces']}`",
         "default vectors from": _elsewhere(training.get("default_vectors_from")),
-        "expertcast, git revision": f"{config['expertcast_version']}, {config['git_revision']}",
+        "expertcast, git revision": ", ".join(filter(None, (config["expertcast_version"], config["git_revision"]))),
         "versions": ", ".join(f"{name} {version}" for name, version in config["versions"].items()),
     }
     return [["trained", ""], *([key, str(value)] for key, value in values.items() if value is not None)]

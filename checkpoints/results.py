@@ -137,6 +137,13 @@ def mean_tables(evaluation: Json) -> list[Table]:
     return tables
 
 
+LINK_LEGEND = (
+    "timely@R: share of needed experts that forecasts bring in time where K copies take R layers' time (timely_bytes: "
+    "of their bytes); ECE: calibration error, likely: of probabilities above 0.05"
+)
+"""Explains the columns of :func:`link_table`."""
+
+
 def link_table(evaluation: Json) -> Table:
     """Build the table of timely recall for each link and of calibration errors, with one row per predictor.
 

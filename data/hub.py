@@ -106,7 +106,7 @@ def traces_card(info: Json, name: str, license: str | None = None) -> str:
         "SHA-256 of the token ids": f"`{info['settings']['text']}`",
         "fingerprint of routers and norms": f"`{info['fingerprint']}`",
         "command": f"`{info['command']}`",
-        "expertcast, git revision": f"{info['expertcast_version']}, {info['git_revision']}",
+        "expertcast, git revision": ", ".join(filter(None, (info["expertcast_version"], info["git_revision"]))),
         "id": f"`{info['id']}`",
     }
     rows = [["", ""], *([key, str(value)] for key, value in facts.items())]

@@ -209,7 +209,7 @@ def complete_config(config: PretrainedConfig, paths: list[str]) -> None:
 def check_package(name: str) -> None:
     """Raise ExpertcastError if the package gguf, which reads GGUF files, is not installed."""
     if not is_gguf_available():
-        raise ExpertcastError(f"{name!r} is a GGUF file, which takes a package: pip install 'expertcast[gguf]'")
+        raise ExpertcastError(f"{name!r} is a GGUF file, which takes a package: pip install '.[gguf]' in the checkout")
 
 
 def _converted(

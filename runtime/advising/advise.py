@@ -221,7 +221,7 @@ def _verdict(on_demand: PrefetchOption, best: PrefetchOption, chosen: PrefetchOp
     if chosen is best:
         return (
             f"{who} hides {milliseconds(saved_s)} of waiting, and costs {milliseconds(cost_s)} of forecasts and slower "
-            f"compute: {change:+.0%}"
+            f"compute: {-change:.0%} less time per token"
         )
     if saved_s <= 0:
         return f"{who} hides nothing, since its wrong copies delay the needed ones: load on demand"

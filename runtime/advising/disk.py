@@ -402,7 +402,8 @@ def _reasons(found: DiskFindings, options: Sequence[DiskOption], chosen: DiskOpt
     reasons = [f"codec raw waits {milliseconds(raw.wait_s)} of {milliseconds(raw.tpot_s)} per token for the disk"]
     for option in others:
         change = option.tpot_s / raw.tpot_s - 1
-        reasons.append(f"{option.name} would take {milliseconds(option.tpot_s)} per token: {change:+.0%}")
+        less = f"{abs(change):.0%} {'less' if change < 0 else 'more'}"
+        reasons.append(f"{option.name} would take {milliseconds(option.tpot_s)} per token, {less} than raw")
     if found.stored is None:
         reasons.append(found.refused)
     elif chosen.codec == "raw" and (coded := [option for option in options if option.codec != "raw"]):

@@ -211,7 +211,7 @@ def harness_model(
     try:
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise ExpertcastError("lm-eval is not installed: pip install 'expertcast[eval]'") from error
+        raise ExpertcastError("lm-eval is not installed: pip install '.[eval]' in the checkout") from error
 
     class Decoding(HFLM):  # type: ignore[misc]
         """Likelihoods from a prefill and decode steps."""

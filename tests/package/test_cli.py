@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.cli import main
+from expertcast.commands.output import table
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, PredictorConfig
 from expertcast.predictors.baselines import Frequency
@@ -93,6 +95,15 @@ def test_store_of_what_is_shipped(codec: str, most: float, capsys: pytest.Captur
     assert f"in {codec}: choose codec 'raw' or 'bitsplit'" in line
 
 
+def test_sizes_have_units_and_missing_values_no_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """As after an installation without git."""
+    assert table({"expert_bytes_int8": 19_000, "git_revision": None, "layers": 2}).split() == [
+        "expert_bytes_int8", "19", "kB", "layers", "2",
+    ]  # fmt: skip
+    assert main(["inspect", "reference"]) == 0
+    assert re.search(r"^ *all_experts_bytes +28\.3 MB$", capsys.readouterr().out, flags=re.MULTILINE)
+
+
 def test_inspect_verify(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -134,8 +145,11 @@ def test_collect_train_eval_generate_inspect(
     plain = decoded()
     traces, checkpoint, report = (tmp_path / name for name in ("traces", "ckpt", "report"))
     assert main(f"collect {tiny_folder} --data reference --tokens 1500 --window 64 --out {traces}".split()) == 0
-    assert main(f"train {traces} --predictor linear --out {checkpoint} --ahead 1 2".split()) == 0
     capsys.readouterr()
+    assert main(f"train {traces} --predictor linear --out {checkpoint} --ahead 1 2".split()) == 0
+    trained = capsys.readouterr().out
+    assert trained.count("timely@R: ") == trained.count("ECE: calibration error") == 2  # a legend per distance
+    assert re.search(r"^scored on split 'test', \d+ tokens$", trained, flags=re.MULTILINE)
     link = "--bandwidth 4e9 --layer-time 1e-4 --expert-bytes 200000"
     scored = ran(tmp_path, f"eval {traces} --predictor quasi_hidden {checkpoint} --report {report} {link}")
     assert scored["split"] == "test"
@@ -183,12 +197,29 @@ def test_what_is_advised_is_saved_and_deployed(
     capsys: pytest.CaptureFixture[str], tiny_folder: str, decoded: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     saved = tmp_path / "offload.json"
-    advice = ran(tmp_path, f"advise {tiny_folder} --prompt-tokens 8 --new-tokens 3 --memory 30kB --save {saved}")
-    assert f"wrote {saved}" in capsys.readouterr().out
-    config = OffloadConfig.load(saved)
-    assert (config.predictor, config.ahead) == (advice["predictor"], advice["ahead"] or 1)
-    assert (config.link, config.bandwidth) == ("emulated", advice["bandwidth"])
+    advise = f"advise {tiny_folder} --prompt-tokens 8 --new-tokens 3 --memory 30kB --save {saved}"
+    for speed in ("--bandwidth 1e8", "--copy-over-compute 2"):
+        advice = ran(tmp_path, f"{advise} {speed}")
+        assert f"wrote {saved}" in capsys.readouterr().out
+        config = OffloadConfig.load(saved)
+        assert (config.predictor, config.ahead) == (advice["predictor"], advice["ahead"] or 1)
+        assert (config.link, config.bandwidth) == ("emulated", advice["bandwidth"])
     assert decoded("--config", saved)["tokens"] == decoded()["tokens"]
+
+
+def test_advice_without_a_speed_is_for_the_link_of_this_machine(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, decoded: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    saved = tmp_path / "offload.json"
+    advice = ran(tmp_path, f"advise {tiny_folder} --prompt-tokens 8 --new-tokens 3 --memory 30kB --save {saved}")
+    said = capsys.readouterr().out
+    assert (advice["link"], advice["predictor"]) == ("instant", None)
+    assert {"bandwidth", "copy_over_compute"}.isdisjoint(advice)
+    assert "link 'instant' of this machine" in said
+    assert "--bandwidth" in said
+    config = OffloadConfig.load(saved)
+    assert (config.link, config.bandwidth, config.predictor) == ("auto", None, None)
+    decoded("--config", saved, "--bandwidth", "1e9")
 
 
 def test_options_win_over_the_file(decoded: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.cli import main
+from expertcast.commands import serve
 from expertcast.commands.serve import WarmOptions
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors import ExpertcastError
@@ -71,7 +72,7 @@ def test_words_come_while_the_model_runs(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_what_it_took(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = generated(tmp_path, "--bandwidth", "1e9", "--predictor", "next_norm")
-    speed, experts, slots = capsys.readouterr().out.rstrip("\n").splitlines()[-3:]
+    speed, experts, slots, forecasts = capsys.readouterr().out.rstrip("\n").splitlines()[-4:]
     stats, memory, timing = found["stats"], found["memory"], found["timing"]
     assert timing["new_tokens"] == 12
     assert speed.startswith(f"12 tokens, {timing['ttft_s']:.2f} s to the first, {timing['tokens_per_s']:.1f} tokens/s")
@@ -82,6 +83,23 @@ def test_what_it_took(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert memory["device_bytes"] == 192 * expert
     assert slots.startswith("slots: 192 of 768 experts, ")
     assert slots.endswith("in memory, 16 bits a weight; link emulated at 1 GB/s")
+    made = found["stats"]["forecasts"]["1"]["rungs"]["next_norm"]["made"]
+    assert forecasts.startswith(f"forecasts of exact: {made} by next_norm; left out: ")
+
+
+def test_why_there_are_no_forecasts(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_folder: str) -> None:
+    def said(*words: str) -> str:
+        generated(tmp_path, *words, model=tiny_folder)
+        return capsys.readouterr().out.rstrip("\n").splitlines()[-1]
+
+    few = ("--slots", "8")
+    none = "forecasts: none, link 'instant' copies in the model's thread and can hide nothing; "
+    assert said(*few, "--predictor", "next_norm").startswith(none)
+    for words in (few, (*few, "--predictor", "next_norm", "--forecasts", "always")):
+        assert said(*words).startswith("slots: 8 of 32 experts, ")
+    executed = said(*few, "--predictor", "next_norm", "--mode", "speculate")
+    assert executed.startswith("slots: 8 of 32 experts, ")
+    assert said("--slots", "1024", "--predictor", "next_norm") == "all 32 experts fit: nothing is offloaded"
 
 
 def test_bytes_read_from_a_compressed_store(
@@ -192,6 +210,14 @@ def test_what_failed_first_is_the_error(tiny_folder: str, tmp_path: Path, capsys
         assert "hot experts are not written: " in capsys.readouterr().err
         with pytest.raises(ExpertcastError, match="none"):
             serve(None)
+
+
+def test_a_missing_extra_is_installed_from_the_checkout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """expertcast is not on the package index."""
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda _name: None)
+    assert fails(capsys, "serve", "reference").endswith(": pip install '.[serve]' in the checkout")
 
 
 def test_a_missing_file_of_prompts_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors import messages as progress
 from expertcast.predictors.messages import Progress, with_token_progress
 from expertcast.runtime.benchmarking.runs import decode_greedily
+from expertcast.training import loop
 from tests.package.conftest import RUN
 
 TEXT = Path(__file__).resolve().parents[2] / "checkpoints" / "reference" / "text" / "test.parquet"
@@ -57,6 +58,19 @@ def test_training_online(capsys: pytest.CaptureFixture[str], text: str, tiny_fol
         assert "100%" in found[stage], stage
     assert re.search(r"100%.* 6/6 .*recall 0\.\d{4}", found["training ahead1"])
     assert not any("Epoch" in stage for stage in found)
+
+
+def test_training_says_how_long_it_will_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, tiny_folder: str, tmp_path: Path
+) -> None:
+    """Once, after the first steps, unless it is short."""
+    monkeypatch.setattr(loop, "TIMED_STEPS", 2)
+    command = ["train", tiny_folder, "--data", text, *RUN, "--predictor", "estimator", *TINY]
+    for least, times in ((0.0, 1), (1e9, 0)):
+        monkeypatch.setattr(loop, "LONG_S", least)
+        assert main([*command, "--out", str(tmp_path / f"out{times}")]) == 0
+        found = re.findall(r"training ahead1: about \d+\.\d minutes for 4 more steps", capsys.readouterr().err)
+        assert len(found) == times
 
 
 def test_evaluation_and_simulation(

@@ -22,7 +22,7 @@ from tests.pages import ROOT, commands_of
 ROUTING = str(ROOT / "benchmarks" / "routing" / "gpt-oss-120b-k2.parquet")
 PAGES = ["README.md", *(f"docs/{name}.md" for name in ("quickstart", "deciding", "storage", "policies", "drafts"))]
 STAND_INS = {
-    "Qwen/Qwen3-30B-A3B": "reference", "MODEL": "reference", "200000": "6000", "1024": "256",
+    "Qwen/Qwen3-30B-A3B": "reference", "MODEL": "reference", "30000": "6000", "1024": "256",
     "qwen3-30b-a3b": "reference", "8": "2", "ROUTING.parquet": ROUTING,
 }  # fmt: skip
 FEW_TOKENS = ["--prompt-tokens", "8", "--new-tokens", "4", "--repetitions", "1", "--slots", "96"]
@@ -62,7 +62,9 @@ def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path)
     lines = documented_commands()
-    assert "collect MODEL --data my.parquet --tokens 200000 --out traces" in lines
+    assert "collect MODEL --data my.parquet --tokens 30000 --out traces" in lines
+    without = 'generate MODEL --prompt "It is a truth" --bandwidth 500e6'
+    assert {without, f"{without} --predictor checkpoint"} <= set(lines)  # a gain that a CPU shows
     commands = [shortened(line) for line in lines]
     assert {command[0] for command in commands} == {
         "inspect", "collect", "train", "eval", "store", "generate", "advise", "bench", "simulate"

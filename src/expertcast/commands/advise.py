@@ -48,6 +48,10 @@ _OF_A_MODEL = (
     "predictor", "seed",
 )  # fmt: skip
 """Options that do not apply to a routing file."""
+_THIS_MACHINE = (
+    "measured on link 'instant' of this machine, where experts in memory need no forecasts; --bandwidth emulates the "
+    "link of other hardware"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,13 @@ class Options(TargetOptions):
             self._check_disk()
         elif self.save is not None and self.routing is not None:
             raise ExpertcastError("--save needs a model with its own routing, here routing is synthetic")
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the link is emulated: only with a speed or by name, otherwise advice is for this machine."""
+        config, ratio = self.offload, self.copy_over_compute
+        given = config.bandwidth is not None or config.latency or ratio is not None or config.link == "emulated"
+        return super().emulated and bool(given)
 
     def _check_disk(self) -> None:
         config = self.offload
@@ -149,11 +160,15 @@ def run(options: Options) -> Outcome:
     advice = advice_from(found)
     result = {**target.heading(process), **link, **advice.as_dict()}
     text = f"{options.target}, routing: {result['routing']}\n{advice.text()}"
+    if link["link"] == "instant":
+        text += "\n" + _THIS_MACHINE
     if options.draft:
         result["drafts"], drafts = _advise_drafts(options, found)
         text += f"\n\n{drafts}"
     if options.save is not None:
         chosen = replace(advice.chosen.config(config), slots=found.case.slots, memory=None, store="memory")
+        if link["link"] == "instant":  # the link of a CPU, also without its name
+            chosen = replace(chosen, link=options.offload.link)
         chosen = replace(chosen, experts=options.offload.experts)
         chosen.save(options.save)
         text += f"\nwrote {options.save}"

@@ -92,10 +92,10 @@ def drafts_table(drafts: Json) -> str:
 
 
 def runs_table(runs: Json) -> str:
-    """Return a table with a row per run."""
+    """Return a table with a row per run, and a legend."""
     rows: list[tuple[str, ...]] = [
-        ("run", "TPOT ms", "quartiles", "compute", "copy", "idle", "TTFT s", "MB/token", "hits", "overlap", "link",
-         "x bound", "identical")
+        ("run", "TPOT ms", "quartiles", "mean", "compute", "copy", "idle", "TTFT s", "MB/token", "hits", "overlap",
+         "link", "x bound", "identical")
     ]  # fmt: skip
     for name, run in runs.items():
         first, third = run["tpot_quartiles_s"]
@@ -104,7 +104,7 @@ def runs_table(runs: Json) -> str:
                 name,
                 f"{run['tpot_s'] * 1e3:.2f}",
                 f"{first * 1e3:.1f}-{third * 1e3:.1f}",
-                *(f"{run[key] * 1e3:.2f}" for key in ("compute_s", "copy_s", "idle_s")),
+                *(f"{run[key] * 1e3:.2f}" for key in ("tpot_mean_s", "compute_s", "copy_s", "idle_s")),
                 f"{run['ttft_s']:.3f}",
                 f"{run['bytes_per_token'] / 1e6:.2f}",
                 f"{run['hit_rate']:.3f}",
@@ -112,7 +112,10 @@ def runs_table(runs: Json) -> str:
                 "yes" if run["identical"] else "no",
             )
         )
-    return aligned(rows)
+    legend = "TPOT ms: the median step; mean = compute + copy + idle in ms, which a few slow steps raise"
+    if any(run["not_given"] for run in runs.values()):
+        legend += "; ~: too noisy, give more --repetitions"
+    return f"{aligned(rows)}\n{legend}"
 
 
 def peer_text(found: Json) -> str:
@@ -124,8 +127,8 @@ def peer_text(found: Json) -> str:
 
 
 def _figure(run: Json, key: str) -> str:
-    """Return a figure, or the reason why it is missing."""
-    return str(run["not_given"].get(key) or _number(run[key]))
+    """Return a figure, or ~ if it is too noisy."""
+    return "~" if key in run["not_given"] else _number(run[key])
 
 
 def _number(value: float | None) -> str:

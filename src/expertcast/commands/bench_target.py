@@ -41,7 +41,7 @@ _OFFLOAD = Fields(
     experts=Option(metavar="FORM"),
     bandwidth=BANDWIDTH,
     latency=Option(metavar="S", read=not_negative),
-    link=Option(metavar="NAME", help="this command takes auto as emulated on the CPU, as cuda on a GPU"),
+    link=Option(metavar="NAME", help="auto is cuda on a GPU; on the CPU emulated, by advise only with a speed"),
 )
 _PROCESS = Fields(persistence=Option(metavar="P"), skew=Option(metavar="Z"), accuracy=Option(metavar="A"))
 
@@ -66,7 +66,7 @@ class TargetOptions(ModelOptions):
     offload: Annotated[OffloadConfig, _OFFLOAD]
     """Offloading of the experts."""
     copy_over_compute: Annotated[float | None, Option(metavar="R", read=positive_number)] = None
-    """Speed of the emulated link: K copies take R layers' time (default: 5)."""
+    """Speed of the emulated link: K copies take R layers' time (default: 5; advise: the real link)."""
     predictor: Annotated[str | None, Option(metavar="NAME|CKPT")] = None
     """Predictor, with the model's own routing (default: next_norm)."""
     process: Annotated[Given[RoutingOptions], _PROCESS]
@@ -209,7 +209,8 @@ class Target:
     def link(self, prompt_ids: Tensor, new_tokens: int) -> Json:
         """Return name and speed of the link; measure a layer's time for an emulated link without --bandwidth.
 
-        On CUDA `auto` is the link `cuda`, which times every copy; the link `kernel` cannot.
+        On CUDA `auto` is the link `cuda`, which times every copy; the link `kernel` cannot. On the CPU it is `instant`
+        where no link is emulated.
 
         Returns:
             `link`, its name, and if known `latency` in seconds, `bandwidth` in bytes per second, `copy_over_compute`
@@ -219,7 +220,8 @@ class Target:
 
         config = self.options.offload
         if not self.options.emulated:
-            name = "cuda" if config.link == "auto" else str(config.link)
+            real = "instant" if self.options.device_name == "cpu" else "cuda"
+            name = real if config.link == "auto" else str(config.link)
             found = {"link": name, "latency": config.latency or None, "bandwidth": config.bandwidth}
             return {name: value for name, value in found.items() if value is not None}
         link = {"link": "emulated", "latency": config.latency, "bandwidth": config.bandwidth}

@@ -222,9 +222,10 @@ PROBE_TOKENS, LAYER_TOKENS = 2048, 256
 FEWEST_TOKENS = 6000
 """Fewer tokens leave a split without documents."""
 NEXT = (
-    'expertcast generate reference --prompt "It is a truth" --predictor {checkpoint} --slots 96',
+    'expertcast generate reference --prompt "It is a truth" --predictor {checkpoint} --slots 96 '
+    "--bandwidth {bandwidth:.3g}",
     "expertcast eval {traces} --predictor {checkpoint} linear quasi_hidden",
-    "expertcast advise reference --predictor {checkpoint} --slots 96",
+    "expertcast advise reference --predictor {checkpoint} --slots 96 --bandwidth {bandwidth:.3g}",
     "expertcast simulate {traces} --sweep --out {sweep}",
 )
 
@@ -334,6 +335,6 @@ def _text(out: Path, evaluation: Evaluation, result: Json) -> str:
             f"link of {result['bandwidth'] / 1e6:.1f} MB/s",
             "\n".join([runs_table(result["runs"]), *forecast_lines(result["runs"])]),
             f"{result['seconds']:.0f} seconds; wrote {', '.join(map(str, wrote))}",
-            "next:" + "".join(f"\n    {command.format(**paths)}" for command in NEXT),
+            "next:" + "".join(f"\n    {command.format(**paths, bandwidth=result['bandwidth'])}" for command in NEXT),
         ]
     )

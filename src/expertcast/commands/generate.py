@@ -13,7 +13,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import COUNT, Count, DeploymentOptions, Model, Option
-from expertcast.commands.output import Outcome
+from expertcast.commands.output import Outcome, forecast_lines, offload_lines
 from expertcast.data.packed_experts import weight_bits
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, format_bytes
@@ -83,9 +83,11 @@ def run(options: Options) -> Outcome:
             **(options.sampling or {"do_sample": False}),
         )  # fmt: skip
         stats, timing, memory = offloaded.stats.as_dict(), streamer.as_dict(), held(offloaded)
+        notes = offload_lines(offloaded, config)
     text = tokenizer.decode(output[0], skip_special_tokens=True)
     result = {"text": text, "tokens": output[0].tolist(), "timing": timing, "memory": memory, "stats": stats}
-    return result, "\n".join(["", *account(timing, stats, memory), *draft_lines(stats)])
+    lines = [*account(timing, stats, memory), *forecast_lines({config.mode: result}), *notes, *draft_lines(stats)]
+    return result, "\n".join(["", *lines])
 
 
 def draft_lines(stats: Json) -> list[str]:

@@ -6,10 +6,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from expertcast.data.trace_writer import write_user_file
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.messages import Json, aligned
+from expertcast.predictors.messages import Json, aligned, format_bytes
+
+if TYPE_CHECKING:
+    from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.offloading import OffloadedModel
 
 Outcome = tuple[Json, str]
 """Result of a command, for --json, and the text to print."""
@@ -63,11 +68,14 @@ def describe_traces(traces: TraceDataset) -> str:
 
 
 def table(values: Json) -> str:
-    """Return names and values in two columns; nested values as JSON, cut at 100 characters."""
-    return aligned([(key, _shown(value)) for key, value in values.items()], left=2)
+    """Return names and values in two columns, without values that are None: sizes of names with `bytes` with a unit,
+    nested values as JSON, cut at 100 characters."""
+    return aligned([(key, _shown(key, value)) for key, value in values.items() if value is not None], left=2)
 
 
-def _shown(value: object) -> str:
+def _shown(key: str, value: object) -> str:
+    if "bytes" in key and isinstance(value, int):
+        return format_bytes(value)
     text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
     return text[:97] + "..." if text is not value and len(text) > 100 else text
 
@@ -86,3 +94,20 @@ def forecast_lines(runs: Json) -> list[str]:
             left_out = ", ".join(f"{count} as {reason}" for reason, count in governor["left_out"].items())
             lines.append(f"forecasts of {name}: {made}; left out: {left_out or 'none'}")
     return lines
+
+
+def offload_lines(offloaded: OffloadedModel, config: OffloadConfig) -> list[str]:
+    """Return a line if all experts fit the slots; otherwise one if the link prevents all forecasts of a predictor."""
+    from expertcast.runtime.policies.settings import AUTO
+
+    experts, link = offloaded.store.layers * offloaded.store.experts, offloaded.link
+    if config.cache and offloaded.pool.count >= experts:
+        return [f"all {experts} experts fit: nothing is offloaded"]
+    policies = offloaded.policies
+    read = offloaded.executed_layers or policies.eviction.cls.reads_forecasts or policies.pre_eviction.name != "none"
+    if offloaded.predictor is None or link.overlaps or config.forecasts != AUTO or read:
+        return []
+    return [
+        f"forecasts: none, link {link.name!r} copies in the model's thread and can hide nothing; --bandwidth emulates "
+        "another"
+    ]

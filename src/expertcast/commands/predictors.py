@@ -20,7 +20,7 @@ from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name
 from expertcast.checkpoints.hub import HubName
-from expertcast.checkpoints.results import layer_table, link_table, tokens_table
+from expertcast.checkpoints.results import LINK_LEGEND, layer_table, link_table, tokens_table
 from expertcast.commands.options import Count, Data, ModelOptions, Option, StoredOptions, TextColumn
 from expertcast.commands.output import say
 from expertcast.data.experts import experts_of
@@ -520,7 +520,8 @@ def scores_ahead(
         evaluation = evaluate(predictors, batches, source.view, ahead=distance, windows=windows)
         if len(ahead) > 1:
             tables.append(f"{distance} layer{'s' * (distance > 1)} ahead")
-        tables += [make(evaluation.as_dict()).text() for make in (layer_table, link_table)]
+        shown = evaluation.as_dict()
+        tables += [layer_table(shown).text(), f"{link_table(shown).text()}\n{LINK_LEGEND}"]
         if result:
             result.setdefault("further", {})[str(distance)] = evaluation.as_dict()
         else:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from expertcast.commands.numbers import not_negative_whole
 from expertcast.commands.options import COUNT, DeploymentOptions, Model, Option
-from expertcast.commands.output import Outcome, say
+from expertcast.commands.output import Outcome, forecast_lines, offload_lines, say
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import format_bytes
 
@@ -98,7 +98,7 @@ def run(options: Options) -> Outcome:
     """Load the model offloaded and serve it until Ctrl-C or SIGTERM."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install 'expertcast[serve]'")
+        raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install '.[serve]' in the checkout")
     from expertcast.runtime.serving.server import ModelServer, listen
 
     config, prompts = options.configuration(), options.prompts()
@@ -121,12 +121,15 @@ def run(options: Options) -> Outcome:
         pool, store = offloaded.pool, offloaded.store
         in_slots = format_bytes(pool.count * store.layout.block_bytes)
         say(f"{pool.count} of {store.layers * store.experts} experts in slots, {in_slots}")
+        for line in offload_lines(offloaded, config):
+            say(line)
         server.run(listening, ready=lambda address: say(f"serving {name} on {address}"))
         server.close()
         counts, stats = server.requests.counts, offloaded.stats.as_dict()
     requests, tokens = counts.total(counts.ended), counts.total(counts.generated_tokens)
     result = {"requests": requests, "generated_tokens": tokens, "stats": stats}
-    return result, f"answered {requests} requests, {tokens} tokens"
+    answered = f"answered {requests} requests, {tokens} tokens"
+    return result, "\n".join([answered, *forecast_lines({config.mode: result})])
 
 
 def _close(offloaded: OffloadedModel) -> None:

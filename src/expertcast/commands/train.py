@@ -114,9 +114,9 @@ def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
             used = {"predictor": name, "seed": options.fit.seed, "tokens": fitted.report["tokens"]}
             settings_used = {**used, **predictor.config.as_dict()}
             log_evaluation(options.fit.log_folder, name, metrics, settings_used)
-    text = (
-        f"{table}\n\n{ledger_table(ledger).text()}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
-    )
+    scored = f"scored on split {metrics['split']!r}, {metrics['tokens']} tokens"
+    fitted_in = f"fitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
+    text = "\n\n".join([table, ledger_table(ledger).text(), scored, fitted_in])
     return {"checkpoint": str(options.out), "training": fitted.report, **metrics}, text
 
 

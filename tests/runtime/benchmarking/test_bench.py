@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -170,8 +171,22 @@ def test_figures_that_cannot_be(tpots_s: list[float], overlap: float | str, over
         else:
             assert got[name] == pytest.approx(expected)
             assert name not in got["not_given"]
-    row = runs_table({"run": got})
-    assert ("too noisy" in row) == bool(got["not_given"])
+    table = runs_table({"run": got})
+    assert ("  ~" in table) == ("~: too noisy" in table) == bool(got["not_given"])
+
+
+def test_the_parts_of_a_step_stand_beside_their_sum() -> None:
+    """A few slow steps raise the mean, of which compute, copies and idle are parts, above the median."""
+    steps = [StepTimes([seconds], [0.0], wait=0.25, idle=0.5) for seconds in (1.0, 1.0, 31.0)]
+    run = made_run(steps, 1.75)
+    run.repetitions[0].decoding.steps_s[:] = [1.75, 1.75, 31.75]
+    names, row, legend = runs_table(
+        {"run": report(run, on_demand=None, truth=run.repetitions[0].decoding, link_rate=None)}
+    ).splitlines()
+    found = dict(zip(re.split("  +", names), re.split("  +", row), strict=False))
+    assert (found["TPOT ms"], found["mean"]) == ("1750.00", "11750.00")
+    assert sum(float(found[name]) for name in ("compute", "copy", "idle")) == float(found["mean"])
+    assert "mean = compute + copy + idle" in legend
 
 
 def test_copying_less_is_no_overlap() -> None:

@@ -174,7 +174,7 @@ Run = Callable[[Any], dict[str, Any]]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Evaluates what the harness takes for a model on both kinds of task."""
     tmp_path = tmp_path_factory.mktemp("harness")
-    lm_eval = pytest.importorskip("lm_eval", reason="pip install 'expertcast[eval]'")
+    lm_eval = pytest.importorskip("lm_eval", reason="pip install '.[eval]'")
     from lm_eval.tasks import TaskManager
 
     data = tmp_path / "rows.jsonl"
@@ -262,5 +262,5 @@ def test_without_the_harness(
     with pytest.raises(ExpertcastError, match="prefill=0"):
         harness_model(reference_model, reference_tokenizer, prefill=0)
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
-    with pytest.raises(ExpertcastError, match=r"pip install 'expertcast\[eval\]'"):
+    with pytest.raises(ExpertcastError, match=r"pip install '\.\[eval\]' in"):
         harness_model(reference_model, reference_tokenizer)

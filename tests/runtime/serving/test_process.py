@@ -103,7 +103,7 @@ def test_an_address_that_is_taken(tmp_path: Path) -> None:
 def test_the_page_serves(tmp_path: Path) -> None:
     """The page's command, with another model, predictor and port."""
     (line,) = (line for line in commands_of("docs/serving.md") if line.startswith("serve MODEL"))
-    words = line.removeprefix("serve ").replace("checkpoint", "next_norm").replace("1024", "256").split()
+    words = line.removeprefix("serve ").replace("checkpoint", "next_norm").split()
     with process(*words[1:], folder=tmp_path) as (_, address, _lines):
         answer = httpx2.post(f"{address}/v1/completions", json={**LONG, "max_tokens": 5}, timeout=WAIT_S)
         assert answer.json()["usage"]["completion_tokens"] == 5
