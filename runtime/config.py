@@ -281,7 +281,7 @@ class OffloadConfig:
     """With disk, the folder of the file, one per model (default: a temporary file)."""
     experts: str = EXPANDED
     """Form of the experts: expanded (the model's dtype); packed (codes and scales of a quantised checkpoint, in 4 or 8
-    bits); int4 or int8 (rounded); auto (packed if the checkpoint is quantised)."""
+    bits); int4 or int8 (rounded); auto (packed if a kernel takes the checkpoint's form)."""
     codec: str | None = None
     """With disk, compression of the experts: raw, bitsplit (bf16 without loss, two thirds of the bytes), or mxfp4 and
     fp8 (codes of a checkpoint in that form) (default: that of store_folder, else raw)."""

@@ -332,7 +332,7 @@ class ShowSteps(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: lightning.Trainer, *_of_the_batch: object) -> None:
         bar = self._bar
         bar.update(trainer.global_step - bar.n)
-        if bar.n - bar.initial != TIMED_STEPS or bar.disable:
+        if bar.disable or bar.n - bar.initial != TIMED_STEPS:  # a bar that is off has no `initial`
             return
         left_s = (time.time() - bar.start_t) / TIMED_STEPS * (bar.total - bar.n)
         if left_s >= LONG_S:

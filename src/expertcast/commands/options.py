@@ -303,7 +303,7 @@ class StoredOptions(ModelOptions):
     """Run the model offloaded from a folder of packed experts, for models larger than memory."""
     experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
     """Form of the experts: expanded (the model's dtype), packed (codes and scales of a quantised checkpoint), int8 or
-    int4 (rounded), auto (packed if the checkpoint is quantised). All but expanded run the model offloaded."""
+    int4 (rounded), auto (packed if a kernel takes the checkpoint's form). All but expanded run the model offloaded."""
 
     def opener(self, name: str) -> Callable[[OffloadConfig], OffloadedModel] | None:
         """Return a function from a configuration to the offloaded model `name`; None without --store-folder and

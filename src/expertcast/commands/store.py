@@ -72,7 +72,7 @@ class Options(ModelOptions):
     """Compression of the experts (default: bitsplit, or raw with another --experts than expanded)."""
     experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
     """Form of the experts: expanded (the model's dtype), packed (codes and scales of a quantised checkpoint), int8 or
-    int4 (rounded), auto (packed if the checkpoint is quantised)."""
+    int4 (rounded), auto (packed if a kernel takes the checkpoint's form)."""
     picture: Annotated[Path | None, Option(metavar="FILE.png", read=picture_file)] = None
     """Draw the distribution of the weights' exponents and the compression that it allows."""
 
