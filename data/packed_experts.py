@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.view import MoEView
 
 GROUPS = (256, 128, 64, 32)
 """Sizes of groups that torch's kernels take."""
@@ -465,11 +466,11 @@ def packed_nbytes(experts: nn.Module, count: int, bits: int) -> int:
     return packed + sum(each[0].nbytes for each in others)
 
 
-def weight_bits(modules: Sequence[nn.Module]) -> float:
-    """Return the bits per weight of the matrices of some experts modules, scales included."""
-    forms = [matrix.form for experts in modules for matrix in packed_matrices(experts).values()]
+def weight_bits(view: MoEView) -> float:
+    """Return the bits per weight of the experts' matrices of all layers, scales included."""
+    forms = [matrix.form for layer in view for matrix in packed_matrices(layer.experts).values()]
     if not forms:
-        return 8.0 * down_projection(modules[0]).dtype.itemsize
+        return 8.0 * down_projection(view[0].experts).dtype.itemsize
     return 8 * sum(form.nbytes for form in forms) / sum(form.outputs * form.inputs for form in forms)
 
 

@@ -41,9 +41,9 @@ from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.codecs import Codec, Part, make_codec
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import ExpertFile
-from expertcast.runtime.storage.layout import FULL
+from expertcast.runtime.storage.layout import FULL, SECTOR, sectors
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.reader import SECTOR, THREADS, DirectReader, Read, sectors
+from expertcast.runtime.storage.reader import THREADS, DirectReader, Read
 from expertcast.runtime.storage.store import ExpertStore
 
 MOST_READ = 256 << 20

@@ -487,12 +487,12 @@ class ExpertCache:
         layer = key // self.experts
         if self._shares is not None:
             self._held_per_layer[layer] += 1
-        full, nbytes = precision == FULL, self.pool.layout.nbytes_of(layer)
+        full = precision == FULL
         self._policies[layer].insert(key, full)
         try:
             if not full:
                 self._packed[key] = precision
-                nbytes = self.link.block_bytes(precision)
+            nbytes = self.link.copy_bytes(key, precision)
             self.copies[key] = self.link.submit(key, slot, urgent=urgent, precision=precision)
         except BaseException:
             self._free_slot(key)
@@ -532,9 +532,8 @@ class ExpertCache:
         if copy is None or not self.link.cancel(copy):
             return False
         # a key that is not in `_unused` was requested by a layer whose routing then changed
-        layer, full = key // self.experts, copy.precision == FULL
-        nbytes = self.pool.layout.nbytes_of(layer) if full else self.link.block_bytes(copy.precision)
-        count = self.stats.layers[layer]
+        nbytes = self.link.copy_bytes(key, copy.precision)
+        count = self.stats.layers[key // self.experts]
         count.bytes_moved -= nbytes
         if key in self._unused:
             count.prefetched -= 1

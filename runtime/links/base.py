@@ -131,6 +131,15 @@ class Link(ABC):
         """
         return self._store.layout.block_bytes if precision == FULL else self._store.copies(precision).block_bytes
 
+    def copy_bytes(self, key: int, precision: str) -> int:
+        """Return the bytes that a copy of this expert moves: in full precision, those that its layer uses.
+
+        Raises:
+            ExpertcastError: as :meth:`block_bytes`.
+        """
+        full = precision == FULL
+        return self._pool.layout.nbytes_of(key // self._store.experts) if full else self.block_bytes(precision)
+
     def expand(self, copy: Transfer) -> None:
         """Expand a packed copy that has arrived in its slot into the block that kernels read.
 
@@ -304,11 +313,10 @@ class Link(ABC):
 
     def _count(self, copy: Transfer, start: float, end: float) -> None:
         with self._counting:
-            layer, full = copy.key // self._store.experts, copy.precision == FULL
-            self.bytes_moved += self._pool.layout.nbytes_of(layer) if full else self.block_bytes(copy.precision)
+            self.bytes_moved += self.copy_bytes(copy.key, copy.precision)
             self.copies += 1
             self.busy_s += end - start
-            self._observe(copy.key, layer, start, end, copy.urgent)
+            self._observe(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
 
     def _observe(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
         """Report a copy to the observer, in any thread; keep its exception for :meth:`check`."""

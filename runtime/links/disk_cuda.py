@@ -28,9 +28,9 @@ from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.disk import check_disk, file_of
 from expertcast.runtime.storage.coded_reader import CodedRead
 from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.layout import FULL
+from expertcast.runtime.storage.layout import FULL, sectors
 from expertcast.runtime.storage.memory import HostMemory, PageLock
-from expertcast.runtime.storage.reader import PIECE, THREADS, Read, sectors
+from expertcast.runtime.storage.reader import PIECE, THREADS, Read
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer

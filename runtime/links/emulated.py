@@ -128,7 +128,7 @@ class EmulatedLink(Link):
 
     def _duration(self, copy: Transfer) -> float:
         extra = self._random.random() * self._jitter if self._jitter else 0.0
-        return self.latency + self.block_bytes(copy.precision) / self.bandwidth + extra
+        return self.latency + self.copy_bytes(copy.key, copy.precision) / self.bandwidth + extra
 
 
 def _fine_timer() -> None:

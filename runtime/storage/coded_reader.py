@@ -22,8 +22,9 @@ from torch import Tensor
 from expertcast.data.machine import usable_processors
 from expertcast.runtime.storage.codecs import Codec, Part
 from expertcast.runtime.storage.expert_file import ExpertFile
+from expertcast.runtime.storage.layout import SECTOR, sectors
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.reader import SECTOR, DirectReader, Read, sectors
+from expertcast.runtime.storage.reader import DirectReader, Read
 from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 # The plan of a codec: the pieces in which an expert is read, and the jobs that decode it.

@@ -38,8 +38,8 @@ from expertcast.data.trace_format import read_range
 from expertcast.predictors.artefacts import digest, open_file
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import Part
-from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.runtime.storage.reader import SECTOR, sectors, stamp_of
+from expertcast.runtime.storage.layout import SECTOR, BlockLayout, sectors
+from expertcast.runtime.storage.reader import stamp_of
 
 FILE_NAME = "experts.safetensors"
 PARTIAL = ".partial"

@@ -33,8 +33,8 @@ def is_better(precision: str, other: str) -> bool:
 
 ALIGNMENT = 256
 """Bytes. CUDA kernels need weights aligned to 16 bytes, CPU kernels to 64; CUDA's allocator aligns to 256."""
-_SECTOR = 4096
-"""Bytes: direct reads of a disk have multiples of this size."""
+SECTOR = 4096
+"""Bytes. Direct reads begin and end at a multiple of it, in the file and in memory. Disks need 512 or 4096."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class BlockLayout:
         if not self.by_layer:
             return self.block_bytes
         last = self.by_layer[layer][-1]
-        return min(-(-(last.offset + last.nbytes) // _SECTOR) * _SECTOR, self.block_bytes)
+        return min(sectors(last.offset + last.nbytes), self.block_bytes)
 
     def views(self, blocks: Tensor, layer: int = 0) -> dict[str, Tensor]:
         """Return a layer's parameters as strided views [S, ...] of S blocks: contiguous uint8 [S * block_bytes]."""
@@ -136,6 +136,11 @@ class ExpertsForm:
             ExpertcastError: see :meth:`BlockLayout.of`.
         """
         return cls(shape=view.shape, layout=BlockLayout.of(view), model_id=view.model_id)
+
+
+def sectors(nbytes: int) -> int:
+    """Round bytes up to whole sectors."""
+    return -(-nbytes // SECTOR) * SECTOR
 
 
 def aligned_bytes(count: int) -> int:

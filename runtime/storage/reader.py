@@ -19,13 +19,12 @@ from pathlib import Path
 from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
+from expertcast.runtime.storage.layout import SECTOR, sectors
 from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 # Direct reads of a file.
 
-SECTOR = 4096
-"""Bytes. Direct reads begin and end at a multiple of it, in the file and in memory. Disks need 512 or 4096."""
 PIECE = 2 << 20
 """Maximum bytes of one request; larger ranges are divided among threads."""
 
@@ -76,11 +75,6 @@ def stamp_of(file: int) -> tuple[int, int]:
     """Return size in bytes and modification time in nanoseconds of an open file; they change when it is written."""
     found = os.fstat(file)
     return found.st_size, found.st_mtime_ns
-
-
-def sectors(nbytes: int) -> int:
-    """Round bytes up to whole sectors."""
-    return -(-nbytes // SECTOR) * SECTOR
 
 
 THREADS = 4

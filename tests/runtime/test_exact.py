@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     StaticCache,
-)  # fmt: skip
+)
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.moe_layers import find_moe_layers

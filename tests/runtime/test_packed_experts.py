@@ -127,7 +127,7 @@ FORMS: dict[str, tuple[Callable[[Path], str], list[tuple[str, str]]]] = {
         [(_INT4_ZEROS, _INT4_ZEROS)] * 2,
     ),
 }
-"""What makes a checkpoint, and how each layer's gate_up_proj and down_proj lie packed."""
+"""Writer of a checkpoint, and the packed forms of gate_up_proj and down_proj, by layer."""
 
 
 def _resident(path: str, offloaded: OffloadedModel, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -168,6 +168,7 @@ def test_only_the_bytes_of_a_layers_own_form_move(store: str, tmp_path: Path) ->
         wide, narrow = map(layout.nbytes_of, range(2))
         assert narrow < wide <= layout.block_bytes
         assert [len(offloaded.store.block(key)) for key in (0, offloaded.store.experts)] == [wide, narrow]
+        assert [offloaded.link.copy_bytes(key, "full") for key in (0, offloaded.store.experts)] == [wide, narrow]
         greedy(offloaded, IDS, 4)
         copied = [layer.bytes_moved for layer in offloaded.stats.layers]
         assert [count % size for count, size in zip(copied, (wide, narrow), strict=True)] == [0, 0]

@@ -202,9 +202,9 @@ def test_sizes(experts: str) -> None:
     scales = (64 * 1 + 64 * 1) * 2 * (bits // 4)
     nbytes = (64 * 64 + 64 * 32) * bits // 8 + scales
     assert packed_nbytes(find_moe_layers(model)[0].experts, first.num_experts, bits) == nbytes
-    assert weight_bits([first.experts]) == pytest.approx(8 * nbytes / (64 * 64 + 64 * 32))
+    assert weight_bits(find_moe_layers(packed)) == pytest.approx(8 * nbytes / (64 * 64 + 64 * 32))
     assert nbytes <= BlockLayout.of(find_moe_layers(packed)).block_bytes < nbytes + 4 * 256
-    assert weight_bits([find_moe_layers(model)[0].experts]) == 16
+    assert weight_bits(find_moe_layers(model)) == 16
 
 
 def test_outputs_stay_near(experts: str) -> None:

@@ -253,7 +253,7 @@ class Target:
             "shape": self.view.shape.as_dict(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "experts_form": self.options.offload.experts,
-            "weight_bits": weight_bits([layer.experts for layer in self.view]),
+            "weight_bits": weight_bits(self.view),
             "block_bytes": self.store.layout.block_bytes,
             "routing": "the model's own routers" if process is None else process.tables.source,
         }

@@ -159,7 +159,7 @@ def held(offloaded: OffloadedModel) -> Json:
         "slots": pool.count,
         "experts": store.layers * store.experts,
         "expert_bytes": store.layout.block_bytes,
-        "weight_bits": weight_bits([layer.experts for layer in offloaded.view]),
+        "weight_bits": weight_bits(offloaded.view),
         "device": str(next(offloaded.view[0].router.parameters()).device),
         "device_bytes": pool.count * store.layout.block_bytes,
         "draft_bytes": drafts,

@@ -523,9 +523,9 @@ def scores_ahead(
         shown = evaluation.as_dict()
         tables += [layer_table(shown).text(), f"{link_table(shown).text()}\n{LINK_LEGEND}"]
         if result:
-            result.setdefault("further", {})[str(distance)] = evaluation.as_dict()
+            result.setdefault("further", {})[str(distance)] = shown
         else:
-            result = dict(evaluation.as_dict())
+            result = dict(shown)
     return result, "\n\n".join([*tables, *_notes(source)])
 
 

@@ -98,8 +98,7 @@ def run(options: Options) -> Outcome:
     config = options.configuration()
     with options.offloaded(options.model, config, "cpu") as offloaded:
         store = offloaded.store
-        stored, histogram = store.stored_nbytes, _histogram(store)
-        bits = weight_bits([layer.experts for layer in offloaded.view])
+        stored, histogram, bits = store.stored_nbytes, _histogram(store), weight_bits(offloaded.view)
         bound = None if histogram is None else histogram.bound
         result = {
             "store_folder": options.store_folder, "codec": config.codec, "experts_form": options.experts,

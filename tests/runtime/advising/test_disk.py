@@ -27,7 +27,7 @@ from expertcast.runtime.links.virtual import StoredExperts
 from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import ExpertFile
-from expertcast.runtime.storage.reader import SECTOR
+from expertcast.runtime.storage.layout import SECTOR
 from tests.runtime.made import decoding, layer_times
 from tests.runtime.storage.test_coded_store import _store
 

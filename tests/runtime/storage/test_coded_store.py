@@ -25,8 +25,9 @@ from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.storage.coded_reader import EVERYTHING, KINDS, CodedReader, PartBuffers, PartMemory
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME, ExpertFile, verify_store
+from expertcast.runtime.storage.layout import sectors
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.reader import DirectReader, sectors
+from expertcast.runtime.storage.reader import DirectReader
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.storage import reader as direct_reader
+from expertcast.runtime.storage.layout import SECTOR
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.reader import PIECE, SECTOR, DirectReader, Read
+from expertcast.runtime.storage.reader import PIECE, DirectReader, Read
 from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 from tests.runtime.faults import RaiseAt
 
