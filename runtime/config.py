@@ -243,7 +243,7 @@ class OffloadConfig:
     """auto, instant, emulated, disk (direct reads without the page cache), cuda, or kernel (the device decides and
     copies). auto is disk for a store on disk, else cuda on CUDA."""
     policies: Policies | str | None = None
-    """Cache policies, or the name of a preset (default: lru, prefetch of the forecast experts, every miss loaded)."""
+    """Cache policies, or the name of a preset (default: lrfu, prefetch of the forecast experts, every miss loaded)."""
     next_token: str | Path | Predictor | None = None
     """Checkpoint of a next_token predictor, local or on the hub: it loads likely experts at the start of a token, and
     the eviction policy `forecast` uses it."""
@@ -351,7 +351,7 @@ class OffloadConfig:
         if self.resolved_codec() == "raw" and not isinstance(self.store, ExpertStore):
             raise ExpertcastError(f"pools={self.pools!r} need compressed experts: give a codec, such as 'bitsplit'")
         policies = self.resolved_policies()
-        if policies.eviction.name != "lru" or policies.scope != "global" or policies.miss.cls.lossy:
+        if str(policies.eviction) != Policies.eviction or policies.scope != "global" or policies.miss.cls.lossy:
             raise ExpertcastError("pools have their own eviction: leave eviction, scope and lossy misses out")
         if not self.cache:
             raise ExpertcastError("pools need cache=True: leave one of the two out")
@@ -678,10 +678,11 @@ def _disk_link(config: OffloadConfig, device: str) -> Link:
 def _only_on_host(config: OffloadConfig) -> str | None:
     """Return the first option that link 'kernel' does not support; None: it supports all."""
     policies = config.resolved_policies()
-    chosen = (policies.eviction.cls, policies.prefetch.cls, policies.miss.cls, policies.routing.cls)
+    chosen = (policies.prefetch.cls, policies.miss.cls, policies.routing.cls)
     plain = policies.scope == "global" and policies.pre_eviction.name == "none"
-    if not plain or chosen != (LRU, TopK, Fetch, Standard):
-        return "policies other than global lru, top_k prefetches and every miss fetched"
+    plain = plain and str(policies.eviction) in (LRU.name, Policies.eviction)  # the link's own eviction is LRU
+    if not plain or chosen != (TopK, Fetch, Standard):
+        return "policies other than the default ones and lru"
     used = {
         "next_token": config.next_token is not None,
         "refit": config.refit > 0,

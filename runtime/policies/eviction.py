@@ -445,6 +445,90 @@ class LFRU(LFU):
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class LRFUConfig(PolicyConfig):
+    """Options of :class:`LRFU`."""
+
+    half_life: float = number(16.0, "[0.1, 65536]")
+    """Forward passes after which a use counts half. Smaller values approach LRU, larger ones LFU."""
+
+
+class LRFU(EvictionPolicy):
+    """Evicts the expert with the lowest decayed number of uses: a use counts half after each `half_life` passes.
+
+    The sum over uses survives an eviction. All sums decay alike, so their order changes by uses only: the policy keeps
+    log2 of the sum of 2^(time / half_life) over uses. A use takes O(1); a decision corrects the order of experts that
+    were used since, O(log n) each. Prefetched experts without a use come first. Ties by age of the copy.
+
+    With 16 passes, hits on the bundled model are .80 where LRU has .74 and LFRU .80 (25% of the experts in slots), .55
+    where they have .37 and .51 (10%); on recorded routing of two large models it is level with LRU or better.
+
+    Source: Lee et al., LRFU: a spectrum of policies that subsumes the LRU and LFU policies (2001).
+    """
+
+    name = "lrfu"
+    config_class = LRFUConfig
+    config: LRFUConfig
+
+    def __init__(self, config: LRFUConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
+        self._pass = 0
+        self._now = 0.0
+        """Time in half-lives. A pass takes one unit, and its layers run at equal distances."""
+        self._uses: dict[int, float] = {}
+        """log2 of each expert's sum."""
+        self._heap: list[_Entry] = []
+        """An expert's entry may have an earlier, lower sum; entries that are not in `_valid` are outdated."""
+        self._valid: dict[int, _Entry] = {}
+        """Entry of each resident."""
+        self._count = 0
+
+    def start_pass(self, fresh: bool) -> None:
+        self._pass += 1
+
+    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
+        self._now = (self._pass + layer / self.shape.layers) / self.config.half_life
+
+    def insert(self, key: int, full: bool = True) -> None:
+        self._count += 1
+        entry = self._valid[key] = (self._uses.get(key, -math.inf), self._count, key)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._valid) + _SLACK:
+            self._heap = list(self._valid.values())
+            heapq.heapify(self._heap)
+
+    def use(self, keys: Sequence[int]) -> None:
+        uses, now = self._uses, self._now
+        for key in keys:
+            uses[key] = now + math.log2(1.0 + 2.0 ** (uses[key] - now)) if key in uses else now
+
+    def remove(self, key: int) -> None:
+        del self._valid[key]
+
+    def clear(self) -> None:
+        self._heap.clear()
+        self._valid.clear()
+
+    def victim(self, protected: Container[int]) -> int | None:
+        heap, passed = self._heap, list[_Entry]()
+        found = None
+        while heap and found is None:
+            entry = heap[0]
+            key, uses = entry[2], self._uses.get(entry[2], -math.inf)
+            if self._valid.get(key) is not entry:
+                heapq.heappop(heap)
+            elif uses > entry[0]:
+                self._valid[key] = (uses, entry[1], key)
+                heapq.heapreplace(heap, self._valid[key])
+            elif key in protected:
+                passed.append(heapq.heappop(heap))
+            else:
+                found = key
+        for entry in passed:
+            heapq.heappush(heap, entry)
+        return found
+
+
 class LHU(LFU):
     """Evicts the expert with the fewest uses at full precision; ties by LRU.
 

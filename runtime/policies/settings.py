@@ -14,6 +14,7 @@ from expertcast.runtime.policies.eviction import (
     LFRU,
     LFU,
     LHU,
+    LRFU,
     LRU,
     PRE_EVICTION,
     SCOPES,
@@ -38,6 +39,7 @@ EVICTION: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
     Marking,
     LFU,
     LFRU,
+    LRFU,
     LHU,
     FLD,
     Score,
@@ -93,7 +95,7 @@ class Policies:
         ('lfu', False)
     """
 
-    eviction: PolicyField[EvictionPolicy] = PolicyField(EVICTION, "lru")
+    eviction: PolicyField[EvictionPolicy] = PolicyField(EVICTION, "lrfu")
     """Policy that selects the expert to evict."""
     prefetch: PolicyField[PrefetchPolicy] = PolicyField(PREFETCH, "top_k")
     """Policy that selects the forecast experts to prefetch; unused without a predictor."""

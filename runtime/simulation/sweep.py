@@ -149,7 +149,8 @@ def refusal(case: Case, shape: ModelShape) -> str | None:
     """Return why a case cannot run, or None if it can."""
     if case.policies.eviction.name == BELADY and case.policies.lossy:
         return "belady needs the experts in advance, but lossy policies change them: choose another eviction policy"
-    if case.pooled and (case.policies.eviction.name != "lru" or case.policies.scope != "global" or case.policies.lossy):
+    own = str(case.policies.eviction) != Policies.eviction or case.policies.scope != "global"
+    if case.pooled and (own or case.policies.lossy):
         return "pools decide what stays in a slot: leave eviction, scope and lossy misses out"
     try:
         check_slots(case.slots, shape.top_k)

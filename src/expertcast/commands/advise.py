@@ -256,7 +256,7 @@ def _run_for_disk(
 
 _WORTH = 0.02
 """Share of the bytes that a policy must save over the simplest one to be advised."""
-_SIMPLE = ("lru", "global")
+_SIMPLE = ("lrfu", "global")
 _ADVISED = ("policy", "scope", "memory_bytes", "hits", "bytes_per_step", "copy_s")
 
 

@@ -148,7 +148,7 @@ ON_DEMAND = "on demand"
 def waiting(
     options: Options, predictors: Mapping[str, Predictor], traces: TraceDataset, split: str, ahead: int
 ) -> dict[str, Json]:
-    """Simulate decoding with a quarter of the experts cached (LRU): recall@k and waiting per token.
+    """Simulate decoding with a quarter of the experts cached: recall@k and waiting per token.
 
     Args:
         options: the link.

@@ -72,7 +72,7 @@ class PolicyOptions:
     """Policies; several of a kind are all combined."""
 
     policy: _Named = ()
-    """Eviction: choice of the expert that loses its slot (default: lru)."""
+    """Eviction: choice of the expert that loses its slot (default: lrfu)."""
     prefetch: _Named = ()
     """Prefetches: choice among the experts of a forecast (default: top_k with --predictor)."""
     miss: _Named = ("fetch",)
@@ -334,6 +334,7 @@ class Options(QualityOptions):
 def run(options: Options) -> Outcome:
     """Simulate every case that can run; the result names the others with a reason."""
     from expertcast.runtime.config import pack_experts, size_bytes
+    from expertcast.runtime.policies import Policies
     from expertcast.runtime.simulation.figures import write_figures
     from expertcast.runtime.simulation.sweep import CAPACITIES, refusal, sweep, with_bounds
     from expertcast.runtime.simulation.trace import load_trace
@@ -342,7 +343,7 @@ def run(options: Options) -> Outcome:
     _check(options)
     if is_routing_file(options.traces):
         return _simulate_routing(options)
-    evictions = swept_evictions(options.next_token is not None) if options.sweep else ["lru"]
+    evictions = swept_evictions(options.next_token is not None) if options.sweep else [Policies.eviction]
     chosen = list(options.policies.chosen(options.predictor, evictions))
     if options.next_token is not None and not any(each.policies.eviction.cls.reads_tokens for each in chosen):
         raise ExpertcastError("--next-token serves only --policy forecast here: add that, or leave --next-token out")
@@ -519,6 +520,7 @@ def _simulate_routing(options: Options) -> Outcome:
     Raises:
         ExpertcastError: options that need a traces folder, a damaged file, or what a replay refuses.
     """
+    from expertcast.runtime.policies import Policies
     from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES
 
     _check_routing(options)
@@ -527,7 +529,7 @@ def _simulate_routing(options: Options) -> Outcome:
     if not (options.capacity or options.memory or options.slots):
         shares = CAPACITIES if options.sweep else (CAPACITY,)
     sizes = memories(routing, total, options.memory, shares, options.slots)
-    policies = options.policies.policy or ([*routing_policies(), BELADY] if options.sweep else ["lru"])
+    policies = options.policies.policy or ([*routing_policies(), BELADY] if options.sweep else [Policies.eviction])
     cases = list(itertools.product(policies, options.policies.scope))
     rows = []
     for bandwidth in options.machine.bandwidth or (BANDWIDTHS["pcie4"],):

@@ -48,6 +48,8 @@ class History:
     """Time and forward of the last forecast for a resident."""
     uses: list[tuple[int, int, bool]] = field(default_factory=list)
     """Key, number of earlier events of its layer, and whether it was in full precision."""
+    used_at: dict[int, list[float]] = field(default_factory=dict)
+    """Times of each key's uses in forwards: the forward plus the layer's share of it."""
     steps: dict[int, int] = field(default_factory=dict)
     """Number of events of each layer."""
     scores: dict[int, list[Sequence[float]]] = field(default_factory=dict)
@@ -69,6 +71,7 @@ class History:
             self.accessed[key] = (self.time, self.forward)
             self.event_of[key] = self.event
             self.uses.append((key, self.steps[key // self.experts], self.residents[key]))
+            self.used_at.setdefault(key, []).append(self.forward + key // self.experts / self.layers)
             self.learnt.append(key // self.experts)
 
     def touch(self, keys: Sequence[int]) -> None:
@@ -113,6 +116,11 @@ def lfu(history: History, key: int) -> tuple[float, ...]:
 def lfru(history: History, key: int) -> tuple[float, ...]:
     uses, last = lfu(history, key)
     return (uses / (history.event - history.event_of[key] + 1), uses, last)
+
+
+def lrfu(history: History, key: int) -> tuple[float, ...]:
+    uses = sum(2 ** (at / 2) for at in history.used_at.get(key, []))
+    return (round(uses, 9), history.inserted[key])
 
 
 def lhu(history: History, key: int) -> tuple[float, ...]:
@@ -181,6 +189,7 @@ ORDERS: dict[str, Order] = {
     "fifo": fifo,
     "lfu": lfu,
     "lfru": lfru,
+    "lrfu:half_life=2": lrfu,
     "lhu": lhu,
     "fld": fld,
     "fld:distance=absolute": fld_absolute,

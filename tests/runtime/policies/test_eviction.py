@@ -65,6 +65,16 @@ LFU = """
     a2 > b0     | b0* b2 > a2 c0 | c0* c1 > c2 b2
     a0 a2 > c1 a1 | b2 > a2       | c1* c2 > c0 a0
 """
+# Half-life 1: in forward p a use at a is worth 2^p, at b 1.26 and at c 1.59 times as much. In units of forward 1:
+# 1: a's 1, b's 1.26. 2: at a b0 b1 1.26, c0 c2 1.59: the b's. At b c0 c2. At c: b2 2.52, a0 a1 3, b0 3.78: b2 a0.
+# 3: at a b0 3.78, c0 c2 4.76: b0. At b: a2 4, c0 c2 4.76, a1 7: a2 c0. At c: c2 4.76, a1 7, b2 7.56: c2 a1.
+# 4: at a c1 6.35, b2 7.56, b0 8.82: c1 b2. At b: a0 11, c0 11.1, a2 12: a0. At c: c0, a2.
+LRFU = """
+    a0 a1       | b0 b1         | c0 c2 > a0 a1
+    a0 a1 > b0 b1 | b0* b2 > c0 c2 | c0* c2* > b2 a0
+    a2 > b0     | b0* b2 > a2 c0 | c0* c1 > c2 a1
+    a0 a2 > c1 b2 | b2* > a0      | c1* c2 > c0 a2
+"""
 # a0, b1 and c2 are in int4: they are worth nothing, however often they are used. c2 is the first to go from forward 2
 # on, unless an equal that was used longer ago is there: a0 at b in forward 2, then b2, loaded but not used so far.
 # 3: a2 once, b2 twice against a1 and b0 three times. 4: c1 once, a1 three times and the oldest; a0 never.
@@ -136,6 +146,7 @@ TRIALS = {
     "fifo": (LRU, 0, 24, 9, 24 * BLOCK),
     "marking": (MARKING, 5, 19, 4, 19 * BLOCK),
     "lfu": (LFU, 2, 22, 6, 22 * BLOCK),
+    "lrfu:half_life=1": (LRFU, 2, 22, 7, 22 * BLOCK),
     "lhu": (LHU, 7, 17, 2, 10 * BLOCK + 7 * LOW),
     "fld": (FLD, 8, 16, 1, 16 * BLOCK),
     "fld:distance=absolute": (ABSOLUTE, 5, 19, 4, 19 * BLOCK),

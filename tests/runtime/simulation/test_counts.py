@@ -114,7 +114,7 @@ FIRST: dict[str, int] = {"threshold": 2, "threshold:above=0.5": 1, "threshold:ab
 def test_misses(miss: str, counts: Counts) -> None:
     p_TE = torch.zeros(4, 5).scatter(1, torch.tensor(NEEDED), torch.tensor([0.4, 0.3, 0.1, 0.08, 0.02]).expand(4, 5))
     trace = _trace([torch.tensor([row[:3] for row in NEEDED])], [p_TE.log()], torch.tensor([0.7, 0.25, 0.05]))
-    assert _counts(trace, Policies(miss=miss), slots=3) == counts
+    assert _counts(trace, Policies(eviction="lru", miss=miss), slots=3) == counts
 
 
 @pytest.mark.parametrize(("routing", "counts"), ROUTINGS.items())
@@ -123,22 +123,22 @@ def test_routing(routing: str, counts: Counts) -> None:
     logits_TE = torch.tensor([[row.get(expert, 0.0) for expert in range(8)] for row in LOGITS])
     ids_TK, weights_TK = layer.route(logits_TE)
     trace = _trace([ids_TK], [logits_TE], weights_TK, view=MoEView((layer,), "tiny"))
-    assert _counts(trace, Policies(routing=routing), slots=3) == counts
+    assert _counts(trace, Policies(eviction="lru", routing=routing), slots=3) == counts
 
 
 @pytest.mark.parametrize(("prefetch", "expected"), PREFETCHES.items())
 def test_prefetches(prefetch: str, expected: tuple[Counts, int]) -> None:
     counts, prefetched = expected
     trace = _two_layers([0, 0, 0, 0], [0, 1, 3, 2], PLANNED)
-    assert _counts(trace, Policies(prefetch=prefetch), slots=4) == counts
-    total = simulate(trace, Policies(prefetch=prefetch), 4, _machine(2), predictor="made").decode.total
+    assert _counts(trace, Policies(eviction="lru", prefetch=prefetch), slots=4) == counts
+    total = simulate(trace, Policies(eviction="lru", prefetch=prefetch), 4, _machine(2), predictor="made").decode.total
     assert total.prefetched == prefetched
 
 
 @pytest.mark.parametrize(("prefetch", "prefetched"), FIRST.items())
 def test_first_prefetches(prefetch: str, prefetched: int) -> None:
     trace = _two_layers([0, 0], [0, 1], PLANNED[:2])
-    assert _counts(trace, Policies(prefetch=prefetch), slots=8) == (2, 0, 0, 0, 0, 8 * prefetched)
+    assert _counts(trace, Policies(eviction="lru", prefetch=prefetch), slots=8) == (2, 0, 0, 0, 0, 8 * prefetched)
 
 
 @pytest.mark.parametrize(("pre_eviction", "counts"), {"none": (2, 2, 0, 1, 0, 16), "gap": (1, 3, 1, 2, 0, 24)}.items())
@@ -150,7 +150,7 @@ def test_pre_eviction(pre_eviction: str, counts: Counts) -> None:
     needed: a collision, in the slot that is free.
     """
     trace = _two_layers([0, 1, 1], [0, 1, 0], ((0.25,) * 4, (0.03, 0.9, 0.04, 0.03), (0.03, 0.03, 0.9, 0.04)))
-    assert _counts(trace, Policies(prefetch="none", pre_eviction=pre_eviction), slots=3) == counts
+    assert _counts(trace, Policies(eviction="lru", prefetch="none", pre_eviction=pre_eviction), slots=3) == counts
 
 
 def test_every_policy_is_here() -> None:

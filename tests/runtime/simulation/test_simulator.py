@@ -171,7 +171,7 @@ def test_more_experts_than_slots_go_in_chunks() -> None:
 @pytest.mark.parametrize("slots", [2, 5, 9, 18])
 def test_against_a_second_lru(seed: int, slots: int) -> None:
     trace = made.random_trace(seed)
-    done = simulate(trace, Policies(prefetch="none"), slots, made.machine(3))
+    done = simulate(trace, Policies(eviction="lru", prefetch="none"), slots, made.machine(3))
     counts, steps_s = _lru(trace, slots, copy_s=3.0, layer_s=2.0)
     total = done.decode.total
     assert (total.hits, total.misses, total.collisions) == counts
