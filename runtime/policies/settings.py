@@ -209,20 +209,26 @@ def _activeevict(source: str, eviction: str = "importance", **changes: str) -> P
 
 
 PRESETS: dict[str, Preset] = {
-    "on_demand": Preset(policies=Policies(prefetch="none"), predictor=None, source="baseline: lru without forecasts"),
-    "moe_offloading": Preset(policies=Policies(scope="layer"), source="Eliseev and Mazur (2023), lru per layer"),
+    "on_demand": Preset(
+        policies=Policies(eviction="lru", prefetch="none"), predictor=None, source="baseline: lru without forecasts"
+    ),
+    "moe_offloading": Preset(
+        policies=Policies(eviction="lru", scope="layer"), source="Eliseev and Mazur (2023), lru per layer"
+    ),
     "moe_apex": Preset(
-        policies=Policies(prefetch="top_k:overfetch=1.5", scope="layer"),
+        policies=Policies(eviction="lru", prefetch="top_k:overfetch=1.5", scope="layer"),
         source="MoE-APEX, 1.5 K experts per token; the paper states no number",
     ),
     "zero_infinity": Preset(
         policies=Policies(eviction="fifo", prefetch=f"top_k:overfetch={MAX_OVERFETCH}"),
         source="ZeRO-Infinity, all experts of the next layer whatever its router chooses",
     ),
-    "specmd_1": _specmd("Eliseev and Mazur (2023)", Policies()),
+    "specmd_1": _specmd("Eliseev and Mazur (2023)", Policies(eviction="lru")),
     "specmd_2": _specmd("Zhu et al. (2025)", Policies(eviction="score", prefetch="percentile", miss="substitute")),
     "specmd_3": _specmd("HOBBIT (2024)", Policies(eviction="lhu", miss="cascade")),
-    "specmd_4": _specmd("Skliar et al. (2025)", Policies(prefetch="none", routing="cache_aware"), predictor=None),
+    "specmd_4": _specmd(
+        "Skliar et al. (2025)", Policies(eviction="lru", prefetch="none", routing="cache_aware"), predictor=None
+    ),
     "specmd_5": _specmd("Least-Stale", Policies(eviction="least_stale", prefetch="percentile")),
     "activeevict": _activeevict("ActiveEvict, eq. 8 to 21"),
     "activeevict_prediction_only": _activeevict("ActiveEvict ablation, forecast alone", "importance:alpha=0.0"),
