@@ -18,7 +18,7 @@ from torch import Tensor
 from expertcast.data.batch import capturing
 from expertcast.data.tracing import Program, Tensors, traced
 from expertcast.predictors.base import Forecast, Predictor, RouterState
-from expertcast.predictors.early_attention import LooksEarly
+from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.folded import Hints, folded_stand_in, hints
 from expertcast.predictors.view import MoEView
 
@@ -111,7 +111,7 @@ class TracedForecasts:
 
     def stand_in(self, state: RouterState) -> Tensor:
         """Return `predictor.stand_in(state)`; up to rounding where hints replace forecasts."""
-        held = self.predictor.held if isinstance(self.predictor, LooksEarly) else None
+        held: StandIn | None = getattr(self.predictor, "held", None)
         if held is None or self.hinted is None or len(state.residual_TD) > _FEW:
             (standing_TD,) = self._run("stand_in", lambda given: (self.predictor.stand_in(given),), state, state.layer)
             return standing_TD

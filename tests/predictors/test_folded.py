@@ -12,6 +12,7 @@ from expertcast.predictors.baselines import QuasiHidden
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
 from expertcast.predictors.folded import folded_stand_in, hints
+from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.training.scoring import Fitted
@@ -83,6 +84,25 @@ def test_hints_are_the_forecasts_experts(family: str, name: str, tokens: int) ->
         return
     for layer in range(len(view) - 1):
         assert recall(predictor, view, layer, STATES // tokens, tokens) >= 0.999
+
+
+@torch.no_grad()
+def test_hints_of_a_hybrid_are_those_of_its_members() -> None:
+    """Without them the runtime would trace a program for each layer and batch size in the first steps of a batch."""
+    view = find_moe_layers(tiny_model("qwen2_moe", torch.float32))
+    names = [("quasi_hidden", "early_attention")[layer % 2] for layer in range(1, len(view))]
+    choices = [{"ahead": 1, "layer": layer, "predictor": name, "recall": {}} for layer, name in enumerate(names, 1)]
+    configs = {name: SHAPES[name][1].as_dict() for name in names}
+    config = HybridConfig(candidates=tuple(dict.fromkeys(names)), choices=choices, member_configs=configs)
+    hybrid = Hybrid(config, view.shape)
+    for name, member in hybrid.members.items():
+        member.load_state_dict(random_predictor(name, view).state_dict())
+    hybrid.bind(view)
+    for layer in range(len(view) - 1):
+        assert recall(hybrid, view, layer, STATES) >= 0.999
+    early = hybrid.member("early_attention")
+    assert isinstance(early, EarlyAttention)
+    assert hybrid.held is early.held
 
 
 @torch.no_grad()
