@@ -272,7 +272,8 @@ class Grid:
                 if name == ON_DEMAND:
                     del options["predictor"]
                 own = copy.copy(store)  # one store object for each offload, with the same blocks
-                own._view = find_moe_layers(model)
+                if isinstance(own, BorrowedStore):
+                    own._view = find_moe_layers(model)  # its experts become views of the store again at the end
                 config = OffloadConfig(
                     store=own, bandwidth=bandwidth, cache=setting.capacity > 0, slots=slots, **options
                 )

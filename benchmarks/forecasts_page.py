@@ -11,6 +11,7 @@ S fixed sides, T turns, N ratios: the measured one, then those of bootstrap samp
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +80,7 @@ class Compared:
 
     def ms(self, name: str, key: str = "seconds") -> float:
         """Return the milliseconds of a step of a side; `key` "waited_s": of its waiting."""
-        return 1e3 * statistics.mean(self.run["sides"][name][key]) / (TURN - 1)
+        return float(1e3 * statistics.mean(self.run["sides"][name][key]) / (TURN - 1))
 
     @property
     def best(self) -> str:
@@ -185,7 +186,11 @@ def _setting(run: Json) -> list[str]:
 
 def targets(compared: list[Compared]) -> list[str]:
     """Return a line for each target: settings that meet it, and those that miss it with their ratio."""
-    parts = {"all steps": lambda each: None, "first 48": lambda each: each.first, "later": lambda each: each.later}
+    parts: dict[str, Callable[[Compared], Turns | None]] = {
+        "all steps": lambda each: None,
+        "first 48": lambda each: each.first,
+        "later": lambda each: each.later,
+    }
     lines = [f"- tokens differ in {sum(not each.run['identical'] for each in compared)} of {len(compared)} settings"]
     for name, part in parts.items():
         demand = [each.over(ON_DEMAND, part(each)) for each in compared]
