@@ -1,35 +1,40 @@
 """Time per token on demand, with each way to forecast always, and with `forecasts="auto"`, over a grid of settings.
 
-    python -m benchmarks.forecasts --out benchmarks/results/forecasts.json
-    python -m benchmarks.forecasts --shape olmoe-1b-7b --layers 4 --prompt-tokens 8 --new-tokens 16 \
-        --links 1 2 5 10 disk disk:5e8 --accuracies .8 .9 .95 --out benchmarks/results/forecasts-large.json
+    python -m benchmarks.forecasts --checkpoints FOLDER --out benchmarks/results/forecasts.json
+    python -m benchmarks.forecasts --shape olmoe-1b-7b --layers 4 --prompt-tokens 8 --accuracies .8 .9 .95 \
+        --links 1 2 5 10 --out benchmarks/results/forecasts-large.json
 
-The bundled model decodes its own text with predictors trained here; a shape has random weights and drawn routing
+The bundled model reads text that its predictors have not seen; a shape has random weights and drawn routing
 (persistence .3), with forecasts of set accuracy. A link is R, how many times as long K copies take as one layer
-computes, or the disk, as it is or at so many bytes per second. Sides run in alternation and are compared by the median
-step over all repetitions. Every side must decode the same tokens. The file is written behind every setting; given
-again, the command goes on where it stopped.
+computes, or `disk`, as fast as it is, or `disk:RATE` in bytes per second.
+
+All sides of a setting are open at once, on copies of the model that share every weight and the experts' store, and take
+turns of 8 decode steps over the same tokens. The first step of a turn has cold caches and an idle link: it runs, and is
+left out of the figures of every side. All sides must predict the same tokens. The file keeps the seconds of every turn;
+:mod:`benchmarks.forecasts_page` computes ratios and intervals. The file is written after every setting, and the same
+command resumes it; once every setting is measured, the command only prints the tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import gc
 import itertools
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks.forecasts_page import AUTO, ON_DEMAND, TURN, page
 from benchmarks.results import ResultFile
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
@@ -45,21 +50,22 @@ from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.messages import Json
 from expertcast.runtime.benchmarking.bench import decode_resident
-from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, drawn
+from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn
 from expertcast.runtime.benchmarking.runs import BorrowedStore, balanced_bandwidth
 from expertcast.runtime.benchmarking.shapes import build_shape
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.offloading import offload
+from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.training.fit import fit_many
 
 RUNGS = ("quasi_hidden", "linear", "early_attention", "estimator")
 LADDER = "hybrid"
-"""The checkpoint that `auto` runs with: all of them."""
-ON_DEMAND, AUTO = "on_demand", "auto"
+"""Checkpoint for `auto`: all rungs in one predictor."""
+ALWAYS = "always"
+"""Side of a shape that makes every forecast."""
 DISK = "disk"
-KEPT = ("shape", "layers", "prompt_tokens", "new_tokens", "repetitions", "train_tokens", "threads")
-"""Runs of a file with the same ones are kept."""
+KEPT = ("shape", "layers", "prompt_tokens", "new_tokens", "train_tokens", "threads")
+"""Options that a resumed file must share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +82,11 @@ class Setting:
 
 
 class LentFile(DiskStore):
-    """A file of experts that one model's offloads use in turn; the model's own experts are views of it.
+    """File of experts for several offloads. The experts of the model and of its copies are views of the file.
 
     Args:
-        view: of the model, whose experts are written.
-        folder: for the file.
+        view: MoE layers of the model, whose experts are written.
+        folder: folder of the file.
     """
 
     def __init__(self, view: MoEView, folder: Path) -> None:
@@ -91,34 +97,93 @@ class LentFile(DiskStore):
                 layer.experts._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
     def pack(self, view: MoEView) -> None:
-        """The file is there already."""
+        """Do nothing: the file holds the experts already."""
 
     def unpack(self) -> None:
-        """The next offload finds it as it is."""
+        """Do nothing: the file stays, and the copy of the model is dropped."""
 
     def close(self) -> None:
-        """It stays as long as the process."""
+        """Do nothing: the file stays open until the process ends."""
+
+
+@dataclass
+class Side:
+    """One way to run a setting, and the times of its turns."""
+
+    offloaded: OffloadedModel
+    cache: DynamicCache
+    tokens: list[Tensor] = field(default_factory=list)
+    """Predicted tokens [B] of each step."""
+    turns: dict[str, list[float]] = field(default_factory=lambda: {"seconds": [], "waited_s": [], "first_s": []})
+    """By turn: seconds and seconds of waiting of all steps but the first, and seconds of the first step."""
+    hits: int = 0
+    requests: int = 0
+
+    @torch.no_grad()
+    def step(self, ids_BT: Tensor) -> float:
+        """Run one forward; return its seconds."""
+        start = time.perf_counter()
+        logits = self.offloaded.model(input_ids=ids_BT, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        predicted_B = logits.logits[:, -1].argmax(-1)
+        seconds = time.perf_counter() - start
+        self.tokens.append(predicted_B)
+        return seconds
+
+    def turn(self, ids_BT: Tensor) -> None:
+        """Run one step for each of the T tokens."""
+        first, *others = ids_BT.split(1, dim=1)
+        first_s = self.step(first)
+        before = self.offloaded.stats.total
+        seconds = sum(self.step(ids_B1) for ids_B1 in others)
+        after = self.offloaded.stats.total
+        values = {"seconds": seconds, "waited_s": after.waited_s - before.waited_s, "first_s": first_s}
+        for name, value in values.items():
+            self.turns[name].append(round(value, 7))
+        self.hits += after.hits - before.hits
+        self.requests += after.requests - before.requests
+
+    def figures(self, steps: int) -> Json:
+        """Return the turns, the hit rate, and the bytes moved per step of `steps`."""
+        hit_rate = self.hits / self.requests if self.requests else 0.0
+        return {**self.turns, "hit_rate": hit_rate, "bytes": self.offloaded.stats.total.bytes_moved / steps}
 
 
 class Grid:
-    """Measures the settings that are not known yet.
+    """Measures the settings that the file does not hold yet.
 
     Args:
-        args: of the command line.
-        folder: for traces and checkpoints.
+        args: arguments of the command line.
+        folder: temporary folder for traces, checkpoints and experts.
     """
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._args, self._folder = args, folder
         self._file = ResultFile(args.out, {name: getattr(args, name) for name in KEPT})
         torch.set_num_threads(args.threads)
-        if args.shape == REFERENCE:
-            self._model = load_model(REFERENCE)
-            self._sides: dict[str, Any] = self._trained()
-        else:
-            self._model = build_shape(args.shape, layers=args.layers)
-            self._sides = {}
-        self._view = find_moe_layers(self._model)
+
+    def measure(self) -> Json:
+        """Measure all settings, writing the file after each; return its values."""
+        runs: list[Json] = self._file.values["runs"]
+        known = [{name: run[name] for name in Setting.__slots__} for run in runs]
+        args = self._args
+        accuracies = [None] if args.shape == REFERENCE else args.accuracies
+        for values in itertools.product(args.links, args.capacities, args.batches, accuracies):
+            setting = Setting(*values)
+            if asdict(setting) not in known:
+                say(f"{setting}")
+                runs.append(self._row(setting))
+                self._file.write()
+        return self._file.values
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        if self._args.shape == REFERENCE:
+            return load_model(REFERENCE)
+        return build_shape(self._args.shape, layers=self._args.layers)
+
+    @cached_property
+    def _view(self) -> MoEView:
+        return find_moe_layers(self._model)
 
     @cached_property
     def _memory(self) -> BorrowedStore:
@@ -128,21 +193,9 @@ class Grid:
     def _disk(self) -> LentFile:
         return LentFile(self._view, self._folder / "store")
 
-    def measure(self) -> None:
-        """All settings, each written when it is done."""
-        runs: list[Json] = self._file.values["runs"]
-        known = [{name: run[name] for name in Setting.__slots__} for run in runs]
-        args = self._args
-        accuracies = [None] if self._sides else args.accuracies
-        for values in itertools.product(args.links, args.capacities, args.batches, accuracies):
-            setting = Setting(*values)
-            if asdict(setting) not in known:
-                say(f"{setting}")
-                runs.append(self._row(setting))
-                self._file.write()
-
-    def _trained(self) -> dict[str, Any]:
-        """Checkpoints by name, fitted on the bundled text where they do not lie in `--checkpoints`."""
+    @cached_property
+    def _checkpoints(self) -> dict[str, str]:
+        """Folders by predictor name; predictors that `--checkpoints` lacks are trained on the bundled text."""
         folder = self._args.checkpoints or self._folder
         if not all((folder / name).is_dir() for name in (*RUNGS, LADDER)):
             options = TextOptions(tokens=self._args.train_tokens)
@@ -153,103 +206,132 @@ class Grid:
                 save_predictor(own.predictor, folder / name, view=source.view)
         return {name: str(folder / name) for name in (*RUNGS, LADDER)}
 
-    def _prompt(self, batch: int) -> Tensor:
-        """[B, T]"""
+    @cached_property
+    def _balanced(self) -> float:
+        """Bytes per second of R = 1, the same for all settings of a run."""
+        ids_1T, tables = self._ids(1), self._tables(None)
+        prompt, steps = self._args.prompt_tokens, min(64, self._args.new_tokens)
+        with ExitStack() as stack:
+            if tables is not None:
+                stack.enter_context(RoutingProcess(self._model, self._view, tables))
+            return balanced_bandwidth(self._model, decode_resident(self._model, ids_1T[:, :prompt], steps))
+
+    def _ids(self, batch: int) -> Tensor:
+        """Return the tokens of the prompt and of all steps, [B, T]: unseen text, or random ones for a shape."""
+        length = self._args.prompt_tokens + self._args.new_tokens
         if self._args.shape != REFERENCE:
             generator = torch.Generator().manual_seed(0)
-            return torch.randint(self._model.config.vocab_size, (batch, self._args.prompt_tokens), generator=generator)
-        known = learned_documents(list(self._sides.values()))
-        ids = torch.tensor(bundled_ids(load_tokenizer(REFERENCE), batch * self._args.prompt_tokens, known))
-        return ids.view(batch, -1)
+            return torch.randint(self._model.config.vocab_size, (batch, length), generator=generator)
+        known = learned_documents(list(self._checkpoints.values()))
+        return torch.tensor(bundled_ids(load_tokenizer(REFERENCE), batch * length, known)).view(batch, length)
+
+    def _tables(self, accuracy: float | None) -> RoutingTables | None:
+        """Return the drawn routing of a shape; None for the bundled model."""
+        args = self._args
+        if args.shape == REFERENCE:
+            return None
+        options = RoutingOptions() if accuracy is None else RoutingOptions(accuracy=accuracy)
+        return drawn(self._view.shape, prompt=args.prompt_tokens, new_tokens=args.new_tokens, options=options)
 
     def _row(self, setting: Setting) -> Json:
-        args, prompt_BS = self._args, self._prompt(setting.batch)
-        process, sides = None, dict(self._sides)
-        if not sides:
-            options = RoutingOptions(accuracy=setting.accuracy)
-            tables = drawn(self._view.shape, prompt=args.prompt_tokens, new_tokens=args.new_tokens, options=options)
-            process = RoutingProcess(self._model, self._view, tables)
-            sides = {"always": process.predictor((1,))}
-        with process if process is not None else nullcontext():
-            common = self._link(setting.link, prompt_BS[:1]) | {"cache": setting.capacity > 0}
-            if setting.capacity:
-                common["slots"] = round(setting.capacity * self._view.shape.layers * self._view.shape.experts)
-            best = list(sides.values())[-1]
-            sides.pop(LADDER, None)
-            runs = {ON_DEMAND: OffloadConfig(**common)}
-            runs |= {name: OffloadConfig(**common, predictor=own, forecasts="always") for name, own in sides.items()}
-            runs[AUTO] = OffloadConfig(**common, predictor=best)
-            return self._compared(setting, runs, prompt_BS)
+        ids_BT, prompt = self._ids(setting.batch), self._args.prompt_tokens
+        with self._opened(setting) as sides:
+            for side in sides.values():
+                side.step(ids_BT[:, :prompt])
+                side.offloaded.reset_stats()
+            with _collected_garbage():
+                for number, turn_BT in enumerate(ids_BT[:, prompt:].split(TURN, dim=1)):
+                    for name in turn_order(list(sides), number):
+                        sides[name].turn(turn_BT)
+            texts = [torch.stack(side.tokens) for side in sides.values()]
+            return {
+                **asdict(setting),
+                "bandwidth": self._link(setting.link)[1],
+                "identical": all(torch.equal(text, texts[0]) for text in texts),
+                "chosen": sides[AUTO].offloaded.stats.as_dict()["forecasts"],
+                "sides": {name: side.figures(self._args.new_tokens) for name, side in sides.items()},
+            }
 
-    def _link(self, link: str, prompt_1S: Tensor) -> Json:
-        """The fields of a configuration that stand for it."""
+    @contextmanager
+    def _opened(self, setting: Setting) -> Iterator[dict[str, Side]]:
+        """Open all sides of a setting by name, on demand first and `auto` last."""
+        store, bandwidth = self._link(setting.link)
+        slots = round(setting.capacity * self._view.shape.layers * self._view.shape.experts) or None
+        tables = self._tables(setting.accuracy)
+        fixed = RUNGS if tables is None else (ALWAYS,)
+        with ExitStack() as stack:
+            sides = {}
+            for name in (ON_DEMAND, *fixed, AUTO):
+                model = sharing_copy(self._model)
+                options: Json = {"forecasts": "always"} if name in fixed else {}
+                if tables is not None:
+                    process = stack.enter_context(RoutingProcess(model, find_moe_layers(model), tables))
+                    options["predictor"] = process.predictor((1,))
+                else:
+                    options["predictor"] = self._checkpoints[LADDER if name in (AUTO, ON_DEMAND) else name]
+                if name == ON_DEMAND:
+                    del options["predictor"]
+                own = copy.copy(store)  # one store object for each offload, with the same blocks
+                if isinstance(own, BorrowedStore):
+                    own._view = find_moe_layers(model)  # its experts become views of the store again at the end
+                config = OffloadConfig(
+                    store=own, bandwidth=bandwidth, cache=setting.capacity > 0, slots=slots, **options
+                )
+                offloaded = stack.enter_context(offload(model, config))
+                sides[name] = Side(offloaded, DynamicCache(config=model.config))
+            yield sides
+
+    def _link(self, link: str) -> tuple[BorrowedStore | LentFile, float | None]:
+        """Return the store of a link and its bytes per second; None: as fast as the disk is."""
         name, _, rate = link.partition(":")
         if name == DISK:
-            return {"store": self._disk, "bandwidth": float(rate) if rate else None}
-        memory = self._memory
-        resident = decode_resident(self._model, prompt_1S, self._args.new_tokens)
-        return {"store": memory, "bandwidth": balanced_bandwidth(self._model, resident) / float(link)}
-
-    def _compared(self, setting: Setting, runs: dict[str, OffloadConfig], prompt: Tensor) -> Json:
-        steps: dict[str, list[list[float]]] = {name: [] for name in runs}
-        texts: dict[str, Tensor] = {}
-        stats: dict[str, Json] = {}
-        for _ in range(self._args.repetitions):
-            for name, config in runs.items():
-                with offload(self._model, config) as offloaded:
-                    seconds, texts[name] = decode(self._model, prompt, self._args.new_tokens, offloaded)
-                    steps[name].append(seconds)
-                    stats[name] = offloaded.stats.as_dict()
-        median = {name: statistics.median([s for own in found for s in own]) for name, found in steps.items()}
-        count = self._args.new_tokens - 1
-        computing = median[ON_DEMAND] - stats[ON_DEMAND]["waited_s"] / count
-        bandwidth = runs[ON_DEMAND].bandwidth
-        least = min(own["bytes_moved"] for own in stats.values()) / count
-        fixed = min(value for name, value in median.items() if name != AUTO)
-        return {
-            **asdict(setting), "bandwidth": bandwidth,
-            "ms": {name: 1e3 * value for name, value in median.items()},
-            "repetitions_ms": {name: [1e3 * statistics.median(own) for own in each] for name, each in steps.items()},
-            "bound_ms": 1e3 * max(computing, least / bandwidth if bandwidth else 0.0),
-            "auto_over_on_demand": median[AUTO] / median[ON_DEMAND],
-            "auto_over_best_fixed": median[AUTO] / fixed,
-            "identical": all(torch.equal(text, texts[ON_DEMAND]) for text in texts.values()),
-            "hit_rate": {name: own["hit_rate"] for name, own in stats.items()},
-            "chosen": stats[AUTO]["forecasts"],
-        }  # fmt: skip
+            return self._disk, float(rate) if rate else None
+        return self._memory, self._balanced / float(link)
 
 
-@torch.no_grad()
-def decode(model: PreTrainedModel, prompt_BS: Tensor, new_tokens: int, offloaded: Any) -> tuple[list[float], Tensor]:
-    """Greedy decoding: seconds of every step after the prompt's, and the tokens [B, new_tokens]."""
-    cache, inputs, seconds, tokens = DynamicCache(config=model.config), prompt_BS, [], []
-    for step in range(new_tokens):
-        start = time.perf_counter()
-        inputs = model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
-        seconds.append(time.perf_counter() - start)
-        tokens.append(inputs)
-        if not step:
-            offloaded.reset_stats()
-    return seconds[1:], torch.cat(tokens, dim=1)
+def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model with modules of its own and the same parameters."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def table(values: Json) -> str:
-    """Markdown: a row per setting."""
-    names = list(values["runs"][0]["ms"])
-    columns = ["link", "cached", "batch", "accuracy", *names, "bound", "auto / on demand", "auto / best fixed"]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for run in values["runs"]:
-        cells = [run["link"], f"{run['capacity']:.0%}", str(run["batch"]), str(run["accuracy"] or "")]
-        cells += [f"{run['ms'][name]:.1f}" for name in names] + [f"{run['bound_ms']:.1f}"]
-        cells += [f"{run[key]:.3f}" for key in ("auto_over_on_demand", "auto_over_best_fixed")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def turn_order(names: Sequence[str], turn: int) -> list[str]:
+    """Return the order of a turn: rotated by one every second turn, and reversed in odd turns.
+
+    Over 2n turns of n sides, every side has each place twice, once in an even and once in an odd turn, and follows
+    different sides.
+    """
+    shift = turn // 2 % len(names)
+    order = [*names[shift:], *names[:shift]]
+    return order[::-1] if turn % 2 else order
+
+
+@contextmanager
+def _collected_garbage() -> Iterator[None]:
+    """Collect garbage, and leave the objects of several models out of later collections: a run has only one."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def turns(text: str) -> int:
+    """Parse a number of steps that fills turns.
+
+    Raises:
+        argparse.ArgumentTypeError: fewer than two turns, or a part of one.
+    """
+    steps = positive(text)
+    if steps % TURN or steps < 2 * TURN:
+        raise argparse.ArgumentTypeError(f"{text} steps do not fill turns: give a multiple of {TURN} from {2 * TURN}")
+    return steps
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=new_file, required=True, help="JSON; gone on with where it stopped")
+    parser.add_argument("--out", type=new_file, required=True, help="JSON; an existing file is resumed")
     parser.add_argument("--shape", default=REFERENCE)
     parser.add_argument("--layers", type=positive, help="MoE layers of a shape")
     parser.add_argument("--links", nargs="+", default=["1", "2", "5", "10"], help="R, disk, or disk:BYTES_PER_SECOND")
@@ -257,22 +339,19 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=positive, nargs="+", default=[1])
     parser.add_argument("--accuracies", type=float, nargs="+", default=[0.9], help="of a shape's forecasts")
     parser.add_argument("--prompt-tokens", type=positive, default=64)
-    parser.add_argument("--new-tokens", type=positive, default=64)
-    parser.add_argument("--repetitions", type=positive, default=3)
+    parser.add_argument("--new-tokens", type=turns, default=192, help=f"decode steps, a multiple of {TURN}")
     parser.add_argument("--train-tokens", type=positive, default=100_000)
-    parser.add_argument("--checkpoints", type=Path, help="folder of checkpoints by predictor name; others are trained")
+    parser.add_argument("--checkpoints", type=Path, help="folder of checkpoints by predictor name; trained if missing")
     parser.add_argument("--threads", type=positive, default=1)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 with one line on standard error."""
+    """Run the command; return 0, or 2 with one line on standard error."""
     args = read_arguments(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-forecasts-") as folder:
-            grid = Grid(args, Path(folder))
-            grid.measure()
-            print(table(grid._file.values))
+            print(page(Grid(args, Path(folder)).measure()))
     except ExpertcastError as error:
         print(f"benchmarks.forecasts: {error}", file=sys.stderr)
         return 2

@@ -25,7 +25,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.batch import RouterCall
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors.base import Forecast, PredictorConfig
+from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.baselines import NextNorm
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.drift import DriftMonitor
@@ -75,21 +75,22 @@ class NoKernel(SlotKernel):
 
 
 class ListedForecasts(Speculator):
-    """Prepared forecasts: the next layer's true routing with some experts replaced."""
+    """Prepared hints: the next layer's true routing with some experts replaced."""
 
-    listed: list[Forecast | None]
+    listed: list[Tensor | None]
 
     def due(self, call: RouterCall, executed: object) -> int | None:
         return None if self.listed[call.layer] is None else call.layer + 1
 
-    def forecast(self, call: RouterCall, *_: object) -> Forecast | None:
+    def hint(self, call: RouterCall, *_: object) -> Tensor | None:
         return self.listed[call.layer]
 
 
 @dataclass(slots=True)
 class Step:
     calls: list[RouterCall]
-    forecasts: list[Forecast | None]
+    forecasts: list[Tensor | None]
+    """Ids [1, K] for the layer after each layer."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,8 +132,8 @@ def make_steps(tokens: int, missing: float) -> list[Step]:
     steps = []
     for _ in range(tokens):
         now = [_moved_on(ids, missing, rng) for ids in now]
-        forecasts: list[Forecast | None] = [
-            _forecast(layer + 1, _moved_on(now[layer + 1], 0.1, rng)) for layer in range(LAYERS - 1)
+        forecasts: list[Tensor | None] = [
+            torch.tensor([_moved_on(now[layer + 1], 0.1, rng)]) for layer in range(LAYERS - 1)
         ]
         steps.append(Step([_call(layer, ids) for layer, ids in enumerate(now)], [*forecasts, None]))
     return steps
@@ -198,13 +199,6 @@ def _call(layer: int, ids: list[int]) -> RouterCall:
     return RouterCall(
         layer=layer, sequences=1, tokens=1, residual_TD=nothing, router_input_TD=nothing,
         logits_TE=torch.zeros(1, EXPERTS), weights_TK=torch.full((1, TOP_K), 1 / TOP_K), ids_TK=torch.tensor([ids]),
-    )  # fmt: skip
-
-
-def _forecast(layer: int, ids: list[int]) -> Forecast:
-    return Forecast(
-        layer=layer, logits_TE=torch.zeros(1, EXPERTS), topk_ids_TK=torch.tensor([ids]),
-        topk_weights_TK=torch.rand(1, TOP_K),
     )  # fmt: skip
 
 

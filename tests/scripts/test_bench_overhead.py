@@ -1,0 +1,16 @@
+"""The overhead script runs the present engine, and its runs copy the experts that they claim."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from scripts.bench_overhead import main
+
+
+def test_every_run_copies_its_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--tokens", "12", "--repetitions", "1"]) == 0
+    copied = dict(re.findall(r"^(\w+): .*, ([.\d]+) of the requested experts copied$", capsys.readouterr().out, re.M))
+    assert list(copied) == ["on_demand", "prefetch", "prefetch_followed"]
+    assert float(copied["on_demand"]) == pytest.approx(0.5, abs=0.05)
+    assert float(copied["prefetch"]) == float(copied["prefetch_followed"]) == pytest.approx(0.6, abs=0.05)
