@@ -497,7 +497,7 @@ def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor
         parts = zip(torch.split(output_PD, _COMBINED * top_k), torch.split(weights_TK, _COMBINED), strict=True)
         return torch.cat([combine(*part, dtype) for part in parts])
     weighted_PD = output_PD * weights_TK.reshape(-1, 1)
-    return weighted_PD.view(tokens, top_k, -1).sum(dim=1).to(dtype)
+    return weighted_PD.view(tokens, top_k, output_PD.shape[1]).sum(dim=1).to(dtype)
 
 
 # A module of packed experts
