@@ -41,7 +41,7 @@ WIDE = (
     else torch.float32
 )
 """Dtype of products with expanded weights: bf16 where oneDNN multiplies in it, else float32, which rounds less."""
-MANY_ROWS = {4: 384, 8: 112} if torch.bfloat16 == WIDE else {4: 48, 8: 24}
+MANY_ROWS = {4: 384, 8: 112} if torch.bfloat16 == WIDE else {4: 64, 8: 32}
 """Rows of one expert, by bits, from which expanding its weights takes less time; fixed for a processor, since the
 choice changes bits. Measured: benchmarks/packed.md."""
 
