@@ -35,11 +35,8 @@ from expertcast.predictors.view import MoEView
 GROUPS = (256, 128, 64, 32)
 """Sizes of groups that torch's kernels take."""
 CODES, SCALES = "_codes", "_scales"
-WIDE = (
-    torch.bfloat16
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    else torch.float32
-)
+_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+WIDE = torch.bfloat16 if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 """Dtype of products with expanded weights: bf16 where oneDNN multiplies in it, else float32, which rounds less."""
 MANY_ROWS = {4: 384, 8: 112} if torch.bfloat16 == WIDE else {4: 64, 8: 32}
 """Rows of one expert, by bits, from which expanding its weights takes less time; fixed for a processor, since the
