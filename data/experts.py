@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from expertcast.compat import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
-from expertcast.data.packed_experts import iterate_plain
+from expertcast.data.packed_experts import is_packed, iterate_plain, run_packed
 from expertcast.data.plan import WindowBatch
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
@@ -118,8 +118,11 @@ class ResidentExperts:
             inner(inner_SI, every_E, torch.bincount(ids_S, minlength=layer.num_experts))
 
         with nullcontext() if inner is None else inner_activations(layer.experts, seen):
+            if is_packed(layer.experts):
+                order_P = torch.sort(ids_TK.reshape(-1)).indices
+                return run_packed(layer.experts, hidden_TD, ids_TK, weights_TK, order_P)
             output_TD: Tensor = grouped_mm_experts_forward(layer.experts, hidden_TD, ids_TK, weights_TK)
-        return output_TD
+            return output_TD
 
     def weights(self, layer: MoELayer) -> Iterator[Mapping[str, Tensor]]:
         return iterate_plain(layer.experts, layer.num_experts)

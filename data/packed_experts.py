@@ -22,22 +22,25 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import groupby
 from types import EllipsisType, MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
 
 GROUPS = (256, 128, 64, 32)
 """Sizes of groups that torch's kernels take."""
 CODES, SCALES = "_codes", "_scales"
-MANY_ROWS = {4: 384, 8: 112}
-"""Rows of one expert, by bits, from which expanding its weights and multiplying in bf16 takes less time; fixed, since
-the choice changes bits. Measured: benchmarks/packed.md."""
+_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+WIDE = torch.bfloat16 if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+"""Dtype of products with expanded weights: bf16 where oneDNN multiplies in it, else float32, which rounds less."""
+MANY_ROWS = {4: 384, 8: 112} if torch.bfloat16 == WIDE else {4: 64, 8: 32}
+"""Rows of one expert, by bits, from which expanding its weights takes less time; fixed for a processor, since the
+choice changes bits. Measured: benchmarks/packed.md."""
 
 # Codes and scales of one matrix
 
@@ -199,27 +202,65 @@ class PackedForm:
         scales[..., 1].copy_(fitted.zeros.mT / (1 if fitted.bits == 4 else 17))
 
     def multiply(self, rows_PI: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        """Multiply rows [P, I] by one expert's matrix in bf16; return bf16 [P, N]."""
+        """Multiply bf16 rows [P, I] by one expert's matrix, with sums in float32; return bf16 [P, N].
+
+        Rows of another dtype are rounded to bf16 first.
+        """
         rows_PI = rows_PI.bfloat16()
         bits, group, symmetric = self.coding
         if len(rows_PI) >= MANY_ROWS[bits] and not rows_PI.is_cuda:
-            return rows_PI @ self.expand(codes, scales).T
+            return self._multiply_expanded(rows_PI.to(WIDE), codes, scales)
         pairs = _pairs(scales) if symmetric else scales
         if bits == 4:
             return product(rows_PI, codes, group, pairs)
         return product(rows_PI * 16, codes[0], group, pairs).add_(product(rows_PI, codes[1], group, pairs))
 
+    def _multiply_expanded(self, rows_PI: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        output_PN = torch.empty(len(rows_PI), self.outputs, dtype=torch.bfloat16)
+        for blocks in _parts(self.outputs, self.inputs):
+            taken_PM = torch.empty(len(rows_PI), blocks.last - blocks.first, dtype=rows_PI.dtype)
+            for columns, weights_IC in self._expanded(blocks, codes, scales):
+                taken_PM[:, columns] = rows_PI @ weights_IC.to(rows_PI.dtype)
+            blocks.put(taken_PM, output_PN[:, blocks.first : blocks.last])
+        return output_PN
+
     def expand(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the weights bf16 [N, I] of one expert's matrix."""
+        weights_NI = torch.empty(self.outputs, self.inputs, dtype=torch.bfloat16)
+        for blocks in _parts(self.outputs, self.inputs):
+            taken_IM = torch.empty(self.inputs, blocks.last - blocks.first, dtype=torch.bfloat16)
+            for columns, weights_IC in self._expanded(blocks, codes, scales):
+                taken_IM[:, columns] = weights_IC
+            ordered_IM = torch.empty_like(taken_IM)
+            blocks.put(taken_IM, ordered_IM)
+            weights_NI[blocks.first : blocks.last] = ordered_IM.T
+        return weights_NI
+
+    def _expanded(self, blocks: _Blocks, codes: Tensor, scales: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Iterate over the weights of some blocks of one expert's matrix: columns of M, and float32 [I, columns].
+
+        Outputs M are in the order of :meth:`_Blocks.take`. The next weights overwrite the memory of those before: they
+        lie in a core's cache when they are multiplied by.
+        """
         bits, group, symmetric = self.coding
-        scale, zero = (scales, None) if symmetric else scales.unbind(-1)
-        code = _unpacked(codes if bits == 4 else codes[1], self.outputs, self.inputs).to(torch.int16)
-        if bits == 8:
-            code = code + 16 * _unpacked(codes[0], self.outputs, self.inputs).to(torch.int16)
-        weights_NJG = torch.unflatten(code - MIDDLE[bits], -1, (-1, group)) * scale.T.float().unsqueeze(-1)
-        if zero is not None:
-            weights_NJG += (1 if bits == 4 else 17) * zero.T.float().unsqueeze(-1)
-        return weights_NJG.flatten(-2).bfloat16()
+        scale_JN, zero_JN = (scales.float(), None) if symmetric else scales.float().unbind(-1)
+        if bits == 8:  # a signed byte is the code less 128, not 136
+            zero_JN = -8 * scale_JN if zero_JN is None else 17 * zero_JN - 8 * scale_JN
+        else:
+            scale_JN = scale_JN / 16
+        scale_J1M = blocks.take(scale_JN).unsqueeze(1)
+        zero_J1M = None if zero_JN is None else blocks.take(zero_JN).unsqueeze(1)
+        signed_JGM = torch.unflatten(blocks.signed(codes, self.inputs), 0, (-1, group))
+        most = max(_PIECE // self.inputs, 16)
+        for first in range(0, signed_JGM.shape[2], most):
+            columns = slice(first, min(first + most, signed_JGM.shape[2]))
+            weights_JGC = _scratch("weights", (*signed_JGM.shape[:2], columns.stop - first), torch.float32)
+            weights_JGC.copy_(signed_JGM[..., columns])
+            if zero_J1M is None:
+                weights_JGC.mul_(scale_J1M[..., columns])
+            else:
+                torch.addcmul(zero_J1M[..., columns], weights_JGC, scale_J1M[..., columns], out=weights_JGC)
+            yield columns, weights_JGC.flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,23 +302,32 @@ class ShippedForm:
 Form = PackedForm | ShippedForm
 
 
+_HELD = threading.local()
+"""Memory of each thread that calls of its functions overwrite. Fresh memory would cost page faults."""
+
+
 def _pairs(scales: Tensor) -> Tensor:
     """Return scales and zeros bf16 [J, N, 2] of a symmetric form, in memory that the next call overwrites."""
-    pairs = _scratch(scales.shape, scales.device)
+    held: dict[tuple[torch.Size, torch.device], tuple[Tensor, Tensor]] = _HELD.__dict__.setdefault("pairs", {})
+    key = scales.shape, scales.device
+    if key not in held:
+        with torch.inference_mode(False):
+            octets = torch.empty(scales.shape, dtype=torch.int32, device=scales.device)
+            held[key] = octets, torch.unflatten(octets.view(torch.bfloat16), -1, (-1, 2))
+    octets, pairs = held[key]
     # two bf16 are one int32: a scale's bits in its low half, and 0 in its high one
-    pairs.copy_(scales.view(torch.uint16))
-    return torch.unflatten(pairs.view(torch.bfloat16), -1, (-1, 2))
+    octets.copy_(scales.view(torch.uint16))
+    return pairs
 
 
-_HELD = threading.local()
-
-
-def _scratch(shape: torch.Size, device: torch.device) -> Tensor:
-    """Return int32 memory of this thread."""
-    held: dict[tuple[torch.Size, torch.device], Tensor] = _HELD.__dict__.setdefault("by_shape", {})
-    if (shape, device) not in held:
-        held[shape, device] = torch.empty(shape, dtype=torch.int32, device=device)
-    return held[shape, device]
+def _scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory of a name and one dtype on the CPU, which the next call with this name returns again."""
+    held: dict[str, Tensor] = _HELD.__dict__.setdefault("scratch", {})
+    count = math.prod(shape)
+    if name not in held or held[name].numel() < count:
+        with torch.inference_mode(False):
+            held[name] = torch.empty(count, dtype=dtype)
+    return held[name][:count].view(shape)
 
 
 # torch's CPU kernel orders codes in blocks of outputs; within a block by input, with two outputs in a byte
@@ -305,34 +355,74 @@ def _pack(codes_ENI: Tensor, packed: Tensor) -> None:
             words = torch._convert_weight_to_int4pack(pairs, _tiles(codes_NI.shape[1]))
             octets.copy_(words.view(torch.uint8).view_as(octets))
         return
-    for rows_EBRI, octets in _blocks(codes_ENI, packed):
-        low, high = _order(rows_EBRI.shape[2])
-        octets.copy_((rows_EBRI[:, :, high] << 4).bitwise_or_(rows_EBRI[:, :, low]).mT)
+    inputs = codes_ENI.shape[2]
+    for blocks in _parts(codes_ENI.shape[1], inputs, most=codes_ENI.shape[1]):
+        low, high = _order(blocks.rows)
+        rows_EBRI = torch.unflatten(codes_ENI[:, blocks.first : blocks.last], 1, (-1, blocks.rows))
+        blocks.octets(packed, inputs).copy_((rows_EBRI[:, :, high] << 4).bitwise_or_(rows_EBRI[:, :, low]).mT)
 
 
-def _unpacked(packed: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Return the codes uint8 [N, I] of one expert that :func:`_pack` wrote."""
-    codes = torch.empty(1, outputs, inputs, dtype=torch.uint8)
-    for rows_EBRI, octets in _blocks(codes, packed.unsqueeze(0)):
-        low, high = _order(rows_EBRI.shape[2])
-        rows_EBRI[:, :, low] = octets.mT & 15
-        rows_EBRI[:, :, high] = octets.mT >> 4
-    return codes[0]
+class _Blocks(NamedTuple):
+    """Neighbouring blocks of the kernel's order: B blocks of R outputs, M outputs in all; H = R / 2."""
+
+    first: int
+    last: int
+    rows: int
+    """R"""
+
+    def octets(self, packed_ENH: Tensor, inputs: int) -> Tensor:
+        """Return the blocks' bytes [E, B, I, H]."""
+        own = packed_ENH.flatten(1)[:, self.first * inputs // 2 : self.last * inputs // 2]
+        return torch.unflatten(own, 1, (-1, inputs, self.rows // 2))
+
+    def signed(self, codes: Tensor, inputs: int) -> Tensor:
+        """Return int8 [I, M]: in 4 bits 16 times the code less 8, in 8 bits the code less 128.
+
+        Outputs are in the order of :meth:`take`, and the next call overwrites them.
+        """
+        halves = self.octets(codes.view(-1, codes.shape[-2], codes.shape[-1]), inputs)
+        shape = inputs, (self.last - self.first) // 2
+        octets = [_scratch(f"octets {place}", shape, torch.uint8) for place in range(len(halves))]
+        word = torch.complex128 if self.rows % 32 == 0 else torch.complex64  # torch moves 16 or 8 bytes at a time
+        for half_BIH, octets_IC in zip(halves, octets, strict=True):
+            octets_IBH = torch.unflatten(octets_IC, 1, (-1, self.rows // 2))
+            octets_IBH.view(word).copy_(half_BIH.view(word).transpose(0, 1))
+        signed_I2C = _scratch("signed", (inputs, 2, shape[1]), torch.uint8)
+        low_IC, high_IC = signed_I2C.unbind(1)
+        octets[0].bitwise_xor_(0x88)  # a half's upper bit becomes its sign
+        torch.bitwise_left_shift(octets[0], 4, out=low_IC)
+        torch.bitwise_and(octets[0], 0xF0, out=high_IC)
+        if len(octets) == 2:
+            high_IC.bitwise_or_(torch.bitwise_right_shift(octets[1], 4, out=octets[0]))
+            low_IC.bitwise_or_(octets[1].bitwise_and_(15))
+        return signed_I2C.view(torch.int8).flatten(1)
+
+    def take(self, each_JN: Tensor) -> Tensor:
+        """Return the blocks' outputs [J, M]: those in the low halves of bytes, then those in the high halves."""
+        blocks_JBR = torch.unflatten(each_JN[:, self.first : self.last], 1, (-1, self.rows))
+        return torch.stack([blocks_JBR[:, :, half] for half in _order(self.rows)], 1).flatten(1)
+
+    def put(self, taken_PM: Tensor, each_PM: Tensor) -> None:
+        """Write the blocks' outputs, in the order of :meth:`take`, in their own order."""
+        taken_P2BH = taken_PM.view(len(taken_PM), 2, -1, self.rows // 2)
+        blocks_PBR = torch.unflatten(each_PM, 1, (-1, self.rows))
+        for place, half in enumerate(_order(self.rows)):
+            blocks_PBR[:, :, half] = taken_P2BH[:, place]
 
 
-def _blocks(codes_ENI: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Iterate over the kernel's blocks of R outputs [E, B, R, I] and their bytes [E, B, I, R/2].
+_PART, _PIECE = 1 << 22, 1 << 19
+"""Weights whose codes are unpacked at once, in at most 16 MB, and weights that are expanded at once, in 2 MB."""
 
-    The last outputs form a smaller block.
-    """
-    outputs, inputs = codes_ENI.shape[1:]
-    most = 64 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 32
-    whole = outputs - outputs % most
-    for first, last, rows in ((0, whole, most), (whole, outputs, outputs - whole)):
-        if first < last:
-            octets = packed.flatten(1)[:, first * inputs // 2 : last * inputs // 2]
-            rows_EBRI = torch.unflatten(codes_ENI[:, first:last], 1, (-1, rows))
-            yield rows_EBRI, torch.unflatten(octets, 1, (-1, inputs, rows // 2))
+
+def _parts(outputs: int, inputs: int, most: int | None = None) -> Iterator[_Blocks]:
+    """Iterate over a matrix's blocks, in parts of at most `most` outputs. The last outputs form a smaller block."""
+    rows = 64 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 32
+    whole = outputs - outputs % rows
+    step = max(rows, (most or _PART // inputs) // rows * rows)
+    for first in range(0, whole, step):
+        yield _Blocks(first, min(first + step, whole), rows)
+    if whole < outputs:
+        yield _Blocks(whole, outputs, outputs - whole)
 
 
 @cache
@@ -352,11 +442,66 @@ def _run(numbers: Tensor) -> slice:
     return slice(first, last + 1, step)
 
 
+# Experts as groups of rows
+
+Groups: TypeAlias = Sequence[tuple[int, int]]
+"""(expert, number of its rows), in the order of the rows."""
+_COMBINED = 1024
+"""Tokens whose experts' outputs are weighted at once."""
+
+
+def run_groups(
+    outputs: Callable[[Tensor, Groups, Tensor], Tensor], hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor,
+    order_P: Tensor | None = None, ids: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the weighted sum [T, D] of experts' outputs.
+
+    Args:
+        outputs: computes [P, D] of rows [P, D], their groups and their experts [P].
+        hidden_TD, ids_TK, weights_TK: arguments of transformers' experts functions.
+        order_P: order of the token-expert pairs, those of one expert adjacent; None: that of torch's sort, or for one
+            token that of its experts.
+        ids: `ids_TK`, flat, where the host has them.
+    """
+    tokens, top_k = ids_TK.shape
+    ids_P = ids_TK.reshape(-1)
+    if not tokens:
+        return torch.empty_like(hidden_TD)
+    if tokens == 1 and order_P is None:
+        groups = [(expert, 1) for expert in (ids_P.tolist() if ids is None else ids)]
+        return combine(outputs(hidden_TD.expand(top_k, -1), groups, ids_P), weights_TK, hidden_TD.dtype)
+    if order_P is None:
+        order_P = torch.sort(ids_P).indices
+    sorted_P = ids_P[order_P]
+    groups = [(expert, len(list(rows))) for expert, rows in groupby(sorted_P.tolist())]
+    sorted_PD = outputs(hidden_TD[order_P // top_k], groups, sorted_P)
+    output_PD = torch.empty_like(sorted_PD)
+    output_PD[order_P] = sorted_PD
+    return combine(output_PD, weights_TK, hidden_TD.dtype)
+
+
+def activated(experts: Any, rows_PN: Tensor) -> Tensor:
+    """Apply the gate or activation between the two projections, by the experts' own code."""
+    made: Tensor = experts._apply_gate(rows_PN) if experts.has_gate else experts.act_fn(rows_PN)
+    return made
+
+
+def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weighted sum over K with the products and the reduction of transformers' kernels, for some tokens at a
+    time."""
+    tokens, top_k = weights_TK.shape
+    if tokens > _COMBINED:
+        parts = zip(torch.split(output_PD, _COMBINED * top_k), torch.split(weights_TK, _COMBINED), strict=True)
+        return torch.cat([combine(*part, dtype) for part in parts])
+    weighted_PD = output_PD * weights_TK.reshape(-1, 1)
+    return weighted_PD.view(tokens, top_k, output_PD.shape[1]).sum(dim=1).to(dtype)
+
+
 # A module of packed experts
 
 
 class PackedMatrix:
-    """Packed matrices in place of a parameter [E, N, I] or [E, I, N]; transformers' grouped kernel multiplies by them.
+    """Packed matrices in place of a parameter [E, N, I] or [E, I, N].
 
     Args:
         experts: the module whose parameters hold the parts.
@@ -388,34 +533,14 @@ class PackedMatrix:
         """Device of the parts."""
         return self.parts()[0].device
 
-    def data_ptr(self) -> int:
-        """Return the address of the codes."""
-        return self.parts()[0].data_ptr()
-
-    def transpose(self, *_dims: int) -> PackedMatrix:
-        """Return the object itself, since its form names the outputs."""
-        return self
-
-    def products(self, rows_PI: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
-        """Multiply each group's rows, given as (expert, number of rows) in order; [P, N] in the rows' dtype."""
-        parts, outputs, start = self.parts(), [], 0
-        for expert, count in groups:
-            own = [part[expert] for part in parts]
-            outputs.append(self.form.multiply(rows_PI[start : start + count], *own))
-            start += count
-        if not outputs:
-            return rows_PI.new_empty(0, self.form.outputs)
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(rows_PI.dtype)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
-    ) -> Tensor:
-        rows_PI, weight = args[:2]
-        ends = (args[2] if len(args) > 2 else (kwargs or {})["offs"]).tolist()
-        groups = [(expert, end - start) for expert, (start, end) in enumerate(pairwise([0, *ends])) if end > start]
-        made: Tensor = weight.products(rows_PI, groups)
-        return made
+    def products(self, rows_PI: Tensor, groups: Groups) -> Tensor:
+        """Multiply each group's rows by its expert's matrix; return [P, N] in the rows' dtype."""
+        parts = self.parts()
+        outputs = [
+            self.form.multiply(own_RI, *[part[expert] for part in parts])
+            for (expert, _), own_RI in zip(groups, torch.split(rows_PI, [count for _, count in groups]), strict=True)
+        ]
+        return torch.cat(outputs).to(rows_PI.dtype)
 
 
 Forms = Mapping[str, Form]
@@ -477,10 +602,10 @@ def weight_bits(view: MoEView) -> float:
 def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
     """Replace a module's matrices by empty packed ones on the same device.
 
-    The module then runs transformers' grouped kernel, whichever of transformers' kernels the model names.
+    The module then runs :func:`run_packed` in place of transformers' functions, whichever the model names.
     """
     if forms:
-        experts.forward = MethodType(_grouped, experts)
+        experts.forward = MethodType(_run_named, experts)
     transposed = bool(getattr(experts, "is_transposed", False))
     for name, form in forms.items():
         matrix = experts._parameters.pop(name)
@@ -491,15 +616,43 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
         experts.__dict__[name] = PackedMatrix(experts, name, form, transposed, matrix.dtype)
 
 
-def _grouped(experts: nn.Module, *args: Any) -> Tensor:
-    """Run the function that the model names, the grouped kernel in place of transformers' others."""
-    from expertcast.compat import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+def _run_named(experts: nn.Module, *args: Any) -> Tensor:
+    """Run the function that the model names; :func:`run_packed` in place of transformers' own."""
+    from expertcast.compat import ALL_EXPERTS_FUNCTIONS
 
     name = experts.config._experts_implementation  # type: ignore[union-attr]
-    named = ALL_EXPERTS_FUNCTIONS.get_interface(name, grouped_mm_experts_forward)
-    of_transformers = named.__module__ == grouped_mm_experts_forward.__module__
-    output: Tensor = (grouped_mm_experts_forward if of_transformers else named)(experts, *args)
+    named = ALL_EXPERTS_FUNCTIONS.get_interface(name, run_packed)
+    output: Tensor = (run_packed if named.__module__.startswith("transformers.") else named)(experts, *args)
     return output
+
+
+def run_packed(
+    experts: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, order_P: Tensor | None = None,
+    ids: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the output [T, D] of packed experts, or of slots in place of experts.
+
+    Args:
+        experts: a packed module.
+        hidden_TD, ids_TK, weights_TK, order_P, ids: as for :func:`run_groups`.
+    """
+    up_name = "gate_up_proj" if experts.has_gate else "up_proj"
+
+    def project(name: str, rows_PI: Tensor, groups: Groups, ids_P: Tensor) -> Tensor:
+        output_PN: Tensor = experts.__dict__[name].products(rows_PI, groups)
+        return output_PN.add_(experts._parameters[f"{name}_bias"][ids_P]) if experts.has_bias else output_PN
+
+    def outputs(rows_PD: Tensor, groups: Groups, ids_P: Tensor) -> Tensor:
+        inner_PI = activated(experts, project(up_name, rows_PD, groups, ids_P))
+        output_PD = project("down_proj", inner_PI, groups, ids_P)
+        return experts.post_expert_norm(output_PD) if experts.has_post_expert_norm else output_PD
+
+    return run_groups(outputs, hidden_TD, ids_TK, weights_TK, order_P, ids)
+
+
+def is_packed(experts: nn.Module) -> bool:
+    """Return whether a module's matrices are packed."""
+    return isinstance(experts.__dict__.get("down_proj"), PackedMatrix)
 
 
 def packed_matrices(experts: nn.Module) -> dict[str, PackedMatrix]:

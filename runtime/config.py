@@ -528,8 +528,8 @@ def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iter
 # Link, store and slots of one device
 
 
-def pack_experts(view: MoEView, form: str, device: str = "cpu") -> bool:
-    """Round a model's experts in place, for good; return whether they are packed now.
+def pack_experts(view: MoEView, form: str, device: str = "cpu") -> None:
+    """Round a model's experts in place, for good.
 
     Args:
         view: its MoE layers; on the meta device they get their shapes.
@@ -549,12 +549,11 @@ def pack_experts(view: MoEView, form: str, device: str = "cpu") -> bool:
             "checkpoint"
         )
     if bits is None:
-        return packed
+        return
     if packed:
         raise ExpertcastError(f"the model's experts are packed already: leave experts={form!r} out")
     for layer in Progress(f"rounding experts to {form}", unit="layer", steps=view):
         pack_module(layer.experts, layer.num_experts, bits)
-    return True
 
 
 def draft_bytes(config: OffloadConfig, view: MoEView) -> int:

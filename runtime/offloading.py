@@ -402,7 +402,7 @@ def offload(
     device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
     forecasters = make_forecasters(config, model, view, device)
     link = make_link(config, device.type)
-    packed = pack_experts(view, config.experts, device.type)  # after all refusals of options: rounding cannot be undone
+    pack_experts(view, config.experts, device.type)  # after all refusals of options: rounding cannot be undone
     if config.experts in EXPERTS_BITS:
         warnings.warn(
             f"the model's experts are rounded to {config.experts}, and stay rounded after the offload is closed",
@@ -419,6 +419,6 @@ def offload(
         store=store,
         slots=slots,
         link=link,
-        kernel=SlotKernel(kernel_of(model), slots, packed),
+        kernel=SlotKernel(kernel_of(model), slots),
         observers=observers,
     )

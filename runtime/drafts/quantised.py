@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,12 +20,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import RouterCall
-from expertcast.data.packed_experts import MIDDLE, Coded, Coding, PackedForm, at_once, product, rounded
+from expertcast.data.packed_experts import (
+    MIDDLE,
+    Coded,
+    Coding,
+    Groups,
+    PackedForm,
+    activated,
+    at_once,
+    product,
+    rounded,
+    run_groups,
+)
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.engine.engine import EngineParts, HostEngine, combine
+from expertcast.runtime.engine.engine import EngineParts, HostEngine
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import CacheShape, Policies
@@ -103,8 +114,6 @@ def _one_after_another(weights_CNI: Tensor, factor_CII: Tensor, group: int) -> C
 # zeros beside the scales, which the kernel reads without a copy. 8 bits have a scale for each output: torch's kernel
 # for these takes a fifth of the time of two 4-bit products on one row of a small expert, and no longer on large ones.
 
-Groups: TypeAlias = Sequence[tuple[int, int]]
-"""(expert, number of its rows), in the order of the rows."""
 Multiply: TypeAlias = Callable[..., Tensor]
 """Multiplies rows [R, I] by an expert's parts; returns [R, N] in the rows' dtype."""
 
@@ -342,22 +351,12 @@ class QuantisedExperts:
             layer: a layer of the view.
             hidden_TD, ids_TK, weights_TK: arguments of transformers' experts functions.
         """
-        tokens, top_k = ids_TK.shape
-        if tokens == 1:  # sorting costs more than it is worth
-            groups = [(expert, 1) for expert in ids_TK[0].tolist()]
-            output_PD = self._outputs(layer, hidden_TD.expand(top_k, -1), groups, ids_TK[0])
-            return combine(output_PD, weights_TK, hidden_TD.dtype)
-        experts_P, order_P = torch.sort(ids_TK.reshape(-1))
-        groups = [(expert, len(list(rows))) for expert, rows in groupby(experts_P.tolist())]
-        sorted_PD = self._outputs(layer, hidden_TD[order_P // top_k], groups, experts_P)
-        output_PD = torch.empty_like(sorted_PD)
-        output_PD[order_P] = sorted_PD
-        return combine(output_PD, weights_TK, hidden_TD.dtype)
+        return run_groups(partial(self._outputs, layer), hidden_TD, ids_TK, weights_TK)
 
     def _outputs(self, layer: MoELayer, rows_PD: Tensor, groups: Groups, experts_P: Tensor) -> Tensor:
         experts: Any = layer.experts
         up, down = self._layers[layer.index]
-        output_PD = down(_activated(experts, up(rows_PD, groups, experts_P)), groups, experts_P)
+        output_PD = down(activated(experts, up(rows_PD, groups, experts_P)), groups, experts_P)
         if experts.has_post_expert_norm:
             output_PD = experts.post_expert_norm(output_PD)
         return output_PD
@@ -390,7 +389,7 @@ def _made(
         rows_RN = inputs(expert) @ matrices(up_name)[expert].T.to(device)
         if layer.experts.has_bias:
             rows_RN += views[f"{up_name}_bias"][expert].to(device)
-        return _activated(layer.experts, rows_RN)
+        return activated(layer.experts, rows_RN)
 
     def projection(name: str, given: Callable[[int], Tensor]) -> _Projection:
         weights_ENI = matrices(name)
@@ -413,12 +412,6 @@ def _made(
         return _Projection(made, views[f"{name}_bias"].to(device, copy=True) if layer.experts.has_bias else None)
 
     return projection(up_name, inputs), projection("down_proj", inner)
-
-
-def _activated(experts: Any, rows_PN: Tensor) -> Tensor:
-    """Apply the gate or activation between the two projections, by the experts' own code."""
-    activated: Tensor = experts._apply_gate(rows_PN) if experts.has_gate else experts.act_fn(rows_PN)
-    return activated
 
 
 def expected_bytes(view: MoEView, precision: str) -> int:

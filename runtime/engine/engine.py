@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from expertcast.data.batch import RouterCall
+from expertcast.data.packed_experts import combine
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
@@ -60,23 +61,10 @@ if TYPE_CHECKING:
 
 # Token-expert pairs
 
-_COMBINED = 1024
-"""Tokens whose experts' outputs are weighted at once."""
-
 
 def row_order(ids_TK: Tensor) -> Tensor:
     """Return the order [P] of token-expert pairs in the kernels: by expert, ties as torch's sort leaves them."""
     return torch.sort(ids_TK.reshape(-1)).indices
-
-
-def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weighted sum over K with the kernels' products and reduction, for some tokens at a time."""
-    tokens, top_k = weights_TK.shape
-    if tokens > _COMBINED:
-        parts = zip(torch.split(output_PD, _COMBINED * top_k), torch.split(weights_TK, _COMBINED), strict=True)
-        return torch.cat([combine(*part, dtype) for part in parts])
-    weighted_PD = output_PD * weights_TK.reshape(-1, 1)
-    return weighted_PD.view(tokens, top_k, -1).sum(dim=1).to(dtype)
 
 
 @dataclass(slots=True)

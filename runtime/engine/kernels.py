@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertcast.compat import batched_mm_experts_forward, grouped_mm_experts_forward
-from expertcast.data.packed_experts import PackedMatrix
+from expertcast.data.packed_experts import is_packed, run_packed
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.engine.engine import row_order
 
@@ -109,11 +109,9 @@ def _uses(function: object, name: str) -> bool:
     return isinstance(function, types.FunctionType) and name in function.__code__.co_names
 
 
-def products(rows: Tensor, weight: Tensor | PackedMatrix, groups: Sequence[tuple[int, int]]) -> Tensor:
+def products(rows: Tensor, weight: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
     """One product per group (slot, rows), the groups' rows one after another: [P, F] of `rows` [P, D] and `weight`
-    [S, D, F], which may be packed."""
-    if isinstance(weight, PackedMatrix):
-        return weight.products(rows, groups)
+    [S, D, F]."""
     output = rows.new_empty(rows.shape[0], weight.shape[-1])
     start = 0
     for slot, count in groups:
@@ -256,15 +254,14 @@ class SlotKernel:
     """Runs an experts module whose parameters are slot views [S, ...].
 
     Args:
-        forward: transformers' kernel.
+        forward: transformers' kernel; packed experts have a function of their own.
         slots: S
-        packed: whether the experts are packed: then the grouped kernel alone runs.
     """
 
-    def __init__(self, forward: ExpertsForward, slots: int, packed: bool = False) -> None:
+    def __init__(self, forward: ExpertsForward, slots: int) -> None:
         self.forward = forward
         """transformers' kernel that runs from now on."""
-        self._slots, self._packed = slots, packed
+        self._slots = slots
         self._on_host = HostGrouped(grouped_mm_experts_forward)
 
     def run(
@@ -293,7 +290,8 @@ class SlotKernel:
             pairs: which of them, in :func:`row_order`.
             slots: where the pairs' experts lie.
         """
-        if self._grouped:
+        grouped = self._grouped or is_packed(experts)
+        if grouped:
             rows, of_rows = hidden_TD[pairs // top_k], slots
         else:
             # cuBLAS chooses its kernel by the number of pairs too: all of the step's, in their places, those of other
@@ -302,7 +300,7 @@ class SlotKernel:
             of_rows = slots[:1].expand(len(rows)).index_put((pairs,), slots)
         ones = rows.new_ones(len(rows), 1)
         output = self._run(experts, rows, of_rows.unsqueeze(-1), ones, lambda: torch.arange(len(rows)))
-        return output if self._grouped else output[pairs]
+        return output if grouped else output[pairs]
 
     def by_expert(self, slots_TK: Tensor) -> bool:
         """Whether the grouped kernel computes these rows in the order of their experts; else in that of their slots."""
@@ -310,7 +308,7 @@ class SlotKernel:
 
     @property
     def _grouped(self) -> bool:
-        return self._packed or self.forward is grouped_mm_experts_forward
+        return self.forward is grouped_mm_experts_forward
 
     def _run(
         self,
@@ -321,6 +319,9 @@ class SlotKernel:
         order: Callable[[], Tensor],
         slots: Sequence[int] | None = None,
     ) -> Tensor:
+        if is_packed(experts):
+            order_P = None if len(slots_TK) == 1 else order()
+            return run_packed(experts, hidden_TD, slots_TK, weights_TK, order_P, slots)
         own = experts.__dict__
         before = own["num_experts"]
         own["num_experts"] = self._slots

@@ -131,6 +131,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_to_copy": "Operation behind a change of dtype or device (data.moe_layers).",
         "_unsafe_view": "Operation behind a reshape (data.moe_layers).",
     },
+    "torch.ops:mkldnn": {"_is_mkldnn_bf16_supported": "Whether oneDNN multiplies in bf16 here (data.packed_experts)."},
     "tqdm:tqdm": {"_instances": "Progress bars that an error left open (predictors.messages)."},
     "transformers:AutoModelForCausalLM": {"_model_mapping": "Whether a class loads a configuration (data.models)."},
     "transformers:GenerationConfig": {
@@ -165,7 +166,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_dequantize_one": "Decodes one FP8 matrix (weights.packed).",
     },
     "transformers.integrations.moe": {
-        "_apply_gate": "Activation of gated experts (data.experts, drafts.quantised).",
+        "_apply_gate": "Activation of gated experts (data.experts, data.packed_experts).",
         "_grouped_linear": "Projection inside transformers' kernel, replaced while it runs on slots (engine.kernels).",
         "_grouped_mm": "Product inside this projection, replaced as well (engine.kernels).",
         "_is_expert_parallel": "Marks modules of experts (data.moe_layers, engine.kernels).",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertcast.data import packed_experts
 from expertcast.data.packed_experts import CODES, MIDDLE, SCALES, Coded, Coding, PackedForm, rounded
 from expertcast.data.weights.blocks import CODINGS, coded_blocks, coded_mxfp4
 from expertcast.predictors import ExpertcastError
@@ -48,12 +50,23 @@ def test_order_is_that_of_torch(bits: int, outputs: int) -> None:
             assert torch.equal(own.flatten(), expected.flatten())
 
 
-@pytest.mark.parametrize("rows", [1, 7, 400])
+@pytest.fixture(params=["bf16", "fp32"])
+def wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of many rows as on a processor with and without bf16 in oneDNN, in several parts."""
+    monkeypatch.setattr(packed_experts, "WIDE", {"bf16": torch.bfloat16, "fp32": torch.float32}[request.param])
+    monkeypatch.setattr(packed_experts, "MANY_ROWS", {4: 20, 8: 20})
+    monkeypatch.setattr(packed_experts, "_PART", 70 * 64)
+    monkeypatch.setattr(packed_experts, "_PIECE", 40 * 64)
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("rows", [1, 7, 30])
+@pytest.mark.parametrize("outputs", [96, 208])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_products(bits: int, symmetric: bool, rows: int) -> None:
+def test_products(bits: int, symmetric: bool, outputs: int, rows: int) -> None:
     """The kernel's, near those of the expanded weights."""
-    coded = _random(bits, 96, symmetric=symmetric)
+    coded = _random(bits, outputs, symmetric=symmetric)
     form = _form(coded, bits, 32, symmetric)
     codes, scales = _packed(coded, form)
     rows_PI = torch.randn(rows, 64).bfloat16()
@@ -61,6 +74,40 @@ def test_products(bits: int, symmetric: bool, rows: int) -> None:
         expected = rows_PI.float() @ form.expand(codes[expert], scales[expert]).float().T
         found = form.multiply(rows_PI, codes[expert], scales[expert]).float()
         assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows_in_float32_are_rounded_once(bits: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are not rounded to bf16: only the results are."""
+    monkeypatch.setattr(packed_experts, "WIDE", torch.float32)
+    coded = rounded(torch.randn(1, 96, 512, generator=torch.Generator().manual_seed(0)), bits, 32)
+    form = _form(coded, bits, 32, symmetric and bits == 4)
+    codes, scales = _packed(coded, form)
+    rows_PI = torch.randn(packed_experts.MANY_ROWS[bits], 512).bfloat16()
+    expected = rows_PI.double() @ coded.expanded()[0].double().T
+    found = form.multiply(rows_PI, codes[0], scales[0])
+    assert ((found.double() - expected).abs() <= expected.abs() * 2**-7.99 + 1e-4).all()
+
+
+def test_memory_of_inference_mode_serves_other_calls() -> None:
+    """Calls under `inference_mode` and `no_grad` share it."""
+    coded = _random(4, 48, symmetric=True)
+    form = _form(coded, 4, 32, True)
+    codes, scales = _packed(coded, form)
+
+    def products() -> list[Tensor]:
+        torch.manual_seed(0)
+        return [form.multiply(torch.randn(rows, 64), codes[0], scales[0]) for rows in (1, 400)]
+
+    def run() -> list[Tensor]:
+        with torch.inference_mode():
+            products()
+        with torch.no_grad():
+            return products()
+
+    with ThreadPoolExecutor(1) as thread:  # which has no memory yet
+        assert all(map(torch.equal, thread.submit(run).result(), products()))
 
 
 def _within_bf16(form: PackedForm, coded: Coded) -> None:

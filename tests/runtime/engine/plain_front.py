@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from expertcast.data.batch import RouterCall
+from expertcast.data.packed_experts import combine
 from expertcast.predictors import ModelShape, MoEView, PredictorConfig
 from expertcast.predictors.baselines import RouterInput
 from expertcast.runtime.config import OffloadConfig, make_link, make_store
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.engine import EngineParts, HostEngine, combine
+from expertcast.runtime.engine.engine import EngineParts, HostEngine
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.policies import CacheShape
 from expertcast.runtime.storage.layout import BlockLayout, ExpertsForm

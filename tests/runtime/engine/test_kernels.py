@@ -22,6 +22,7 @@ from transformers.integrations.moe import (
 )
 
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.packed_experts import ShippedForm, combine, make_packed, matrices, sizes_of
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import offload
 from expertcast.runtime.engine import kernels
@@ -310,6 +311,56 @@ def test_the_cpu_kernel_gives_the_resident_bits(family: str, tokens: int) -> Non
         experts, hidden_TD, expert_of.argsort()[ids_TK], weights_TK, order_P
     )
     assert torch.equal(got, expected)
+
+
+def _all_packed(experts: nn.Module) -> None:
+    """Hold a module's matrices as their own bytes, in the form of checkpoints without a kernel."""
+    for name, matrix in matrices(experts, len(experts.down_proj)).items():  # type: ignore[arg-type]
+        shape, held = matrix.shape[1:], matrix.detach().contiguous()
+        outputs, inputs = sizes_of(experts, matrix)
+        form = ShippedForm(
+            outputs, inputs, held[0].nbytes, bool(experts.is_transposed),
+            lambda octets, shape=shape, dtype=held.dtype: octets.view(dtype).view(shape),  # type: ignore[misc]
+        )  # fmt: skip
+        make_packed(experts, len(held), {name: form})
+        experts._parameters[f"{name}_codes"].copy_(held.view(torch.uint8).flatten(1))  # type: ignore[union-attr]
+
+
+class _Norm(nn.Module):
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows / rows.float().norm(dim=-1, keepdim=True).to(rows.dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["", "no gate", "norm"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_packed_experts_follow_transformers_kernel(family: str, tokens: int, change: str) -> None:
+    """Biases, transposed weights, interleaved gates, no gate, a norm; resident, and in chunks."""
+    experts = find_moe_layers(tiny_model(family))[0].experts
+    if change == "no gate":
+        experts.has_gate, experts.act_fn = False, nn.SiLU()
+        for name in [name for name in experts._parameters if "gate_up" in name]:
+            own = experts._parameters.pop(name)
+            assert own is not None
+            inner = experts.down_proj.shape[1 if experts.is_transposed else 2]  # type: ignore[union-attr]
+            part = own[..., :inner] if experts.is_transposed or own.dim() == 2 else own[:, :inner]
+            experts.register_parameter(name.replace("gate_up", "up"), nn.Parameter(part.contiguous()))
+    elif change == "norm":
+        experts.has_post_expert_norm, experts.post_expert_norm = True, _Norm()
+    torch.manual_seed(tokens)
+    hidden_TD, weights_TK = torch.randn(tokens, 32).bfloat16(), torch.rand(tokens, 2).bfloat16()
+    ids_TK = torch.rand(tokens, 8).topk(2).indices
+    expected = grouped_mm_experts_forward(experts, hidden_TD, ids_TK, weights_TK)
+    _all_packed(experts)
+    assert torch.equal(experts(hidden_TD, ids_TK, weights_TK), expected)
+    kernel, chunks = SlotKernel(grouped_mm_experts_forward, 8), torch.sort(ids_TK.reshape(-1))
+    assert torch.equal(kernel.run(experts, hidden_TD, ids_TK, weights_TK, ids_TK), expected)
+    output_PD = torch.empty(2 * tokens, 32, dtype=torch.bfloat16)
+    for own in (chunks.values < 3, chunks.values >= 3):
+        pairs = chunks.indices[own]
+        output_PD[pairs] = kernel.run_pairs(experts, hidden_TD, 2, pairs, chunks.values[own])
+    assert torch.equal(combine(output_PD, weights_TK, torch.bfloat16), expected)
 
 
 def test_another_kernel_of_transformers_is_refused() -> None:
