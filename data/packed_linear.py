@@ -7,7 +7,7 @@ N outputs, I inputs, P rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Self
 
@@ -155,6 +155,7 @@ def pack_linears(model: PreTrainedModel, forms: Mapping[str, PackedForm], weight
         model.set_submodule(name, packed)
 
 
-def packed_linears(model: nn.Module) -> Iterator[PackedLinear]:
-    """Iterate over the packed linear layers of a model."""
-    return (module for module in model.modules() if isinstance(module, PackedLinear))
+def other_bytes(model: nn.Module, view: MoEView) -> int:
+    """Return the bytes of the weights beside the routed experts, packed or not."""
+    experts = {id(parameter) for layer in view for parameter in layer.experts.parameters()}
+    return sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in experts)

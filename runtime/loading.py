@@ -57,7 +57,7 @@ def load_offloaded(
             file (the first part of a split one). Quantised weights (FP8, MXFP4, GPTQ, AWQ, compressed-tensors,
             bitsandbytes, GGUF) are dequantised as transformers or the library of the form does it. With `store="disk"`
             and `codec="fp8"` or `"mxfp4"` experts are dequantised after their transfer, with `experts="packed"` never,
-            or for each product in forms without a kernel.
+            or for each product in forms without a kernel. Linear layers beside packed experts stay packed too.
         device: the device that computes. None: the CUDA device if there is one, else the CPU.
         dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None or `auto`: the dtype of the model's configuration.
         config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts stay in
