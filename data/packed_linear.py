@@ -27,8 +27,8 @@ _BLOCK = 64
 _LARGE = 2**26
 """Weights of a matrix, such as a head, from which it is never expanded as a whole."""
 
-_OPERATIONS = torch.library.Library("expertcast", "FRAGMENT")
-_OPERATIONS.define(
+_OPERATIONS = torch.library.Library("expertcast", "FRAGMENT")  # type: ignore[no-untyped-call]
+_OPERATIONS.define(  # type: ignore[no-untyped-call]
     "packed_product(Tensor rows, Tensor codes, Tensor scales, int bits, int group, bool symmetric) -> Tensor"
 )
 
@@ -38,7 +38,7 @@ def _product(rows_PI: Tensor, codes: Tensor, scales: Tensor, bits: int, group: i
     return form.multiply(rows_PI, codes, scales)
 
 
-_OPERATIONS.impl("packed_product", _product, "CPU")
+_OPERATIONS.impl("packed_product", _product, "CPU")  # type: ignore[no-untyped-call]
 """One operation of a traced program, since a trace cannot record all operations of a product."""
 
 
@@ -50,6 +50,8 @@ class PackedLinear(nn.Module):
         bias: parameter [N], or None.
         dtype: dtype of the model.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(self, form: PackedForm, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class PackedLinear(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Multiply [..., I] by the weights in bf16; return [..., N] in the dtype of the input."""
         rows_PI = hidden.reshape(-1, self.in_features)
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             made = [torch.ops.expertcast.packed_product(rows_PI, *self._parts(), *self.form.coding)]
         else:
             made = [self.form.multiply(each, *self._parts()) for each in self._portions(rows_PI)]
@@ -94,7 +96,8 @@ class PackedLinear(nn.Module):
         """Return the rows in portions for which a large matrix is not expanded."""
         if self.in_features * self.out_features < _LARGE:
             return (rows_PI,)
-        return rows_PI.split(MANY_ROWS[self.form.coding.bits] - 1)
+        portions: tuple[Tensor, ...] = rows_PI.split(MANY_ROWS[self.form.coding.bits] - 1)  # type: ignore[no-untyped-call]
+        return portions
 
     @torch.no_grad()
     def fill(self, coded: Callable[[Part], Coded]) -> None:
