@@ -16,7 +16,7 @@ from expertcast.data.means import adds_experts
 from expertcast.data.models import form_of, meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import packed_nbytes
-from expertcast.data.source import ModelSource, Quantised
+from expertcast.data.source import BITSANDBYTES, ModelSource, Quantised
 from expertcast.data.weights.files import weight_files
 from expertcast.data.weights.gguf import GgufFile
 from expertcast.predictors.messages import ExpertcastError
@@ -153,8 +153,10 @@ def _weights(source: ModelSource, model: PreTrainedModel) -> tuple[int, str]:
 def _loaded(form: Quantised | None) -> str:
     if form is None:
         return "unchanged"
-    as_shipped = f"; with a store on disk and codec {form.codec}, experts keep their format"
-    return "dequantised while loading" + (as_shipped if form.codec else "")
+    kept = f"; with a store on disk and codec {form.codec}, experts keep their format" if form.codec else ""
+    if not form.codec and form.method != BITSANDBYTES:
+        kept = "; with experts packed, experts and linear layers keep their codes where there is a kernel for them"
+    return f"dequantised while loading{kept}"
 
 
 def _each(view: MoEView, say: Callable[[MoELayer], str]) -> str:

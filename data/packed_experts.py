@@ -93,7 +93,7 @@ class Coded:
         """Shape of the codes."""
         return self.codes.shape
 
-    def __getitem__(self, part: slice | EllipsisType) -> Coded:
+    def __getitem__(self, part: slice | EllipsisType | Tensor | None) -> Coded:
         return Coded(self.bits, self.codes[part], self.scales[part], None if self.zeros is None else self.zeros[part])
 
     @property

@@ -25,6 +25,7 @@ from expertcast.data.machine import available_memory, torch_device, torch_dtype
 from expertcast.data.models import form_of, meta_model, model_of, open_weights
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import Forms, ShippedForm, form_for, make_packed, matrices
+from expertcast.data.packed_linear import linear_forms, pack_linears
 from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress, first_line
@@ -56,7 +57,7 @@ def load_offloaded(
             file (the first part of a split one). Quantised weights (FP8, MXFP4, GPTQ, AWQ, compressed-tensors,
             bitsandbytes, GGUF) are dequantised as transformers or the library of the form does it. With `store="disk"`
             and `codec="fp8"` or `"mxfp4"` experts are dequantised after their transfer, with `experts="packed"` never,
-            or for each product in forms without a kernel.
+            or for each product in forms without a kernel. Linear layers beside packed experts stay packed too.
         device: the device that computes. None: the CUDA device if there is one, else the CPU.
         dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None or `auto`: the dtype of the model's configuration.
         config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts stay in
@@ -99,7 +100,7 @@ def load_offloaded(
         shipped = _as_shipped(config, sources, len(view), form, source.name)
         if shipped is not None and form is not None and config.codec == form.codec:
             config = replace(config, codec=shipped.codec)
-        model = _load_others(skeleton, sources, files, source).to(target)
+        model = _load_others(skeleton, sources, files, source, _linear_weights(forms, sources, files), view).to(target)
         # experts on the meta device: the store replaces them, and a closed model keeps them
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
         for layer, layer_forms in zip(view, forms, strict=True):
@@ -164,18 +165,30 @@ class _Reader:
 
 
 def _load_others(
-    skeleton: PreTrainedModel, sources: ExpertSources, files: WeightFiles, source: ModelSource
-) -> PreTrainedModel:
-    """Load everything but the experts to the CPU by transformers' own loading.
+    skeleton: PreTrainedModel, sources: ExpertSources, files: WeightFiles, source: ModelSource,
+    linear: Mapping[str, TensorFile], view: MoEView,
+) -> PreTrainedModel:  # fmt: skip
+    """Load everything but the experts to the CPU by transformers' own loading, and then the packed linear layers.
 
     transformers initialises missing weights at random. Placeholders of the right shape, whose elements share one place
-    in memory, stand for the experts.
+    in memory, stand for the weights that it does not load.
+
+    Args:
+        skeleton, sources, files, source: the model without weights, and where its weights are.
+        linear: weights of linear layers that may stay packed, by full name.
+        view: the model's MoE layers.
     """
+    with _one_line(source.name):
+        forms = linear_forms(skeleton, view, linear)
     state: dict[str, Tensor | TensorFile] = {other: files.tensors[other] for other in sources.others}
-    for full, parameter in sources.parameters.items():
+    absent = dict(sources.parameters)
+    absent |= {sources.unconverted[f"{name}.weight"]: skeleton.get_parameter(f"{name}.weight") for name in forms}
+    for full, parameter in absent.items():
         state[full] = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
     model = model_of(skeleton, state, source)
     _replace(model, dict.fromkeys(sources.parameters))  # the other weights can then be moved
+    with _one_line(source.name):
+        pack_linears(model, forms, linear)
     return model
 
 
@@ -206,7 +219,7 @@ def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Sequen
             if sources.quantised:
                 warnings.warn(f"experts are expanded: {error}", stacklevel=3)
             return [{}] * len(view)
-        slow = next((each for each in forms[0].values() if isinstance(each, ShippedForm)), None)
+        slow = _as_shipped_form(forms)
         if experts == PACKED or slow is None:
             sources.coded = True
             return forms
@@ -219,6 +232,20 @@ def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Sequen
     bits, first = EXPERTS_BITS.get(experts), view[0]
     found = {} if bits is None else matrices(first.experts, first.num_experts)
     return [{name: form_for(first.experts, matrix, bits or 0) for name, matrix in found.items()}] * len(view)
+
+
+def _as_shipped_form(forms: Sequence[Forms]) -> ShippedForm | None:
+    """Return the form of a matrix that no kernel multiplies by; all layers or none have it."""
+    return next((each for each in forms[0].values() if isinstance(each, ShippedForm)), None)
+
+
+def _linear_weights(forms: Sequence[Forms], sources: ExpertSources, files: WeightFiles) -> dict[str, TensorFile]:
+    """Return the weights beside the experts that may stay packed, by full name.
+
+    None may beside expanded experts or beside experts as shipped, since these models have the expanded model's bits.
+    """
+    packed = sources.coded and _as_shipped_form(forms) is None
+    return {full: files.tensors[name] for full, name in sources.unconverted.items()} if packed else {}
 
 
 def _as_shipped(

@@ -82,9 +82,36 @@ class _Parameter:
     def coding(self) -> Coding | None:
         """Return the coding of the parameter's codes; None if they are not read."""
         kinds = [CODINGS.get(tensor.kind.name, _AGAIN.get(tensor.kind.name)) for tensor in self.stored]
-        return None if None in kinds else Coding.over(kind for kind in kinds if kind is not None)
+        if None in kinds or (self._is_matrix and self._order() is None):
+            return None
+        return Coding.over(kind for kind in kinds if kind is not None)
+
+    @property
+    def _is_matrix(self) -> bool:
+        return any(len(tensor.rows.get_shape()) == 2 for tensor in self.stored)
+
+    def _order(self) -> Tensor | None:
+        """Return the row of the file for each row of the matrix; None if the conversion does more than order rows."""
+        count = self.stored[0].rows.get_shape()[0]
+        probe = torch.arange(2.0 * count).view(count, 2)
+        try:
+            made = self.convert([probe for _ in self.stored])
+        except (IndexError, RuntimeError, ValueError):  # it orders columns
+            return None
+        order = (made.flatten()[::2] / 2).long()
+        right = made.shape == probe.shape and torch.equal(order.sort().values, torch.arange(count))
+        return order if right and torch.equal(made, probe[order]) else None
+
+    def _coded_matrix(self, part: Part) -> Coded:
+        order, tensor = self._order(), self.stored[0]
+        assert order is not None
+        if torch.equal(order, torch.arange(len(order))):
+            return self._coded(tensor, part)
+        return self._coded(tensor, ...)[order[part]]
 
     def coded(self, part: Part) -> Coded:
+        if self._is_matrix:
+            return self._coded_matrix(part)
         coding = self.coding()
         assert coding is not None
         coded = [self._coded(tensor, part).fitted(coding) for tensor in self.stored]

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from expertcast.compat import ALL_EXPERTS_FUNCTIONS
 from expertcast.data.batch import RouterCall
 from expertcast.data.moe_layers import PROBE_EXPERTS, experts_implementation
+from expertcast.data.packed_experts import packed_matrices
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.messages import ExpertcastError
@@ -271,8 +272,9 @@ def _apply_in_place(part: nn.Module, function: Callable[[Tensor], Tensor], recur
         raise ExpertcastError(
             "the model's experts are offloaded: close the offload before moving or converting the model"
         )
-    with torch.no_grad():
-        type(part)._apply(part, function, recurse)  # type: ignore[no-untyped-call]
+    if not packed_matrices(part):  # their scales have a dtype of their own
+        with torch.no_grad():
+            type(part)._apply(part, function, recurse)  # type: ignore[no-untyped-call]
     return part
 
 

@@ -106,9 +106,11 @@ class ExpertSources:
             self.parameters.update({full: getattr(layer.experts, name) for full, name in names.items()})
         self.others: list[str] = []
         """Checkpoint tensors that belong to no expert."""
+        self.unconverted: dict[str, str] = {}
+        """Names of such tensors that no conversion changes, by the parameter's full name."""
         self._groups: dict[str, Group] = {}
         self.coded = False
-        """Whether packed experts read codes and scales as shipped, instead of packing dequantised weights."""
+        """Whether packed weights are codes and scales as shipped, instead of packing dequantised weights."""
         self._assign(get_model_conversion_mapping(self._model, hf_quantizer=quantizer))
 
     def _assign(self, mapping: list[WeightConverter | WeightRenaming]) -> None:
@@ -122,6 +124,8 @@ class ExpertSources:
                 target, pattern = rename_source_key(name, [], [], prefix, state)
             if target not in self.parameters:
                 self.others.append(name)
+                if pattern is None:
+                    self.unconverted[target] = name
                 continue
             converter = None if pattern is None else by_pattern[pattern]
             group = self._groups.setdefault(target, Group(target, converter))

@@ -67,6 +67,7 @@ def test_weights(family: str, kind: str, dtype: torch.dtype | None, tmp_path: Pa
         assert all(torch.equal(loaded[name], parameter) for name, parameter in resident.named_parameters())
     report = inspect_model(str(path))
     assert (report.supported, report.shipped, report.experts) == (True, f"gguf, {kind}", 8)
+    assert "experts and linear layers keep their codes" in report.loaded
     assert report.shipped_bytes == path.stat().st_size
 
 

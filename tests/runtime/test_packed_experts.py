@@ -1,4 +1,4 @@
-"""Experts of quantised checkpoints held as their codes and scales: the same bits offloaded and resident."""
+"""Weights of quantised checkpoints held as their codes and scales: the same bits offloaded and resident."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import expanded_experts, make_packed, packed_matrices
+from expertcast.data.packed_linear import PackedLinear
 from expertcast.data.source import ModelSource
 from expertcast.data.weights.files import ComputedTensor, SafetensorsFiles
+from expertcast.data.weights.gguf import GgufFile
 from expertcast.data.weights.packed import join_packed
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadedModel, load_offloaded
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
-from tests.runtime.gguf_files import tiny, write
+from tests.runtime.gguf_files import tensors_of, tiny, write
 from tests.runtime.quantised import IDS, fp8, mxfp4
 from tests.runtime.test_packed import Made, awq, checkpoint, compressed, compressed_fp8, four_bits, gptq, of_modules
 
@@ -131,8 +133,12 @@ FORMS: dict[str, tuple[Callable[[Path], str], list[tuple[str, str]]]] = {
 
 
 def _resident(path: str, offloaded: OffloadedModel, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The model whose modules hold all packed experts, and the one with expanded weights."""
+    """The model whose modules hold all packed experts and linear layers, and the one with expanded weights."""
     packed, plain = load_model(path, dtype=dtype), load_model(path, dtype=dtype)
+    for name, module in _linears(offloaded).items():
+        own = PackedLinear(module.form, packed.get_submodule(name).bias, packed.dtype)
+        own.load_state_dict(module.state_dict())
+        packed.set_submodule(name, own)
     for layer in find_moe_layers(packed):
         forms = {name: each.form for name, each in packed_matrices(offloaded.view[layer.index].experts).items()}
         make_packed(layer.experts, layer.num_experts, forms)
@@ -141,10 +147,14 @@ def _resident(path: str, offloaded: OffloadedModel, dtype: str) -> tuple[PreTrai
     return packed, plain
 
 
+def _linears(offloaded: OffloadedModel) -> dict[str, PackedLinear]:
+    return {name: each for name, each in offloaded.model.named_modules() if isinstance(each, PackedLinear)}
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("form", FORMS)
 def test_offloaded_is_resident(form: str, dtype: str, tmp_path: Path) -> None:
-    """Bit for bit, from memory and from a disk; each expert near the checkpoint's own weights."""
+    """Bit for bit, from memory and from a disk; each packed weight near the checkpoint's own."""
     make, by_layer = FORMS[form]
     path = make(tmp_path)
     with load_offloaded(path, device="cpu", slots=6, experts="packed", dtype=dtype) as offloaded:
@@ -176,6 +186,9 @@ def test_only_the_bytes_of_a_layers_own_form_move(store: str, tmp_path: Path) ->
 
 
 def _near(offloaded: OffloadedModel, plain: PreTrainedModel) -> None:
+    for name, module in _linears(offloaded).items():
+        weight = plain.get_submodule(name).get_parameter("weight").float()
+        assert (module.weight.float() - weight).abs().max() <= 0.01 * weight.abs().max(), name
     for layer in find_moe_layers(plain):
         parts = offloaded.store.views(layer.index)
         for expert in range(layer.num_experts):
@@ -185,6 +198,138 @@ def _near(offloaded: OffloadedModel, plain: PreTrainedModel) -> None:
             for name, parameter in layer.experts.named_parameters():
                 error = (own[name].float() - parameter[expert].float()).abs().max()
                 assert error <= 0.01 * parameter[expert].float().abs().max(), (layer.index, name, expert)
+
+
+# Linear layers beside the experts
+
+_ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
+_SHARED = {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def _kinds(offloaded: OffloadedModel) -> set[str]:
+    """Names of the packed linear layers, without those of the decoder layers."""
+    return {name.partition("layers.")[2].partition(".")[2] or name for name in _linears(offloaded)}
+
+
+def _tied(folder: Path) -> str:
+    write(folder / "model.gguf", tiny("qwen3_moe", tie_word_embeddings=True), without="output.weight")
+    return str(folder / "model.gguf")
+
+
+def _of_family(family: str, kind: str, architecture: str | None = None) -> Callable[[Path], str]:
+    def make(folder: Path) -> str:
+        write(folder / "model.gguf", tiny(family), kind, architecture)
+        return str(folder / "model.gguf")
+
+    return make
+
+
+_HYBRID = {"linear_attn.in_proj_qkv", "linear_attn.in_proj_z"}
+"""Without the output projection, whose columns GGUF orders in another way, and projections to few outputs."""
+LINEARS: dict[str, tuple[Callable[[Path], str], set[str]]] = {
+    "qwen3_moe": (_of_family("qwen3_moe", "Q4_0"), {*_ATTENTION, "lm_head"}),
+    "qwen2_moe": (_of_family("qwen2_moe", "Q4_1"), {*_ATTENTION, *_SHARED, "lm_head"}),
+    "qwen3_5_moe": (
+        _of_family("qwen3_5_moe_text", "Q8_0", "qwen35moe"), {*_ATTENTION, *_SHARED, *_HYBRID, "lm_head"},
+    ),
+    "tied head": (_tied, _ATTENTION),
+    "head in Q6_K": (_gguf("Q4_K", output__weight="Q6_K"), {*_ATTENTION - {"self_attn.o_proj"}, "lm_head"}),
+    "keys in Q2_K": (
+        _gguf("Q4_K", **{f"blk__{layer}__attn_k__weight": "Q2_K" for layer in range(2)}),
+        {"self_attn.q_proj", "self_attn.v_proj", "lm_head"},
+    ),
+    "gptq": (_packed_once(gptq(group=32), quant_method="gptq", bits=4, group_size=32), _ATTENTION),
+    "awq": (_packed_once(partial(awq, group=32), quant_method="awq", bits=4, group_size=32), _ATTENTION),
+    "queries by activation order": (
+        _packed_once({"q_proj": gptq(group=32, reorder=True), "": gptq(group=32)}, quant_method="gptq", bits=4,
+                     group_size=32),
+        _ATTENTION - {"self_attn.q_proj"},
+    ),
+}  # fmt: skip
+"""Writer of a checkpoint, and the linear layers that stay packed."""
+
+
+@pytest.mark.parametrize("form", LINEARS)
+def test_linear_layers_stay_packed(form: str, tmp_path: Path) -> None:
+    """Each near its weights; routers and embeddings are the checkpoint's; experts in other forms expand them all."""
+    make, expected = LINEARS[form]
+    path = make(tmp_path)
+    options: dict[str, Any] = {"device": "cpu", "slots": 6, "dtype": "bf16"}
+    plain = load_model(path, dtype="bf16")
+    with load_offloaded(path, experts="packed", **options) as offloaded:
+        assert _kinds(offloaded) == expected
+        _near(offloaded, plain)
+        resident, packed = dict(plain.named_parameters()), dict(offloaded.model.named_parameters())
+        others = [name for name in resident if name in packed and ".experts." not in name]
+        assert any("mlp.gate." in name for name in others)
+        assert all(torch.equal(packed[name], resident[name]) for name in others)
+    for experts in ("expanded", "int4"):
+        with load_offloaded(path, experts=experts, **options) as offloaded:
+            assert not _linears(offloaded)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "exact"),
+    [("qwen3_moe", None, 9), ("qwen2_moe", None, 15), ("qwen3_5_moe_text", "qwen35moe", 13)],
+)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_codes_of_gguf_matrices(family: str, architecture: str | None, exact: int, kind: str, tmp_path: Path) -> None:
+    """Those of linear layers stand for the dequantised weights exactly, in whichever order the file has their rows."""
+    path, model = tmp_path / "model.gguf", tiny(family)
+    write(path, model, kind, architecture)
+    _same_codes(path, model, exact)
+
+
+def test_codes_of_permuted_rows(tmp_path: Path) -> None:
+    """Files of architecture llama have the rows of queries and keys in another order."""
+    path = tmp_path / "model.gguf"
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    model: PreTrainedModel = LlamaForCausalLM(config).float()
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q4_0))
+    named = tensors_of(model) | {
+        f"blk.0.ffn_{name}.weight": model.model.layers[0].mlp.get_parameter(f"{name}_proj.weight")
+        for name in ("gate", "up", "down")
+    }
+    for name, tensor in named.items():
+        numbers = tensor.detach().numpy()
+        if numbers.ndim == 1:
+            writer.add_tensor(name, numbers)
+        else:
+            kind = gguf.GGMLQuantizationType.Q4_0
+            writer.add_tensor(name, gguf.quantize(numbers, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    _same_codes(path, model, 8)
+
+
+def _same_codes(path: Path, model: PreTrainedModel, count: int) -> None:
+    found = 0
+    with GgufFile([str(path)], model, torch.float32) as files:
+        for name, module in model.named_modules():
+            file = files.tensors.get(f"{name}.weight")
+            if isinstance(module, torch.nn.Linear) and isinstance(file, ComputedTensor) and file.coding() is not None:
+                assert file.coded is not None
+                weights = file[...]
+                assert torch.equal(file.coded(...).expanded(), weights), name
+                assert torch.equal(file.coded(slice(8, 24)).expanded(), weights[8:24]), name
+                found += len(weights) % 16 == 0
+    assert found == count
+
+
+def test_conversion_to_the_models_own_dtype(tmp_path: Path) -> None:
+    """As pipelines do it; scales keep theirs."""
+    path = _gguf("Q8_0")(tmp_path)
+    with load_offloaded(path, device="cpu", slots=6, experts="packed", dtype="fp32") as offloaded:
+        expected = greedy(offloaded, IDS, 3)
+        offloaded.model.to(torch.float32).float()
+        assert_same(greedy(offloaded, IDS, 3), expected)
 
 
 def _act_order(said: bool) -> Callable[[Path], str]:

@@ -15,6 +15,7 @@ from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import COUNT, Count, DeploymentOptions, Model, Option
 from expertcast.commands.output import Outcome, forecast_lines, offload_lines
 from expertcast.data.packed_experts import weight_bits
+from expertcast.data.packed_linear import other_bytes
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, format_bytes
 
@@ -152,7 +153,8 @@ def chat_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | N
 
 def held(offloaded: OffloadedModel) -> Json:
     """Return the memory of a run: `slots` of `experts` with their bytes on the device, bytes of an expert, bits of a
-    weight, `store` with its bytes, and the link with the bytes that it read from a disk."""
+    weight of the experts, bytes of the other weights, `store` with its bytes, and the link with the bytes that it read
+    from a disk."""
     store, pool, link = offloaded.store, offloaded.pool, offloaded.link
     drafts = 0 if offloaded.drafting is None else sum(offloaded.drafting.memory.values())
     return {
@@ -161,6 +163,7 @@ def held(offloaded: OffloadedModel) -> Json:
         "expert_bytes": store.layout.block_bytes,
         "weight_bits": weight_bits(offloaded.view),
         "device": str(next(offloaded.view[0].router.parameters()).device),
+        "other_bytes": other_bytes(offloaded.model, offloaded.view),
         "device_bytes": pool.count * store.layout.block_bytes,
         "draft_bytes": drafts,
         "store": store.name,
