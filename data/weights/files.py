@@ -172,6 +172,8 @@ class FileTensor:
         return first, max(0, last - first)
 
     def _octets(self, start: int, nbytes: int) -> Tensor:
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
         if _IN_MEMORY.ranges is not None:
             found = _IN_MEMORY.ranges.get((self.file.name, start))
             if found is None or len(found) != nbytes:
@@ -180,7 +182,7 @@ class FileTensor:
         read = read_range(self.file.fileno(), start, nbytes)
         if len(read) != nbytes:
             raise OSError(f"{self.file.name} is cut off")
-        return torch.frombuffer(read, dtype=torch.uint8) if read else torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(read, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
