@@ -279,6 +279,9 @@ class OffloadConfig:
     """Storage of the experts: memory (page-locked for CUDA, within a budget), or disk (a file)."""
     store_folder: str | Path | None = None
     """With disk, the folder of the file, one per model (default: a temporary file)."""
+    in_place: bool = False
+    """With disk, read the experts from the checkpoint's own files instead of a second copy; forms that a kernel reads
+    in another order are converted after each read. Also without it if the disk has no room for the copy."""
     experts: str = EXPANDED
     """Form of the experts: expanded (the model's dtype); packed (codes and scales of a quantised checkpoint, in 4 or 8
     bits); int4 or int8 (rounded); auto (packed if a kernel takes the checkpoint's form)."""
@@ -319,8 +322,12 @@ class OffloadConfig:
             raise ExpertcastError("store_folder needs store='disk': give that too, or leave store_folder out")
         if self.store_folder == "":
             raise ExpertcastError("store_folder='': give a folder, '.' for the current one")
+        if self.in_place and (self.store != "disk" or self.store_folder is not None):
+            raise ExpertcastError("in_place reads the checkpoint's own files: give store='disk' without store_folder")
         if self.codec not in (None, "raw"):
             check_codec(self.codec)
+            if self.in_place:
+                raise ExpertcastError(f"in_place keeps experts as they are: leave codec={self.codec!r} out")
             if self.store != "disk":
                 raise ExpertcastError(
                     f"codec={self.codec!r} needs store='disk' (--store-folder): give that too, or leave the codec out"
@@ -656,7 +663,7 @@ def _auto_link(config: OffloadConfig, device: str) -> str:
     made = config.store if isinstance(config.store, ExpertStore) else None
     coded = config.resolved_codec() != "raw" or (made is not None and not made.addressable)
     timed = (config.bandwidth is not None or config.latency) and not coded
-    on_disk = (config.store == "disk" or (made is not None and made.name == "disk")) and can_read_directly()
+    on_disk = (config.store == "disk" or (made is not None and made.name != "memory")) and can_read_directly()
     if on_disk and not timed:
         return "disk"
     if device == "cuda":
@@ -703,8 +710,10 @@ def make_store(
         fingerprint: of the checkpoint that the experts come from; see `DiskStore`.
 
     Raises:
-        ExpertcastError: the folder holds another file of the store's name.
+        ExpertcastError: the folder holds another file of the store's name, or the model has no files to read in place.
     """
+    if config.in_place and fingerprint is None:
+        raise ExpertcastError("in_place reads a checkpoint's files: give its folder to load_offloaded")
     if isinstance(config.store, ExpertStore):
         return config.store
     if config.store != "disk":

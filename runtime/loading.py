@@ -35,6 +35,7 @@ from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.recording.recorder import Observer, check_observers
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources, Shipped, ShippedExperts
 from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.in_place import ExpertsInPlace
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -115,9 +116,10 @@ def load_offloaded(
         reader = _Reader(sources, len(view), source.name, shipped)
         try:
             made.source = reader
-            if shipped is not None and isinstance(made, DiskStore):
-                made.shipped = reader.shipped
-            config = replace(config, store=made, store_folder=None, codec="raw", experts=EXPANDED)
+            if isinstance(made, DiskStore):
+                _choose_file(made, config, sources, source.name)
+                made.shipped = None if shipped is None else reader.shipped
+            config = replace(config, store=made, store_folder=None, in_place=False, codec="raw", experts=EXPANDED)
             _check_memory(made, slots_for(config, made, draft_bytes(config, view)) if target.type == "cpu" else 0)
             return offload(model, config, observers=observers)
         except BaseException:
@@ -162,6 +164,35 @@ class _Reader:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _choose_file(store: DiskStore, config: OffloadConfig, sources: ExpertSources, name: str) -> None:
+    """Let a store read the checkpoint's own files on request, or if the disk has no room for one of its own.
+
+    Raises:
+        ExpertcastError: the experts cannot be read in place.
+    """
+    full = ""
+    if not config.in_place:
+        if store.holds(0):
+            return
+        try:
+            store.check_room()
+            return
+        except ExpertcastError as error:
+            if config.pools:
+                raise
+            full = str(error)
+    try:
+        with _one_line(name):
+            experts = ExpertsInPlace(sources, store.layout, store.layers, store.experts)
+    except ExpertcastError as error:
+        if not full:
+            raise
+        raise ExpertcastError(f"{full}; {error}") from error
+    if full:
+        warnings.warn(f"experts are read {experts}, without a second copy: {full}", stacklevel=3)
+    store.read_in_place(experts)
 
 
 def _load_others(

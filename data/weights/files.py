@@ -10,9 +10,10 @@ import itertools
 import json
 import math
 import os
+import threading
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -110,24 +111,78 @@ class HeldTensor:
         return self.tensor[part]
 
 
-def tensor_at(file: BinaryIO, start: int, shape: Sequence[int], dtype: torch.dtype) -> ComputedTensor:
+class _InMemory(threading.local):
+    """Ranges of files that are in memory, by file name and first byte, for reads of the running thread."""
+
+    ranges: Mapping[tuple[str, int], Tensor] | None = None
+
+
+_IN_MEMORY = _InMemory()
+
+
+@contextmanager
+def in_memory(ranges: Mapping[tuple[str, int], Tensor]) -> Iterator[None]:
+    """Make each :class:`FileTensor` that this thread reads take its bytes from memory instead of its file.
+
+    Args:
+        ranges: bytes, uint8, by file name and first byte. Reading any other range raises ExpertcastError.
+    """
+    _IN_MEMORY.ranges = ranges
+    try:
+        yield
+    finally:
+        _IN_MEMORY.ranges = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
     """A tensor that begins at a byte of a file; some of its rows are read alone.
 
     The slices of safetensors read the whole tensor with `pread`: where a layer's experts are one tensor, each expert
     would cost as much as all. Reading raises OSError where the file ends too early.
     """
 
-    def make(part: Part) -> Tensor:
-        count, *row = shape or (1,)
-        first, last, _ = (0, count, 1) if part is ... else part.indices(count)
-        rows, size = max(0, last - first), math.prod(row) * dtype.itemsize
-        read = read_range(file.fileno(), start + first * size, rows * size)
-        if len(read) != rows * size:
-            raise OSError(f"{file.name} is cut off")
-        tensor = torch.frombuffer(read, dtype=dtype) if read else torch.empty(0, dtype=dtype)
-        return tensor.view([rows, *row] if shape else [])
+    file: BinaryIO
+    start: int
+    """First byte in the file."""
+    shape: Sequence[int]
+    dtype: torch.dtype
 
-    return ComputedTensor(shape, _NAMES[dtype], make)
+    def get_shape(self) -> list[int]:
+        """Return its sizes."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return its dtype as safetensors names it."""
+        return _NAMES[self.dtype]
+
+    def place(self, part: Part) -> tuple[int, int]:
+        """Return the first byte of some rows in the file, and their bytes."""
+        first, rows = self._rows(part)
+        size = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return self.start + first * size, rows * size
+
+    def __getitem__(self, part: Part) -> Tensor:
+        octets = self._octets(*self.place(part))
+        return octets.view(self.dtype).view([self._rows(part)[1], *self.shape[1:]] if self.shape else [])
+
+    def _rows(self, part: Part) -> tuple[int, int]:
+        count = self.shape[0] if self.shape else 1
+        first, last, _ = (0, count, 1) if part is ... else part.indices(count)
+        return first, max(0, last - first)
+
+    def _octets(self, start: int, nbytes: int) -> Tensor:
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        if _IN_MEMORY.ranges is not None:
+            found = _IN_MEMORY.ranges.get((self.file.name, start))
+            if found is None or len(found) != nbytes:
+                raise ExpertcastError(f"{nbytes} bytes of {self.file.name} from {start} on are not an expert's own")
+            return found
+        read = read_range(self.file.fileno(), start, nbytes)
+        if len(read) != nbytes:
+            raise OSError(f"{self.file.name} is cut off")
+        return torch.frombuffer(read, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +235,11 @@ class WeightFiles(ExitStack):
         own = {each: tensor for each, tensor in found.items() if joined.get(each) is not tensor}
         return ShippedWeight(own, lambda tensors: joiner(tensors)[name])
 
+    def stored(self, name: str) -> list[TensorFile]:
+        """Return the tensors of the files that make up a weight."""
+        shipped = self.shipped(name)
+        return [self.tensors[name]] if shipped is None else list(shipped.tensors.values())
+
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the first floating tensor."""
@@ -222,7 +282,7 @@ class SafetensorsFiles(WeightFiles):
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         return {
-            name: tensor_at(file, 8 + length + header[name]["data_offsets"][0], tensor.get_shape(), dtype)
+            name: FileTensor(file, 8 + length + header[name]["data_offsets"][0], tensor.get_shape(), dtype)
             if (dtype := _DTYPES.get(tensor.get_dtype())) is not None
             else tensor
             for name, tensor in slices.items()

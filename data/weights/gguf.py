@@ -34,7 +34,7 @@ from expertcast.compat import (
 from expertcast.data.packed_experts import Coded, Coding, rounded
 from expertcast.data.source import GGUF, Quantised
 from expertcast.data.weights.blocks import CODINGS, coded_blocks
-from expertcast.data.weights.files import ComputedTensor, Part, ShippedWeight, TensorFile, WeightFiles, tensor_at
+from expertcast.data.weights.files import ComputedTensor, FileTensor, Part, ShippedWeight, TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError
 
 _UNMAPPED = {
@@ -179,6 +179,9 @@ class GgufFile(WeightFiles):
             return None
         return ShippedWeight({each.name: each.rows for each in made.stored}, made.of)
 
+    def stored(self, name: str) -> list[TensorFile]:
+        return [each.rows for each in self._made[name].stored]
+
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the model if the caller names none."""
@@ -186,7 +189,7 @@ class GgufFile(WeightFiles):
 
 
 def _rows(file: BinaryIO, tensor: Any) -> TensorFile:
-    return tensor_at(file, int(tensor.data_offset), tensor.data.shape, getattr(torch, tensor.data.dtype.name))
+    return FileTensor(file, int(tensor.data_offset), tensor.data.shape, getattr(torch, tensor.data.dtype.name))
 
 
 def _tensors(path: str) -> list[Any]:

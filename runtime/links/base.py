@@ -97,8 +97,8 @@ class Link(ABC):
         """
         if self.by_address and not store.addressable:
             raise ExpertcastError(
-                f"link {self.name!r} copies experts from memory, but this store keeps them coded in a file: use link "
-                "'disk' or codec 'raw'"
+                f"link {self.name!r} copies experts from memory, but this store keeps them coded or in the "
+                "checkpoint's files: use link 'disk' or codec 'raw'"
             )
         self._store = store
         self._pool = pool

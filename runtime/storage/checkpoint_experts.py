@@ -150,6 +150,34 @@ class ExpertSources:
                 missing -= written
         check_complete(missing)
 
+    def read_expert(self, layer: int, expert: int, views: dict[str, Tensor]) -> None:
+        """Fill one expert's row of `views`, one layer's parameters [E, ...], in this thread.
+
+        Raises:
+            ExpertcastError: weights are missing or of the wrong shape.
+        """
+        missing = set(self._local[layer])
+        for group in self.groups(layer):
+            missing -= self._convert_into(layer, group, slice(expert, expert + 1), views)
+        check_complete(missing)
+
+    def file_parts(self, layer: int) -> list[list[tuple[TensorFile, Part]]]:
+        """Return the tensors of the files that make up each expert of a layer, each with the rows of this expert.
+
+        Raises:
+            ExpertcastError: the experts cannot be converted one by one.
+        """
+        parts: list[list[tuple[TensorFile, Part]]] = [[] for _ in range(self._experts)]
+        for group in self.groups(layer):
+            if not self.separable(group):
+                raise ExpertcastError(f"{group.target} is not stored expert by expert, so it cannot be read in place")
+            for names in group.sources.values():
+                for expert, own in enumerate(parts):
+                    for file in self._files.stored(names[0] if len(names) == 1 else names[expert]):
+                        fused = len(names) == 1 and file.get_shape()[:1] == [self._experts]
+                        own.append((file, slice(expert, expert + 1) if fused else ...))
+        return parts
+
     def _portions(self, group: Group) -> list[slice | None]:
         """Split a layer into ranges of experts to convert at a time; [None] if the group is inseparable."""
         if not self.separable(group):

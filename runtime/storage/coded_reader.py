@@ -24,7 +24,7 @@ from expertcast.runtime.storage.codecs import Codec, Part
 from expertcast.runtime.storage.expert_file import ExpertFile
 from expertcast.runtime.storage.layout import SECTOR, sectors
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.reader import DirectReader, Read
+from expertcast.runtime.storage.reader import DirectReader, OpenFile, Read
 from expertcast.runtime.storage.transfer import Transfer, TransferQueue
 
 # The plan of a codec: the pieces in which an expert is read, and the jobs that decode it.
@@ -362,7 +362,7 @@ class CodedReader(TransferQueue[CodedRead]):
         scratch = [
             torch.empty(self._plan.scratch_bytes, dtype=torch.uint8) for _ in range(decoders_of(self._plan))
         ]  # allocated before any thread starts, since it may fail
-        self._disk = DirectReader(file.path, threads=threads, pace=pace, handle=file.handle)
+        self._disk = DirectReader(OpenFile(file.path, file.handle), threads=threads, pace=pace)
         self._jobs_of = [
             [number for number, job in enumerate(self._plan.jobs) if piece in job.pieces]
             for piece in range(len(self._plan.pieces))

@@ -2,7 +2,7 @@
 
 The store holds no expert in memory. Experts of codec `raw` are mapped: the system's page cache keeps those that are
 copied often, and the system reads forecast ones ahead. Coded experts are read and decoded at every request. The disk
-link bypasses the page cache for both.
+link bypasses the page cache for both. A store in place has no file of its own and reads those of the checkpoint.
 
 L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 """
@@ -32,12 +32,14 @@ from expertcast.runtime.storage.expert_file import (
     Header,
     MappedBlocks,
     StaleFileError,
+    check_room,
     layout_text,
     read_header,
 )
+from expertcast.runtime.storage.in_place import ExpertsInPlace
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.memory import HostMemory, trim_heap
-from expertcast.runtime.storage.reader import DirectReader, Read
+from expertcast.runtime.storage.reader import DirectReader, OpenFile, Read
 from expertcast.runtime.storage.store import ExpertStore, Write
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ class DiskStore(ExpertStore):
         self._writer: ExpertWriter | None = None
         self._file: ExpertFile | None = None
         self._mapped: MappedBlocks | None = None
+        self.in_place: ExpertsInPlace | None = None
+        """The checkpoint's own files, if the store reads these."""
         if self._target is not None and self._target.exists():
             try:
                 self._open_existing(self._target, used=fingerprint is not None)
@@ -114,6 +118,24 @@ class DiskStore(ExpertStore):
             for layer, blocks in enumerate(self._mapped.layers):
                 self._hold(layer, blocks)
 
+    def read_in_place(self, experts: ExpertsInPlace) -> None:
+        """Read the checkpoint's own files instead of one of the store."""
+        self._drop()
+        self.in_place, self.codec = experts, make_codec("raw", self.layout)
+        self.name, self.addressable, self.path = "checkpoint", False, experts.files[0].path
+
+    def check_room(self) -> None:
+        """Check that the disk has room for the bytes of the file that are known before packing.
+
+        Raises:
+            ExpertcastError: it has less.
+        """
+        check_room(self.path.parent if self._target else self.path, self._least)
+
+    @property
+    def _least(self) -> int:
+        return self._header.count * sum(plane.nbytes for plane in self.codec.planes if not plane.compressed)
+
     @property
     def file(self) -> ExpertFile:
         """File of the experts, open as long as the store is."""
@@ -123,6 +145,8 @@ class DiskStore(ExpertStore):
     @property
     def stored_nbytes(self) -> int:
         """Bytes of all experts' parts in the file, without padding."""
+        if self.in_place is not None:
+            return self.in_place.nbytes
         return int(self.file.nbytes.sum())
 
     @property
@@ -131,7 +155,7 @@ class DiskStore(ExpertStore):
         return PartPlaces(self.file, self.codec).nbytes
 
     def holds(self, layer: int) -> bool:
-        return self._file is not None
+        return self._file is not None or self.in_place is not None
 
     def open(self, layer: int) -> dict[str, Tensor]:
         """
@@ -143,8 +167,7 @@ class DiskStore(ExpertStore):
     def fill(self, layer: int, write: Write) -> None:
         if self._writer is None:
             self._drop()
-            plain = sum(plane.nbytes for plane in self.codec.planes if not plane.compressed)
-            self._writer = ExpertWriter(self._target, self._header, least=self._header.count * plain)
+            self._writer = ExpertWriter(self._target, self._header, least=self._least)
         with ThreadPoolExecutor(usable_processors()) as threads:
             for parts in self._encoded(layer, write, threads):
                 self._writer.add(parts)
@@ -194,9 +217,11 @@ class DiskStore(ExpertStore):
         return self.layout.views(blocks, layer)
 
     def _decode(self, key: int, block: Tensor) -> None:
-        source = self._writer or self.file
         try:
-            parts = source.read(key)
+            if self.in_place is not None:
+                self.in_place.fill(key, block)
+                return
+            parts = (self._writer or self.file).read(key)
         except OSError as error:
             raise ExpertcastError(f"{str(self.path)!r} cannot be read: {error.strerror or error}") from error
         self.codec.decode(parts, block)
@@ -208,10 +233,12 @@ class DiskStore(ExpertStore):
             threads: number of concurrent requests.
             pace: limit of the rate in bytes per second; None: no limit.
         """
+        if self.in_place is not None:
+            return DirectReader(*self.in_place.files, threads=threads, pace=pace)
         if self._mapped is None:
             return CodedReader(self.file, self.codec, threads=threads, pace=pace)
         self._mapped.forget()
-        return DirectReader(self.path, threads=threads, pace=pace, handle=self.file.handle, stamp=self.file.stamp)
+        return DirectReader(OpenFile(self.path, self.file.handle, self.file.stamp), threads=threads, pace=pace)
 
     def read(
         self, key: int, block: Tensor, *, urgent: bool, slot: int = -1, then: Callable[[Any], None] | None = None
@@ -225,6 +252,8 @@ class DiskStore(ExpertStore):
             slot: slot of the block, or slot to which it is copied afterwards.
             then: called by the thread that filled the block.
         """
+        if self.in_place is not None:
+            return self.in_place.read(key, block, urgent=urgent, slot=slot, then=then)
         if self._mapped is None:
             return CodedRead(key, slot, urgent, target=block, then=then)
         return Read(key, slot, urgent, target=block, then=then, offset=int(self.file.offsets[key, 0]))
@@ -242,4 +271,4 @@ class DiskStore(ExpertStore):
         """Close the file, and remove an incomplete one."""
         if self._writer is not None:
             self._writer.drop()
-        self._mapped = self._file = self._writer = None
+        self._mapped = self._file = self._writer = self.in_place = None

@@ -174,6 +174,21 @@ def read_header(path: Path) -> Header:
     return header
 
 
+def check_room(folder: Path, least: int) -> None:
+    """Check that the disk of a folder, which may not exist yet, has `least` bytes of free space.
+
+    Raises:
+        ExpertcastError: it has less.
+    """
+    there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+    free = shutil.disk_usage(there).free
+    if free < least:
+        raise ExpertcastError(
+            f"{str(folder)!r} has {free} bytes free, but the experts need at least {least}: free some, or give "
+            "another store_folder or codec"
+        )
+
+
 class ExpertWriter:
     """Writes a file, expert by expert in the order of their keys. Flushed experts can be read until it is dropped.
 
@@ -198,7 +213,7 @@ class ExpertWriter:
         try:
             with self._system_errors():
                 self._create()
-                self._check_room(least)
+                check_room(self._folder, least)
                 weakref.finalize(self, self._open.close)
                 self._open.write(bytes(header.room))
                 self._direct = _open_direct(self._open.fileno())
@@ -220,14 +235,6 @@ class ExpertWriter:
             if _lock(self._file.fileno()) and self._path.exists():
                 return
             self._file.close()
-
-    def _check_room(self, least: int) -> None:
-        free = shutil.disk_usage(self._folder).free
-        if free < least:
-            raise ExpertcastError(
-                f"{str(self._folder)!r} has {free} bytes free, but the experts need at least {least}: free some, or "
-                "give another store_folder or codec"
-            )
 
     def add(self, parts: Sequence[Part]) -> None:
         """Append the parts of the next expert.

@@ -103,6 +103,10 @@ class BlockLayout:
             offset = aligned_bytes(offset + field.nbytes)
         return cls(fields=tuple(fields), block_bytes=offset)
 
+    def fields_of(self, layer: int) -> tuple[Field, ...]:
+        """Return the fields of a layer."""
+        return self.by_layer[layer] if self.by_layer else self.fields
+
     def nbytes_of(self, layer: int) -> int:
         """Return the number of a block's first bytes that a layer uses, rounded up to whole sectors of a disk."""
         if not self.by_layer:
@@ -111,11 +115,14 @@ class BlockLayout:
         return min(sectors(last.offset + last.nbytes), self.block_bytes)
 
     def views(self, blocks: Tensor, layer: int = 0) -> dict[str, Tensor]:
-        """Return a layer's parameters as strided views [S, ...] of S blocks: contiguous uint8 [S * block_bytes]."""
-        rows = blocks.view(-1, self.block_bytes)
+        """Return a layer's parameters as strided views [S, ...] of S blocks: contiguous uint8 [S * block_bytes].
+
+        One block alone may be cut off behind the bytes that its layer uses.
+        """
+        rows = blocks.view(-1, min(self.block_bytes, len(blocks)))
         return {
             field.name: rows[:, field.offset : field.offset + field.nbytes].view(field.dtype).view(-1, *field.shape)
-            for field in (self.by_layer[layer] if self.by_layer else self.fields)
+            for field in self.fields_of(layer)
         }
 
 

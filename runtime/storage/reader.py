@@ -1,4 +1,4 @@
-"""Reads ranges of a file into the caller's memory, bypassing the system's page cache.
+"""Reads ranges of files into the caller's memory, bypassing the system's page cache.
 
 Several threads read a range in pieces, since a disk is fast only with several large requests under way. Adjacent small
 ranges in the queue are joined into one request. Urgent requests come first, and requests that no thread has begun can
@@ -13,8 +13,10 @@ import os
 import threading
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,46 +31,102 @@ PIECE = 2 << 20
 """Maximum bytes of one request; larger ranges are divided among threads."""
 
 
+class Range(NamedTuple):
+    """Range of a file that is read to a place in memory."""
+
+    offset: int
+    """First byte in the file."""
+    start: int
+    """First byte in memory."""
+    nbytes: int
+    file: int = 0
+    """Number of the file among those of the reader."""
+
+
+def pieces_of(ranges: Iterable[Range]) -> list[Range]:
+    """Divide ranges into pieces of at most `PIECE` bytes."""
+    return [
+        Range(offset + done, start + done, min(PIECE, nbytes - done), file)
+        for offset, start, nbytes, file in ranges
+        for done in range(0, nbytes, PIECE)
+    ]
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Read(Transfer):
-    """Request that fills `target` with the bytes of the file from `offset` on."""
+    """Request that fills `target` with the bytes of a file from `offset` on, or with several ranges of files."""
 
     target: Tensor
     """uint8, contiguous, in host memory."""
-    offset: int
-    """First byte in the file."""
+    offset: int = -1
+    """First byte in the file; -1: the ranges are given."""
+    pieces: list[Range] = field(default_factory=list)
+    """Result of :func:`pieces_of`."""
     pieces_begun: int = 0
     """Number of pieces that a thread has begun."""
     pieces_read: int = 0
     """Number of pieces read."""
 
+    def __post_init__(self) -> None:
+        self.pieces = self.pieces or pieces_of([Range(self.offset, 0, self.target.numel())])
+
+    @property
+    def memory(self) -> Tensor:
+        """Memory that the ranges are read into, uint8."""
+        return self.target
+
     @property
     def nbytes(self) -> int:
-        """Bytes of the range."""
-        return self.target.numel()
+        """Bytes of all ranges."""
+        return sum(piece.nbytes for piece in self.pieces)
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the file that the request reads."""
+        """Bytes of the files that the request reads."""
         return self.nbytes
 
     @property
-    def pieces(self) -> int:
-        """Number of pieces in which the range is read."""
-        return -(-self.nbytes // PIECE)
-
-    @property
     def waiting(self) -> bool:
-        return self.pieces_begun < self.pieces and not self.cancelled
+        return self.pieces_begun < len(self.pieces) and not self.cancelled
 
     def begin(self) -> None:
         self.started = True
         self.pieces_begun += 1
 
+    def aligned(self, piece: Range) -> bool:
+        """Whether offset, size and memory of a piece are aligned, so that a direct read can fill the memory."""
+        return not (piece.offset % SECTOR or piece.nbytes % SECTOR or (self.memory.data_ptr() + piece.start) % SECTOR)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ConvertedRead(Read):
+    """Request that reads ranges into memory of its own, and converts them to `target` in the reader's thread."""
+
+    convert: Callable[[Tensor, Tensor], None]
+    """Called with the ranges' bytes and `target`."""
+    own: Tensor | None = None
+
     @property
-    def aligned(self) -> bool:
-        """Whether offset, size and target are aligned, so that a direct read can fill the target."""
-        return not (self.offset % SECTOR or self.nbytes % SECTOR or self.target.data_ptr() % SECTOR)
+    def memory(self) -> Tensor:
+        assert self.own is not None
+        return self.own
+
+    def begin(self) -> None:
+        Read.begin(self)
+        if self.own is None:
+            self.own = HostMemory(max(piece.start + piece.nbytes for piece in self.pieces)).bytes
+
+    def finish(self, end: float, error: BaseException | None = None) -> None:
+        error = self.error or error
+        try:
+            if error is None:
+                self.convert(self.memory, self.target)
+                end = time.perf_counter()
+        except BaseException as raised:  # raised in the threads that wait for the expert
+            error = raised
+        finally:
+            self.own = None
+            Read.finish(self, end, error)
 
 
 def stamp_of(file: int) -> tuple[int, int]:
@@ -81,35 +139,48 @@ THREADS = 4
 """Default number of threads of a reader."""
 
 
+class OpenFile(NamedTuple):
+    """A file that must not change while it is read."""
+
+    path: Path
+    handle: int | None = None
+    """Open descriptor of the file, if another file may have replaced it at `path`."""
+    stamp: tuple[int, int] | None = None
+    """Expected :func:`stamp_of` the file; None: its stamp when the reader is created."""
+
+    def changed(self) -> ExpertcastError:
+        """Return the error for a file that has changed."""
+        return ExpertcastError(f"{str(self.path)!r} was changed or truncated while it was in use: load the model again")
+
+
 class DirectReader(TransferQueue[Read]):
-    """Queue and threads that read one file.
+    """Queue and threads that read some files.
 
     If the file system has no direct reads, a warning says so; then ordinary reads drop their pages at once.
 
     Args:
-        path: path of the file, which must not change while it is read.
+        files: the files, or their paths.
         threads: number of concurrent requests.
         pace: limit of the rate in bytes per second, to emulate a slower disk; None: no limit.
-        handle: open descriptor of the file, if another file may have replaced it at `path`.
-        stamp: expected :func:`stamp_of` the file; None: its stamp now.
 
     Raises:
-        ExpertcastError: the file cannot be opened, or the system has no positioned reads (Windows).
+        ExpertcastError: a file cannot be opened, or the system has no positioned reads (Windows).
     """
 
-    def __init__(
-        self, path: Path, *, threads: int = THREADS, pace: float | None = None, handle: int | None = None,
-        stamp: tuple[int, int] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, *files: OpenFile | Path, threads: int = THREADS, pace: float | None = None) -> None:
         if not can_read_directly():
             raise ExpertcastError("this system reads no file directly: use link 'instant', which reads it mapped")
         super().__init__()
-        self.path, self._pace = path, pace
+        self._pace = pace
         staging = [HostMemory(PIECE + 2 * SECTOR).bytes for _ in range(threads)]  # before any thread: it may fail
-        self._file, self.direct = _open(path, handle)
-        self._stamp = stamp or stamp_of(self._file)
+        self.direct = True
+        """Whether reads bypass the page cache."""
+        self._files: list[OpenFile] = []
+        """The files, with descriptors of this reader."""
+        for file in files:
+            self._add(file if isinstance(file, OpenFile) else OpenFile(file))
         self._next_at: dict[int, Read] = {}
-        """Submitted ranges by their offset; :meth:`_joined` skips those that have begun."""
+        """Submitted reads of one range by its offset; :meth:`_joined` skips those that have begun."""
         self._paced_until = 0.0
         self.bytes_read, self.busy_s = 0, 0.0
         """Bytes read so far, and the seconds in which any request was under way."""
@@ -123,18 +194,33 @@ class DirectReader(TransferQueue[Read]):
 
     def submit(self, read: Read, *, front: bool = False) -> None:
         with self.lock:
-            self._next_at[read.offset] = read
+            if read.offset >= 0:
+                self._next_at[read.offset] = read
             super().submit(read, front=front)
 
     def close(self) -> None:
-        """Empty the queue, wait for the requests that have begun, and close the file. A second call does nothing."""
+        """Empty the queue, wait for the requests that have begun, and close the files. A second call does nothing."""
         if self._closed:
             return
         super().close()
         self._next_at.clear()
         for thread in self._threads:
             thread.join()
-        os.close(self._file)
+        self._close_files()
+
+    def _add(self, file: OpenFile) -> None:
+        try:
+            handle, direct = _open(file)
+        except BaseException:
+            self._close_files()
+            raise
+        self.direct = self.direct and direct
+        self._files.append(OpenFile(file.path, handle, file.stamp or stamp_of(handle)))
+
+    def _close_files(self) -> None:
+        for file in self._files:
+            assert file.handle is not None
+            os.close(file.handle)
 
     def _run(self, staging: Tensor) -> None:
         while (request := self._next()) is not None:
@@ -144,7 +230,8 @@ class DirectReader(TransferQueue[Read]):
                 nbytes = self._request(reads, piece, staging)
             except BaseException as error:  # raised in the threads that wait for the ranges
                 if isinstance(error, OSError):
-                    error = ExpertcastError(f"{str(self.path)!r} cannot be read: {error.strerror or error}")
+                    path = self._files[reads[0].pieces[piece].file].path
+                    error = ExpertcastError(f"{str(path)!r} cannot be read: {error.strerror or error}")
                 for read in reads:
                     read.error = error
             self._arrive(reads, start, self._count(-1, nbytes))
@@ -168,46 +255,44 @@ class DirectReader(TransferQueue[Read]):
 
     def _joined(self, read: Read) -> list[Read]:
         reads, size = [read], read.nbytes
-        while read.pieces == 1 and read.aligned and size < PIECE:
+        while len(read.pieces) == 1 and read.aligned(read.pieces[0]) and size < PIECE:
             following = self._next_at.get(reads[-1].offset + reads[-1].nbytes)
             if following is None or following.started or following.cancelled:
                 break
             size += following.nbytes
-            if following.urgent != read.urgent or not following.aligned or size > PIECE:
+            if following.urgent != read.urgent or not following.aligned(following.pieces[0]) or size > PIECE:
                 break
             following.begin()
             reads.append(following)
         return reads
 
-    def _request(self, reads: list[Read], piece: int, staging: Tensor) -> int:
+    def _request(self, reads: list[Read], number: int, staging: Tensor) -> int:
         """Read one request and return its bytes."""
-        first = reads[0]
-        start = piece * PIECE
-        size = sum(read.nbytes for read in reads) if len(reads) > 1 else min(PIECE, first.nbytes - start)
-        offset = first.offset + start
-        if all(read.aligned for read in reads):
-            views = [read.target.numpy().data[start : start + size] for read in reads]
-            self._read(views, offset, size)
+        first, piece = reads[0], reads[0].pieces[number]
+        size = sum(read.nbytes for read in reads) if len(reads) > 1 else piece.nbytes
+        file, offset = self._files[piece.file], piece.offset
+        if first.aligned(piece):  # then the adjacent ones are, too
+            views = [read.memory.numpy().data[piece.start : piece.start + size] for read in reads]
+            self._read(file, views, offset, size)
         else:
             low = offset - offset % SECTOR
             whole = sectors(offset + size - low)
-            self._read([staging.numpy().data[:whole]], low, offset + size - low)
-            ctypes.memmove(first.target.data_ptr() + start, staging.data_ptr() + offset - low, size)
+            self._read(file, [staging.numpy().data[:whole]], low, offset + size - low)
+            ctypes.memmove(first.memory.data_ptr() + piece.start, staging.data_ptr() + offset - low, size)
         if self._pace is not None:
             self._keep_pace(size, self._pace)
         return size
 
-    def _read(self, views: list[memoryview], offset: int, least: int) -> None:
+    def _read(self, file: OpenFile, views: list[memoryview], offset: int, least: int) -> None:
         """Fill the views from `offset` of the file on. The file must have `least` bytes there."""
+        assert file.handle is not None
         unit, done = SECTOR if self.direct else 1, 0
         while True:
-            count = os.preadv(self._file, _behind(views, done), offset + done)
-            if (done + count < least and count < unit) or stamp_of(self._file) != self._stamp:
-                raise ExpertcastError(
-                    f"{str(self.path)!r} was changed or truncated while it was in use: load the model again"
-                )
+            count = os.preadv(file.handle, _behind(views, done), offset + done)
+            if (done + count < least and count < unit) or stamp_of(file.handle) != file.stamp:
+                raise file.changed()
             if not self.direct and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._file, offset + done, count, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(file.handle, offset + done, count, os.POSIX_FADV_DONTNEED)
             if done + count >= least:
                 return
             done += count - count % unit  # network file systems may return less than requested
@@ -222,7 +307,7 @@ class DirectReader(TransferQueue[Read]):
             with self.lock:
                 read.pieces_read += 1
                 read.start = min(read.start or start, start)
-                last = read.pieces_read == read.pieces
+                last = read.pieces_read == len(read.pieces)
             if last:
                 read.finish(end)
 
@@ -241,15 +326,16 @@ def can_read_directly() -> bool:
     return hasattr(os, "preadv")
 
 
-def _open(path: Path, handle: int | None) -> tuple[int, bool]:
-    """Open the file and return the descriptor and whether its reads are direct."""
+def _open(file: OpenFile) -> tuple[int, bool]:
+    """Open a file and return the descriptor and whether its reads are direct."""
+    path, handle, _ = file
     # on Linux this path opens the file of the handle, even if another one replaced it at `path`
     place = path if handle is None else Path(f"/proc/self/fd/{handle}")
     try:
         if hasattr(os, "O_DIRECT"):
             with contextlib.suppress(OSError):
                 return os.open(place, os.O_RDONLY | os.O_DIRECT), True
-        file = os.open(path, os.O_RDONLY) if handle is None else os.dup(handle)
+        opened = os.open(path, os.O_RDONLY) if handle is None else os.dup(handle)
     except OSError as error:
         raise ExpertcastError(f"cannot read {str(path)!r}: {error.strerror}") from error
     warnings.warn(
@@ -257,4 +343,4 @@ def _open(path: Path, handle: int | None) -> tuple[int, bool]:
         "page cache",
         stacklevel=3,
     )
-    return file, False
+    return opened, False

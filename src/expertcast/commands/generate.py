@@ -195,9 +195,8 @@ def account(timing: Json, stats: Json, where: Json) -> list[str]:
     hits += f"{stats['waited_s']:.2f} s waited"
     draft = f", drafts {format_bytes(where['draft_bytes'])}" if where["draft_bytes"] else ""
     rate = "" if where["bandwidth"] is None else f" at {format_bytes(where['bandwidth'])}/s"
+    place = "the checkpoint's own files" if where["store"] == "checkpoint" else where["store"]
     device, kept = format_bytes(where["device_bytes"]), format_bytes(where["store_bytes"])
     slots = f"slots: {where['slots']} of {where['experts']} experts, {device} on {where['device']}{draft}; "
-    slots += (
-        f"all of them {kept} in {where['store']}, {where['weight_bits']:.3g} bits a weight; link {where['link']}{rate}"
-    )
+    slots += f"all of them {kept} in {place}, {where['weight_bits']:.3g} bits a weight; link {where['link']}{rate}"
     return [", ".join(speed), hits, slots]

@@ -301,18 +301,22 @@ class StoredOptions(ModelOptions):
 
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
     """Run the model offloaded from a folder of packed experts, for models larger than memory."""
+    in_place: bool = False
+    """Run the model offloaded from the checkpoint's own files, without packed experts."""
     experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
     """Form of the experts: expanded (the model's dtype), packed (codes and scales of a quantised checkpoint), int8 or
     int4 (rounded), auto (packed if a kernel takes the checkpoint's form). All but expanded run the model offloaded."""
 
     def opener(self, name: str) -> Callable[[OffloadConfig], OffloadedModel] | None:
-        """Return a function from a configuration to the offloaded model `name`; None without --store-folder and
-        --experts."""
+        """Return a function from a configuration to the offloaded model `name`; None without --store-folder, --in-place
+        and --experts."""
         from expertcast.runtime.config import OffloadConfig
 
         changed: dict[str, object] = {"experts": self.experts}
-        if self.store_folder is not None:
-            changed |= {"store": "disk", "store_folder": self.store_folder, "codec": None}
+        if self.store_folder is not None or self.in_place:
+            changed |= {
+                "store": "disk", "store_folder": self.store_folder, "in_place": self.in_place, "codec": None,
+            }  # fmt: skip
         elif self.experts == StoredOptions.experts:
             return None
         return lambda config: self.offloaded(name, OffloadConfig.of(config, changed))
@@ -336,14 +340,14 @@ class OffloadedOptions(StoredOptions):
             ExpertcastError: no such model, tokenizer or device, or options that contradict each other.
         """
         other_form = self.experts != StoredOptions.experts
-        if not (self.store_folder or self.slots or self.memory or self.codec or other_form):
+        if not (self.store_folder or self.in_place or self.slots or self.memory or self.codec or other_form):
             return super().load(name)
         from expertcast.runtime.config import OffloadConfig
 
         os.environ.setdefault(*_FEW_KERNELS)
         config = OffloadConfig(
-            slots=self.slots, memory=self.memory, store="memory" if self.store_folder is None else "disk",
-            store_folder=self.store_folder, codec=self.codec, experts=self.experts,
+            slots=self.slots, memory=self.memory, store="disk" if self.store_folder or self.in_place else "memory",
+            store_folder=self.store_folder, in_place=self.in_place, codec=self.codec, experts=self.experts,
         )  # fmt: skip
         share, tokenizer = join_ranks(), self.tokenizer(name)
         first = self.offloaded(name, config) if share.rank == 0 else None  # packs the experts for all processes
@@ -391,6 +395,7 @@ class DeploymentOptions(ModelOptions):
             slots=COUNT,
             memory=Option(metavar="BYTES"),
             store_folder=Option(metavar="DIR", help="implies a store on disk, for models larger than memory"),
+            in_place=Option(),
             codec=Option(metavar="CODEC"),
             pools=Option(metavar="C=BYTES,...", help="`expertcast advise` proposes values"),
             experts=Option(choices=EXPERTS),
@@ -424,7 +429,7 @@ class DeploymentOptions(ModelOptions):
 
     def _changed(self) -> Mapping[str, object]:
         changed: dict[str, object] = dict(self.offload)
-        if "store_folder" in changed:
+        if "store_folder" in changed or changed.get("in_place"):
             changed["store"] = "disk"
         if self.policies:
             changed["policies"] = policies_of(self.policies)

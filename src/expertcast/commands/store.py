@@ -66,8 +66,11 @@ class Options(ModelOptions):
     """Options of `expertcast store`."""
 
     model: Model
-    store_folder: Annotated[str, Option(metavar="DIR")]
+    store_folder: Annotated[str | None, Option(metavar="DIR")] = None
     """Folder for the packed experts, one per model; a complete file of the same model is reused."""
+    in_place: bool = False
+    """In place of --store-folder, check that the experts can be read from the checkpoint's own files, without a second
+    copy; other commands read them with --in-place. Also done if the disk has no room for the copy."""
     codec: Annotated[str | None, Option(metavar="CODEC", help=codecs())] = None
     """Compression of the experts (default: bitsplit, or raw with another --experts than expanded)."""
     experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
@@ -87,10 +90,13 @@ class Options(ModelOptions):
         """
         from expertcast.runtime.config import EXPANDED, OffloadConfig
 
-        codec = self.codec or ("bitsplit" if self.experts == EXPANDED else "raw")
+        if self.store_folder is None and not self.in_place:
+            raise ExpertcastError("give --store-folder for the packed experts, or --in-place")
+        packed = "bitsplit" if self.experts == EXPANDED else "raw"
         return OffloadConfig(
-            store="disk", store_folder=self.store_folder, codec=codec, experts=self.experts, cache=False
-        )
+            store="disk", store_folder=self.store_folder, codec=self.codec or (None if self.in_place else packed),
+            in_place=self.in_place, experts=self.experts, cache=False,
+        )  # fmt: skip
 
 
 def run(options: Options) -> Outcome:
@@ -98,17 +104,20 @@ def run(options: Options) -> Outcome:
     config = options.configuration()
     with options.offloaded(options.model, config, "cpu") as offloaded:
         store = offloaded.store
+        place = getattr(store, "in_place", None)
+        codec = config.codec if place is None else None
+        where = f"in {options.store_folder}, codec {codec}" if place is None else str(place)
         stored, histogram, bits = store.stored_nbytes, _histogram(store), weight_bits(offloaded.view)
         bound = None if histogram is None else histogram.bound
         result = {
-            "store_folder": options.store_folder, "codec": config.codec, "experts_form": options.experts,
-            "weight_bits": bits, "layers": store.layers,
+            "store_folder": options.store_folder, "in_place": place is not None, "codec": codec,
+            "experts_form": options.experts, "weight_bits": bits, "layers": store.layers,
             "experts": store.experts, "nbytes": store.nbytes, "stored_nbytes": stored, "ratio": stored / store.nbytes,
             "bound": bound,
         }  # fmt: skip
     text = (
-        f"{store.layers * store.experts} experts of {store.layout.block_bytes:,} bytes in {options.store_folder}, "
-        f"codec {config.codec}, {bits:.3g} bits a weight: {stored:,} bytes, "
+        f"{store.layers * store.experts} experts of {store.layout.block_bytes:,} bytes {where}, "
+        f"{bits:.3g} bits a weight: {stored:,} bytes, "
         f"{stored / store.nbytes:.3f} of {store.nbytes:,}"
     )
     if bound is not None:
@@ -118,7 +127,7 @@ def run(options: Options) -> Outcome:
             raise ExpertcastError(
                 f"--picture {options.picture} needs experts in bf16 or fp16, these have another dtype: leave it out"
             )
-        draw_exponents(histogram, options.picture, codec=str(config.codec), ratio=stored / store.nbytes)
+        draw_exponents(histogram, options.picture, codec=str(codec), ratio=stored / store.nbytes)
         text += f"\nwrote {options.picture}"
     return result, text
 
