@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.experts import OFFLOAD
@@ -351,10 +352,11 @@ def _close_dropped(link: Link) -> None:
 
 
 def _refuse_use(view: MoEView) -> None:
-    """Refuse forwards and state dicts of a model whose experts are freed."""
+    """Refuse forwards and state dicts of a model while its experts have no weights."""
 
-    def refuse(*_args: object) -> None:
-        raise ExpertcastError(_EXPERTS_FREED)
+    def refuse(experts: nn.Module, *_args: object) -> None:
+        if next(experts.parameters()).is_meta:
+            raise ExpertcastError(_EXPERTS_FREED)
 
     for layer in view:
         layer.experts.register_forward_pre_hook(refuse)
