@@ -84,6 +84,9 @@ class VirtualLink(Link):
     def block_bytes(self, precision: str) -> int:
         return self._block_bytes[precision]
 
+    def copy_bytes(self, key: int, precision: str) -> int:
+        return self._block_bytes[precision]
+
     def clock(self) -> float:
         return self.now
 
