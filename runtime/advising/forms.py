@@ -13,7 +13,7 @@ from expertcast.predictors.messages import ExpertcastError, format_bytes
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.advising.advice import WORTH, Advice, Option, milliseconds
 from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED
-from expertcast.runtime.loading import _mxfp4_dequantizer
+from expertcast.runtime.loading import _mxfp4_dequantizer, _packed_forms
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources
 from expertcast.runtime.storage.layout import BlockLayout
 
@@ -85,17 +85,33 @@ def form_sizes(source: ModelSource, memory: int | None) -> list[FormOption]:
     return [_sizes(source, form, memory) for form in dict.fromkeys((*compared_forms(source), *EXPERTS_BITS))]
 
 
-def _sizes(source: ModelSource, experts: str, memory: int | None) -> FormOption:
+def checkpoint_forms(source: ModelSource, experts: str) -> Sequence[Forms]:
+    """Return the forms of a checkpoint's experts by layer and parameter name, from the headers of its files.
+
+    Args:
+        source: location of the model, whose weight files are on this machine.
+        experts: `packed`; or `auto`, which gives no forms where the experts are expanded.
+
+    Raises:
+        ExpertcastError: no files on this machine, or experts that are not quantised or cannot be packed.
+    """
+    here = replace(source, options={**source.options, "local_files_only": True})
     skeleton = meta_model(source)
     form = form_of(skeleton.config, source)
     forget_quantisation(skeleton.config)
     view = find_moe_layers(skeleton)
+    with open_weights(here, form, skeleton) as files:
+        dequantizer = _mxfp4_dequantizer(form.settings) if form and form.method == MXFP4 else None
+        return _packed_forms(experts, ExpertSources(skeleton, view, files, dequantizer), view)
+
+
+def _sizes(source: ModelSource, experts: str, memory: int | None) -> FormOption:
+    skeleton = meta_model(source)
+    forget_quantisation(skeleton.config)
+    view = find_moe_layers(skeleton)
     try:
         if experts == PACKED:
-            here = replace(source, options={**source.options, "local_files_only": True})
-            with open_weights(here, form, skeleton) as files:
-                dequantizer = _mxfp4_dequantizer(form.settings) if form and form.method == MXFP4 else None
-                by_layer = ExpertSources(skeleton, view, files, dequantizer).forms()
+            by_layer = checkpoint_forms(source, experts)
         else:
             by_layer = [_rounded(layer, EXPERTS_BITS.get(experts)) for layer in view]
     except ExpertcastError as error:
