@@ -1,4 +1,7 @@
-"""How far packed experts are from the same weights expanded, and those from the bf16 ones, on a model and its text."""
+"""How far packed experts are from the same weights expanded, and those from the bf16 ones, on a model and its text.
+
+Run as a script, it prints the recall of predictors of the expanded bundled model on packed ones.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,19 @@ from tests.runtime.gguf_files import write
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
+from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.packed_experts import iterate_plain, pack_module
-from expertcast.data.text import bundled_ids
+from expertcast.data.text import bundled_ids, load_documents
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.linear import LinearConfig
 from expertcast.predictors.messages import Json
 from expertcast.runtime import load_offloaded
+from expertcast.training.evaluation import evaluate
+from expertcast.training.fit import fit
 
 _PAIRS = (("packed", "packed", "expanded"), ("rounded", "expanded", "bf16"), ("kernel", "eager", "expanded"))
 """What, whose, against whose."""
@@ -61,9 +71,12 @@ def _of_gguf(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, PreTrain
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write(path, model, "Q4_0")
-        count = sum(layer.num_experts for layer in find_moe_layers(model))
-        with load_offloaded(path, device="cpu", dtype="bf16", slots=count, experts="packed") as offloaded:
+        with load_offloaded(path, device="cpu", dtype="bf16", slots=_experts(model), experts="packed") as offloaded:
             yield offloaded.model, load_model(path).bfloat16()
+
+
+def _experts(model: PreTrainedModel) -> int:
+    return sum(layer.num_experts for layer in find_moe_layers(model))
 
 
 def _rounded(model: PreTrainedModel, bits: int) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -110,3 +123,46 @@ def _means(sums: dict[str, float]) -> Json:
     for name in ("perplexity", "perplexity_against"):
         found[name] = math.exp(sums[name] / sums["followed"])
     return found
+
+
+# Predictors of the expanded model on packed experts
+
+_FITTED = {"linear": LinearConfig(), "estimator": EstimatorConfig(steps=150)}
+
+
+def recall(name: str, tokens: int) -> dict[str, dict[str, float]]:
+    """Fit predictors on traces of a bf16 model, and score them on the test split of traces of each form.
+
+    Args:
+        name: of the model.
+        tokens: to collect per form, of the same documents.
+
+    Returns:
+        Recall@K one layer ahead, mean over layers, by form and predictor.
+    """
+    model, tokenizer = load_model(name), load_tokenizer(name)
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+
+        def traces(form: str, side: PreTrainedModel) -> TraceDataset:
+            out = Path(folder) / form
+            return collect(side, tokenizer, load_documents(name), out, tokens=tokens, early_rank=None)
+
+        sides = {"bf16": traces("bf16", model)}
+        for fitted, config in _FITTED.items():
+            made = fit(fitted, sides["bf16"], config=config).predictor
+            save_predictor(made, Path(folder) / fitted, view=sides["bf16"].view)
+        sides["Q4_0, packed"] = traces("Q4_0", stack.enter_context(_of_gguf(model))[0])
+        for form in ("int8", "int4"):
+            offloaded = load_offloaded(name, device="cpu", slots=_experts(model), experts=form)
+            sides[form] = traces(form, stack.enter_context(offloaded).model)
+        for form, each in sides.items():
+            known = {fitted: load_predictor(Path(folder) / fitted, each.view) for fitted in _FITTED}
+            scores = evaluate(known, each.batches("test", batch_size=512), each.view).as_dict()["recall_at_k"]
+            found[form] = {fitted: scores[fitted]["mean"] for fitted in _FITTED}
+    return found
+
+
+if __name__ == "__main__":
+    for form, scores in recall("reference", 20_000).items():
+        print(form, *(f"{fitted} {score:.4f}" for fitted, score in scores.items()), sep=" | ")

@@ -15,7 +15,6 @@ from expertcast.data.early import refusal_lines, static_refusals
 from expertcast.data.means import adds_experts
 from expertcast.data.models import form_of, meta_model
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import packed_nbytes
 from expertcast.data.source import BITSANDBYTES, ModelSource, Quantised
 from expertcast.data.weights.files import weight_files
 from expertcast.data.weights.gguf import GgufFile
@@ -57,10 +56,6 @@ class ModelReport:
     """Dtype of the model, after the quantised format if there is one."""
     expert_bytes: int = 0
     """Size of one routed expert in the model's dtype."""
-    expert_bytes_int8: int = 0
-    """Size of one routed expert at 8 bits (`--experts int8`); 0 if these experts cannot be packed."""
-    expert_bytes_int4: int = 0
-    """Size of one routed expert at 4 bits (`--experts int4`); 0 if these experts cannot be packed."""
     all_experts_bytes: int = 0
     other_bytes: int = 0
     """Size of all parameters other than routed experts."""
@@ -120,20 +115,11 @@ def describe(model: PreTrainedModel, model_id: str, source: ModelSource | None =
         loaded=_loaded(form),
         dtype=("" if form is None else f"{form.kind}, computed in ") + str(model.dtype).removeprefix("torch."),
         expert_bytes=expert_bytes,
-        expert_bytes_int8=_packed_bytes(first, 8),
-        expert_bytes_int4=_packed_bytes(first, 4),
         all_experts_bytes=all_experts,
         other_bytes=total - all_experts,
         early_attention=len(view) - len(refused),
         not_early=tuple(refusal_lines(refused)),
     )
-
-
-def _packed_bytes(layer: MoELayer, bits: int) -> int:
-    try:
-        return packed_nbytes(layer.experts, layer.num_experts, bits)
-    except ExpertcastError:
-        return 0
 
 
 def _weights(source: ModelSource, model: PreTrainedModel) -> tuple[int, str]:

@@ -579,18 +579,6 @@ def down_projection(experts: nn.Module) -> Tensor | PackedMatrix:
     return experts.down_proj  # type: ignore[return-value]
 
 
-def packed_nbytes(experts: nn.Module, count: int, bits: int) -> int:
-    """Return the bytes of one expert with matrices rounded to 4 or 8 bits; the module may be on the meta device.
-
-    Raises:
-        ExpertcastError: the kernel does not take one of the matrices.
-    """
-    own = matrices(experts, count)
-    packed = sum(form_for(experts, matrix, bits).nbytes for matrix in own.values())
-    others = [each for name, each in experts.named_parameters(recurse=False) if name not in own and len(each) == count]
-    return packed + sum(each[0].nbytes for each in others)
-
-
 def weight_bits(view: MoEView) -> float:
     """Return the bits per weight of the experts' matrices of all layers, scales included."""
     forms = [matrix.form for layer in view for matrix in packed_matrices(layer.experts).values()]

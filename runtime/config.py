@@ -29,7 +29,7 @@ from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.messages import Json, Progress, format_bytes
 from expertcast.predictors.options import field_docs
 from expertcast.predictors.view import overfetched
-from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft
+from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft, keeps_copies
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
 from expertcast.runtime.policies import LRU, PRESETS, Fetch, Policies, Standard, TopK
 from expertcast.runtime.policies.settings import AUTO, FORECASTS, NEVER
@@ -341,7 +341,7 @@ class OffloadConfig:
             raise ExpertcastError(f"router_free runs no routers, and {with_what} needs them: give one of the two")
         if pool_bytes(self.pools):
             self._check_pools()
-        check_draft(self.draft, packed=self.experts in EXPERTS_BITS)
+        check_draft(self.draft, packed=self.experts not in (EXPANDED, "auto"))
         if self.draft != NONE and (self.mode != "exact" or self.resolved_policies().lossy):
             raise ExpertcastError(
                 f"draft={self.draft!r} is verified by the exact model: leave mode and lossy policies out"
@@ -366,6 +366,12 @@ class OffloadConfig:
     def _check_packed(self) -> None:
         if self.codec not in (None, "raw"):
             raise ExpertcastError(f"codec {self.codec!r} does not store experts={self.experts!r}: leave the codec out")
+        miss = self.resolved_policies().miss
+        if self.experts != "auto" and keeps_copies(miss):
+            raise ExpertcastError(
+                f"miss {miss.name!r} keeps copies in fewer bits, no smaller than experts={self.experts!r}: choose "
+                "another policy"
+            )
 
     @classmethod
     def of(cls, config: Self | None, fields: Mapping[str, object]) -> Self:

@@ -11,11 +11,12 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.experts import OFFLOAD
@@ -351,14 +352,16 @@ def _close_dropped(link: Link) -> None:
 
 
 def _refuse_use(view: MoEView) -> None:
-    """Refuse forwards and state dicts of a model whose experts are freed."""
+    """Refuse forwards and state dicts of a model whose experts are freed, until others are put in their place."""
 
-    def refuse(*_args: object) -> None:
-        raise ExpertcastError(_EXPERTS_FREED)
+    def refuse(freed: nn.Parameter, experts: nn.Module, *_args: object) -> None:
+        if next(experts.parameters()) is freed:
+            raise ExpertcastError(_EXPERTS_FREED)
 
     for layer in view:
-        layer.experts.register_forward_pre_hook(refuse)
-        layer.experts.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+        refusal = partial(refuse, next(layer.experts.parameters()))
+        layer.experts.register_forward_pre_hook(refusal)
+        layer.experts.register_state_dict_pre_hook(refusal)  # type: ignore[no-untyped-call]
 
 
 def offload(

@@ -172,6 +172,16 @@ class BorrowedStore(ExpertStore):
                 layer.experts._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
 
+def loaded_model(offloaded: OffloadedModel) -> PreTrainedModel:
+    """Close an offload of :func:`expertcast.load_offloaded`, and return its model with all of its experts in memory."""
+    held = [(layer.experts, offloaded.store.views(layer.index)) for layer in offloaded.view]
+    offloaded.close()
+    for experts, parts in held:
+        for name, part in parts.items():
+            experts._parameters[name] = nn.Parameter(part, requires_grad=False)
+    return offloaded.model
+
+
 def without_experts_to(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Move a model to a device without its experts. A model on that device is returned unchanged."""
     if next(model.parameters()).device == with_index(device):

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import parse_options
 from expertcast.runtime.policies import Policies, PolicyConfig
-from expertcast.runtime.policies.base import number
-from expertcast.runtime.policies.miss import MISS
+from expertcast.runtime.policies.base import Choice, number
+from expertcast.runtime.policies.miss import MISS, MissPolicy
 from expertcast.runtime.policies.routing import ROUTING
+from expertcast.runtime.storage.layout import FULL
 
 NONE, AUTO = "none", "auto"
 QUANTISED = ("int4", "int4:calibrated", "int8")
@@ -47,6 +48,11 @@ def draft_names() -> list[str]:
     return [NONE, AUTO, *QUANTISED, "resident", *lossy_names(), SPECULATE, EARLY_EXIT, PROMPT_LOOKUP, MTP]
 
 
+def keeps_copies(miss: Choice[MissPolicy]) -> bool:
+    """Whether a miss policy loads copies of experts in fewer bits, which experts in 4 or 8 bits do not have."""
+    return any(level != FULL for level in getattr(miss.config, "levels", ()))
+
+
 def check_draft(name: str, packed: bool = False) -> None:
     """Check the name of a draft, and that it is cheaper than the experts of the model.
 
@@ -58,7 +64,7 @@ def check_draft(name: str, packed: bool = False) -> None:
         ExpertcastError: the name or an option is unknown, or the draft is not cheaper than packed experts.
     """
     base, _, options = name.partition(":")
-    if packed and name in QUANTISED:
+    if packed and (name in QUANTISED or (base in lossy_names() and keeps_copies(policies_of(name).miss))):
         raise ExpertcastError(f"draft {name!r} is no cheaper than experts in 4 or 8 bits: give another draft")
     if name in QUANTISED or (not options and base in draft_names()):
         return

@@ -15,7 +15,7 @@ from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import packed_matrices, packed_nbytes, weight_bits
+from expertcast.data.packed_experts import packed_matrices, weight_bits
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
@@ -201,7 +201,7 @@ def test_sizes(experts: str) -> None:
     bits = int(experts.removeprefix("int"))
     scales = (64 * 1 + 64 * 1) * 2 * (bits // 4)
     nbytes = (64 * 64 + 64 * 32) * bits // 8 + scales
-    assert packed_nbytes(find_moe_layers(model)[0].experts, first.num_experts, bits) == nbytes
+    assert sum(matrix.form.nbytes for matrix in packed_matrices(first.experts).values()) == nbytes
     assert weight_bits(find_moe_layers(packed)) == pytest.approx(8 * nbytes / (64 * 64 + 64 * 32))
     assert nbytes <= BlockLayout.of(find_moe_layers(packed)).block_bytes < nbytes + 4 * 256
     assert weight_bits(find_moe_layers(model)) == 16

@@ -1,9 +1,10 @@
-"""`expertcast advise`: choose prefetching, and the storage of experts on a disk, by short measurements."""
+"""`expertcast advise`: choose the experts' form, prefetching, and storage on a disk, by short measurements."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -16,7 +17,7 @@ from torch import Tensor
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.numbers import BANDWIDTHS
-from expertcast.commands.options import Count, Option, flags_of
+from expertcast.commands.options import Count, Option, StoredOptions, flags_of
 from expertcast.commands.output import Outcome, new_file, say
 from expertcast.commands.routing_file import (
     CAPACITY,
@@ -28,15 +29,19 @@ from expertcast.commands.routing_file import (
     routing_policies,
 )
 from expertcast.data.models import load_tokenizer
+from expertcast.data.packed_experts import packed_matrices, weight_bits
 from expertcast.data.routing_file import is_routing_file
+from expertcast.data.source import ModelSource
 from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 
 if TYPE_CHECKING:
+    from expertcast.runtime.advising.forms import FormOption
     from expertcast.runtime.advising.survey import Survey
     from expertcast.runtime.benchmarking.routing import RoutingProcess
+    from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.offloading import OffloadedModel
 
 _DRAFT = Option(
@@ -98,6 +103,18 @@ class Options(TargetOptions):
         elif self.save is not None and self.routing is not None:
             raise ExpertcastError("--save needs a model with its own routing, here routing is synthetic")
 
+    def forms(self) -> tuple[str, ...]:
+        """Forms of the experts to try: that of --experts, else those that the checkpoint can have."""
+        from expertcast.runtime.advising.forms import compared_forms
+        from expertcast.runtime.storage.expert_file import packed_codec
+
+        stored = self.store_folder is not None and packed_codec(Path(self.store_folder)) is not None
+        if self.experts is not None or self.random or stored or self.device_name != "cpu":
+            return (self.form,)
+        with suppress(ExpertcastError):  # loading raises a better one
+            return compared_forms(ModelSource.of(self.target, self.passed_on(self.target)))
+        return (self.form,)
+
     @property
     def emulated(self) -> bool:
         """Whether the link is emulated: only with a speed or by name, otherwise advice is for this machine."""
@@ -138,21 +155,70 @@ class Options(TargetOptions):
             raise ExpertcastError(f"{flags} needs a model, and {self.target} is a routing file: leave it out")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Measurements and advice with the experts in one form."""
+
+    option: FormOption
+    result: Json
+    text: str
+    config: OffloadConfig
+    """The advised configuration."""
+    link: Json
+    """Name and speed of the link, for the other forms."""
+
+
 def run(options: Options) -> Outcome:
-    """Run the model briefly on demand and with forecasts, and choose."""
+    """Run the model briefly with the experts in each form, on demand and with forecasts, and choose."""
     if is_routing_file(options.target):
         return _advise_routing(options)
+    from expertcast.runtime.advising.forms import FormOption, advise_forms
+
     say_if_busy()
-    if options.store_folder is not None:
-        return _advise_disk(options, Path(options.store_folder))
+    trials, refused = list[Trial](), dict[str, ExpertcastError]()
+    forms = options.forms()
+    for form in forms:
+        if len(forms) > 1:
+            say(f"experts {form}")
+        try:
+            trials.append(_try(options, form, trials[0] if trials else None))
+        except ExpertcastError as error:
+            refused[form] = error
+        gc.collect()  # one form is in memory at a time
+    if not trials:
+        raise next(iter(refused.values()))
+    found = [trial.option for trial in trials] + [FormOption(form=name, note=str(why)) for name, why in refused.items()]
+    advice = advise_forms(found)
+    chosen = next(trial for trial in trials if trial.option is advice.chosen)
+    text = chosen.text if len(forms) == 1 else f"{advice.text()}\n\nwith experts={advice.chosen.form}: {chosen.text}"
+    if options.save is not None:
+        chosen.config.save(options.save)
+        text += f"\nwrote {options.save}"
+    return {**chosen.result, "forms": advice.as_dict()}, text
+
+
+def _try(options: Options, form: str, first: Trial | None) -> Trial:
+    """Measure the experts in one form, over the link and in the memory of the first form."""
+    offload = options.offload
+    if first is not None and offload.memory is None:
+        assert first.option.slots is not None
+        assert first.option.expert_bytes is not None
+        offload = replace(offload, slots=None, memory=first.option.slots * first.option.expert_bytes)
+    own = replace(options, experts=form, offload=offload)
+    return _advise_memory(own, first) if options.store_folder is None else _advise_disk(own)
+
+
+def _advise_memory(options: Options, first: Trial | None) -> Trial:
+    """Run the model with its experts in memory."""
     from expertcast.runtime.advising.advise import advice_from
+    from expertcast.runtime.advising.forms import FormOption
     from expertcast.runtime.advising.survey import survey
 
     target = Target.load(options)
     prompt_ids = target.prompt(options.prompt_tokens)
     process = target.routing_process(options.prompt_tokens, options.new_tokens)
     with process if process is not None else nullcontext():
-        link = target.link(prompt_ids, options.new_tokens)
+        link = target.link(prompt_ids, options.new_tokens) if first is None else first.link
         config = target.config(link)
         say("short runs, on demand and with forecasts")
         predictors = [target.forecaster(process)]
@@ -163,26 +229,31 @@ def run(options: Options) -> Outcome:
     if link["link"] == "instant":
         text += "\n" + _THIS_MACHINE
     if options.draft:
-        result["drafts"], drafts = _advise_drafts(options, found)
+        result["drafts"], drafts = _advise_drafts(options, found, packed=bool(packed_matrices(target.view[0].experts)))
         text += f"\n\n{drafts}"
-    if options.save is not None:
-        chosen = replace(advice.chosen.config(config), slots=found.case.slots, memory=None, store="memory")
-        if link["link"] == "instant":  # the link of a CPU, also without its name
-            chosen = replace(chosen, link=options.offload.link)
-        chosen = replace(chosen, experts=options.offload.experts)
-        chosen.save(options.save)
-        text += f"\nwrote {options.save}"
-    return result, text
+    chosen = replace(advice.chosen.config(config), slots=found.case.slots, memory=None, store="memory")
+    if link["link"] == "instant":  # the link of a CPU, also without its name
+        chosen = replace(chosen, link=options.offload.link)
+    option = replace(
+        FormOption.of(options.form, target.view, None), slots=found.case.slots, tpot_s=advice.chosen.tpot_s,
+        hit_rate=advice.chosen.hit_rate,
+    )  # fmt: skip
+    return Trial(option=option, result=result, text=text, config=replace(chosen, experts=options.form), link=link)
 
 
-def _advise_drafts(options: Options, found: Survey) -> tuple[list[Json], str]:
-    """Advise on drafts by the routing of the run on demand."""
+def _advise_drafts(options: Options, found: Survey, *, packed: bool) -> tuple[list[Json], str]:
+    """Advise on drafts by the routing of the run on demand; on drafts in few bits only for experts that are not."""
     from expertcast.runtime.advising.drafts import LONGEST, DraftTraits, advise_drafts
+    from expertcast.runtime.drafts.names import QUANTISED
 
     longest = min(LONGEST, found.trace.steps - 2)
-    traits = map(DraftTraits.parse, options.draft)
-    advice = [advise_drafts(found.trace, found.case, draft, longest=longest) for draft in traits]
+    traits = [DraftTraits.parse(text) for text in options.draft]
+    idle = [draft.name for draft in traits if packed and draft.name in QUANTISED]
+    advice = [
+        advise_drafts(found.trace, found.case, draft, longest=longest) for draft in traits if draft.name not in idle
+    ]
     lines = ["drafts, as replayed from this routing", *(f"- {draft.text()}" for draft in advice)]
+    lines += [f"- {name}: no cheaper than experts in 4 or 8 bits" for name in idle]
     return [draft.as_dict() for draft in advice], "\n".join(lines)
 
 
@@ -192,17 +263,20 @@ TOKENS = 1000
 """Tokens of --replay."""
 
 
-def _advise_disk(options: Options, folder: Path) -> Outcome:
+def _advise_disk(options: Options) -> Trial:
     """Run the model briefly from the store, or with its experts in memory, and choose codec and memory.
 
     Raises:
         ExpertcastError: no such model, traces of another model, or a folder that cannot be written.
     """
     from expertcast.runtime.advising.disk import OWN, advise_disk, survey_disk
+    from expertcast.runtime.advising.forms import FormOption
     from expertcast.runtime.config import size_bytes
     from expertcast.runtime.simulation.trace import SequenceSelection, load_trace
     from expertcast.runtime.storage.expert_file import packed_codec
 
+    assert options.store_folder is not None
+    folder, form = Path(options.store_folder), options.form
     routing, replayed, memory = OWN, None, options.offload.memory
     if options.replay is not None:
         routing, replayed = (
@@ -211,7 +285,7 @@ def _advise_disk(options: Options, folder: Path) -> Outcome:
         )
     codec = packed_codec(folder)
     say("a short run on demand; reading and decoding some experts")
-    offloaded, prompt_ids, process = _run_for_disk(options, folder, codec)
+    offloaded, prompt_ids, process, bits = _run_for_disk(options, folder, codec)
     with process if process is not None else nullcontext():
         found = survey_disk(
             offloaded, prompt_ids, folder, new_tokens=options.new_tokens, bandwidth=options.offload.bandwidth,
@@ -220,36 +294,41 @@ def _advise_disk(options: Options, folder: Path) -> Outcome:
         )  # fmt: skip
     advice = advise_disk(found)
     text = f"{options.target}, experts in {folder}\n{advice.text()}"
-    if options.save is not None:
-        advice.chosen.config(options.offload, folder).save(options.save)
-        text += f"\nwrote {options.save}"
-        if advice.chosen.store == "disk" and advice.chosen.codec != codec:
-            text += f"; pack with: expertcast store {options.target} --store-folder {folder} --codec "
-            text += advice.chosen.codec
+    if options.save is not None and advice.chosen.store == "disk" and advice.chosen.codec != codec:
+        own = "" if form == StoredOptions.experts else f" --experts {form}"
+        text += f"\npack with: expertcast store {options.target} --store-folder {folder} --codec "
+        text += advice.chosen.codec + own
+    option = FormOption(
+        form=form, weight_bits=bits, expert_bytes=found.block_bytes, slots=advice.chosen.slots,
+        all_experts_bytes=found.experts * found.block_bytes, tpot_s=advice.chosen.tpot_s,
+        hit_rate=advice.chosen.hit_rate,
+    )  # fmt: skip
     heading = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(), "target": options.target}
-    return {**heading, "packed": codec, **advice.as_dict()}, text
+    result = {**heading, "packed": codec, **advice.as_dict()}
+    config = replace(advice.chosen.config(options.offload, folder), experts=form)
+    return Trial(option=option, result=result, text=text, config=config, link={})
 
 
 def _run_for_disk(
     options: Options, folder: Path, codec: str | None
-) -> tuple[Callable[..., OffloadedModel], Tensor, RoutingProcess | None]:
-    """Return a function that offloads the model, the prompt [1, T], and the routing process, if any.
+) -> tuple[Callable[..., OffloadedModel], Tensor, RoutingProcess | None, float | None]:
+    """Return a function that offloads the model, the prompt [1, T], the routing process, if any, and bits per weight.
 
     The function loads from the store if there is one, and otherwise offloads the loaded model or shape.
     """
     from expertcast.runtime.loading import load_offloaded
     from expertcast.runtime.offloading import offload
 
-    name, config, tokens = options.target, options.offload, options.prompt_tokens
+    name, config, tokens = options.target, replace(options.offload, experts=options.form), options.prompt_tokens
     if codec is not None and not options.random:
         given = options.passed_on(name)
         config = replace(config, store="disk", store_folder=str(folder), codec=codec)
         ids_1T = torch.tensor([bundled_ids(load_tokenizer(name, **given), tokens, frozenset())])
-        return partial(load_offloaded, name, config, device="cpu", dtype=options.dtype, **given), ids_1T, None
+        return partial(load_offloaded, name, config, device="cpu", dtype=options.dtype, **given), ids_1T, None, None
     target = Target.load(options)
     process = target.routing_process(tokens, options.new_tokens) if options.replay is None else None
     config = replace(config, experts="expanded", store=target.store, link="instant", bandwidth=None)
-    return partial(offload, target.model, config), target.prompt(tokens), process
+    return partial(offload, target.model, config), target.prompt(tokens), process, weight_bits(target.view)
 
 
 # A routing file in place of a model

@@ -179,7 +179,7 @@ class Options(TargetOptions):
         if self.next_token is None and "next_token" in self.mode:
             raise ExpertcastError("--mode next_token needs a checkpoint: give --next-token CKPT")
         for name in self.draft:
-            replace(self.offload, draft=name)
+            replace(self.offload, experts=self.form, draft=name)
         if self.draft and self.routing is not None:
             raise ExpertcastError("--draft needs a model with its own routing: leave --draft out, or give a model")
         self.forecasting(OffloadConfig())

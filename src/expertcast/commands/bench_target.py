@@ -16,7 +16,17 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import not_negative, positive_number
-from expertcast.commands.options import BANDWIDTH, COUNT, MODEL_HELP, Fields, Given, ModelOptions, Option, flags_of
+from expertcast.commands.options import (
+    BANDWIDTH,
+    COUNT,
+    MODEL_HELP,
+    Fields,
+    Given,
+    ModelOptions,
+    Option,
+    StoredOptions,
+    flags_of,
+)
 from expertcast.commands.output import say
 from expertcast.commands.predictors import learned_documents
 from expertcast.data.machine import usable_processors
@@ -31,14 +41,13 @@ from expertcast.predictors.messages import Json
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess
     from expertcast.runtime.benchmarking.runs import BorrowedStore
-    from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.config import EXPERTS, OffloadConfig
 
 DEFAULT_PREDICTOR = "next_norm"
 """Predictor for models with their own routing; it needs no training."""
 _OFFLOAD = Fields(
     slots=COUNT,
     memory=Option(metavar="BYTES"),
-    experts=Option(metavar="FORM"),
     bandwidth=BANDWIDTH,
     latency=Option(metavar="S", read=not_negative),
     link=Option(metavar="NAME", help="auto is cuda on a GPU; on the CPU emulated, by advise only with a speed"),
@@ -63,6 +72,8 @@ class TargetOptions(ModelOptions):
     target: Annotated[str, Option(positional=True, metavar="MODEL|SHAPE", help=target_help())]
     layers: Annotated[int | None, COUNT] = None
     """Number of MoE layers of a shape (default: all)."""
+    experts: Annotated[str | None, Option(choices=EXPERTS)] = None
+    """Form of the experts, as in `expertcast generate` (default: expanded; advise compares the checkpoint's forms)."""
     offload: Annotated[OffloadConfig, _OFFLOAD]
     """Offloading of the experts."""
     copy_over_compute: Annotated[float | None, Option(metavar="R", read=positive_number)] = None
@@ -110,6 +121,11 @@ class TargetOptions(ModelOptions):
             check_shape(self.target, layers=self.layers, dtype=self.dtype)
 
     @property
+    def form(self) -> str:
+        """Form of the experts."""
+        return self.experts or StoredOptions.experts
+
+    @property
     def random(self) -> bool:
         """Whether the target is a shape; `reference` is the bundled model unless `layers` is set.
 
@@ -151,23 +167,22 @@ class Target:
 
     @classmethod
     def load(cls, options: TargetOptions) -> Self:
-        """Build the shape or load the model.
+        """Build the shape or load the model, with its experts in the form of --experts.
 
         Raises:
-            ExpertcastError: neither a shape nor a model, or too little memory.
+            ExpertcastError: neither a shape nor a model, a form that it does not have, or too little memory.
         """
         from expertcast.runtime.benchmarking.runs import BorrowedStore, without_experts_to
         from expertcast.runtime.benchmarking.shapes import build_shape
-        from expertcast.runtime.config import OffloadConfig, pack_experts
+        from expertcast.runtime.config import pack_experts
 
         if options.random:
             say(f"building {options.target} with random weights")
             model = build_shape(options.target, layers=options.layers, dtype=options.dtype, seed=options.seed)
+            pack_experts(find_moe_layers(model), options.form, options.device_name)
         else:
             model = _load_model(options)
         view = find_moe_layers(model)
-        if options.offload.experts != OffloadConfig.experts:
-            pack_experts(view, options.offload.experts)
         device = torch.device(options.device_name)
         return cls(options, without_experts_to(model, device), view, BorrowedStore(view, device))
 
@@ -235,10 +250,7 @@ class Target:
 
     def config(self, link: Json) -> OffloadConfig:
         """Return the configuration that all runs over a link share; the experts are packed already."""
-        return replace(
-            self.options.offload, experts="expanded", store=self.store, link=link["link"],
-            bandwidth=link.get("bandwidth"),
-        )  # fmt: skip
+        return replace(self.options.offload, store=self.store, link=link["link"], bandwidth=link.get("bandwidth"))
 
     def heading(self, process: RoutingProcess | None) -> Json:
         """Describe the target, the hardware and the routing."""
@@ -252,7 +264,7 @@ class Target:
             "random_weights": self.options.random,
             "shape": self.view.shape.as_dict(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "experts_form": self.options.offload.experts,
+            "experts_form": self.options.form,
             "weight_bits": weight_bits(self.view),
             "block_bytes": self.store.layout.block_bytes,
             "routing": "the model's own routers" if process is None else process.tables.source,
@@ -270,8 +282,13 @@ def say_if_busy() -> None:
 
 
 def _load_model(options: TargetOptions) -> PreTrainedModel:
+    from expertcast.runtime.benchmarking.runs import loaded_model
+    from expertcast.runtime.config import OffloadConfig
+
     name = options.target
     try:
+        if options.form != StoredOptions.experts:
+            return loaded_model(options.offloaded(name, OffloadConfig(experts=options.form, cache=False)))
         return load_model(name, dtype=options.dtype, **options.passed_on(name))
     except ExpertcastError as error:
         if "/" in name or Path(name).exists():

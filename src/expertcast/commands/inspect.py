@@ -13,10 +13,13 @@ from expertcast.checkpoints.results import ladder_table
 from expertcast.commands.options import ModelOptions, Option
 from expertcast.commands.output import Outcome, describe_traces, table
 from expertcast.data.inspection import inspect_model
+from expertcast.data.machine import available_memory
+from expertcast.data.source import ModelSource
 from expertcast.data.trace_format import TRACE_FILE
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.hybrid import Hybrid
+from expertcast.predictors.messages import Json, aligned, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,8 @@ class Options:
 
     target: Annotated[str, Option(positional=True, metavar="MODEL|TRACES|CKPT|STORE")]
     """Folder or hub id to describe."""
+    memory: Annotated[str | None, Option(metavar="BYTES")] = None
+    """Memory for the experts of a model, such as 8GB, in which slots are counted (default: what is available)."""
     verify: bool = False
     """Compare all files of traces, a checkpoint or a store folder with their digests."""
     revision: Annotated[str | None, Option(metavar="REV")] = None
@@ -55,12 +60,35 @@ def run(options: Options) -> Outcome:
             "store with --verify"
         )
     given = ModelOptions(revision=options.revision, trust_remote_code=options.trust_remote_code)
-    report = asdict(inspect_model(options.target, **given.passed_on(options.target)))
+    passed = given.passed_on(options.target)
+    report = asdict(inspect_model(options.target, **passed))
     if not report["supported"]:
         raise ExpertcastError(f"{options.target} ({report['architecture']}) is not supported: {report['reason']}")
     shown = {key: value for key, value in report.items() if value != "" and key != "not_early"}
     shown["early_attention"] = f"at {report['early_attention']} of {report['layers']} layers"
-    return report, "\n".join([table(shown), *(f"  no early attention at {line}" for line in report["not_early"])])
+    early = [f"  no early attention at {line}" for line in report["not_early"]]
+    forms, sizes = _forms(ModelSource.of(options.target, passed), options.memory)
+    return {**report, **forms}, "\n".join([table(shown), *early, "", sizes])
+
+
+_MEASURED = ("ms/token", "hit rate")
+"""Columns of `expertcast advise`."""
+
+
+def _forms(source: ModelSource, memory: str | None) -> tuple[Json, str]:
+    """Return the sizes of the experts in each form, as values and as a table."""
+    from expertcast.runtime.advising.forms import form_sizes
+    from expertcast.runtime.config import size_bytes
+
+    room = available_memory() if memory is None else size_bytes(memory)
+    forms = form_sizes(source, room)
+    rows = [{name: cell for name, cell in form.cells.items() if name not in _MEASURED} for form in forms]
+    given = "" if room is None else f", slots in {format_bytes(room)} of memory"
+    notes = [f"  {form.form}: {form.note}" for form in forms if form.note]
+    shown = aligned([list(rows[0]), *(list(row.values()) for row in rows)])
+    text = "\n".join([f"forms of the experts (--experts){given}", shown, *notes])
+    values = [{name: value for name, value in asdict(form).items() if value is not None} for form in forms]
+    return {"memory": room, "forms": values}, text
 
 
 def _ladder(checkpoint: PredictorCheckpoint) -> str:

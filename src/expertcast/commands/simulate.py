@@ -27,8 +27,10 @@ from expertcast.commands.routing_file import (
     replayed_rows,
     routing_policies,
 )
+from expertcast.data.packed_experts import make_packed
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.routing_file import is_routing_file
+from expertcast.data.source import ModelSource
 from expertcast.data.trace_format import write_atomically
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
@@ -331,9 +333,28 @@ class Options(QualityOptions):
     """Write the results, a table and PNGs to this folder."""
 
 
+def _pack(options: Options, view: MoEView) -> None:
+    """Give the traces' experts, which have no weights, the shapes of --experts.
+
+    Raises:
+        ExpertcastError: experts that cannot be packed, or --experts packed or auto without --model.
+    """
+    from expertcast.runtime.advising.forms import checkpoint_forms
+    from expertcast.runtime.config import EXPERTS_BITS, pack_experts
+
+    if options.experts in EXPERTS_BITS:
+        pack_experts(view, options.experts)
+    elif options.experts != Options.experts:
+        if options.model is None:
+            raise ExpertcastError(f"--experts {options.experts} needs the checkpoint of the traces: give --model")
+        source = ModelSource.of(options.model, options.passed_on(options.model))
+        for layer, forms in zip(view, checkpoint_forms(source, options.experts), strict=True):
+            make_packed(layer.experts, layer.num_experts, forms)
+
+
 def run(options: Options) -> Outcome:
     """Simulate every case that can run; the result names the others with a reason."""
-    from expertcast.runtime.config import pack_experts, size_bytes
+    from expertcast.runtime.config import size_bytes
     from expertcast.runtime.policies import Policies
     from expertcast.runtime.simulation.figures import write_figures
     from expertcast.runtime.simulation.sweep import CAPACITIES, refusal, sweep, with_bounds
@@ -350,8 +371,7 @@ def run(options: Options) -> Outcome:
     traces = TraceDataset.open(options.traces)
     if options.model:
         check_shape(options, options.model, traces.view)
-    if options.experts != Options.experts:
-        pack_experts(traces.view, options.experts)
+    _pack(options, traces.view)
     shape = traces.view.shape
     block = BlockLayout.of(traces.view).block_bytes
     fitted = _fitted(options, traces, chosen)

@@ -1,0 +1,168 @@
+"""Forms of a model's experts: their sizes before any weight is loaded, and the choice among measured forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from expertcast.data.models import form_of, load_config, meta_model, open_weights
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.packed_experts import Forms, form_for, make_packed, matrices, weight_bits
+from expertcast.data.source import MXFP4, ModelSource, forget_quantisation
+from expertcast.predictors.messages import ExpertcastError, format_bytes
+from expertcast.predictors.view import MoELayer, MoEView
+from expertcast.runtime.advising.advice import WORTH, Advice, Option, milliseconds
+from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED
+from expertcast.runtime.loading import _mxfp4_dequantizer, _packed_forms
+from expertcast.runtime.storage.checkpoint_experts import ExpertSources
+from expertcast.runtime.storage.layout import BlockLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormOption(Option):
+    """The experts in one form: sizes, and results where they are measured."""
+
+    form: str
+    """Value of `experts` in :class:`expertcast.OffloadConfig`."""
+    weight_bits: float | None = None
+    """Bits per weight, scales included."""
+    expert_bytes: int | None = None
+    """Bytes of one expert in a slot."""
+    all_experts_bytes: int | None = None
+    slots: int | None = None
+    """Number of experts that fit the given memory."""
+    tpot_s: float | None = None
+    hit_rate: float | None = None
+    note: str = ""
+    """Effect on the output, or the reason why the model does not have the form."""
+
+    @classmethod
+    def of(cls, form: str, view: MoEView, memory: int | None) -> FormOption:
+        """Return the sizes of a model's experts, which may be on the meta device; memory None: room for all."""
+        block_bytes, count = BlockLayout.of(view).block_bytes, len(view) * view.shape.experts
+        return cls(
+            form=form,
+            weight_bits=weight_bits(view),
+            expert_bytes=block_bytes,
+            all_experts_bytes=count * block_bytes,
+            slots=count if memory is None else min(count, memory // block_bytes),
+            note=LOSSY if form in EXPERTS_BITS else "",
+        )
+
+    @property
+    def cells(self) -> dict[str, str]:
+        return {
+            "experts": self.form,
+            "bits/weight": "-" if self.weight_bits is None else f"{self.weight_bits:.3g}",
+            "bytes/expert": "-" if self.expert_bytes is None else f"{self.expert_bytes:,}",
+            "all experts": "-" if self.all_experts_bytes is None else format_bytes(self.all_experts_bytes),
+            "slots": "-" if self.slots is None else f"{self.slots:,}",
+            "ms/token": "-" if self.tpot_s is None else f"{1e3 * self.tpot_s:.2f}",
+            "hit rate": "-" if self.hit_rate is None else f"{self.hit_rate:.3f}",
+        }
+
+
+LOSSY = "rounded, which changes the model's output"
+
+
+def compared_forms(source: ModelSource) -> tuple[str, ...]:
+    """Return the forms to compare for a checkpoint: with codes of its own, or otherwise rounded.
+
+    Raises:
+        ExpertcastError: there is no such model, or its quantised format is not supported.
+    """
+    plain = form_of(load_config(source), source) is None
+    return (EXPANDED, *EXPERTS_BITS) if plain else (EXPANDED, PACKED)
+
+
+def form_sizes(source: ModelSource, memory: int | None) -> list[FormOption]:
+    """Return the sizes of the experts in each form that a checkpoint can have, without reading weights.
+
+    Args:
+        source: location of the model. Its packed form needs the weight files on this machine.
+        memory: bytes for slots; None: room for all experts.
+    """
+    return [_sizes(source, form, memory) for form in dict.fromkeys((*compared_forms(source), *EXPERTS_BITS))]
+
+
+def checkpoint_forms(source: ModelSource, experts: str) -> Sequence[Forms]:
+    """Return the forms of a checkpoint's experts by layer and parameter name, from the headers of its files.
+
+    Args:
+        source: location of the model, whose weight files are on this machine.
+        experts: `packed`; or `auto`, which gives no forms where the experts are expanded.
+
+    Raises:
+        ExpertcastError: no files on this machine, or experts that are not quantised or cannot be packed.
+    """
+    here = replace(source, options={**source.options, "local_files_only": True})
+    skeleton = meta_model(source)
+    form = form_of(skeleton.config, source)
+    forget_quantisation(skeleton.config)
+    view = find_moe_layers(skeleton)
+    with open_weights(here, form, skeleton) as files:
+        dequantizer = _mxfp4_dequantizer(form.settings) if form and form.method == MXFP4 else None
+        return _packed_forms(experts, ExpertSources(skeleton, view, files, dequantizer), view)
+
+
+def _sizes(source: ModelSource, experts: str, memory: int | None) -> FormOption:
+    skeleton = meta_model(source)
+    forget_quantisation(skeleton.config)
+    view = find_moe_layers(skeleton)
+    try:
+        if experts == PACKED:
+            by_layer = checkpoint_forms(source, experts)
+        else:
+            by_layer = [_rounded(layer, EXPERTS_BITS.get(experts)) for layer in view]
+    except ExpertcastError as error:
+        return FormOption(form=experts, note=str(error))
+    for layer, forms in zip(view, by_layer, strict=True):
+        make_packed(layer.experts, layer.num_experts, forms)
+    return FormOption.of(experts, view, memory)
+
+
+def _rounded(layer: MoELayer, bits: int | None) -> Forms:
+    if bits is None:
+        return {}
+    found = matrices(layer.experts, layer.num_experts)
+    return {name: form_for(layer.experts, matrix, bits) for name, matrix in found.items()}
+
+
+def advise_forms(options: Sequence[FormOption]) -> Advice[FormOption]:
+    """Choose the fastest form with the weights of the checkpoint: `packed` if it saves at least `WORTH`.
+
+    Rounded forms are never chosen, since they change the model's output.
+
+    Args:
+        options: measured forms, the simplest first, and refused ones without measurements.
+    """
+    measured = {option.form: option for option in options if option.tpot_s is not None}
+    exact = [option for form, option in measured.items() if form not in EXPERTS_BITS] or list(measured.values())
+    simple, best = exact[0], min(exact, key=_tpot)
+    chosen = best if _tpot(best) < (1 - WORTH) * _tpot(simple) else simple
+    return Advice(
+        headline=f"advice: experts={chosen.form}; expect {milliseconds(_tpot(chosen))} per token",
+        chosen=chosen,
+        options=options,
+        reasons=_reasons(measured, chosen, {option.form: option.note for option in options if option.tpot_s is None}),
+        facts={},
+        left=1,
+    )
+
+
+def _tpot(option: FormOption) -> float:
+    assert option.tpot_s is not None
+    return option.tpot_s
+
+
+def _reasons(measured: Mapping[str, FormOption], chosen: FormOption, refused: Mapping[str, str]) -> list[str]:
+    reasons = [f"{form} cannot be tried: {note}" for form, note in refused.items()]
+    for form, option in measured.items():
+        change = _tpot(option) / _tpot(chosen) - 1
+        words = f"{form} would take {milliseconds(_tpot(option))} per token, {abs(change):.0%} "
+        words += "less" if change < 0 else "more"
+        if form in EXPERTS_BITS:
+            reasons.append(f"{words}, but is {LOSSY} (--experts {form})")
+        elif option is not chosen:
+            reasons.append(f"{words}, with the weights of the same checkpoint")
+    return reasons

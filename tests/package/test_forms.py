@@ -1,0 +1,111 @@
+"""Commands on a quantised checkpoint, with its experts packed and expanded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertcast.cli import main
+from expertcast.runtime.config import OffloadConfig
+from tests.package.conftest import RUN
+from tests.package.test_cli import fails, ran
+from tests.runtime.test_packed import checkpoint, gptq
+
+SHORT = "--prompt-tokens 8 --new-tokens 4"
+PACKED_BYTES = 3840
+"""Bytes of one packed expert: 64 x 64 and 64 x 32 codes of 4 bits, and scales and zeros for groups of 32."""
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory, reference_tokenizer: Any) -> str:
+    """GPTQ, 2 layers of 8 experts, 2 per token."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    settings: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    path, _ = checkpoint(tmp_path_factory.mktemp("quantised"), gptq(group=32), sizes, **settings)
+    reference_tokenizer.save_pretrained(path)
+    return path
+
+
+def _rows(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["form"]: row for row in found["forms"]["options"]}
+
+
+def test_inspect_shows_the_forms(quantised: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = ran(tmp_path, f"inspect {quantised} --memory 40kB")
+    rows = {row["form"]: row for row in found["forms"]}
+    assert list(rows) == ["expanded", "packed", "int8", "int4"]
+    assert {form: row["slots"] for form, row in rows.items()} == {"expanded": 3, "packed": 10, "int8": 6, "int4": 11}
+    assert rows["packed"]["expert_bytes"] == PACKED_BYTES
+    assert rows["packed"]["all_experts_bytes"] == 16 * PACKED_BYTES
+    assert rows["packed"]["weight_bits"] == 5
+    said = capsys.readouterr().out
+    assert "slots in 40 kB of memory" in said
+    assert "int4: rounded, which changes the model's output" in said
+    assert ran(tmp_path, f"inspect {quantised}")["memory"] > 1e6  # what is available
+
+
+def test_advise_compares_the_forms(quantised: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In the memory of the slots of expanded experts, over a link that makes packed ones pay."""
+    saved = tmp_path / "offload.json"
+    found = ran(tmp_path, f"advise {quantised} {SHORT} --slots 5 --bandwidth 1e5 --save {saved} --draft int4")
+    rows = _rows(found)
+    assert list(rows) == ["expanded", "packed"]
+    assert [row["slots"] for row in rows.values()] == [5, 16]
+    assert all(row["tpot_s"] > 0 and 0 <= row["hit_rate"] <= 1 for row in rows.values())
+    assert found["forms"]["chosen"]["form"] == found["experts_form"] == "packed"
+    assert found["block_bytes"] == PACKED_BYTES
+    config = OffloadConfig.load(saved)
+    assert (config.experts, config.slots, config.bandwidth) == ("packed", 16, 1e5)
+    said = capsys.readouterr().out
+    assert "advice: experts=packed" in said
+    assert "int4: no cheaper than experts in 4 or 8 bits" in said
+    assert main(f"generate {quantised} --prompt It --new-tokens 1 --config {saved}".split()) == 0
+    alone = ran(tmp_path, f"advise {quantised} {SHORT} --experts packed --memory 30kB")
+    assert list(_rows(alone)) == ["packed"]
+    assert alone["slots"] == 7
+
+
+def test_advise_on_a_disk(quantised: str, tmp_path: Path) -> None:
+    saved, folder = tmp_path / "offload.json", tmp_path / "store"
+    found = ran(
+        tmp_path, f"advise {quantised} {SHORT} --store-folder {folder} --memory 30kB --bandwidth 1e4 --save {saved}"
+    )
+    assert {form: row["slots"] for form, row in _rows(found).items()} == {"expanded": 2, "packed": 7}
+    config = OffloadConfig.load(saved)
+    assert (config.experts, config.store, config.codec) == ("packed", "disk", "raw")
+    assert main(f"generate {quantised} --prompt It --new-tokens 1 --config {saved}".split()) == 0
+
+
+def test_bench_of_packed_experts(quantised: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    few = f"{SHORT} --repetitions 1 --mode on_demand --cache with"
+    found = ran(tmp_path, f"bench {quantised} --experts packed {few} --peer")
+    assert (found["experts_form"], found["block_bytes"]) == ("packed", PACKED_BYTES)
+    assert found["runs"]["on_demand_cache"]["identical"]
+    assert "peer" in found["prompts"]["8"]
+    capsys.readouterr()
+    line = fails(capsys, "bench", quantised, "--experts", "packed", "--draft", "int4")
+    assert "repetition" not in line
+    assert "no cheaper" in line
+
+
+def test_traces_and_training_of_packed_experts(quantised: str, tmp_path: Path) -> None:
+    """On traces and online: the same predictor; then its effect on the packed model, and a simulation of its sizes."""
+    text, traces = ["--data", "reference", *RUN, "--tokens", "400"], str(tmp_path / "traces")
+    assert main(["collect", quantised, *text, "--experts", "packed", "--out", traces]) == 0
+    for name, words in (("made", [traces]), ("online", [quantised, *text, "--experts", "packed"])):
+        assert main(["train", *words, "--predictor", "linear", "--out", str(tmp_path / name)]) == 0
+    scores = [json.loads((tmp_path / name / "metrics.json").read_text())["recall_at_k"] for name in ("made", "online")]
+    assert scores[0] == scores[1]
+    quality = f"--model {quantised} --data reference --quality-tokens 64 --experts packed"
+    scored = ran(tmp_path, f"eval {traces} --predictor {tmp_path / 'made'} {quality}")
+    assert scored["quality"]
+    simulated = ran(tmp_path, f"simulate {traces} --miss drop --capacity 0.25 --tokens 50 {quality}")
+    assert simulated["block_bytes"]["full"] == PACKED_BYTES
+
+
+def test_packed_sizes_need_the_checkpoint(quantised: str, tiny_traces: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    line = fails(capsys, "simulate", str(tiny_traces.folder), "--experts", "packed")
+    assert "give --model" in line
