@@ -81,6 +81,7 @@ class PackedLinear(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Multiply [..., I] by the weights in bf16; return [..., N] in the dtype of the input."""
         rows_PI = hidden.reshape(-1, self.in_features)
+        made: Tensor
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             made = torch.ops.expertcast.packed_product(rows_PI, *self._parts(), *self.form.coding)
         else:
