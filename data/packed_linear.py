@@ -127,8 +127,8 @@ def linear_forms(model: PreTrainedModel, view: MoEView, weights: Mapping[str, Te
         if isinstance(file, ComputedTensor) and file.get_shape() == list(module.weight.shape):
             coding = file.coding()
             with suppress(ExpertcastError):  # the kernel does not take the shape
-                if coding is not None:
-                    forms[name] = PackedForm(coding, *file.get_shape())
+                if coding is not None:  # zeros, also where all are 0: the kernel then reads the scales without a copy
+                    forms[name] = PackedForm(coding._replace(symmetric=False), *file.get_shape())
     return forms
 
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import expanded_experts, make_packed, packed_matrices
-from expertcast.data.packed_linear import PackedLinear
+from expertcast.data.packed_linear import PackedLinear, other_bytes
 from expertcast.data.source import ModelSource
 from expertcast.data.weights.files import ComputedTensor, SafetensorsFiles
 from expertcast.data.weights.gguf import GgufFile
@@ -263,6 +263,8 @@ def test_linear_layers_stay_packed(form: str, tmp_path: Path) -> None:
         others = [name for name in resident if name in packed and ".experts." not in name]
         assert any("mlp.gate." in name for name in others)
         assert all(torch.equal(packed[name], resident[name]) for name in others)
+        expanded = sum(each.nbytes for name, each in resident.items() if ".experts." not in name)
+        assert other_bytes(offloaded.model, offloaded.view) < expanded
     for experts in ("expanded", "int4"):
         with load_offloaded(path, experts=experts, **options) as offloaded:
             assert not _linears(offloaded)
