@@ -198,6 +198,8 @@ def named_checkpoint(given: str | Path) -> PredictorCheckpoint | None:
 
 MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
+_ON_DISK = ("disk", "checkpoint")
+"""Names of stores whose experts are in files."""
 MOST_REFIT_MS = 1000.0
 EXPANDED, PACKED = "expanded", "packed"
 EXPERTS_BITS = {"int8": 8, "int4": 4}
@@ -669,7 +671,7 @@ def _auto_link(config: OffloadConfig, device: str) -> str:
     made = config.store if isinstance(config.store, ExpertStore) else None
     coded = config.resolved_codec() != "raw" or (made is not None and not made.addressable)
     timed = (config.bandwidth is not None or config.latency) and not coded
-    on_disk = (config.store == "disk" or (made is not None and made.name != "memory")) and can_read_directly()
+    on_disk = (config.store == "disk" or (made is not None and made.name in _ON_DISK)) and can_read_directly()
     if on_disk and not timed:
         return "disk"
     if device == "cuda":
