@@ -94,10 +94,10 @@ def load_offloaded(
         skeleton.to(wanted or files.dtype)
         view = find_moe_layers(skeleton)
         mxfp4 = form is not None and form.method == MXFP4
-        dequantizer = _mxfp4_dequantizer(form.settings) if form and mxfp4 else None
+        dequantizer = mxfp4_dequantizer(form.settings) if form and mxfp4 else None
         with _one_line(source.name):
             sources = ExpertSources(skeleton, view, files, dequantizer)
-            forms = _packed_forms(config.experts, sources, view)
+            forms = packed_forms(config.experts, sources, view)
         shipped = _as_shipped(config, sources, len(view), form, source.name)
         if shipped is not None and form is not None and config.codec == form.codec:
             config = replace(config, codec=shipped.codec)
@@ -230,12 +230,12 @@ def _replace(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter | Non
         model.get_submodule(module)._parameters[name] = parameter
 
 
-def _mxfp4_dequantizer(settings: Mapping[str, Any]) -> HfQuantizer:
+def mxfp4_dequantizer(settings: Mapping[str, Any]) -> HfQuantizer:
     """Return the quantizer with which transformers converts MXFP4 experts to the model's dtype."""
     return AutoHfQuantizer.from_config(Mxfp4Config.from_dict({**settings, "dequantize": True}), pre_quantized=True)
 
 
-def _packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Sequence[Forms]:
+def packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Sequence[Forms]:
     """Return the packed forms of the experts by layer and parameter name; empty for expanded experts.
 
     Raises:

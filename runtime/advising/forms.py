@@ -13,7 +13,7 @@ from expertcast.predictors.messages import ExpertcastError, format_bytes
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.advising.advice import WORTH, Advice, Option, milliseconds
 from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED
-from expertcast.runtime.loading import _mxfp4_dequantizer, _packed_forms
+from expertcast.runtime.loading import mxfp4_dequantizer, packed_forms
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources
 from expertcast.runtime.storage.layout import BlockLayout
 
@@ -101,8 +101,8 @@ def checkpoint_forms(source: ModelSource, experts: str) -> Sequence[Forms]:
     forget_quantisation(skeleton.config)
     view = find_moe_layers(skeleton)
     with open_weights(here, form, skeleton) as files:
-        dequantizer = _mxfp4_dequantizer(form.settings) if form and form.method == MXFP4 else None
-        return _packed_forms(experts, ExpertSources(skeleton, view, files, dequantizer), view)
+        dequantizer = mxfp4_dequantizer(form.settings) if form and form.method == MXFP4 else None
+        return packed_forms(experts, ExpertSources(skeleton, view, files, dequantizer), view)
 
 
 def _sizes(source: ModelSource, experts: str, memory: int | None) -> FormOption:
