@@ -172,7 +172,7 @@ def build(forecasts: bool, drift: bool) -> tuple[HostEngine, MoEView, ListedFore
     link = NoLink()
     link.attach(store, pool)
     speculator = ListedForecasts(view, NextNorm(PredictorConfig(), view.shape).bind(view) if forecasts else None)
-    policies = Policies().make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
+    policies = Policies(eviction="lru").make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
     engine = HostEngine(
         EngineParts(
             link=link,

@@ -36,7 +36,6 @@ from expertcast.runtime.storage.expert_file import (
     layout_text,
     read_header,
 )
-from expertcast.runtime.storage.in_place import ExpertsInPlace
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.memory import HostMemory, trim_heap
 from expertcast.runtime.storage.reader import DirectReader, OpenFile, Read
@@ -44,6 +43,7 @@ from expertcast.runtime.storage.store import ExpertStore, Write
 
 if TYPE_CHECKING:
     from expertcast.runtime.storage.checkpoint_experts import Shipped
+    from expertcast.runtime.storage.in_place import ExpertsInPlace
 
 
 class DiskStore(ExpertStore):

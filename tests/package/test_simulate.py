@@ -119,7 +119,7 @@ def test_codecs_beside_each_other(
         rows += found["results"]
     raw, coded, pooled = rows
     assert raw["misses"] == coded["misses"] > 0
-    assert [row["eviction"] for row in rows] == ["lru", "lru", "pooled"]
+    assert [row["eviction"] for row in rows] == ["lrfu", "lrfu", "pooled"]
     assert [row["codec"] for row in rows] == ["raw", "bitsplit", "bitsplit"]
     assert pooled["pools"] == "C=9000000"
     assert raw["read_per_step"] == raw["bytes_per_step"]
@@ -158,7 +158,7 @@ def test_routing_in_an_array(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     array = tmp_path / "a.npy"
     np.save(array, np.array([[[0, 1]], [[1, 2]]]))
     assert main(["simulate", str(array), "--expert-bytes", "3MiB", "--slots", "2"]) == 0
-    assert re.search(r"lru +global +6 +66.7% +25.0% +3", capsys.readouterr().out)
+    assert re.search(r"lrfu +global +6 +66.7% +25.0% +3", capsys.readouterr().out)
 
 
 def test_advise_a_routing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
     policies = draw(st.none() | st.sampled_from(list(PRESETS)) | _POLICIES)
     store = draw(st.sampled_from(["memory", "disk"]))
     codec = draw(st.sampled_from(["raw", "bitsplit", "bitsplit:shards=2"])) if store == "disk" else "raw"
+    in_place = store == "disk" and codec == "raw" and draw(st.booleans())
     experts = draw(st.sampled_from(EXPERTS)) if codec == "raw" else "expanded"
     drafts = ["none", "auto", "drop:fetched=1", *(["int4"] if experts == "expanded" else [])]
     pooled = codec != "raw" and policies is None and draw(st.booleans())
@@ -89,7 +90,8 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
         "policies": policies,
         "overfetch": draw(st.floats(1.0, 9.0)) if policies is None else 1.0,
         "store": store,
-        "store_folder": draw(_PLACES.filter(lambda place: place != "")) if store == "disk" else None,
+        "store_folder": draw(_PLACES.filter(lambda place: place != "")) if store == "disk" and not in_place else None,
+        "in_place": in_place,
         "codec": codec,
         "draft": draw(st.sampled_from(drafts)) if exact else "none",
         "pools": draw(st.sampled_from(["C=2GB", "C=1000,S=500MiB,E=1KB"])) if pooled else "",

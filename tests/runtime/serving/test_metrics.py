@@ -112,7 +112,7 @@ def test_all_numbers_after_a_generation(scraped: Scraped) -> None:
     said = dict(info)
     assert said["model"] == "tiny"
     assert (said["predictor"], said["mode"], said["link"]) == ("next_norm", "exact", "emulated")
-    assert "eviction=lru" in said["policy"]
+    assert "eviction=lrfu," in said["policy"]
     assert re.match(r"\d+\.\d+", said["torch"])
 
 
