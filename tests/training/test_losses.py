@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
-from expertcast.training.estimator import Distiller, kl_divergence, suited_loss
+from expertcast.predictors.view import MoEView
+from expertcast.training.estimator import LOSSES, Distiller, boundary_weight, kl_divergence, suited_loss
 from tests.training.synthetic import random_batch, tiny_view
 
 
@@ -26,6 +29,38 @@ def test_fast_kl_is_the_reference_and_zero_only_between_equals(seed: int, temper
     torch.testing.assert_close(fast, kl_reference(target, forecast, temperature), rtol=1e-3, atol=1e-6)
     assert fast > 0
     assert kl_divergence(target, target + 3.0, temperature) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["kl", "sigmoid_kl"])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), temperature=st.floats(0.3, 4.0))
+def test_weighted_losses_by_their_definition(loss: str, seed: int, temperature: float) -> None:
+    """Each expert's part is at least 0 and 0 only between equals, so that every weight pulls in the same direction."""
+    generator = torch.Generator().manual_seed(seed)
+    target, forecast = torch.randn(2, 7, 9, generator=generator, dtype=torch.float64)
+    weight = torch.rand(7, 9, generator=generator, dtype=torch.float64)
+    if loss == "kl":
+        p, q = (each.div(temperature).softmax(-1) for each in (target, forecast))
+        parts = p * (p / q).log() - p + q
+    else:
+        p, q = (each.div(temperature).sigmoid() for each in (target, forecast))
+        parts = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    assert (parts >= -1e-12).all()
+    expected = temperature**2 * (weight * parts).sum(-1).mean()
+    found = LOSSES[loss](target, forecast, temperature, weight)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        LOSSES[loss](target, forecast, temperature, torch.ones(7, 9)), LOSSES[loss](target, forecast, temperature),
+        rtol=1e-3, atol=1e-5,
+    )  # fmt: skip
+
+
+def test_weights_are_largest_at_the_boundary() -> None:
+    """K = 2: the boundary is at 1, between 2 and 0."""
+    weight_NE = boundary_weight(torch.tensor([[0.0, 3.0, 1.0 - 9.0, 2.0]]), 2)
+    expected = [0.3 + math.exp(-2), 0.3 + math.exp(-8), 0.3, 0.3 + math.exp(-2)]
+    assert weight_NE.tolist() == [pytest.approx(expected, abs=1e-6)]
+    assert boundary_weight(torch.randn(3, 4), 4).tolist() == [[1.0] * 4] * 3
 
 
 @pytest.mark.parametrize("loss", ["kl", "sigmoid_kl"])
@@ -55,3 +90,8 @@ def test_a_step_of_training_goes_from_the_router_to_the_estimator(loss: str) -> 
 @pytest.mark.parametrize(("family", "loss"), [("qwen3_moe", "kl"), ("gpt_oss", "kl"), ("glm4_moe_lite", "sigmoid_kl")])
 def test_loss_suits_the_routing_rule(family: str, loss: str) -> None:
     assert suited_loss(tiny_view(family)[0]) == loss
+
+
+def test_rounding_in_bf16_makes_no_sigmoid_router(reference_view: MoEView) -> None:
+    """The bundled model's routers choose other experts for 1 in 37 shifted logits, by ties."""
+    assert {suited_loss(layer) for layer in reference_view} == {"kl"}
