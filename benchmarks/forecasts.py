@@ -9,7 +9,7 @@ The bundled model reads text that its predictors have not seen; a shape has rand
 computes, or `disk`, as fast as it is, or `disk:RATE` in bytes per second.
 
 All sides of a setting are open at once, on copies of the model that share every weight and the experts' store, and take
-turns of 8 decode steps over the same tokens. The first step of a turn has cold caches and an idle link: it runs, and is
+turns of 11 decode steps over the same tokens. The first step of a turn has cold caches and an idle link: it runs, and is
 left out of the figures of every side. All sides must predict the same tokens. The file keeps the seconds of every turn;
 :mod:`benchmarks.forecasts_page` computes ratios and intervals. The file is written after every setting, and the same
 command resumes it; once every setting is measured, the command only prints the tables.
@@ -339,7 +339,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=positive, nargs="+", default=[1])
     parser.add_argument("--accuracies", type=float, nargs="+", default=[0.9], help="of a shape's forecasts")
     parser.add_argument("--prompt-tokens", type=positive, default=64)
-    parser.add_argument("--new-tokens", type=turns, default=192, help=f"decode steps, a multiple of {TURN}")
+    parser.add_argument("--new-tokens", type=turns, default=198, help=f"decode steps, a multiple of {TURN}")
     parser.add_argument("--train-tokens", type=positive, default=100_000)
     parser.add_argument("--checkpoints", type=Path, help="folder of checkpoints by predictor name; trained if missing")
     parser.add_argument("--threads", type=positive, default=1)
