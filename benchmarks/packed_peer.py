@@ -76,7 +76,8 @@ def _read(server: Any, tokens: list[int], new: int) -> tuple[float, int]:
     timings = answer["timings"]
     if timings["prompt_n"] != new:
         raise SystemExit(f"{timings['prompt_n']} tokens were computed, not {new}")
-    return timings["prompt_ms"] / 1e3, answer["choices"][0]["logprobs"]["content"][0]["id"]
+    likeliest = (answer["choices"][0]["logprobs"] or {}).get("content") or [{"id": -1}]  # none at the end of a text
+    return timings["prompt_ms"] / 1e3, likeliest[0]["id"]
 
 
 def _bytes_read() -> int:

@@ -145,7 +145,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {"kl": kl_divergence, "sigmoid_kl": s
 def boundary_weight(target_NE: Tensor, top_k: int) -> Tensor:
     """Return weights .3 + exp(-2 d^2) [N, E] for the loss, with d the distance of a logit from the K-th rank's end.
 
-    That is the middle between the K-th and the (K+1)-th logit: only errors near it change which experts are chosen.
+    The end is the middle between the K-th and the (K+1)-th logit: only errors near it change the chosen experts.
 
     Args:
         target_NE: logits with a standard deviation of about 1.
