@@ -9,10 +9,10 @@ The bundled model reads text that its predictors have not seen; a shape has rand
 computes, or `disk`, as fast as it is, or `disk:RATE` in bytes per second.
 
 All sides of a setting are open at once, on copies of the model that share every weight and the experts' store, and take
-turns of 11 decode steps over the same tokens. The first step of a turn has cold caches and an idle link: it runs, and is
-left out of the figures of every side. All sides must predict the same tokens. The file keeps the seconds of every turn;
-:mod:`benchmarks.forecasts_page` computes ratios and intervals. The file is written after every setting, and the same
-command resumes it; once every setting is measured, the command only prints the tables.
+turns of 11 decode steps over the same tokens. The first step of a turn has cold caches and an idle link: it runs, and
+is left out of the figures of every side. All sides must predict the same tokens. The file keeps the seconds of every
+turn; :mod:`benchmarks.forecasts_page` computes ratios and intervals. The file is written after every setting, and the
+same command resumes it; once every setting is measured, the command only prints the tables.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from expertcast.predictors.view import ModelShape
 from expertcast.runtime import EmulatedLink, offload
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer, Schedule
 from expertcast.runtime.engine.cache import ExpertCache
+from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -197,7 +198,8 @@ def test_what_is_loaded_ahead_does_not_miss(draft: str) -> None:
     """The same text with and without loading ahead: fewer misses."""
     found = {}
     for prefetch in (True, False):
-        with offload(tiny("qwen3_moe"), slots=8, link=EmulatedLink(1e9, 2e-5)) as opened:
+        policies = Policies(eviction="lru")  # lrfu evicts first what was loaded and not used, where slots are so few
+        with offload(tiny("qwen3_moe"), slots=8, link=EmulatedLink(1e9, 2e-5), policies=policies) as opened:
             assert opened.drafting is not None
             if not prefetch:
                 opened.drafting.schedule.load = lambda: None  # type: ignore[method-assign]
