@@ -1,4 +1,4 @@
-"""How far packed experts are from the same weights expanded, and those from the bf16 ones, on a model and its text.
+"""Distance of packed experts from the same weights expanded, and of those from bf16, on a model and its text.
 
 Run as a script, it prints the recall of predictors of the expanded bundled model on packed ones.
 """

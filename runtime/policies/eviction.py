@@ -453,7 +453,7 @@ class LRFUConfig(PolicyConfig):
     """Forward passes after which a use counts half. Smaller values approach LRU, larger ones LFU."""
 
 
-class LRFU(EvictionPolicy):
+class LRFU(ByPriority):
     """Evicts the expert with the lowest decayed number of uses: a use counts half after each `half_life` passes.
 
     The sum over uses survives an eviction. All sums decay alike, so their order changes by uses only: the policy keeps
@@ -478,11 +478,6 @@ class LRFU(EvictionPolicy):
         """Time in half-lives. A pass takes one unit, and its layers run at equal distances."""
         self._uses: dict[int, float] = {}
         """log2 of each expert's sum."""
-        self._heap: list[_Entry] = []
-        """An expert's entry may have an earlier, lower sum; entries that are not in `_valid` are outdated."""
-        self._valid: dict[int, _Entry] = {}
-        """Entry of each resident."""
-        self._count = 0
 
     def start_pass(self, fresh: bool) -> None:
         self._pass += 1
@@ -490,32 +485,21 @@ class LRFU(EvictionPolicy):
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
         self._now = (self._pass + layer / self.shape.layers) / self.config.half_life
 
-    def insert(self, key: int, full: bool = True) -> None:
-        self._count += 1
-        entry = self._valid[key] = (self._uses.get(key, -math.inf), self._count, key)
-        heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._valid) + _SLACK:
-            self._heap = list(self._valid.values())
-            heapq.heapify(self._heap)
+    def _priority(self, key: int) -> float:
+        return self._uses.get(key, -math.inf)
 
     def use(self, keys: Sequence[int]) -> None:
         uses, now = self._uses, self._now
         for key in keys:
             uses[key] = now + math.log2(1.0 + 2.0 ** (uses[key] - now)) if key in uses else now
 
-    def remove(self, key: int) -> None:
-        del self._valid[key]
-
-    def clear(self) -> None:
-        self._heap.clear()
-        self._valid.clear()
-
     def victim(self, protected: Container[int]) -> int | None:
+        """Raise outdated entries at the top of the heap first: uses since their access only raise a priority."""
         heap, passed = self._heap, list[_Entry]()
         found = None
         while heap and found is None:
             entry = heap[0]
-            key, uses = entry[2], self._uses.get(entry[2], -math.inf)
+            key, uses = entry[2], self._priority(entry[2])
             if self._valid.get(key) is not entry:
                 heapq.heappop(heap)
             elif uses > entry[0]:
