@@ -76,8 +76,10 @@ def advice_from(found: Survey) -> Advice[PrefetchOption]:
         _option(found, "speculate", found.predict(*name, executed_layers=range(found.trace.shape.layers)), name)
         for name in found.forecasting
     ]
-    # an option that hides no waiting can look faster only because the on-demand run was disturbed
-    hiding = [option for option in exact if option.wait_s < on_demand.wait_s]
+    # an option that hides no waiting can look faster only because the on-demand run was disturbed; where all experts
+    # fit, only the first copies of the measured tokens are waited for, and no later token's
+    fit = found.case.slots >= found.experts
+    hiding = [] if fit else [option for option in exact if option.wait_s < on_demand.wait_s]
     best = min(hiding, key=lambda option: option.tpot_s, default=on_demand)
     chosen = best if best.tpot_s < (1 - WORTH) * on_demand.tpot_s else on_demand
     compute_s = found.case.machine.times.compute_s
@@ -87,7 +89,7 @@ def advice_from(found: Survey) -> Advice[PrefetchOption]:
         for name, change in _LEVERS.items()
     }
     reasons = [_share_of_copies(found, on_demand, most)]
-    if on_demand.wait_s:
+    if on_demand.wait_s and not fit:
         reasons += _choice(on_demand, exact, chosen)
     prefetch, speed, memory_bytes = chosen is not on_demand, found.speed, found.case.slots * found.block_bytes
     what = f"prefetch with {chosen.predictor}, {chosen.ahead} layer{'s' * (chosen.ahead != 1)} ahead"

@@ -24,6 +24,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.options import field_docs
 from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, load_offloaded, offload
 from expertcast.runtime.config import EXPERTS, LINKS, MODES, remarks
+from expertcast.runtime.drafts.names import keeps_copies
 from expertcast.runtime.policies import MISS, PRESETS, ROUTING, Policies
 from expertcast.runtime.policies.settings import FORECASTS
 from expertcast.runtime.recording.recorder import Observer
@@ -74,7 +75,9 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
     store = draw(st.sampled_from(["memory", "disk"]))
     codec = draw(st.sampled_from(["raw", "bitsplit", "bitsplit:shards=2"])) if store == "disk" else "raw"
     in_place = store == "disk" and codec == "raw" and draw(st.booleans())
-    experts = draw(st.sampled_from(EXPERTS)) if codec == "raw" else "expanded"
+    copying = keeps_copies(OffloadConfig(policies=policies).resolved_policies().miss)
+    forms = ["auto", "expanded"] if copying else EXPERTS
+    experts = draw(st.sampled_from(forms)) if codec == "raw" else "expanded"
     drafts = ["none", "auto", "drop:fetched=1", *(["int4"] if experts == "expanded" else [])]
     pooled = codec != "raw" and policies is None and draw(st.booleans())
     values = {name: draw(drawn) for name, drawn in _field_values().items()}

@@ -277,9 +277,14 @@ def test_when_nothing_can_be_hidden(reference_model: PreTrainedModel, one: dict[
     advice = advice_from(found)  # copies in the model's own thread
     assert not advice.facts["prefetch"]
     assert "compute cannot hide its copies" in advice.reasons[0]
-    every = OffloadConfig(slots=768, bandwidth=1e9)
-    advice = advice_from(survey(reference_model, one["input_ids"], every, **common))
+    every = OffloadConfig(slots=768, bandwidth=1e8)
+    found = survey(reference_model, one["input_ids"], every, **common)
+    times = found.case.machine.times
+    disturbed = replace(found, case=found.case.with_times(replace(times, late_s=times.late_s + 1)))  # on demand only
+    assert disturbed.predict().tpot_s > disturbed.predict("next_norm").tpot_s + 0.9
+    advice = advice_from(disturbed)
     assert not advice.facts["prefetch"]
+    assert len(advice.reasons) <= 2  # no verdict on an option, only what a faster link would bring
     assert advice.facts["slots"] == advice.facts["experts"] == 768
     assert "all 768 experts fit" in advice.reasons[0]
 
