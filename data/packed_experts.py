@@ -38,6 +38,8 @@ CODES, SCALES = "_codes", "_scales"
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 WIDE = torch.bfloat16 if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 """Dtype of products with expanded weights: bf16 where oneDNN multiplies in it, else float32, which rounds less."""
+_CUDA = "cuda"
+"""Device that orders codes for CUDA's kernel."""
 MANY_ROWS = {4: 384, 8: 112} if torch.bfloat16 == WIDE else {4: 64, 8: 32}
 """Rows of one expert, by bits, from which expanding its weights takes less time; fixed for a processor, since the
 choice changes bits. Measured: benchmarks/packed.md."""
@@ -158,6 +160,8 @@ class PackedForm:
     """N"""
     inputs: int
     """I"""
+    device: str = "cpu"
+    """`cpu` or `cuda`: the device whose kernel reads the codes, which lie in another order for each."""
 
     def __post_init__(self) -> None:
         bits, group, _ = self.coding
@@ -169,7 +173,7 @@ class PackedForm:
             )
 
     def __str__(self) -> str:
-        return str(self.coding)
+        return str(self.coding) if self.device == "cpu" else f"{self.coding}, for {self.device}"
 
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of the parameters of one expert's matrix, by the end of their names."""
@@ -186,13 +190,13 @@ class PackedForm:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts().values())
 
     def encode(self, matrices_ENI: Coded, codes: Tensor, scales: Tensor) -> None:
-        """Write some experts' matrices to codes and scales [E, ...], which are on the device that computes."""
-        fitted = matrices_ENI.fitted(self.coding)
+        """Write some experts' matrices to codes and scales [E, ...] on any device."""
+        fitted, pack = matrices_ENI.fitted(self.coding), _pack_cuda if self.device == "cuda" else _pack
         if fitted.bits == 8:
-            _pack(fitted.codes >> 4, codes[:, 0])
-            _pack(fitted.codes & 15, codes[:, 1])
+            pack(fitted.codes >> 4, codes[:, 0])
+            pack(fitted.codes & 15, codes[:, 1])
         else:
-            _pack(fitted.codes, codes)
+            pack(fitted.codes, codes)
         scale_EJN = fitted.scales.mT
         if fitted.zeros is None:
             scales.copy_(scale_EJN)
@@ -206,14 +210,24 @@ class PackedForm:
 
         Rows of another dtype are rounded to bf16 first.
         """
-        rows_PI = rows_PI.bfloat16()
-        bits, group, symmetric = self.coding
-        if len(rows_PI) >= MANY_ROWS[bits] and not rows_PI.is_cuda:
+        rows_PI, bits = rows_PI.bfloat16(), self.coding.bits
+        if len(rows_PI) >= MANY_ROWS[bits] and self.device == "cpu":
             return self._multiply_expanded(rows_PI.to(WIDE), codes, scales)
-        pairs = _pairs(scales) if symmetric else scales
+        pairs = _pairs(scales) if self.coding.symmetric else scales
         if bits == 4:
-            return product(rows_PI, codes, group, pairs)
-        return product(rows_PI * 16, codes[0], group, pairs).add_(product(rows_PI, codes[1], group, pairs))
+            return self.product(rows_PI, codes, pairs)
+        return self.product(rows_PI * 16, codes[0], pairs).add_(self.product(rows_PI, codes[1], pairs))
+
+    def product(self, rows_PI: Tensor, codes: Tensor, pairs: Tensor) -> Tensor:
+        """Multiply bf16 rows [P, I] by one matrix in 4 bits, with scales and zeros `pairs` bf16 [J, N, 2].
+
+        Returns:
+            bf16 [P, N].
+        """
+        if self.device == "cuda":
+            words = codes.view(torch.int32).view(self.outputs // 8, -1, 32, _tiles(self.inputs) // 2)
+            return torch._weight_int4pack_mm(rows_PI.contiguous(), words, self.coding.group, pairs)
+        return torch._weight_int4pack_mm_for_cpu(rows_PI, codes, self.coding.group, pairs)
 
     def _multiply_expanded(self, rows_PI: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         output_PN = torch.empty(len(rows_PI), self.outputs, dtype=torch.bfloat16)
@@ -225,7 +239,10 @@ class PackedForm:
         return output_PN
 
     def expand(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the weights bf16 [N, I] of one expert's matrix."""
+        """Return the weights bf16 [N, I] of one expert's matrix on the CPU, from parts on any device."""
+        if self.device == "cuda":  # its kernel alone knows the order: multiply the identity
+            identity_II = torch.eye(self.inputs, dtype=torch.bfloat16, device=_CUDA)
+            return self.multiply(identity_II, codes.to(_CUDA), scales.to(_CUDA)).T.cpu()
         weights_NI = torch.empty(self.outputs, self.inputs, dtype=torch.bfloat16)
         for blocks in _parts(self.outputs, self.inputs):
             taken_IM = torch.empty(self.inputs, blocks.last - blocks.first, dtype=torch.bfloat16)
@@ -330,31 +347,24 @@ def _scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return held[name][:count].view(shape)
 
 
-# torch's CPU kernel orders codes in blocks of outputs; within a block by input, with two outputs in a byte
-
-
-def product(rows_PI: Tensor, codes: Tensor, group: int, pairs: Tensor) -> Tensor:
-    """Multiply bf16 rows [P, I] by one matrix in 4 bits, with scales and zeros `pairs` bf16 [J, N, 2]; bf16 [P, N]."""
-    if rows_PI.is_cuda:
-        inputs = rows_PI.shape[1]
-        words = codes.view(torch.int32).view(len(codes) // 8, -1, 32, _tiles(inputs) // 2)
-        return torch._weight_int4pack_mm(rows_PI, words, group, pairs)
-    return torch._weight_int4pack_mm_for_cpu(rows_PI, codes, group, pairs)
-
-
 def _tiles(inputs: int) -> int:
     """Return the tiles of 16 inputs that the CUDA kernel reads at a time."""
     return next(tiles for tiles in (8, 4, 2) if inputs % (16 * tiles) == 0)
 
 
+def _pack_cuda(codes_ENI: Tensor, packed: Tensor) -> None:
+    """Write 4-bit codes in the order of CUDA's kernel, uint8 [E, N, I/2]; torch orders them on the device."""
+    for codes_NI, octets in zip(codes_ENI, packed, strict=True):
+        pairs = codes_NI[:, ::2] << 4 | codes_NI[:, 1::2]  # the first code in the high bits
+        words = torch._convert_weight_to_int4pack(pairs.to(_CUDA).contiguous(), _tiles(codes_NI.shape[1]))
+        octets.copy_(words.view(torch.uint8).view_as(octets))
+
+
+# torch's CPU kernel orders codes in blocks of outputs; within a block by input, with two outputs in a byte
+
+
 def _pack(codes_ENI: Tensor, packed: Tensor) -> None:
-    """Write 4-bit codes in the kernel's order, uint8 [E, N, I/2]; both are on one device."""
-    if packed.is_cuda:  # the first code in the high bits
-        for codes_NI, octets in zip(codes_ENI, packed, strict=True):
-            pairs = codes_NI[:, ::2] << 4 | codes_NI[:, 1::2]
-            words = torch._convert_weight_to_int4pack(pairs, _tiles(codes_NI.shape[1]))
-            octets.copy_(words.view(torch.uint8).view_as(octets))
-        return
+    """Write 4-bit codes in the order of the CPU's kernel, uint8 [E, N, I/2]."""
     inputs = codes_ENI.shape[2]
     for blocks in _parts(codes_ENI.shape[1], inputs, most=codes_ENI.shape[1]):
         low, high = _order(blocks.rows)
@@ -562,16 +572,16 @@ def sizes_of(experts: nn.Module, matrix: Tensor) -> tuple[int, int]:
     return (second, first) if getattr(experts, "is_transposed", False) else (first, second)
 
 
-def form_for(experts: nn.Module, matrix: Tensor, bits: int) -> PackedForm:
+def form_for(experts: nn.Module, matrix: Tensor, bits: int, device: str = "cpu") -> PackedForm:
     """Return the form of one of a module's matrices once it is rounded to 4 or 8 bits.
 
     4 bits are symmetric, in groups of 128 inputs; 8 bits have zeros, and groups of 64: or the largest group below that
-    divides the inputs.
+    divides the inputs. `device` is the type of the one that computes.
     """
     outputs, inputs = sizes_of(experts, matrix)
     most = 128 if bits == 4 else 64
     group = next((each for each in GROUPS if each <= most and inputs % each == 0), GROUPS[-1])
-    return PackedForm(Coding(bits, group, bits == 4), outputs, inputs)
+    return PackedForm(Coding(bits, group, bits == 4), outputs, inputs, device)
 
 
 def down_projection(experts: nn.Module) -> Tensor | PackedMatrix:
@@ -679,14 +689,14 @@ def expanded_experts(experts: nn.Module, parts: Mapping[str, Tensor]) -> dict[st
     return plain
 
 
-def pack_module(experts: nn.Module, count: int, bits: int) -> None:
-    """Round a module's matrices and hold them packed, one matrix after another.
+def pack_module(experts: nn.Module, count: int, bits: int, device: str = "cpu") -> None:
+    """Round a module's matrices and hold them packed for a type of device, one matrix after another.
 
     Raises:
         ExpertcastError: the kernel does not take one of them; the module is unchanged.
     """
     own = matrices(experts, count)
-    forms = {name: form_for(experts, matrix, bits) for name, matrix in own.items()}
+    forms = {name: form_for(experts, matrix, bits, device) for name, matrix in own.items()}
     for name, matrix in own.items():
         make_packed(experts, count, {name: forms[name]})
         parts = {full: each.data for full, each in experts._parameters.items() if each is not None}

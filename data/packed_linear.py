@@ -125,10 +125,10 @@ def linear_forms(model: PreTrainedModel, view: MoEView, weights: Mapping[str, Te
         if type(module) is not nn.Linear or module in apart or f"{name}.weight" in shared:
             continue
         if isinstance(file, ComputedTensor) and file.get_shape() == list(module.weight.shape):
-            coding = file.coding()
+            coding, (outputs, inputs) = file.coding(), file.get_shape()
             with suppress(ExpertcastError):  # the kernel does not take the shape
                 if coding is not None:  # zeros, also where all are 0: the kernel then reads the scales without a copy
-                    forms[name] = PackedForm(coding._replace(symmetric=False), *file.get_shape())
+                    forms[name] = PackedForm(coding._replace(symmetric=False), outputs, inputs)
     return forms
 
 

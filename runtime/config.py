@@ -286,7 +286,7 @@ class OffloadConfig:
     in another order are converted after each read. Also without it if the disk has no room for the copy."""
     experts: str = EXPANDED
     """Form of the experts: expanded (the model's dtype); packed (codes and scales of a quantised checkpoint, in 4 or 8
-    bits); int4 or int8 (rounded); auto (packed if a kernel takes the checkpoint's form)."""
+    bits); int4 or int8 (rounded); auto (on the CPU packed if a kernel takes the checkpoint's form, else expanded)."""
     codec: str | None = None
     """With disk, compression of the experts: raw, bitsplit (bf16 without loss, two thirds of the bytes), or mxfp4 and
     fp8 (codes of a checkpoint in that form) (default: that of store_folder, else raw)."""
@@ -552,12 +552,9 @@ def pack_experts(view: MoEView, form: str, device: str = "cpu") -> None:
         device: type of the device where the model computes.
 
     Raises:
-        ExpertcastError: the experts are packed already, `form` is `packed` and they are not, or another device
-            than the CPU.
+        ExpertcastError: the experts are packed already, or `form` is `packed` and they are not.
     """
     packed, bits = bool(packed_matrices(view[0].experts)), EXPERTS_BITS.get(form)
-    if (packed or bits) and device != "cpu":
-        raise ExpertcastError(f"experts in 4 or 8 bits are for models on the CPU, this one is on {device}")
     if form == PACKED and not packed:
         raise ExpertcastError(
             "the experts here are expanded: give experts='int4' or 'int8'; only load_offloaded takes codes from a "
@@ -568,7 +565,7 @@ def pack_experts(view: MoEView, form: str, device: str = "cpu") -> None:
     if packed:
         raise ExpertcastError(f"the model's experts are packed already: leave experts={form!r} out")
     for layer in Progress(f"rounding experts to {form}", unit="layer", steps=view):
-        pack_module(layer.experts, layer.num_experts, bits)
+        pack_module(layer.experts, layer.num_experts, bits, device)
 
 
 def draft_bytes(config: OffloadConfig, view: MoEView) -> int:

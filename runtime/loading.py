@@ -24,7 +24,7 @@ from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 from expertcast.data.machine import available_memory, torch_device, torch_dtype
 from expertcast.data.models import form_of, meta_model, model_of, open_weights
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import Forms, ShippedForm, form_for, make_packed, matrices
+from expertcast.data.packed_experts import Form, Forms, PackedForm, ShippedForm, form_for, make_packed, matrices
 from expertcast.data.packed_linear import linear_forms, pack_linears
 from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
@@ -97,11 +97,12 @@ def load_offloaded(
         dequantizer = mxfp4_dequantizer(form.settings) if form and mxfp4 else None
         with _one_line(source.name):
             sources = ExpertSources(skeleton, view, files, dequantizer)
-            forms = packed_forms(config.experts, sources, view)
+            forms = packed_forms(config.experts, sources, view, target.type)
         shipped = _as_shipped(config, sources, len(view), form, source.name)
         if shipped is not None and form is not None and config.codec == form.codec:
             config = replace(config, codec=shipped.codec)
-        model = _load_others(skeleton, sources, files, source, _linear_weights(forms, sources, files), view).to(target)
+        linear = _linear_weights(forms, sources, files) if target.type == "cpu" else {}
+        model = _load_others(skeleton, sources, files, source, linear, view).to(target)
         # experts on the meta device: the store replaces them, and a closed model keeps them
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
         for layer, layer_forms in zip(view, forms, strict=True):
@@ -235,13 +236,19 @@ def mxfp4_dequantizer(settings: Mapping[str, Any]) -> HfQuantizer:
     return AutoHfQuantizer.from_config(Mxfp4Config.from_dict({**settings, "dequantize": True}), pre_quantized=True)
 
 
-def packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Sequence[Forms]:
+def packed_forms(experts: str, sources: ExpertSources, view: MoEView, device: str = "cpu") -> Sequence[Forms]:
     """Return the packed forms of the experts by layer and parameter name; empty for expanded experts.
+
+    Args:
+        experts: `experts` of :class:`OffloadConfig`. `auto` packs on the CPU only.
+        sources: the experts in the checkpoint.
+        view: MoE layers of the model without weights.
+        device: type of the device that computes.
 
     Raises:
         ExpertcastError: `packed`, and the checkpoint has plain floats or a form that cannot be packed.
     """
-    if experts in (PACKED, "auto"):
+    if experts == PACKED or (experts == "auto" and device == "cpu"):
         try:
             forms = sources.forms()
         except ExpertcastError as error:
@@ -251,9 +258,11 @@ def packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Sequenc
                 warnings.warn(f"experts are expanded: {error}", stacklevel=3)
             return [{}] * len(view)
         slow = _as_shipped_form(forms)
+        if slow is not None and device != "cpu":
+            raise ExpertcastError(f"experts {slow} are computed on the CPU only: give experts='expanded'")
         if experts == PACKED or slow is None:
             sources.coded = True
-            return forms
+            return [{name: _on(form, device) for name, form in own.items()} for own in forms]
         warnings.warn(
             f"experts are expanded: no kernel multiplies by them {slow}; experts='packed' takes less memory and "
             "more time",
@@ -262,7 +271,11 @@ def packed_forms(experts: str, sources: ExpertSources, view: MoEView) -> Sequenc
         return [{}] * len(view)
     bits, first = EXPERTS_BITS.get(experts), view[0]
     found = {} if bits is None else matrices(first.experts, first.num_experts)
-    return [{name: form_for(first.experts, matrix, bits or 0) for name, matrix in found.items()}] * len(view)
+    return [{name: form_for(first.experts, matrix, bits or 0, device) for name, matrix in found.items()}] * len(view)
+
+
+def _on(form: Form, device: str) -> Form:
+    return replace(form, device=device) if isinstance(form, PackedForm) else form
 
 
 def _as_shipped_form(forms: Sequence[Forms]) -> ShippedForm | None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.experts import OFFLOAD
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.packed_experts import packed_matrices
 from expertcast.data.source import check_release
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.config import (
@@ -405,6 +406,8 @@ def offload(
     device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
     forecasters = make_forecasters(config, model, view, device)
     link = make_link(config, device.type)
+    if link.decides_on_device and (config.experts in EXPERTS_BITS or packed_matrices(view[0].experts)):
+        raise ExpertcastError("link 'kernel' does not support packed experts: give link='cuda' or experts='expanded'")
     pack_experts(view, config.experts, device.type)  # after all refusals of options: rounding cannot be undone
     if config.experts in EXPERTS_BITS:
         warnings.warn(

@@ -28,7 +28,6 @@ from expertcast.data.packed_experts import (
     PackedForm,
     activated,
     at_once,
-    product,
     rounded,
     run_groups,
 )
@@ -166,17 +165,14 @@ def four_bits(chunks: Iterable[Coded], shape_ENI: Sequence[int], group: int, dev
         device: the device that computes.
     """
     experts, outputs, inputs = shape_ENI
-    form = PackedForm(Coding(4, group, False), outputs, inputs)
+    form = PackedForm(Coding(4, group, False), outputs, inputs, device.type)
     codes, scales = (torch.empty(experts, *shape, dtype=dtype, device=device) for shape, dtype in form.parts().values())
     first = 0
     for chunk in chunks:
         own = slice(first, first := first + len(chunk.codes))
         form.encode(chunk, codes[own], scales[own])
 
-    def multiply(rows_RI: Tensor, codes_NI: Tensor, pairs: Tensor) -> Tensor:
-        return product(rows_RI, codes_NI, group, pairs)
-
-    return Matrices(multiply, codes, scales)
+    return Matrices(form.product, codes, scales)
 
 
 def eight_bits(weights: Callable[[slice], Tensor], shape_ENI: Sequence[int], device: torch.device) -> Matrices:

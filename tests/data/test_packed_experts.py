@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from expertcast.data import packed_experts
 from expertcast.data.packed_experts import CODES, MIDDLE, SCALES, Coded, Coding, PackedForm, rounded
 from expertcast.data.weights.blocks import CODINGS, coded_blocks, coded_mxfp4
 from expertcast.predictors import ExpertcastError
+from tests.data import cuda_kernel
 
 _EXPERTS = 3
 
@@ -74,6 +76,36 @@ def test_products(bits: int, symmetric: bool, outputs: int, rows: int) -> None:
         expected = rows_PI.float() @ form.expand(codes[expert], scales[expert]).float().T
         found = form.multiply(rows_PI, codes[expert], scales[expert]).float()
         assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.fixture(params=["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)])
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device on which forms for CUDA compute."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return "cuda"
+    cuda_kernel.stand_in(monkeypatch)
+    return "cpu"
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(48, 32, 32), (32, 192, 64), (16, 256, 256)])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_for_cuda(bits: int, symmetric: bool, outputs: int, inputs: int, group: int, cuda: str) -> None:
+    """Packed on the host, multiplied on the device: any number of rows, and the weights that the CPU's form has."""
+    coded = _random(bits, outputs, inputs, group, symmetric)
+    form = replace(_form(coded, bits, group, symmetric), device="cuda")
+    codes, scales = _packed(coded, form)
+    for expert, weights_NI in enumerate(coded.expanded()):
+        expanded = form.expand(codes[expert], scales[expert])
+        assert expanded.device.type == "cpu"
+        assert (expanded.float() - weights_NI).abs().max() <= 0.02 * weights_NI.abs().max()
+        for rows in (1, 500):
+            rows_PI = torch.randn(rows, inputs).bfloat16()
+            found = form.multiply(rows_PI.to(cuda), codes[expert].to(cuda), scales[expert].to(cuda)).cpu().float()
+            expected = rows_PI.float() @ expanded.float().T
+            assert (found - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -23,7 +23,7 @@ from expertcast.data.weights.files import ComputedTensor, SafetensorsFiles
 from expertcast.data.weights.gguf import GgufFile
 from expertcast.data.weights.packed import join_packed
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadedModel, load_offloaded
+from expertcast.runtime import OffloadedModel, load_offloaded, loading
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.gguf_files import tensors_of, tiny, write
@@ -432,6 +432,14 @@ def test_experts_in_several_forms(tmp_path: Path) -> None:
     with offloaded:
         assert not packed_matrices(offloaded.view[0].experts)
         assert greedy(offloaded, IDS, 2)[0].shape[1] == 7
+
+
+def test_forms_that_the_cpu_alone_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused for CUDA before anything is read."""
+    path = _gguf("Q2_K")(tmp_path)
+    monkeypatch.setattr(loading, "torch_device", torch.device)
+    with pytest.raises(ExpertcastError, match=r"as shipped.* on the CPU only: give experts='expanded'"):
+        load_offloaded(path, device="cuda", slots=6, experts="packed")
 
 
 @pytest.mark.parametrize("experts", ["packed", "auto"])

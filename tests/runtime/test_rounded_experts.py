@@ -19,12 +19,13 @@ from expertcast.data.packed_experts import packed_matrices, weight_bits
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadConfig, load_offloaded
+from expertcast.runtime import InstantLink, OffloadConfig, load_offloaded
 from expertcast.runtime.config import pack_experts
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
+from tests.data import cuda_kernel
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 
@@ -115,6 +116,45 @@ def test_the_models_own_kernel(kernel: str, experts: str, resident: dict[str, An
     assert_same(greedy(model, BATCH, NEW), resident["batch"])
     with expertcast.offload(model, slots=5) as offloaded:
         assert_same(greedy(offloaded, BATCH, NEW), resident["batch"])
+
+
+def test_experts_for_cuda(experts: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for CUDA's kernel: offloaded is resident, and nearly what the CPU's kernel computes."""
+    cuda_kernel.stand_in(monkeypatch)
+    model, on_cpu = load_model(str(folder)), load_model(str(folder))
+    pack_experts(find_moe_layers(model), experts, "cuda")
+    pack_experts(find_moe_layers(on_cpu), experts)
+    expected = {name: greedy(model, ids, NEW) for name, ids in (("batch", BATCH), ("long", LONG))}
+    with torch.no_grad():
+        found, near = (each(**LONG).logits.float() for each in (model, on_cpu))
+    assert (found - near).norm() < 0.1 * near.norm()  # other roundings route some tokens elsewhere
+    with expertcast.offload(model, slots=5) as offloaded:
+        assert_same(greedy(offloaded, BATCH, NEW), expected["batch"])
+        assert_same(greedy(offloaded, LONG, NEW), expected["long"])
+
+
+class _Deciding(InstantLink):
+    decides_on_device = True
+
+
+def test_a_link_that_decides_on_the_device_is_refused(experts: str) -> None:
+    for model, options in ((_model(), {"experts": experts}), (_packed(experts), {})):
+        with pytest.raises(ExpertcastError, match="give link='cuda' or experts='expanded'"):
+            expertcast.offload(model, slots=5, link=_Deciding(), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["few slots", "all", "disk", "no cache"])
+def test_on_cuda(way: str, experts: str, folder: Path) -> None:
+    """Offloaded is resident, with CUDA's own kernel."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = load_model(str(folder)).cuda()
+    pack_experts(find_moe_layers(model), experts, "cuda")
+    with load_offloaded(folder, device="cuda", experts=experts, **WAYS[way]) as offloaded:
+        for ids in (BATCH, LONG):
+            on_device = {name: each.cuda() for name, each in ids.items()}
+            assert_same(greedy(offloaded, on_device, NEW), greedy(model, on_device, NEW))
 
 
 @pytest.mark.parametrize("draft", ["prompt_lookup", "resident", "early_exit"])
