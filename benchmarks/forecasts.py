@@ -10,9 +10,10 @@ computes, or `disk`, as fast as it is, or `disk:RATE` in bytes per second.
 
 All sides of a setting are open at once, on copies of the model that share every weight and the experts' store, and take
 turns of 11 decode steps over the same tokens. The first step of a turn has cold caches and an idle link: it runs, and
-is left out of the figures of every side. All sides must predict the same tokens. The file keeps the seconds of every
-turn; :mod:`benchmarks.forecasts_page` computes ratios and intervals. The file is written after every setting, and the
-same command resumes it; once every setting is measured, the command only prints the tables.
+is left out of the figures of every side. All sides must predict the same tokens. Every repetition opens the sides anew,
+so that each gets other memory: where it lies makes a side several percent faster or slower. The file keeps the seconds
+of every turn; :mod:`benchmarks.forecasts_page` computes ratios and intervals. The file is written after every setting,
+and the same command resumes it; once every setting is measured, the command only prints the tables.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ LADDER = "hybrid"
 ALWAYS = "always"
 """Side of a shape that makes every forecast."""
 DISK = "disk"
-KEPT = ("shape", "layers", "prompt_tokens", "new_tokens", "train_tokens", "threads")
+KEPT = ("shape", "layers", "prompt_tokens", "new_tokens", "repetitions", "train_tokens", "threads")
 """Options that a resumed file must share."""
 
 
@@ -107,17 +108,30 @@ class LentFile(DiskStore):
 
 
 @dataclass
-class Side:
-    """One way to run a setting, and the times of its turns."""
+class Times:
+    """What a side of a setting did in all repetitions."""
 
-    offloaded: OffloadedModel
-    cache: DynamicCache
     tokens: list[Tensor] = field(default_factory=list)
     """Predicted tokens [B] of each step."""
     turns: dict[str, list[float]] = field(default_factory=lambda: {"seconds": [], "waited_s": [], "first_s": []})
     """By turn: seconds and seconds of waiting of all steps but the first, and seconds of the first step."""
     hits: int = 0
     requests: int = 0
+    bytes_moved: int = 0
+
+    def figures(self, steps: int) -> Json:
+        """Return the turns, the hit rate, and the bytes moved per step of `steps`."""
+        hit_rate = self.hits / self.requests if self.requests else 0.0
+        return {**self.turns, "hit_rate": hit_rate, "bytes": self.bytes_moved / steps}
+
+
+@dataclass
+class Side:
+    """One way to run a setting, opened once."""
+
+    offloaded: OffloadedModel
+    cache: DynamicCache
+    times: Times
 
     @torch.no_grad()
     def step(self, ids_BT: Tensor) -> float:
@@ -126,7 +140,7 @@ class Side:
         logits = self.offloaded.model(input_ids=ids_BT, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         predicted_B = logits.logits[:, -1].argmax(-1)
         seconds = time.perf_counter() - start
-        self.tokens.append(predicted_B)
+        self.times.tokens.append(predicted_B)
         return seconds
 
     def turn(self, ids_BT: Tensor) -> None:
@@ -135,17 +149,12 @@ class Side:
         first_s = self.step(first)
         before = self.offloaded.stats.total
         seconds = sum(self.step(ids_B1) for ids_B1 in others)
-        after = self.offloaded.stats.total
+        after, times = self.offloaded.stats.total, self.times
         values = {"seconds": seconds, "waited_s": after.waited_s - before.waited_s, "first_s": first_s}
         for name, value in values.items():
-            self.turns[name].append(round(value, 7))
-        self.hits += after.hits - before.hits
-        self.requests += after.requests - before.requests
-
-    def figures(self, steps: int) -> Json:
-        """Return the turns, the hit rate, and the bytes moved per step of `steps`."""
-        hit_rate = self.hits / self.requests if self.requests else 0.0
-        return {**self.turns, "hit_rate": hit_rate, "bytes": self.offloaded.stats.total.bytes_moved / steps}
+            times.turns[name].append(round(value, 7))
+        times.hits += after.hits - before.hits
+        times.requests += after.requests - before.requests
 
 
 class Grid:
@@ -234,36 +243,47 @@ class Grid:
         return drawn(self._view.shape, prompt=args.prompt_tokens, new_tokens=args.new_tokens, options=options)
 
     def _row(self, setting: Setting) -> Json:
+        fixed = RUNGS if self._args.shape == REFERENCE else (ALWAYS,)
+        times = {name: Times() for name in (ON_DEMAND, *fixed, AUTO)}
+        repetitions = self._args.repetitions
+        chosen = [self._repetition(setting, times, number) for number in range(repetitions)]
+        texts = [torch.stack(own.tokens) for own in times.values()]
+        return {
+            **asdict(setting),
+            "bandwidth": self._link(setting.link)[1],
+            "repetitions": repetitions,
+            "identical": all(torch.equal(text, texts[0]) for text in texts),
+            "chosen": chosen,
+            "sides": {name: own.figures(repetitions * self._args.new_tokens) for name, own in times.items()},
+        }
+
+    def _repetition(self, setting: Setting, times: dict[str, Times], number: int) -> Json:
+        """Run the prompt and all turns with sides that are opened anew; return which forecasts `auto` made, and why."""
         ids_BT, prompt = self._ids(setting.batch), self._args.prompt_tokens
-        with self._opened(setting) as sides:
+        turns_BT = ids_BT[:, prompt:].split(TURN, dim=1)
+        with self._opened(setting, times) as sides, _collected_garbage():
             for side in sides.values():
                 side.step(ids_BT[:, :prompt])
                 side.offloaded.reset_stats()
-            with _collected_garbage():
-                for number, turn_BT in enumerate(ids_BT[:, prompt:].split(TURN, dim=1)):
-                    for name in turn_order(list(sides), number):
-                        sides[name].turn(turn_BT)
-            texts = [torch.stack(side.tokens) for side in sides.values()]
-            return {
-                **asdict(setting),
-                "bandwidth": self._link(setting.link)[1],
-                "identical": all(torch.equal(text, texts[0]) for text in texts),
-                "chosen": sides[AUTO].offloaded.stats.as_dict()["forecasts"],
-                "sides": {name: side.figures(self._args.new_tokens) for name, side in sides.items()},
-            }
+            for turn, turn_BT in enumerate(turns_BT, start=number * len(turns_BT)):
+                for name in turn_order(list(sides), turn):
+                    sides[name].turn(turn_BT)
+            for side in sides.values():
+                side.times.bytes_moved += side.offloaded.stats.total.bytes_moved
+            chosen: Json = sides[AUTO].offloaded.stats.as_dict()["forecasts"]
+        return chosen
 
     @contextmanager
-    def _opened(self, setting: Setting) -> Iterator[dict[str, Side]]:
-        """Open all sides of a setting by name, on demand first and `auto` last."""
+    def _opened(self, setting: Setting, times: dict[str, Times]) -> Iterator[dict[str, Side]]:
+        """Open all sides of a setting by name; their times are added to `times`."""
         store, bandwidth = self._link(setting.link)
         slots = round(setting.capacity * self._view.shape.layers * self._view.shape.experts) or None
         tables = self._tables(setting.accuracy)
-        fixed = RUNGS if tables is None else (ALWAYS,)
         with ExitStack() as stack:
             sides = {}
-            for name in (ON_DEMAND, *fixed, AUTO):
+            for name, own_times in times.items():
                 model = sharing_copy(self._model)
-                options: Json = {"forecasts": "always"} if name in fixed else {}
+                options: Json = {} if name in (ON_DEMAND, AUTO) else {"forecasts": "always"}
                 if tables is not None:
                     process = stack.enter_context(RoutingProcess(model, find_moe_layers(model), tables))
                     options["predictor"] = process.predictor((1,))
@@ -278,7 +298,7 @@ class Grid:
                     store=own, bandwidth=bandwidth, cache=setting.capacity > 0, slots=slots, **options
                 )
                 offloaded = stack.enter_context(offload(model, config))
-                sides[name] = Side(offloaded, DynamicCache(config=model.config))
+                sides[name] = Side(offloaded, DynamicCache(config=model.config), own_times)
             yield sides
 
     def _link(self, link: str) -> tuple[BorrowedStore | LentFile, float | None]:
@@ -339,7 +359,8 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=positive, nargs="+", default=[1])
     parser.add_argument("--accuracies", type=float, nargs="+", default=[0.9], help="of a shape's forecasts")
     parser.add_argument("--prompt-tokens", type=positive, default=64)
-    parser.add_argument("--new-tokens", type=turns, default=198, help=f"decode steps, a multiple of {TURN}")
+    parser.add_argument("--new-tokens", type=turns, default=110, help=f"decode steps, a multiple of {TURN}")
+    parser.add_argument("--repetitions", type=positive, default=3, help="each opens all sides anew")
     parser.add_argument("--train-tokens", type=positive, default=100_000)
     parser.add_argument("--checkpoints", type=Path, help="folder of checkpoints by predictor name; trained if missing")
     parser.add_argument("--threads", type=positive, default=1)

@@ -74,9 +74,10 @@ class Compared:
         """Seconds [T] by side."""
         self._fixed = [name for name in self.seconds if name != AUTO]
         self._turns = np.arange(len(self.seconds[AUTO]))
-        self.first: Turns = self._turns[: FIRST // TURN]
-        """Turns of the first 44 steps."""
-        self.later: Turns = self._turns[FIRST // TURN :]
+        learning_T = self._turns % (len(self._turns) // run["repetitions"]) < FIRST // TURN
+        self.first: Turns = self._turns[learning_T]
+        """Turns of the first 44 steps of each repetition."""
+        self.later: Turns = self._turns[~learning_T]
         """Turns after them."""
 
     def ms(self, name: str, key: str = "seconds") -> float:

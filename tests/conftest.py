@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: tests must not wait for a hub
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of tiny operations only wait for each other
@@ -26,6 +27,7 @@ from expertcast.predictors.view import MoEView
 from expertcast.training.fit import fit_many
 from expertcast.training.scoring import Fitted
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it, and so would children
 tqdm.monitor_interval = 0  # no thread of its own: tests count threads
 os.getloadavg = lambda: (0.0, 0.0, 0.0)  # commands warn of a busy machine, and tests make it one
 REFERENCE_TOKENS = 4_000

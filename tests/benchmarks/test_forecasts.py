@@ -25,7 +25,7 @@ def run_of(seconds: dict[str, list[float]], waited: float = 0.5) -> Json:
         for name, own in seconds.items()
     }
     setting = {"link": "2", "capacity": 0.25, "batch": 1, "accuracy": None}
-    return {**setting, "bandwidth": 1e6, "identical": True, "sides": sides}
+    return {**setting, "bandwidth": 1e6, "repetitions": 1, "identical": True, "sides": sides}
 
 
 def noisy_run(generator: np.random.Generator) -> Json:
@@ -98,6 +98,13 @@ def test_a_short_run_has_no_later_steps() -> None:
     assert compared.over_best(compared.first) == Ratio(1.0, 1.0, 1.0)
 
 
+def test_auto_learns_in_the_first_steps_of_each_repetition() -> None:
+    run = run_of({ON_DEMAND: [1.0] * 12, AUTO: [2.0] * 4 + [1.0] * 2 + [2.0] * 4 + [1.0] * 2}) | {"repetitions": 2}
+    compared = Compared(run)
+    assert compared.over(ON_DEMAND, compared.first) == Ratio(2.0, 2.0, 2.0)
+    assert compared.over(ON_DEMAND, compared.later) == Ratio(1.0, 1.0, 1.0)
+
+
 def test_the_page_has_a_line_for_each_target() -> None:
     fast = {name: [1.0] * 24 for name in (ON_DEMAND, *FIXED, AUTO)}
     slow = {**fast, AUTO: [1.04] * 24}
@@ -122,6 +129,7 @@ def test_settings_of_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFix
     out, checkpoints = tmp_path / "grid.json", tmp_path / "checkpoints"
     words = ["--out", str(out), "--checkpoints", str(checkpoints), "--train-tokens", "4000"]
     words += ["--new-tokens", "22", "--prompt-tokens", "16", "--links", "2", "--batches", "1", "2"]
+    words += ["--repetitions", "2"]
     assert main([*words, "--capacities", "0.25"]) == 0
     kept = json.loads(out.read_text())["runs"]
     assert [run["batch"] for run in kept] == [1, 2]
@@ -129,7 +137,7 @@ def test_settings_of_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFix
         assert run["identical"]
         sides = run["sides"]
         assert list(sides) == [ON_DEMAND, *FIXED, AUTO]
-        assert all(len(side[name]) == 2 for side in sides.values() for name in ("seconds", "waited_s", "first_s"))
+        assert all(len(side[name]) == 4 for side in sides.values() for name in ("seconds", "waited_s", "first_s"))
         assert sides["estimator"]["hit_rate"] > sides[ON_DEMAND]["hit_rate"]
     assert "| 2 | 25% | 1 |  |" in capsys.readouterr().out
     assert main([*words, "--capacities", "0.25", "0"]) == 0
