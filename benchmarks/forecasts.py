@@ -109,7 +109,7 @@ class LentFile(DiskStore):
 
 @dataclass
 class Times:
-    """What a side of a setting did in all repetitions."""
+    """Times and tokens of one side of a setting, over all repetitions."""
 
     tokens: list[Tensor] = field(default_factory=list)
     """Predicted tokens [B] of each step."""
