@@ -69,7 +69,8 @@ class BlockLayout:
         """Return the layout of a model's experts; packed matrices may have another form in each layer.
 
         Raises:
-            ExpertcastError: layers have different layouts otherwise, or an experts module has no per-expert parameter.
+            ExpertcastError: layers have different layouts otherwise, or an experts module has no per-expert parameter, or
+                one without weights.
         """
         layouts = [cls._of_module(layer.experts, layer.num_experts) for layer in view]
         for layer, layout in zip(view, layouts, strict=True):
@@ -90,6 +91,9 @@ class BlockLayout:
         parameters = expert_parameters(experts, num_experts)
         if not parameters:
             raise ExpertcastError(f"{type(experts).__name__} has no parameter of shape [experts, ...]: not supported")
+        for name, parameter in parameters.items():
+            if not parameter.numel():
+                raise ExpertcastError(f"experts have no weights in {name!r}, whose shape is {list(parameter.shape)}")
         with torch.no_grad():
             return cls.of_tensors({name: parameter[0] for name, parameter in parameters.items()})
 
