@@ -69,8 +69,8 @@ class BlockLayout:
         """Return the layout of a model's experts; packed matrices may have another form in each layer.
 
         Raises:
-            ExpertcastError: layers have different layouts otherwise, or an experts module has no per-expert parameter, or
-                one without weights.
+            ExpertcastError: layers have different layouts otherwise, or an experts module has no per-expert parameter,
+                or one without weights.
         """
         layouts = [cls._of_module(layer.experts, layer.num_experts) for layer in view]
         for layer, layout in zip(view, layouts, strict=True):
