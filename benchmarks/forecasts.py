@@ -246,7 +246,8 @@ class Grid:
         fixed = RUNGS if self._args.shape == REFERENCE else (ALWAYS,)
         times = {name: Times() for name in (ON_DEMAND, *fixed, AUTO)}
         repetitions = self._args.repetitions
-        chosen = [self._repetition(setting, times, number) for number in range(repetitions)]
+        ids_BT = self._ids(setting.batch)
+        chosen = [self._repetition(setting, ids_BT, times, number) for number in range(repetitions)]
         texts = [torch.stack(own.tokens) for own in times.values()]
         return {
             **asdict(setting),
@@ -257,9 +258,9 @@ class Grid:
             "sides": {name: own.figures(repetitions * self._args.new_tokens) for name, own in times.items()},
         }
 
-    def _repetition(self, setting: Setting, times: dict[str, Times], number: int) -> Json:
+    def _repetition(self, setting: Setting, ids_BT: Tensor, times: dict[str, Times], number: int) -> Json:
         """Run the prompt and all turns with sides that are opened anew; return which forecasts `auto` made, and why."""
-        ids_BT, prompt = self._ids(setting.batch), self._args.prompt_tokens
+        prompt = self._args.prompt_tokens
         turns_BT = ids_BT[:, prompt:].split(TURN, dim=1)
         with self._opened(setting, times) as sides, _collected_garbage():
             for side in sides.values():
