@@ -113,7 +113,9 @@ def load_offloaded(
             by_layer = [", ".join(f"{name} {each}" for name, each in own.items()) for own in forms]
             lie = "; ".join(dict.fromkeys(by_layer))
             fingerprint += f" {config.experts} {lie} {torch.backends.cpu.get_cpu_capability()}"
-        made = make_store(config, ExpertsForm.of(view), target, fingerprint)
+        with _one_line(source.name):
+            experts_form = ExpertsForm.of(view)
+        made = make_store(config, experts_form, target, fingerprint)
         reader = _Reader(sources, len(view), source.name, shipped)
         try:
             made.source = reader

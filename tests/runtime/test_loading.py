@@ -39,6 +39,12 @@ def test_reference_model(reference_model: PreTrainedModel, one: dict[str, Tensor
         assert offloaded.model.generation_config.to_dict() == reference_model.generation_config.to_dict()
 
 
+def test_experts_without_weights_are_one_line(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", moe_intermediate_size=0).save_pretrained(tmp_path)
+    with refused(rf"cannot load model '{tmp_path}': experts have no weights in 'gate_up_proj', whose shape is"):
+        load_offloaded(tmp_path, device="cpu", slots=8)
+
+
 def offload_fingerprint(model: PreTrainedModel) -> str:
     with offload(model) as offloaded:
         return offloaded.view.fingerprint()
