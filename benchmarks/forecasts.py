@@ -54,7 +54,7 @@ from expertcast.runtime.benchmarking.bench import decode_resident
 from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn
 from expertcast.runtime.benchmarking.runs import BorrowedStore, balanced_bandwidth
 from expertcast.runtime.benchmarking.shapes import build_shape
-from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, OffloadConfig, pack_experts
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.training.fit import fit_many
@@ -65,7 +65,7 @@ LADDER = "hybrid"
 ALWAYS = "always"
 """Side of a shape that makes every forecast."""
 DISK = "disk"
-KEPT = ("shape", "layers", "prompt_tokens", "new_tokens", "repetitions", "train_tokens", "threads")
+KEPT = ("shape", "experts", "layers", "prompt_tokens", "new_tokens", "repetitions", "train_tokens", "threads")
 """Options that a resumed file must share."""
 
 
@@ -188,7 +188,9 @@ class Grid:
     def _model(self) -> PreTrainedModel:
         if self._args.shape == REFERENCE:
             return load_model(REFERENCE)
-        return build_shape(self._args.shape, layers=self._args.layers)
+        model = build_shape(self._args.shape, layers=self._args.layers)
+        pack_experts(find_moe_layers(model), self._args.experts)
+        return model
 
     @cached_property
     def _view(self) -> MoEView:
@@ -217,7 +219,10 @@ class Grid:
 
     @cached_property
     def _balanced(self) -> float:
-        """Bytes per second of R = 1, the same for all settings of a run."""
+        """Bytes per second of R = 1, the same for all settings of a file."""
+        for run in self._file.values["runs"]:
+            if not run["link"].startswith(DISK):
+                return float(run["link"]) * float(run["bandwidth"])
         ids_1T, tables = self._ids(1), self._tables(None)
         prompt, steps = self._args.prompt_tokens, min(64, self._args.new_tokens)
         with ExitStack() as stack:
@@ -355,6 +360,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=new_file, required=True, help="JSON; an existing file is resumed")
     parser.add_argument("--shape", default=REFERENCE)
     parser.add_argument("--layers", type=positive, help="MoE layers of a shape")
+    parser.add_argument("--experts", default=EXPANDED, choices=(EXPANDED, *EXPERTS_BITS), help="form, of a shape")
     parser.add_argument("--links", nargs="+", default=["1", "2", "5", "10"], help="R, disk, or disk:BYTES_PER_SECOND")
     parser.add_argument("--capacities", type=float, nargs="+", default=[0.0, 0.1, 0.25, 0.5])
     parser.add_argument("--batches", type=positive, nargs="+", default=[1])

@@ -1,9 +1,10 @@
 """Ratios, intervals and tables of :mod:`benchmarks.forecasts`, from the seconds of every turn.
 
 A ratio divides the seconds of two sides over the same turns, so over the same tokens. Its interval holds 90% of the
-ratios of 1,000 bootstrap samples of turns. The best fixed side is chosen on the even turns and compared on the odd
-ones, and the other way round, and the two ratios are averaged: the fastest of several noisy sides, chosen and compared
-on the same turns, would look faster than it is.
+ratios of 1,000 bootstrap samples of turns. The best fixed side is chosen on other repetitions than it is compared on,
+and the ratios of all repetitions are averaged: the fastest of several noisy sides, chosen and compared on the same
+turns, would look faster than it is, and a side keeps its place in memory for a repetition. In a single repetition it is
+chosen on the even turns and compared on the odd ones, and the other way round.
 
 S fixed sides, T turns, N ratios: the measured one, then those of bootstrap samples.
 """
@@ -74,7 +75,10 @@ class Compared:
         """Seconds [T] by side."""
         self._fixed = [name for name in self.seconds if name != AUTO]
         self._turns = np.arange(len(self.seconds[AUTO]))
-        learning_T = self._turns % (len(self._turns) // run["repetitions"]) < FIRST // TURN
+        repetition_T, turn_T = np.divmod(self._turns, len(self._turns) // run["repetitions"])
+        self._part = turn_T % 2 if run["repetitions"] == 1 else repetition_T
+        """Number [T] of the part that a turn belongs to: the best fixed side is chosen on the other parts."""
+        learning_T = turn_T < FIRST // TURN
         self.first: Turns = self._turns[learning_T]
         """Turns of the first 44 steps of each repetition."""
         self.later: Turns = self._turns[~learning_T]
@@ -119,13 +123,13 @@ class Compared:
         if len(turns) < 2:
             return None
         generator, fixed_ST = np.random.default_rng(0), np.stack([self.seconds[name] for name in self._fixed])
-        ratios_N = np.zeros(_SAMPLES + 1)
-        for parity in (0, 1):
-            choosing_NT = _with_samples(self._turns[self._turns % 2 != parity], generator)
-            compared_NT = _with_samples(turns[turns % 2 == parity], generator)
+        parts, ratios_N = np.unique(self._part), np.zeros(_SAMPLES + 1)
+        for part in parts:
+            choosing_NT = _with_samples(self._turns[self._part != part], generator)
+            compared_NT = _with_samples(turns[self._part[turns] == part], generator)
             best_N = fixed_ST[:, choosing_NT].sum(axis=2).argmin(axis=0)
             best_s_N = fixed_ST[best_N[:, None], compared_NT].sum(axis=1)
-            ratios_N += self.seconds[AUTO][compared_NT].sum(axis=1) / best_s_N / 2
+            ratios_N += self.seconds[AUTO][compared_NT].sum(axis=1) / best_s_N / len(parts)
         return Ratio.of(ratios_N)
 
 

@@ -5,7 +5,8 @@
 writes a GGUF file of a published shape, cut to a few layers and as much less vocabulary, measures the memory that every
 side takes beside its experts, and runs every side at every share of memory, rate of the disk (0: as it is) and length
 of prompt, in turns. Each run is a process in a memory control group of its own, with a cold page cache. The command
-writes the JSON after every run and continues an earlier one. PYTHON is an interpreter with `xllamacpp`.
+writes the JSON after every run and continues an earlier one. PYTHON is an interpreter with `xllamacpp`. The predictor
+of side `packed, trained` is fitted on other text, of the same packed model.
 """
 
 from __future__ import annotations
@@ -30,16 +31,23 @@ from benchmarks.disk_files import RUN, local_model
 from benchmarks.packed_fidelity import fidelity
 from benchmarks.packed_page import TITLE, page
 from benchmarks.results import ResultFile
+from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.commands.output import say
+from expertcast.data.collect import collect
 from expertcast.data.models import load_tokenizer
-from expertcast.data.text import bundled_ids
+from expertcast.data.text import bundled_ids, load_documents
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
+from expertcast.runtime import load_offloaded
 from expertcast.runtime.benchmarking.shapes import SHAPES
+from expertcast.training.fit import fit
 
 SETTINGS = ("shape", "kind", "layers", "small", "warm", "new_tokens", "threads")
 """Runs of a file with the same settings are kept."""
 PEER, PEER_RUN = "llama.cpp", "benchmarks.packed_peer"
+TRAINED = "linear"
+_TEXT_DOCUMENTS = 8
+"""The first documents of the bundled text: the runs read them, and the predictor is trained on others."""
 _SPARE = 64 << 20
 """Bytes of memory that every side has beside the most that was seen."""
 _OLMOE = {"num_experts": 64, "moe_intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -92,6 +100,7 @@ SIDES = (
     Side("expanded", {"experts": "expanded"}),
     Side("packed", {"experts": "packed"}),
     Side("packed, forecasts", {"experts": "packed"}, predictor="next_norm"),
+    Side("packed, trained", {"experts": "packed"}, predictor=TRAINED),
 )
 
 
@@ -157,7 +166,7 @@ class Bench:
         self._make()
         self.result |= {"abilities": abilities(self._folder)}
         sides = [side for side in SIDES if not args.sides or side.name in args.sides]
-        for side in sides:
+        for side in [*sides, SIDES[0]] if any(args.memory) else sides:  # llama.cpp's memory sets the limit
             if self._time_is_left():
                 self._beside(side)
         done = {_key(each) for each in self.result["runs"]}
@@ -236,12 +245,29 @@ class Bench:
         spec: Json = {
             "model": str(self._model), "tokens": tokens, "prompt": prompt, "warm": args.warm, "timed": args.new_tokens,
             "threads": args.threads, "options": options, "kind": "ours", "truth": None,
-            "again": limit is None, "predictor": side.predictor, "dtype": "bf16",
+            "again": limit is None, "predictor": self._predictor(side), "dtype": "bf16",
             "store_folder": str(self._store(side)),
         }  # fmt: skip
         module, python = (PEER_RUN, str(args.peer)) if side.peer else (RUN, sys.executable)
         limits: Json = {"memory": limit, "rate": rate, "cold": [self._folder]}
         return run(module, spec | (more or {}), folder=self._folder, python=python, **limits)
+
+    def _predictor(self, side: Side) -> str | None:
+        """Return a predictor that needs no training, or the folder of one that is trained here once."""
+        folder = self._folder / TRAINED
+        if side.predictor == TRAINED and not folder.is_dir():
+            say(f"predictor {TRAINED}, of {self._args.train_tokens} tokens")
+            documents = load_documents("reference")[_TEXT_DOCUMENTS:]
+            options: Json = {"dtype": "bf16", "store_folder": str(self._store(side))}
+            with load_offloaded(
+                self._model, device="cpu", **options, **self._slots(side, self.result["model"]["count"])
+            ) as offloaded:
+                text: Json = {"tokens": self._args.train_tokens, "early_rank": None}
+                traces = collect(
+                    offloaded.model, load_tokenizer("reference"), documents, self._folder / "traces", **text
+                )
+            save_predictor(fit(TRAINED, traces).predictor, folder, view=traces.view)
+        return str(folder) if side.predictor == TRAINED else side.predictor
 
     def _slots(self, side: Side, count: int) -> Json:
         return {**side.options, "store": "disk", "slots": count}
@@ -315,6 +341,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=6, help="of the model (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=8, help="tokens before those timed (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=16, help="tokens that are timed (default: %(default)s)")
+    parser.add_argument("--train-tokens", type=int, default=20_000, help="of packed, trained (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="of everyone's products (default: %(default)s)")
     parser.add_argument("--most-seconds", type=float, help="no run starts after so many (default: all are made)")
     parser.add_argument("--small", action="store_true", help="a model of toy size")
