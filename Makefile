@@ -23,7 +23,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
-# whole commands and scripts, kills and two processes: ten to sixty seconds each
+# whole commands and scripts, kills and two processes: five seconds to three minutes each
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
 

@@ -154,6 +154,7 @@ def test_settings_of_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFix
     assert {run["bandwidth"] for run in runs} == {kept[0]["bandwidth"]}, "R = 1 is measured once for a file"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("link", "experts"), [("2", "expanded"), ("disk", "int4"), ("disk:5e8", "expanded")])
 def test_a_shape_over_any_link(link: str, experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}

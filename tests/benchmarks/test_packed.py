@@ -21,11 +21,13 @@ SMALL = ["--small", "--layers", "2", "--memory", "0", "--repetitions", "1", "--p
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, written = tmp_path / "packed.json", tmp_path / "packed.md"
-    command = [*SMALL, "--new-tokens", "3", "--sides", "expanded", "packed", "packed, forecasts", "--fidelity"]
+    sides = ["expanded", "packed", "packed, forecasts", "packed, trained"]
+    command = [*SMALL, "--new-tokens", "3", "--sides", *sides, "--fidelity", "--train-tokens", "2000"]
     command += ["--keep", str(tmp_path / "kept"), "--out", str(out), "--page", str(written)]
     assert packed.main(command) == 0, capsys.readouterr().err
     result = json.loads(out.read_text())
-    assert [row["side"] for row in result["results"]] == ["expanded", "packed", "packed, forecasts"]
+    assert [row["side"] for row in result["results"]] == sides
+    assert (tmp_path / "kept" / packed.TRAINED / "model.safetensors").is_file()
     assert all(row["tpot_s"] > 0 for row in result["results"])
     assert result["stores"]["expanded"]["bytes"] > 3.5 * result["stores"]["packed"]["bytes"]
     assert "Prompt of 6, all in memory" in written.read_text()

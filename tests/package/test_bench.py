@@ -48,6 +48,7 @@ def test_bench_a_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert "routing: drawn" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = "--prompt-tokens 8 --slots 96"
     ways = "--mode on_demand exact --cache with --repetitions 1 --no-advice --bandwidth pcie3"
@@ -82,6 +83,7 @@ def test_bench_with_forecasts_of_tokens(tmp_path: Path, reference_view: MoEView)
     assert list(got["advice"]["errors"]) == ["on_demand_cache"]
 
 
+@pytest.mark.slow
 def test_a_disk_before_and_after_packing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """On a disk this slow compressing pays whatever else this machine is doing; what is saved runs."""
     saved, folder = tmp_path / "offload.json", str(tmp_path / "packed")

@@ -193,6 +193,7 @@ def test_collect_train_eval_generate_inspect(
         assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.slow
 def test_what_is_advised_is_saved_and_deployed(
     capsys: pytest.CaptureFixture[str], tiny_folder: str, decoded: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -259,6 +260,7 @@ def test_bad_configurations_are_one_line(capsys: pytest.CaptureFixture[str], tmp
     assert "give slots or memory, not both" in fails(capsys, *generate, "--slots", "9", "--memory", "4MB")
 
 
+@pytest.mark.slow
 def test_a_reader_that_closes_the_pipe_is_no_error() -> None:
     """As in `expertcast inspect reference | head -1`, with a reader that is gone before the first line."""
     reader, writer = os.pipe()

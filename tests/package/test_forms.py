@@ -47,6 +47,7 @@ def test_inspect_shows_the_forms(quantised: str, capsys: pytest.CaptureFixture[s
     assert ran(tmp_path, f"inspect {quantised}")["memory"] > 1e6  # what is available
 
 
+@pytest.mark.slow
 def test_advise_compares_the_forms(quantised: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """In the memory of the slots of expanded experts, over a link that makes packed ones pay."""
     saved = tmp_path / "offload.json"

@@ -152,6 +152,7 @@ def test_counters_only_grow_when_statistics_are_set_to_zero(scraped: Scraped) ->
     assert requests(last) > total.requests + now.requests
 
 
+@pytest.mark.slow
 def test_counters_only_grow_while_it_runs(scraped: Scraped) -> None:
     """Cancelled copies and reset statistics included."""
     seen: list[Page] = [scraped.page()]

@@ -188,6 +188,7 @@ ROOM = 256
 ENDLESS = '{"eos_token_id": -1}'
 
 
+@pytest.mark.slow
 def test_requests_that_fill_the_cache_alone_and_together(reference_tokenizer: Any) -> None:
     with (
         load_offloaded(REFERENCE, dtype="fp32", slots=768) as offloaded,

@@ -29,6 +29,7 @@ from tests.runtime.quantised import IDS, mxfp4, mxfp4_resident
 FULL_AT = (20_000, 100_000, 200_000, 262_144 + 4096 + 100)
 
 
+@pytest.mark.slow
 def test_disk_full_while_packing(tmp_path: Path) -> None:
     """Every weight is back in the model, nothing of the file stays, and with room it is packed."""
     (tmp_path / "store").mkdir()
@@ -81,6 +82,7 @@ def test_another_file_takes_the_place_of_one_in_use(tmp_path: Path) -> None:
     assert all(torch.equal(parameter, weights[name]) for name, parameter in one.named_parameters())
 
 
+@pytest.mark.slow
 def test_two_that_pack_at_once(tmp_path: Path) -> None:
     """In processes of their own, both in the middle of packing at the same time; a third then finds the file."""
     path = str(tmp_path / "model")
