@@ -186,10 +186,9 @@ class Grid:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        if self._args.shape == REFERENCE:
-            return load_model(REFERENCE)
-        model = build_shape(self._args.shape, layers=self._args.layers)
-        pack_experts(find_moe_layers(model), self._args.experts)
+        args = self._args
+        model = load_model(REFERENCE) if args.shape == REFERENCE else build_shape(args.shape, layers=args.layers)
+        pack_experts(find_moe_layers(model), args.experts)
         return model
 
     @cached_property
@@ -360,7 +359,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=new_file, required=True, help="JSON; an existing file is resumed")
     parser.add_argument("--shape", default=REFERENCE)
     parser.add_argument("--layers", type=positive, help="MoE layers of a shape")
-    parser.add_argument("--experts", default=EXPANDED, choices=(EXPANDED, *EXPERTS_BITS), help="form, of a shape")
+    parser.add_argument("--experts", default=EXPANDED, choices=(EXPANDED, *EXPERTS_BITS), help="their form")
     parser.add_argument("--links", nargs="+", default=["1", "2", "5", "10"], help="R, disk, or disk:BYTES_PER_SECOND")
     parser.add_argument("--capacities", type=float, nargs="+", default=[0.0, 0.1, 0.25, 0.5])
     parser.add_argument("--batches", type=positive, nargs="+", default=[1])

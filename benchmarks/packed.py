@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import gguf
@@ -45,7 +45,8 @@ from expertcast.training.fit import fit
 SETTINGS = ("shape", "kind", "layers", "small", "warm", "new_tokens", "threads")
 """Runs of a file with the same settings are kept."""
 PEER, PEER_RUN = "llama.cpp", "benchmarks.packed_peer"
-TRAINED = "linear"
+TRAINED, _TRAIN_TOKENS = "linear", 20_000
+"""Predictor of the side with a trained one, and the tokens that are collected for it."""
 _TEXT_DOCUMENTS = 8
 """The first documents of the bundled text: the runs read them, and the predictor is trained on others."""
 _SPARE = 64 << 20
@@ -218,7 +219,8 @@ class Bench:
         """Seconds of the run that makes a side's store, and the store's bytes."""
         say(f"the store, {side.form}")
         start = time.monotonic()
-        self._child(side, self._slots(side, 2 * self.result["model"]["experts"]), 16, more={"timed": 1})
+        untrained = replace(side, predictor=None)  # training would make the store, in more time
+        self._child(untrained, self._slots(side, 2 * self.result["model"]["experts"]), 16, more={"timed": 1})
         files = [path for path in self._store(side).rglob("*") if path.is_file()]
         return {"first_run_s": time.monotonic() - start, "bytes": sum(path.stat().st_size for path in files)}
 
@@ -253,21 +255,19 @@ class Bench:
         return run(module, spec | (more or {}), folder=self._folder, python=python, **limits)
 
     def _predictor(self, side: Side) -> str | None:
-        """Return a predictor that needs no training, or the folder of one that is trained here once."""
-        folder = self._folder / TRAINED
-        if side.predictor == TRAINED and not folder.is_dir():
-            say(f"predictor {TRAINED}, of {self._args.train_tokens} tokens")
+        """Return a predictor that needs no training, or the folder of the one that is trained here once."""
+        if side.predictor != TRAINED:
+            return side.predictor
+        folder, tokenizer = self._folder / TRAINED, load_tokenizer("reference")
+        if not folder.is_dir():
+            say(f"predictor {TRAINED}, of {_TRAIN_TOKENS} tokens")
             documents = load_documents("reference")[_TEXT_DOCUMENTS:]
-            options: Json = {"dtype": "bf16", "store_folder": str(self._store(side))}
-            with load_offloaded(
-                self._model, device="cpu", **options, **self._slots(side, self.result["model"]["count"])
-            ) as offloaded:
-                text: Json = {"tokens": self._args.train_tokens, "early_rank": None}
-                traces = collect(
-                    offloaded.model, load_tokenizer("reference"), documents, self._folder / "traces", **text
-                )
+            slots, stored = self._slots(side, self.result["model"]["count"]), str(self._store(side))
+            with load_offloaded(self._model, device="cpu", dtype="bf16", store_folder=stored, **slots) as offloaded:
+                out = self._folder / "traces"
+                traces = collect(offloaded.model, tokenizer, documents, out, tokens=_TRAIN_TOKENS, early_rank=None)
             save_predictor(fit(TRAINED, traces).predictor, folder, view=traces.view)
-        return str(folder) if side.predictor == TRAINED else side.predictor
+        return str(folder)
 
     def _slots(self, side: Side, count: int) -> Json:
         return {**side.options, "store": "disk", "slots": count}
@@ -341,7 +341,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=6, help="of the model (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=8, help="tokens before those timed (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=16, help="tokens that are timed (default: %(default)s)")
-    parser.add_argument("--train-tokens", type=int, default=20_000, help="of packed, trained (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="of everyone's products (default: %(default)s)")
     parser.add_argument("--most-seconds", type=float, help="no run starts after so many (default: all are made)")
     parser.add_argument("--small", action="store_true", help="a model of toy size")

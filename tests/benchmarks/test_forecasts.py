@@ -151,6 +151,7 @@ def test_settings_of_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFix
     runs = json.loads(out.read_text())["runs"]
     assert runs[:2] == kept
     assert [(run["capacity"], run["batch"]) for run in runs[2:]] == [(0.0, 1), (0.0, 2)]
+    assert kept[0]["bandwidth"] > 0
     assert {run["bandwidth"] for run in runs} == {kept[0]["bandwidth"]}, "R = 1 is measured once for a file"
 
 

@@ -22,7 +22,7 @@ SMALL = ["--small", "--layers", "2", "--memory", "0", "--repetitions", "1", "--p
 def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, written = tmp_path / "packed.json", tmp_path / "packed.md"
     sides = ["expanded", "packed", "packed, forecasts", "packed, trained"]
-    command = [*SMALL, "--new-tokens", "3", "--sides", *sides, "--fidelity", "--train-tokens", "2000"]
+    command = [*SMALL, "--new-tokens", "3", "--sides", *sides, "--fidelity"]
     command += ["--keep", str(tmp_path / "kept"), "--out", str(out), "--page", str(written)]
     assert packed.main(command) == 0, capsys.readouterr().err
     result = json.loads(out.read_text())
