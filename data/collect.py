@@ -19,6 +19,7 @@ from expertcast.data.capture import ActivationStream, EarlyRun, try_early
 from expertcast.data.early import EarlyAttention
 from expertcast.data.experts import Offload, experts_of, model_of
 from expertcast.data.means import MeanOutputs
+from expertcast.data.models import check_token_ids
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan, pad_windows
 from expertcast.data.processes import Share, documents_of, join_ranks, wait_for_all
 from expertcast.data.skeleton import check_code
@@ -87,6 +88,7 @@ def collect(
     experts = experts_of(model)
     view = experts.view
     plan = make_plan(documents, tokenizer, options, **fields)
+    check_token_ids(plan.token_ids, model.config, tokenizer)
     batch_size = plan.options.batch_size or _begun_with(folder) or experts.windows(plan.options.window)
     early, seen = try_early(model, view, plan)
     columns = columns_of(view.shape, seen.logits_TLE.dtype, early=early is not None)

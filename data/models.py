@@ -207,6 +207,9 @@ def _tensor_by_tensor(
         return model_of(model.to(wanted or files.dtype), files.tensors, source, device)
 
 
+_NO_TOKENIZER = ExpertcastError("transformers finds no tokenizer files")
+
+
 def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer; the folder of a GGUF file takes precedence over the file.
 
@@ -227,9 +230,34 @@ def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokeniz
         if isinstance(error, ExpertcastError):
             raise
         lists_files = first_line(error).rstrip().endswith(":")  # transformers lists the files that it expects
-        reason = ExpertcastError("transformers finds no tokenizer files") if lists_files else error
+        reason = _NO_TOKENIZER if lists_files else error
         raise source.failure(reason, "no tokenizer for") from error
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # some families make an empty one without files
+        raise source.failure(_NO_TOKENIZER, "no tokenizer for")
     return tokenizer
+
+
+def check_token_ids(ids: Any, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Raise an error if a token has no embedding.
+
+    Args:
+        ids: token ids of any shape: a tensor, an array or (nested) lists.
+        config: the model's configuration.
+        tokenizer: where the ids come from, for the message; None: from the user.
+
+    Raises:
+        ExpertcastError: names the first such token.
+    """
+    known, ids_N = getattr(config.get_text_config(), "vocab_size", None), torch.as_tensor(ids).flatten()
+    if known is None or not len(wrong_N := ids_N[(ids_N < 0) | (ids_N >= known)]):
+        return
+    token = int(wrong_N[0])
+    if tokenizer is None:
+        raise ExpertcastError(f"token {token} has no embedding: the model has tokens 0 to {known - 1}")
+    raise ExpertcastError(
+        f"the tokenizer has {len(tokenizer)} tokens, the model {known}: token {token} "
+        f"({tokenizer.convert_ids_to_tokens(token)}) has no embedding"
+    )
 
 
 def load_config(model: str | Path | ModelSource) -> PretrainedConfig:

@@ -14,6 +14,7 @@ from expertcast.data.capture import ActivationStream, EarlyRun, try_early
 from expertcast.data.early import EarlyAttention
 from expertcast.data.experts import Offload, experts_of, model_of
 from expertcast.data.means import MeanOutputs
+from expertcast.data.models import check_token_ids
 from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tokens, make_plan
 from expertcast.data.processes import documents_of, join_ranks, sum_over_ranks
 from expertcast.data.stand_in import fit_stand_in
@@ -52,6 +53,7 @@ class OnlineTraces(TraceSource):
         experts = experts_of(self.model)
         self.view = experts.view
         self.plan = make_plan(documents, tokenizer, options, **fields)
+        check_token_ids(self.plan.token_ids, self.model.config, tokenizer)
         self.documents = self.plan.documents
         self._windows = self.plan.options.batch_size or experts.windows(self.plan.options.window)
         """Windows per forward."""

@@ -125,6 +125,11 @@ class Plan(Documented):
         splits = SPLITS if split == ALL else (split,)
         return [window for name in splits for window in self.windows[name] if window.document in own]
 
+    @property
+    def token_ids(self) -> TokenIds:
+        """Token ids of all windows."""
+        return np.concatenate([window.token_ids for windows in self.windows.values() for window in windows])
+
     def account(self, view: MoEView) -> Json:
         """Return :func:`account` of a run of the plan."""
         return account(view, self.documents, window=self.options.window, seed=self.options.seed)

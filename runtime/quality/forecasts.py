@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.batch import RouterCall
 from expertcast.data.experts import experts_of
+from expertcast.data.models import check_token_ids
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.messages import Json, Progress
@@ -145,6 +146,8 @@ def measure_quality(
     scores = {name: {domain: RunScores(len(view)) for domain in windows_by_domain} for name in (EXACT, *runs)}
     device = next(model.parameters()).device
     vocabulary = model.config.get_text_config().vocab_size
+    for windows_NW in windows_by_domain.values():
+        check_token_ids(windows_NW, model.config)
     batches = [
         (domain, windows_BW)
         for domain, windows_NW in windows_by_domain.items()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.cli import main
 from expertcast.commands import inspect
+from expertcast.data.models import load_config, load_tokenizer
 from expertcast.data.traces import TraceDataset
 from tests.families.models import tiny_model
 from tests.package.conftest import RUN
@@ -52,6 +53,31 @@ def test_a_cut_model(file: str, model: Path, tmp_path: Path, capsys: pytest.Capt
             assert lines[0].endswith("download it again")
     assert kept(model) == before
     assert not out.exists()
+
+
+def test_a_token_beyond_the_embedding(
+    model: Path, reference_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before weights are read."""
+    tokenizer, known = load_tokenizer(model), load_config(model).vocab_size
+    tokenizer.add_tokens([f"<|{number}|>" for number in range(known - len(tokenizer) + 1)])
+    tokenizer.save_pretrained(model)
+    last = tokenizer.convert_ids_to_tokens(known)
+    text, out = tmp_path / "text.jsonl", tmp_path / "out"
+    text.write_text("".join(f'{{"text": "Document {number} has {last}."}}\n' for number in range(20)))
+    line = f"the tokenizer has {known + 1} tokens, the model {known}: token {known} ({last}) has no embedding"
+    command = ["collect", str(model), "--data", str(text), "--tokens", "100", "--window", "16", "--out", str(out)]
+    assert line in fails(capsys, *command)
+    (model / "model.safetensors").unlink()
+    assert line in fails(capsys, "generate", str(model), "--prompt", last)
+    assert not out.exists()
+
+
+def test_a_model_without_a_tokenizer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in model.glob("*token*"):
+        path.unlink()
+    for command in (["generate", str(model), "--prompt", "It"], ["serve", str(model)]):
+        assert "transformers finds no tokenizer files" in fails(capsys, *command)
 
 
 def test_a_configuration_of_another_size(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

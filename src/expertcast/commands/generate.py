@@ -14,8 +14,10 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import COUNT, Count, DeploymentOptions, Model, Option
 from expertcast.commands.output import Outcome, forecast_lines, offload_lines
+from expertcast.data.models import check_token_ids, load_config
 from expertcast.data.packed_experts import weight_bits
 from expertcast.data.packed_linear import other_bytes
+from expertcast.data.source import ModelSource
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, format_bytes
 
@@ -73,6 +75,9 @@ def run(options: Options) -> Outcome:
         inputs = tokenizer(options.prompt, return_tensors="pt")
     if not inputs["input_ids"].shape[1]:
         raise ExpertcastError("--prompt has no tokens: give some text")
+    check_token_ids(
+        inputs["input_ids"], load_config(ModelSource.of(options.model, options.passed_on(options.model))), tokenizer
+    )
     inputs = inputs.to(options.device_name)
     with options.offloaded(options.model, config) as offloaded:
         if options.seed is not None:

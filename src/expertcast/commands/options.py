@@ -259,8 +259,8 @@ class ModelOptions:
         Raises:
             ExpertcastError: no such model, tokenizer or device.
         """
-        model = load_model(name, dtype=self.dtype, device=self.device_name, **self.passed_on(name))
-        return model, self.tokenizer(name)
+        tokenizer = self.tokenizer(name)
+        return load_model(name, dtype=self.dtype, device=self.device_name, **self.passed_on(name)), tokenizer
 
     def tokenizer(self, name: str) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the model `name`."""
