@@ -40,11 +40,6 @@ class RouterCall:
     ids_TK: Tensor
 
 
-def capturing() -> bool:
-    """Return whether a CUDA graph captures this forward, so that no value can be read; it is then a decode step."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 @dataclass(slots=True, kw_only=True)
 class TraceBatch:
     """Any number of tokens as rows, not necessarily in the order of their documents."""

@@ -35,7 +35,6 @@ from transformers import (
 )
 
 from expertcast.compat import DynamicSlidingWindowLayer
-from expertcast.data.batch import capturing
 from expertcast.data.means import adds_block
 from expertcast.data.taps import unrecorded
 from expertcast.data.tracing import Program, traced
@@ -352,7 +351,7 @@ class EarlyProgram:
                 return own()
             made = self._made[form] = _Made()
         if made.run is None or made.calls < _CHECKED or made.calls % _AGAIN == 0:
-            return own() if capturing() else self._checked(made, call, held, tensors, own)
+            return self._checked(made, call, held, tensors, own)
         made.calls += 1
         return made.run(*tensors)[0]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from expertcast.compat import _active_collector
-from expertcast.data.batch import RouterCall, RouterOutput, capturing
+from expertcast.data.batch import RouterCall, RouterOutput
 from expertcast.predictors.view import MoELayer, MoEView
 
 # Outputs that transformers gathers by hooks: forecasts run modules unrecorded
@@ -104,7 +104,7 @@ class RouterTaps:
             ids_BS = None
         ends = kwargs.get("cu_seq_lens_q")  # set by continuous batching, which has its own cache
         self._packed = isinstance(ends, Tensor) and ids_BS is not None and ids_BS.numel() == len(ends) - 1
-        fresh = ends is None if past is None else not capturing() and not past.get_seq_length()
+        fresh = ends is None if past is None else not past.get_seq_length()
         self._on_start(fresh, ids_BS.view(-1, 1) if self._packed and ids_BS is not None else ids_BS)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

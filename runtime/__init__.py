@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.bench import benchmark
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.engine.front import speculate
-    from expertcast.runtime.experimental.graph_decoder import GraphDecoder
-    from expertcast.runtime.experimental.kernel_link import KernelLink
     from expertcast.runtime.links.base import InstantLink, Link
     from expertcast.runtime.links.cuda import CudaLink
     from expertcast.runtime.links.emulated import EmulatedLink
@@ -26,9 +24,7 @@ if UNSUPPORTED:
 __all__ = [
     "CudaLink",
     "EmulatedLink",
-    "GraphDecoder",
     "InstantLink",
-    "KernelLink",
     "Link",
     "OffloadConfig",
     "OffloadedModel",
@@ -44,9 +40,7 @@ __all__ = [
 _LAZY = {
     "CudaLink": "expertcast.runtime.links.cuda",
     "EmulatedLink": "expertcast.runtime.links.emulated",
-    "GraphDecoder": "expertcast.runtime.experimental.graph_decoder",
     "InstantLink": "expertcast.runtime.links.base",
-    "KernelLink": "expertcast.runtime.experimental.kernel_link",
     "Link": "expertcast.runtime.links.base",
     "OffloadConfig": "expertcast.runtime.config",
     "OffloadedModel": "expertcast.runtime.offloading",

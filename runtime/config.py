@@ -31,8 +31,8 @@ from expertcast.predictors.options import field_docs
 from expertcast.predictors.view import overfetched
 from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft, keeps_copies
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
-from expertcast.runtime.policies import LRU, PRESETS, Fetch, Policies, Standard, TopK
-from expertcast.runtime.policies.settings import AUTO, FORECASTS, NEVER
+from expertcast.runtime.policies import PRESETS, Policies
+from expertcast.runtime.policies.settings import AUTO, FORECASTS
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.codecs import check_codec
 from expertcast.runtime.storage.expert_file import packed_codec
@@ -204,7 +204,7 @@ MOST_REFIT_MS = 1000.0
 EXPANDED, PACKED = "expanded", "packed"
 EXPERTS_BITS = {"int8": 8, "int4": 4}
 EXPERTS = (EXPANDED, PACKED, *EXPERTS_BITS, "auto")
-LINKS = ("auto", "instant", "emulated", "disk", "cuda", "kernel")
+LINKS = ("auto", "instant", "emulated", "disk", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +242,8 @@ class OffloadConfig:
     latency: float = 0.0
     """Seconds of latency per copy, emulated in the same way."""
     link: str | Link = "auto"
-    """auto, instant, emulated, disk (direct reads without the page cache), cuda, or kernel (the device decides and
-    copies). auto is disk for a store on disk, else cuda on CUDA."""
+    """auto, instant, emulated, disk (direct reads without the page cache), or cuda. auto is disk for a store on disk,
+    else cuda on CUDA."""
     policies: Policies | str | None = None
     """Cache policies, or the name of a preset (default: lrfu, prefetch of the forecast experts, every miss loaded)."""
     next_token: str | Path | Predictor | None = None
@@ -628,9 +628,6 @@ def make_link(config: OffloadConfig, device: str) -> Link:
         ExpertcastError: the device or another option excludes the link.
     """
     link, bandwidth, latency = config.link, config.bandwidth, config.latency
-    only_on_host = _only_on_host(config)
-    if only_on_host and (link == "kernel" or (isinstance(link, Link) and link.decides_on_device)):
-        raise ExpertcastError(f"link 'kernel' does not support {only_on_host}: give link='cuda', or leave that out")
     if config.pools and (device != "cpu" or link not in ("auto", "disk")):
         raise ExpertcastError(f"pools need link 'disk' on the CPU, not {link!r} on {device}: leave pools out")
     if isinstance(link, Link):
@@ -657,10 +654,6 @@ def make_link(config: OffloadConfig, device: str) -> Link:
         from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
 
         return PacedCudaLink(bandwidth, latency) if timed else CudaLink()
-    if link == "kernel":
-        from expertcast.runtime.experimental.kernel_link import KernelLink
-
-        return KernelLink()
     return InstantLink()
 
 
@@ -684,23 +677,6 @@ def _disk_link(config: OffloadConfig, device: str) -> Link:
     from expertcast.runtime.links.disk import DiskLink
 
     return DiskLink(bandwidth=config.bandwidth, pools=pool_bytes(config.pools), passing=1 if config.on_demand else 2)
-
-
-def _only_on_host(config: OffloadConfig) -> str | None:
-    """Return the first option that link 'kernel' does not support; None: it supports all."""
-    policies = config.resolved_policies()
-    chosen = (policies.prefetch.cls, policies.miss.cls, policies.routing.cls)
-    plain = policies.scope == "global" and policies.pre_eviction.name == "none"
-    plain = plain and str(policies.eviction) in (LRU.name, Policies.eviction)  # the link's own eviction is LRU
-    if not plain or chosen != (TopK, Fetch, Standard):
-        return "policies other than the default ones and lru"
-    used = {
-        "next_token": config.next_token is not None,
-        "refit": config.refit > 0,
-        "reach": config.reach not in (None, config.ahead),
-        "forecasts='never'": config.forecasts == NEVER,
-    }
-    return next((name for name, given in used.items() if given), None)
 
 
 def make_store(

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.experts import OFFLOAD
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import packed_matrices
 from expertcast.data.source import check_release
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.config import (
@@ -36,7 +35,7 @@ from expertcast.runtime.config import (
 )
 from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine, LayerFlow
+from expertcast.runtime.engine.engine import Engine, LayerFlow
 from expertcast.runtime.engine.front import in_use, refuse_offloaded, refuse_shared, run_from_slots
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.forecasters import Forecasters, make_forecasters
@@ -50,7 +49,6 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
 if TYPE_CHECKING:
-    from expertcast.runtime.drafts.drafting import Drafter
     from expertcast.runtime.engine.whole_texts import SlotExperts
 
 
@@ -93,10 +91,8 @@ class OffloadedModel:
         """Whether policies may change the output."""
         self.executed_layers = speculator.layers
         """Layers that execute their forecast."""
-        self.drift = None if link.decides_on_device else forecasters.drift
-        """Follows the recall of the forecasts; None without forecasts, or if the link decides on the device."""
-        self.drafting: Drafter | None = None
-        """Drafts of this model and their governors; None if the link decides on the device."""
+        self.drift = forecasters.drift
+        """Follows the recall of the forecasts; None without forecasts."""
         self._draft = config.draft
         self._reloadable = not next(self.view[0].experts.parameters()).is_meta
         self._closed = False
@@ -105,16 +101,19 @@ class OffloadedModel:
         link.observer.attached(store.experts)
         with torch.inference_mode(False), ExitStack() as undo:  # slots and weights outlive an inference_mode
             policies = self._take_experts(undo, slots)
-            self._parts = EngineParts(
+            self._engine = Engine(
                 link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=kernel,
                 tokens_ahead=forecasters.next_token, drift=self.drift, keep=config.cache, likely=config.likely,
                 forecasts=config.forecasts, recall=forecasters.recall,
             )  # fmt: skip
-            self._engine = self._make_engine(undo)
+            from expertcast.runtime.drafts.drafting import Drafter
+
+            self.drafting = Drafter(model, self._engine, store)
+            """Drafts of this model and their governors."""
+            undo.callback(self.drafting.close)
             self.stats = self._engine.stats
             self.stats.reports = [each.as_dict for each in (self.drift, self.refit) if each is not None]
-            if self.drafting is not None:
-                self.stats.reports += [self._engine.flow.forecasts_report, self.drafting.report]
+            self.stats.reports += [self._engine.flow.forecasts_report, self.drafting.report]
             self._guard = run_from_slots(undo, model, self._engine, speculator, kernel)
             model.__dict__[OFFLOAD] = self  # a model stays offloaded without another reference to this
             undo.callback(model.__dict__.pop, OFFLOAD)
@@ -146,42 +145,22 @@ class OffloadedModel:
         undo.callback(dropped.detach)
         return policies
 
-    def _make_engine(self, undo: ExitStack) -> Engine:
-        if self.link.decides_on_device:
-            from expertcast.runtime.experimental.device_engine import DeviceEngine
-
-            return DeviceEngine(self._parts)
-        from expertcast.runtime.drafts.drafting import Drafter
-
-        engine = HostEngine(self._parts)
-        self.drafting = Drafter(self.model, engine, self._parts, self.store)
-        undo.callback(self.drafting.close)
-        return engine
-
     @cached_property
     def experts(self) -> SlotExperts:
         """Runs whole sequences layer by layer, for collection and measurements."""
         from expertcast.runtime.engine.whole_texts import SlotExperts
 
-        return SlotExperts(self._engine, self._parts, self.store)
+        return SlotExperts(self._engine, self.store)
 
     @property
     def flow(self) -> LayerFlow:
-        """Flow of the layers under the policies.
-
-        Raises:
-            ExpertcastError: the link decides on the device, and the host has no flow.
-        """
+        """Flow of the layers under the policies."""
         return self._engine.flow
 
     @property
     def residency(self) -> ExpertCache:
-        """Cache of the experts: their slots, and the rules of eviction.
-
-        Raises:
-            ExpertcastError: the link decides on the device, and the host has no cache.
-        """
-        return self._engine.flow.residency
+        """Cache of the experts: their slots, and the rules of eviction."""
+        return self._engine.residency
 
     def generate(
         self, *args: Any, draft: str | Policies | PreTrainedModel | None = None, draft_length: int | None = None,
@@ -213,8 +192,6 @@ class OffloadedModel:
             if draft_length is not None:
                 raise ExpertcastError(f"draft_length={draft_length} needs a draft: give draft, or leave it out")
             return self.model.generate(*args, **kwargs)
-        if self.drafting is None:
-            raise ExpertcastError("drafts need a link that the host controls: offload with link='cuda'")
         if self.executed_layers or self.lossy:
             raise ExpertcastError(
                 "a draft needs an exact model for verification, and this one executes forecasts or has lossy policies: "
@@ -406,8 +383,6 @@ def offload(
     device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
     forecasters = make_forecasters(config, model, view, device)
     link = make_link(config, device.type)
-    if link.decides_on_device and (config.experts in EXPERTS_BITS or packed_matrices(view[0].experts)):
-        raise ExpertcastError("link 'kernel' does not support packed experts: give link='cuda' or experts='expanded'")
     pack_experts(view, config.experts, device.type)  # after all refusals of options: rounding cannot be undone
     if config.experts in EXPERTS_BITS:
         warnings.warn(

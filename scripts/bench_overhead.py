@@ -29,7 +29,7 @@ from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.baselines import NextNorm
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.engine import EngineParts, HostEngine
+from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
@@ -159,7 +159,7 @@ def run(steps: list[Step], *, forecasts: bool, drift: bool = False) -> tuple[flo
     return seconds / ((len(steps) - warm) * LAYERS), (total.misses + total.prefetched) / total.requests
 
 
-def build(forecasts: bool, drift: bool) -> tuple[HostEngine, MoEView, ListedForecasts, RunStatistics]:
+def build(forecasts: bool, drift: bool) -> tuple[Engine, MoEView, ListedForecasts, RunStatistics]:
     """Build the engine with a link and kernels that do nothing; `drift` adds the drift monitor."""
     config = Qwen3MoeConfig(
         vocab_size=32, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
@@ -173,15 +173,13 @@ def build(forecasts: bool, drift: bool) -> tuple[HostEngine, MoEView, ListedFore
     link.attach(store, pool)
     speculator = ListedForecasts(view, NextNorm(PredictorConfig(), view.shape).bind(view) if forecasts else None)
     policies = Policies(eviction="lru").make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
-    engine = HostEngine(
-        EngineParts(
-            link=link,
-            pool=pool,
-            speculator=speculator,
-            policies=policies,
-            kernel=NoKernel(kernel_of(model), SLOTS),
-            drift=DriftMonitor(LAYERS, TOP_K, dict.fromkeys(range(1, LAYERS), 0.9)) if drift else None,
-        )
+    engine = Engine(
+        link=link,
+        pool=pool,
+        speculator=speculator,
+        policies=policies,
+        kernel=NoKernel(kernel_of(model), SLOTS),
+        drift=DriftMonitor(LAYERS, TOP_K, dict.fromkeys(range(1, LAYERS), 0.9)) if drift else None,
     )
     for layer in view:
         engine.attach(layer)

@@ -3,9 +3,9 @@
     python -m benchmarks.timed --jobs 2 --out benchmarks/results/timed-device.json
 
 For five published shapes, four links, forecast accuracies from 0.8 to 1, cache sizes from 0 to 45% of the experts, and
-a host that takes 650, 300 or 100 us to launch a layer, or nothing (a decode step as one CUDA graph over the kernel
-link), it computes overlap efficiency and time per token over the bound. Then it computes the effect of CUDA graphs for
-parts of a step. The constants are published, estimated or measured on a CPU: docs/timed-device.md has their sources.
+a host that takes 650, 300 or 100 us to launch a layer, it computes overlap efficiency and time over the bound.
+Then it computes the effect of CUDA graphs for parts of a step. The constants are published, estimated or measured on a
+CPU: docs/timed-device.md has their sources.
 --small runs one shape with two layers.
 """
 
@@ -23,14 +23,14 @@ import torch
 
 from benchmarks.results import ResultFile
 from benchmarks.timed.costs import HOSTS, LINKS, MEMORY_BANDWIDTH, DriverCosts, StepCosts, step_costs
-from benchmarks.timed.run import GRAPH_DRIVER, TimedCase, as_graph, compare
+from benchmarks.timed.run import TimedCase, compare
 from expertcast.predictors.messages import ExpertcastError, Json
 
 SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "olmoe-1b-7b", "mixtral-8x7b")
 ACCURACIES = (1.0, 0.95, 0.9, 0.8)
 CAPACITIES = (0.0, 0.1, 0.25, 0.45)
-HOST_US = (650.0, 300.0, 100.0, 0.0)
-"""Host time per layer including forecasts, in microseconds; 0: one graph per step."""
+HOST_US = (650.0, 300.0, 100.0)
+"""Host time per layer including forecasts, in microseconds."""
 MAIN = SHAPES[0]
 PIECES = ((), ("forecast",), ("forecast", "attention"), ("forecast", "attention", "experts"))
 
@@ -48,16 +48,12 @@ class Group:
 
 def rows(group: Group) -> list[Json]:
     """Return one row per accuracy."""
-    made = []
-    for accuracy in ACCURACIES:
-        step = step_costs(group.shape)
-        case = base(group, accuracy, step.with_host(group.host_us * 1e-6) if group.host_us else step)
-        made.append(row(group, accuracy, case if group.host_us else as_graph(case)))
-    return made
+    step = step_costs(group.shape).with_host(group.host_us * 1e-6)
+    return [row(group, accuracy, base(group, accuracy, step)) for accuracy in ACCURACIES]
 
 
 def base(group: Group, accuracy: float, step: StepCosts) -> TimedCase:
-    """Return a group's case without CUDA graphs."""
+    """Return a group's case."""
     cached = group.capacity > 0
     return TimedCase(
         shape=group.shape, layers=group.layers, bandwidth=LINKS[group.link], accuracy=accuracy,
@@ -72,7 +68,6 @@ def row(group: Group, accuracy: float, case: TimedCase) -> Json:
         **own,
         "bandwidth": LINKS[group.link],
         "accuracy": accuracy,
-        "graph": case.kernel_link,
         **{name: round(value, 4) if isinstance(value, float) else value for name, value in compare(case).items()},
     }
 
@@ -87,7 +82,6 @@ def pieces(layers: int | None) -> list[Json]:
             step = step_costs(MAIN, host=host, captured=captured)
             entry = row(group, 0.9, base(group, 0.9, step))
             found.append({"host": host, "as_graphs": ", ".join(captured) or "nothing", **entry})
-        found.append({"host": host, "as_graphs": "the step", **row(group, 0.9, as_graph(base(group, 0.9, eager)))})
     return found
 
 
@@ -95,7 +89,7 @@ def groups(small: bool) -> Iterator[Group]:
     """Yield all cases, those with most layers first."""
     if small:
         yield from (
-            Group("olmoe-1b-7b", 2, "pcie4", capacity, host) for capacity in (0.0, 0.5) for host in (300.0, 0.0)
+            Group("olmoe-1b-7b", 2, "pcie4", capacity, host) for capacity in (0.0, 0.5) for host in (300.0, 100.0)
         )
         return
     for shape, link, capacity, host in product(SHAPES, LINKS, CAPACITIES, HOST_US):
@@ -118,7 +112,6 @@ def main(argv: list[str] | None = None) -> int:
         "note": "simulated, not measured on a GPU; sources of the constants: docs/timed-device.md",
         "constants": {
             "driver": asdict(DriverCosts()),
-            "graph": asdict(GRAPH_DRIVER),
             "step": {shape: asdict(step_costs(shape)) for shape in SHAPES},
             "launch_s": HOSTS,
             "links": LINKS,

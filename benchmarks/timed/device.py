@@ -233,9 +233,6 @@ class TimedDevice(CudaDevice):
 
         return within()
 
-    def capturing(self) -> bool:
-        return False
-
     def synchronize(self) -> None:
         self.wait_until(lambda: not any(stream.queue for stream in self._streams))
 

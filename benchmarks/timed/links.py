@@ -9,7 +9,6 @@ from typing import Any, cast
 from torch import Tensor
 
 from benchmarks.timed.device import Span, TimedDevice, Work
-from expertcast.runtime.experimental.kernel_link import BlockCopier, KernelLink, Moves
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.cuda import CudaLink, window_of
 from expertcast.runtime.links.disk_cuda import CudaDiskLink, buffer_count
@@ -165,23 +164,3 @@ class TimedDiskLink(_Timed, CudaDiskLink):
 
     def _wait_for_read(self) -> None:
         self.timed.wait_until(lambda: not self._read_done.empty())
-
-
-class TimedKernelLink(_Timed, KernelLink):
-    """:class:`KernelLink`; the copies of a call are one kernel on the link's stream."""
-
-    name = "timed kernel"
-
-    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
-        super().attach(store, pool)
-        self._copier = _TimedCopier(self._copier, self.timed, self.stands_for)
-
-
-class _TimedCopier(BlockCopier):
-    def __init__(self, copier: BlockCopier, timed: TimedDevice, block_bytes: int) -> None:
-        self._copier, self._timed, self._block_bytes = copier, timed, block_bytes
-
-    def copy(self, moves: Moves, *args: Any) -> None:
-        self._copier.copy(moves, *args)
-        seconds = int(moves.moved_N.sum()) * self._block_bytes / self._timed.bandwidth
-        self._timed.launch(self._timed.costs.copy_setup_s + seconds, name="copies")

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.timed.costs import DriverCosts, StepCosts
 from benchmarks.timed.device import Span, TimedDevice
-from benchmarks.timed.links import TimedCudaLink, TimedDiskLink, TimedKernelLink
+from benchmarks.timed.links import TimedCudaLink, TimedDiskLink
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
@@ -55,8 +55,6 @@ class TimedCase:
     """Slots as a share of all experts; 0: no cache."""
     step: StepCosts = field(default_factory=StepCosts)
     driver: DriverCosts = field(default_factory=DriverCosts)
-    kernel_link: bool = False
-    """Whether to use the kernel link with tables on the device instead of the copy engine."""
     disk: float | None = None
     """Disk bandwidth in bytes per second; None: experts are in host memory."""
     policies: Policies = field(default_factory=Policies)
@@ -175,8 +173,6 @@ class Clockwork(Observer):
     def _read(self) -> tuple[int, ...]:
         """Return the addresses of the slots that the current layer reads."""
         assert self._offloaded is not None
-        if self._offloaded.link.decides_on_device:
-            return ()
         residency, pool = self._offloaded.residency, self._offloaded.pool
         here = residency.running.difference(residency.copies)
         return tuple(pool.block(pool.slots[key]).data_ptr() for key in sorted(here))
@@ -231,7 +227,7 @@ def decode_timed(case: TimedCase) -> TimedRun:
 def _link_of(case: TimedCase, device: TimedDevice, size: int) -> Link:
     if case.disk is not None:
         return TimedDiskLink(device, size, case.disk)
-    return TimedKernelLink(device, size) if case.kernel_link else TimedCudaLink(device, size)
+    return TimedCudaLink(device, size)
 
 
 def _decode(offloaded: OffloadedModel, clockwork: Clockwork, case: TimedCase) -> tuple[list[float], list[float]]:
@@ -263,17 +259,6 @@ def _decode(offloaded: OffloadedModel, clockwork: Clockwork, case: TimedCase) ->
             seconds.append(device.now - start)
             host.append(device.host_busy_s - busy)
     return seconds, host
-
-
-GRAPH_DRIVER = DriverCosts(
-    record_s=0.0, wait_s=0.0, query_s=0.0, copy_call_s=0.0, launch_s=0.0, stream_entry_s=DriverCosts().stream_entry_s
-)
-"""Costs of a captured step: no host calls, the same device work."""
-
-
-def as_graph(case: TimedCase) -> TimedCase:
-    """Return the case as one CUDA graph: with the kernel link and without host work."""
-    return replace(case, kernel_link=True, step=case.step.with_host(0.0), driver=GRAPH_DRIVER)
 
 
 def compare(case: TimedCase) -> Json:

@@ -20,7 +20,6 @@ from expertcast.predictors.view import ModelShape
 from expertcast.runtime.benchmarking.bench import BenchSettings
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.forecasters import recall_per_layer, resolve_predictor
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.cuda import CudaLink
@@ -324,8 +323,6 @@ def _run(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, config: Of
     recorder, watched = Recorder(prompt_ids.device), TraceObserver()
     with offload(model, config, observers=[recorder, watched]) as offloaded:
         link = offloaded.link
-        if isinstance(link, KernelLink):
-            raise ExpertcastError("link 'kernel' decides on the device and cannot be surveyed: use link='cuda'")
         speed = link_speed(link, offloaded.store)
         decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         times, block_bytes = layer_times(recorder), offloaded.store.layout.block_bytes

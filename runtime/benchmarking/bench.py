@@ -540,7 +540,7 @@ def bench_drafts(
                 times[name].append((seconds - first_s) / new_tokens)
                 moved[name].append((offloaded.link.bytes_moved - before) / new_tokens)
                 governors[name] = offloaded.stats.as_dict().get("drafts", {})
-        memory = {} if offloaded.drafting is None else offloaded.drafting.memory
+        memory = offloaded.drafting.memory
     plain_s = statistics.median(times[NONE])
     return {
         name: {

@@ -30,7 +30,7 @@ from expertcast.runtime.drafts.governor import Governor, Tally
 from expertcast.runtime.drafts.kinds import Draft, PassDraft, ProposalDraft
 from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.drafts.proposals import Feed, RowProposers, Sequences
-from expertcast.runtime.engine.engine import HostEngine
+from expertcast.runtime.engine.engine import Engine
 
 # Arguments of `generate`
 
@@ -142,7 +142,7 @@ class DraftedDecoding:
     """
 
     def __init__(
-        self, engine: HostEngine, schedule: Schedule, drafts: Mapping[str, Draft], governor: Governor, tally: Tally, *,
+        self, engine: Engine, schedule: Schedule, drafts: Mapping[str, Draft], governor: Governor, tally: Tally, *,
         length: int | None, optional: bool, streamer: BaseStreamer | None,
     ) -> None:  # fmt: skip
         self._engine, self._schedule, self._drafts = engine, schedule, drafts

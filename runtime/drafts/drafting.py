@@ -26,7 +26,7 @@ from expertcast.runtime.drafts.kinds import Draft, PassDraft, ProposalDraft, ear
 from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.drafts.proposals import Assistant, MtpHeads, MtpProposer, PromptLookup
 from expertcast.runtime.drafts.quantised import CALIBRATED, Calibration, PolicyStage, QuantisedExperts, QuantisedStage
-from expertcast.runtime.engine.engine import EngineParts, HostEngine
+from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -40,14 +40,13 @@ class Drafter:
     Args:
         model: the offloaded model.
         engine: engine of the offload.
-        parts: parts that the engine drives.
         store: store of the experts.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: HostEngine, parts: EngineParts, store: ExpertStore) -> None:
-        self._model, self._engine, self._parts, self._store = model, engine, parts, store
-        self._residency = engine.flow.residency
-        self.schedule = Schedule(self._residency, parts.speculator.view.shape)
+    def __init__(self, model: PreTrainedModel, engine: Engine, store: ExpertStore) -> None:
+        self._model, self._engine, self._store = model, engine, store
+        self._residency = engine.residency
+        self.schedule = Schedule(self._residency, engine.view.shape)
         self.drafts: dict[str, Draft] = {}
         """Created drafts, by name."""
         self.governors: dict[int, Governor] = {}
@@ -141,7 +140,7 @@ class Drafter:
     def _governor(self, limits: names.AutoOptions, batch: int) -> Governor:
         """Return the governor for a number of sequences, with the limits of this generation."""
         copy_s = self._residency.link.copy_s
-        governor = self.governors.setdefault(batch, Governor(len(self._parts.speculator.view), copy_s))
+        governor = self.governors.setdefault(batch, Governor(len(self._engine.view), copy_s))
         governor.copy_s = copy_s
         governor.limit(limits.longest, limits.limit_s)
         return governor
@@ -149,7 +148,7 @@ class Drafter:
     def _auto(self) -> list[str]:
         """Return the names that the governor chooses from. Drafts that need memory are included only if they exist."""
         existing = [name for name, draft in self.drafts.items() if isinstance(draft, PassDraft) and draft.nbytes]
-        speculates = [names.SPECULATE] if self._parts.speculator.predictor is not None else []
+        speculates = [names.SPECULATE] if self._engine.speculator.predictor is not None else []
         return [*existing, "resident", *speculates, names.PROMPT_LOOKUP]
 
     def _named(self, name: str, tokenizer: PreTrainedTokenizerBase | None) -> Draft:
@@ -164,7 +163,7 @@ class Drafter:
         """
         if name in self.drafts:
             return self.drafts[name]
-        speculator = self._parts.speculator
+        speculator = self._engine.speculator
         names.check_draft(name, packed=bool(packed_matrices(speculator.view[0].experts)))
         base = name.partition(":")[0]
         if name in names.QUANTISED:
@@ -195,11 +194,10 @@ class Drafter:
         """
         ids = bundled_ids(tokenizer or load_tokenizer(self._model.name_or_path), _WINDOWS * _WINDOW)
         ids_SW = torch.tensor(ids, device=self._store.device).view(_WINDOWS, _WINDOW)
-        return Calibration.of(self._model, self._parts.speculator.view, ids_SW)
+        return Calibration.of(self._model, self._engine.view, ids_SW)
 
     def _by_policies(self, name: str, policies: Policies) -> PassDraft:
-        parts = self._parts
-        stage = PolicyStage(parts, policies, self._residency, self.schedule)
+        stage = PolicyStage(self._engine, policies, self.schedule)
         self._store.add_copies(stage.precisions)
         return PassDraft(name, self._engine, stage)
 

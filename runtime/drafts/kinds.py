@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.drafts.proposals import Proposer
-from expertcast.runtime.engine.engine import HostEngine, Stage
+from expertcast.runtime.engine.engine import Engine, Stage
 from expertcast.runtime.engine.speculation import Speculator
 
 
@@ -39,7 +39,7 @@ class Draft:
 class PassDraft(Draft):
     """Draft by cheaper passes of the model itself, which share its key-value cache."""
 
-    engine: HostEngine
+    engine: Engine
     stage: Stage | None = None
     """Runs the MoE layers while drafting; None: the engine."""
     swap: tuple[object, str, object] | None = None
@@ -57,12 +57,12 @@ class PassDraft(Draft):
                 yield
 
 
-def forecast_draft(name: str, engine: HostEngine, speculator: Speculator) -> PassDraft:
+def forecast_draft(name: str, engine: Engine, speculator: Speculator) -> PassDraft:
     """Return the draft that executes forecasts at all layers that have one."""
     return PassDraft(name, engine, swap=(speculator, "layers", frozenset(range(len(speculator.view)))))
 
 
-def early_exit(name: str, engine: HostEngine, model: nn.Module, inside: nn.Module, count: int) -> PassDraft:
+def early_exit(name: str, engine: Engine, model: nn.Module, inside: nn.Module, count: int) -> PassDraft:
     """Return the draft that runs the first blocks and the output head.
 
     Args:

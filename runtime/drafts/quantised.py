@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -34,8 +34,7 @@ from expertcast.data.packed_experts import (
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.prefetch import Schedule
-from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.engine.engine import EngineParts, HostEngine
+from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import CacheShape, Policies
@@ -454,19 +453,19 @@ class QuantisedStage:
 class PolicyStage:
     """Draft by lossy policies over the same slots, with the experts on the device."""
 
-    def __init__(self, parts: EngineParts, policies: Policies, residency: ExpertCache, schedule: Schedule) -> None:
-        shape = parts.speculator.view.shape
+    def __init__(self, engine: Engine, policies: Policies, schedule: Schedule) -> None:
+        shape, residency = engine.view.shape, engine.residency
         made = policies.make(
-            CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=parts.pool.count)
+            CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=engine.pool.count)
         )
         made.eviction = residency.eviction
         self.precisions = made.miss.precisions
         """Precisions of copies that the store holds beside the full experts."""
-        speculator = Speculator(parts.speculator.view, None)
         self._residency, self._schedule = residency, schedule
-        self._engine = HostEngine(
-            replace(parts, speculator=speculator, policies=made, tokens_ahead=None, drift=None), residency
-        )
+        self._engine = Engine(
+            link=residency.link, pool=engine.pool, speculator=Speculator(engine.view, None), policies=made,
+            kernel=engine.kernel, residency=residency,
+        )  # fmt: skip
 
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         self._engine.go_on()

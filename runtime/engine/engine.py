@@ -1,7 +1,7 @@
 """One offloaded forward, layer by layer.
 
 The caller runs the model. It calls :meth:`Engine.on_start` when a forward begins, :meth:`Engine.on_router` when a
-layer's router has run, and :meth:`Engine.run` in place of the layer's experts. :class:`HostEngine` takes these steps:
+layer's router has run, and :meth:`Engine.run` in place of the layer's experts. :class:`Engine` takes these steps:
 
     on_router   decide      routing and miss policies: experts that run, and their precision
                 begin       request the layer's experts, misses before anything else
@@ -16,11 +16,10 @@ An expert's key is layer * E + expert.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -439,30 +438,6 @@ class Kernel(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """Parts that an engine drives, all for one model."""
-
-    link: Link
-    """Attached to the pool."""
-    pool: SlotPool
-    speculator: Speculator
-    policies: PolicySet
-    kernel: Kernel
-    tokens_ahead: TokenForecasts | None = None
-    """Forecasts the next tokens' routing."""
-    drift: DriftMonitor | None = None
-    """Compares forecasts with routing, in engines whose host has both."""
-    keep: bool = True
-    """Whether experts stay in slots; False frees an expert's slot as soon as its layer has run."""
-    likely: float = LIKELY
-    """Least probability by a forecast of a whole token at which an expert is loaded early."""
-    forecasts: str = ALWAYS
-    """Forecasts to make: all (always), none (never), or those that save more waiting than they cost (auto)."""
-    recall: Mapping[str, float] = field(default_factory=dict)
-    """Recall@k of the ways to forecast by name, where it is known."""
-
-
 class Stage(Protocol):
     """Runs a model's MoE layers in an engine's place for some forwards, such as drafts."""
 
@@ -476,46 +451,87 @@ class Stage(Protocol):
         """See :meth:`Engine.run`."""
 
 
-class Engine(ABC):
-    """Runs a model's MoE layers from slots."""
+def _ignore(_state: State, _layer: int) -> None:
+    """Do nothing; used if no observer listens to `enter`."""
 
-    stats: RunStatistics
+
+_FEW_IDS = 512
+"""Largest number of ids for which a list is faster than a table of all experts."""
+
+
+class Engine:
+    """Runs a model's MoE layers from slots. The host reads every layer's routing back.
+
+    Args:
+        link: attached to the pool.
+        pool: the slots.
+        speculator: makes forecasts.
+        policies: of eviction, prefetches, misses and routing.
+        kernel: computes experts in slots.
+        tokens_ahead: forecasts the next tokens' routing.
+        drift: compares forecasts with routing.
+        keep: whether experts stay in slots; False frees an expert's slot as soon as its layer has run.
+        likely: least probability by a forecast of a whole token at which an expert is loaded early.
+        forecasts: forecasts to make: all (always), none (never), or those that save more waiting than they cost (auto).
+        recall: recall@k of the ways to forecast by name, where it is known.
+        residency: cache that is shared with another engine of the model; None: a cache of its own.
+    """
+
     stage: Stage | None = None
     """Runs the layers in this engine's place, while there is one."""
     ahead: Schedule | None = None
     """Loads experts ahead, while there is something to verify."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._speculator, self._kernel, self._pool = parts.speculator, parts.kernel, parts.pool
-        self._enter: Callable[[State, int], None] = listener(parts.link.observer, "enter") or _ignore
+    def __init__(
+        self, *, link: Link, pool: SlotPool, speculator: Speculator, policies: PolicySet, kernel: Kernel,
+        tokens_ahead: TokenForecasts | None = None, drift: DriftMonitor | None = None, keep: bool = True,
+        likely: float = LIKELY, forecasts: str = ALWAYS, recall: Mapping[str, float] | None = None,
+        residency: ExpertCache | None = None,
+    ) -> None:  # fmt: skip
+        shape = speculator.view.shape
+        self.speculator, self.kernel, self.pool, self.view = speculator, kernel, pool, speculator.view
+        self._enter: Callable[[State, int], None] = listener(link.observer, "enter") or _ignore
         """Reports the compute stream's new state and layer to the observer."""
-        self.view = parts.speculator.view
-        """The model's MoE layers."""
-        self._experts = self.view.shape.experts
+        self._experts = shape.experts
         self._pointers = [
-            {name: view.data_ptr() for name, view in self._pool.views_of(layer.index).items()} for layer in self.view
+            {name: view.data_ptr() for name, view in pool.views_of(layer.index).items()} for layer in self.view
         ]
         self._inconsistent = False
         """Whether a call that moves experts began and did not end: records and slots may not agree."""
         self._complete = False
         """Whether the last forward reached its last layer."""
+        if residency is None:
+            stats = RunStatistics(shape.layers)
+            residency = ExpertCache(pool, link, policies.eviction, stats, experts=shape.experts, keep=keep)
+        self.residency = residency
+        self._forecasts = speculator.predictor is not None
+        rungs = self._rungs(forecasts, recall or {}, policies)
+        self.flow = LayerFlow(
+            residency, policies, shape, view=speculator.view, carry=speculator.ahead if self._forecasts else 0,
+            tokens_ahead=tokens_ahead, likely=likely, rungs=rungs,
+        )  # fmt: skip
+        self._last = shape.layers - 1
+        self._readback = None if link.driver is None else Readback(link.driver, link.progress)
+        """On CUDA."""
+        self._known: dict[int, list[int]] = {}
+        """Ids (flat) of forecasts by target layer, where the host has them."""
+        self._plan: Plan | None = None
+        self._drift, self._refit = drift, speculator.refit
+        if policies.prefetch.first is not None and not policies.evicts_by_forecasts:
+            speculator.hint_only(policies.prefetch.first)
 
     @property
-    def flow(self) -> LayerFlow:
-        """Policies and cache, where they are on the host.
+    def stats(self) -> RunStatistics:
+        """Counters of the cache."""
+        return self.residency.stats
 
-        Raises:
-            ExpertcastError: this engine keeps them on the device.
-        """
-        raise ExpertcastError("this offload keeps its cache on the device: it has no flow and no residency")
-
-    @abstractmethod
     def limit(self, layer: int) -> int:
         """Return the largest number of a layer's distinct experts that a step can run in one chunk."""
+        return self.residency.limit(layer)
 
-    @abstractmethod
     def held(self, layer: int) -> list[int]:
         """Return a layer's experts (0..E-1) that are in slots or in flight."""
+        return list(self.residency.held(layer))
 
     @contextmanager
     def drafting(self, stage: Stage | None) -> Iterator[None]:
@@ -541,155 +557,56 @@ class Engine(ABC):
 
     def attach(self, layer: MoELayer) -> None:
         """Put the slot views in the place of a layer's parameters."""
-        for name, view in self._pool.views_of(layer.index).items():
+        for name, view in self.pool.views_of(layer.index).items():
             layer.experts._parameters[name] = nn.Parameter(view, requires_grad=False)
 
-    @abstractmethod
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         """Start a forward, with new sequences if `fresh`, and clear the state of an interrupted one.
 
         `token_BS` are the ids of its tokens; None: it reads embeddings.
         """
+        if self.stage is not None:
+            self.stage.on_start(fresh, token_BS)
+            return
+        self.residency.link.follow()
+        self._plan = None
+        self._known.clear()
+        halfway, self._inconsistent = self._inconsistent, True
+        complete, self._complete = self._complete, False
+        if halfway:
+            self.residency.reset()
+        elif fresh or not complete:
+            self.residency.abandon()
+        self.flow.start_pass(fresh, token_BS)
+        self._inconsistent = False
+        if self._forecasts:
+            self.speculator.start(fresh, self.flow.coming(len(self.speculator.rungs) - 1))
+        if self._drift is not None:
+            self._drift.start()
 
-    @abstractmethod
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """Request a routed layer's misses, then forecast a later layer and prefetch.
 
         Returns:
             (ids, weights) to execute in place of the router's, or None.
         """
-
-    @abstractmethod
-    def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the output of a layer's experts, computed from slots.
-
-        Args:
-            layer: an attached layer.
-            hidden_TD, ids_TK, weights_TK: arguments of its experts.
-
-        Raises:
-            ExpertcastError: the layer's parameters are not the slots any more.
-        """
-
-    def _run_chunks(
-        self, layer: MoELayer, hidden_TD: Tensor, weights_TK: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """Return the experts' output by several kernel calls, with the same products and one reduction at the end.
-
-        Args:
-            layer, hidden_TD, weights_TK: as for :meth:`run`.
-            chunks: pairs (0..P-1), in the order of computing, with their slots. A chunk is computed before the
-                iterator advances.
-        """
-        tokens, top_k = weights_TK.shape
-        output_PD = hidden_TD.new_empty(tokens * top_k, hidden_TD.shape[1])
-        for pairs, slots in chunks:
-            output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD, top_k, pairs, slots)
-            self._enter("policy", layer.index)
-        return combine(output_PD, weights_TK, hidden_TD.dtype)
-
-    def _check_untouched(self, layer: MoELayer) -> None:
-        for name, pointer in self._pointers[layer.index].items():
-            if layer.experts._parameters[name].data_ptr() != pointer:  # type: ignore[union-attr]
-                raise ExpertcastError(
-                    f"{layer.experts_name}.{name} was changed or moved while the model is offloaded: close the offload "
-                    "first, then move or change the model"
-                )
-
-
-def _ignore(_state: State, _layer: int) -> None:
-    """Do nothing; used if no observer listens to `enter`."""
-
-
-_FEW_IDS = 512
-"""Largest number of ids for which a list is faster than a table of all experts."""
-
-
-class HostEngine(Engine):
-    """Drives flow and kernel from the host, which reads every layer's routing back.
-
-    Args:
-        parts: link, pool, policies and kernel, among others.
-        residency: cache that is shared with another engine of the model; None: a cache of its own.
-    """
-
-    def __init__(self, parts: EngineParts, residency: ExpertCache | None = None) -> None:
-        super().__init__(parts)
-        speculator, policies, shape = parts.speculator, parts.policies, parts.speculator.view.shape
-        rungs = self._rungs(parts)
-        if residency is None:
-            stats = RunStatistics(shape.layers)
-            residency = ExpertCache(
-                parts.pool, parts.link, policies.eviction, stats, experts=shape.experts, keep=parts.keep
-            )
-        self._residency = residency
-        self._forecasts = speculator.predictor is not None
-        self._flow = LayerFlow(
-            residency, policies, shape, view=speculator.view, carry=speculator.ahead if self._forecasts else 0,
-            tokens_ahead=parts.tokens_ahead, likely=parts.likely, rungs=rungs,
-        )  # fmt: skip
-        self._last = shape.layers - 1
-        self._readback = None if parts.link.driver is None else Readback(parts.link.driver, parts.link.progress)
-        """On CUDA."""
-        self._known: dict[int, list[int]] = {}
-        """Ids (flat) of forecasts by target layer, where the host has them."""
-        self._plan: Plan | None = None
-        self._drift, self._refit = parts.drift, speculator.refit
-        if policies.prefetch.first is not None and not policies.evicts_by_forecasts:
-            speculator.hint_only(policies.prefetch.first)
-
-    @property
-    def stats(self) -> RunStatistics:  # type: ignore[override]
-        return self._residency.stats
-
-    @property
-    def flow(self) -> LayerFlow:
-        return self._flow
-
-    def limit(self, layer: int) -> int:
-        return self._residency.limit(layer)
-
-    def held(self, layer: int) -> list[int]:
-        return list(self._residency.held(layer))
-
-    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
-        if self.stage is not None:
-            self.stage.on_start(fresh, token_BS)
-            return
-        self._residency.link.follow()
-        self._plan = None
-        self._known.clear()
-        halfway, self._inconsistent = self._inconsistent, True
-        complete, self._complete = self._complete, False
-        if halfway:
-            self._residency.reset()
-        elif fresh or not complete:
-            self._residency.abandon()
-        self._flow.start_pass(fresh, token_BS)
-        self._inconsistent = False
-        if self._forecasts:
-            self._speculator.start(fresh, self._flow.coming(len(self._speculator.rungs) - 1))
-        if self._drift is not None:
-            self._drift.start()
-
-    def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         if self.stage is not None:
             return self.stage.on_router(call)
         self._inconsistent = True
         if self.ahead is not None:
             self.ahead.routed(call)
-        layer, flow = call.layer, self._flow
+        layer, flow = call.layer, self.flow
         self._enter("policy", layer)
         if layer == 0 and call.tokens == 1:
             flow.start_step(call.sequences)
-        self._residency.observer.routed(layer, call.residual_TD, call.logits_TE)
-        executed = self._speculator.executed(call) if self._forecasts else None
+        self.residency.observer.routed(layer, call.residual_TD, call.logits_TE)
+        executed = self.speculator.executed(call) if self._forecasts else None
         own = executed is None  # the router's choice, unless policies change it
         ids_TK = call.ids_TK if executed is None else executed[0]
         forecast_ids = self._known.pop(layer, None)
         ids, precision = None if own else forecast_ids, None
         if flow.reads_logits:
-            flow.see(layer, call.residual_TD, self._speculator.executed_logits(call, executed), call.sequences)
+            flow.see(layer, call.residual_TD, self.speculator.executed_logits(call, executed), call.sequences)
         if call.tokens > 1 and flow.policies.eviction.reads_routing:
             (rows,) = self._read(ids_TK[-PROMPT_ROWS:])
             flow.policies.eviction.see_routing(layer, rows)
@@ -697,7 +614,7 @@ class HostEngine(Engine):
             executed, ids, precision = self._decide(call, executed)
             ids_TK = call.ids_TK if executed is None else executed[0]
         plan = self._begin(layer, ids_TK, ids, precision)
-        if self._drift is not None and forecast_ids is not None and (own or not self._speculator.router_free):
+        if self._drift is not None and forecast_ids is not None and (own or not self.speculator.router_free):
             self._compare(call, forecast_ids, plan.ids if executed is None else None)
         self._forecast(call, executed)
         flow.finish(layer)
@@ -707,16 +624,16 @@ class HostEngine(Engine):
         self._inconsistent = False
         return executed
 
-    @staticmethod
-    def _rungs(parts: EngineParts) -> Mapping[str, float | None] | None:
+    def _rungs(
+        self, forecasts: str, recall: Mapping[str, float], policies: PolicySet
+    ) -> Mapping[str, float | None] | None:
         """Return recall@k by name of the ways to forecast; None: all forecasts that are due are made; empty: only
         executed forecasts are."""
-        policies = parts.policies
-        if parts.forecasts == ALWAYS or (parts.forecasts == AUTO and policies.evicts_by_forecasts):
+        if forecasts == ALWAYS or (forecasts == AUTO and policies.evicts_by_forecasts):
             return None
-        useful = parts.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
-        names = [rung.predictor.name for rung in parts.speculator.rungs] if parts.forecasts == AUTO and useful else []
-        return {name: parts.recall.get(name) for name in names}
+        useful = self.residency.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
+        names = [rung.predictor.name for rung in self.speculator.rungs] if forecasts == AUTO and useful else []
+        return {name: recall.get(name) for name in names}
 
     def _read(self, *tensors: Tensor) -> list[Any]:
         """Return the values of some tensors; on CUDA after all launched work."""
@@ -729,8 +646,8 @@ class HostEngine(Engine):
     ) -> tuple[tuple[Tensor, Tensor] | None, list[int], dict[int, str]]:
         """Return the routing after routing and miss policies (None: unchanged), its ids, flat, and their precision."""
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
-        logits_TE = self._speculator.executed_logits(call, executed)
-        decision = self._flow.decide(call.layer, logits_TE, ids_TK, weights_TK, routed=executed is None)
+        logits_TE = self.speculator.executed_logits(call, executed)
+        decision = self.flow.decide(call.layer, logits_TE, ids_TK, weights_TK, routed=executed is None)
         if decision.changed:
             executed = (
                 torch.tensor(decision.ids, dtype=ids_TK.dtype, device=ids_TK.device),
@@ -753,7 +670,7 @@ class HostEngine(Engine):
         On CUDA the host waits for a forecast before it launches the layer's experts, so that the link has prefetches
         queued when it ends the layer's own copies.
         """
-        speculator, flow = self._speculator, self._flow
+        speculator, flow = self.speculator, self.flow
         target = speculator.due(call, executed)
         if target is None:
             return
@@ -777,7 +694,7 @@ class HostEngine(Engine):
             return
         flow.forecast(target, rung, perf_counter() - start)
         for further in speculator.further(call, rung):
-            if not self._residency.idle:  # the link has nearer layers' experts to bring
+            if not self.residency.idle:  # the link has nearer layers' experts to bring
                 break
             self._hint(further)
 
@@ -786,9 +703,18 @@ class HostEngine(Engine):
         ids, weights = self._read(forecast.topk_ids_TK, forecast.topk_weights_TK)
         if known:
             self._known[forecast.layer] = [expert for row in ids for expert in row]
-        self._flow.hint(forecast, ids, weights)
+        self.flow.hint(forecast, ids, weights)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the output of a layer's experts, computed from slots.
+
+        Args:
+            layer: an attached layer.
+            hidden_TD, ids_TK, weights_TK: arguments of its experts.
+
+        Raises:
+            ExpertcastError: the layer's parameters are not the slots any more.
+        """
         self._inconsistent = True
         self._enter("policy", layer.index)
         self._check_untouched(layer)
@@ -796,7 +722,7 @@ class HostEngine(Engine):
         if plan is None or plan.layer != layer.index or not (plan.ids_TK is ids_TK or torch.equal(plan.ids_TK, ids_TK)):
             plan = self._begin(layer.index, ids_TK)
         self._plan = None
-        count = self._residency.stats.layers[layer.index]
+        count = self.residency.stats.layers[layer.index]
         count.steps += 1
         count.chunks += len(plan.chunks)
         if len(plan.chunks) == 1:
@@ -804,8 +730,8 @@ class HostEngine(Engine):
         else:
             output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._chunks(plan, ids_TK.reshape(-1)))
         self._complete = layer.index == self._last
-        if self._complete and self._flow.governor is not None:
-            self._flow.governor.end()
+        if self._complete and self.flow.governor is not None:
+            self.flow.governor.end()
         self._enter("compute", layer.index + 1)
         self._inconsistent = False
         return output_TD
@@ -835,7 +761,7 @@ class HostEngine(Engine):
             distinct = list(pairs)
         if self.ahead is not None:
             self.ahead.reached(layer, distinct)
-        chunks = self._flow.begin(layer, distinct, precision)
+        chunks = self.flow.begin(layer, distinct, precision)
         plan = self._plan = Plan(layer, ids_TK, ids, pairs, chunks, precision)
         if len(chunks) == 1:
             self._send_slots(plan)
@@ -849,9 +775,9 @@ class HostEngine(Engine):
             plan.sent = self._send_table(plan.layer, plan.chunks[0])
         else:
             assert plan.ids is not None
-            slot_of, first = self._pool.slots, plan.layer * self._experts
+            slot_of, first = self.pool.slots, plan.layer * self._experts
             plan.slots = [slot_of[first + expert] for expert in plan.ids]
-            plan.sent = self._residency.link.send(plan.slots)
+            plan.sent = self.residency.link.send(plan.slots)
 
     def _run_whole(self, layer: MoELayer, plan: Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         (keys,) = plan.chunks
@@ -859,9 +785,9 @@ class HostEngine(Engine):
         self._wait(layer.index, keys)
         sent = plan.sent.take()
         slots_TK = sent[ids_TK] if plan.slots is None else sent.view_as(ids_TK)
-        output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, plan.slots)
+        output_TD = self.kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, plan.slots)
         self._enter("policy", layer.index)
-        self._residency.release(keys)
+        self.residency.release(keys)
         return output_TD
 
     def _chunks(self, plan: Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -872,15 +798,15 @@ class HostEngine(Engine):
         for keys, following in zip(plan.chunks, [*plan.chunks[1:], None], strict=True):
             sent = self._send_table(plan.layer, keys)  # before the next copies, for which it would have to wait
             if following is None:
-                self._flow.stream(plan.layer)
+                self.flow.stream(plan.layer)
             else:
-                self._flow.request(plan.layer, following, plan.precision)
+                self.flow.request(plan.layer, following, plan.precision)
             end = start + sum(count[key] for key in keys)
             pairs = order_P[start:end]
             slots = sent.take()[ids_P[pairs]]
             self._wait(plan.layer, keys)
             yield pairs, slots
-            self._residency.release(keys)
+            self.residency.release(keys)
             start = end
 
     def _chunk_order(self, plan: Plan, ids_P: Tensor) -> Tensor:
@@ -890,12 +816,12 @@ class HostEngine(Engine):
             for key in keys:
                 number_E[key - first] = number
         order_P = row_order(ids_P)
-        number_P = self._residency.link.send(number_E).take()[ids_P[order_P]]
+        number_P = self.residency.link.send(number_E).take()[ids_P[order_P]]
         return order_P[number_P.sort(stable=True).indices]
 
     def _wait(self, layer: int, keys: list[int]) -> None:
         self._enter("wait", layer)
-        self._residency.wait(keys)
+        self.residency.wait(keys)
         self._enter("compute", layer)
 
     def _send_table(self, layer: int, keys: list[int]) -> Sent:
@@ -903,5 +829,30 @@ class HostEngine(Engine):
         table = [-1] * self._experts
         first = layer * self._experts
         for key in keys:
-            table[key - first] = self._pool.slots[key]
-        return self._residency.link.send(table)
+            table[key - first] = self.pool.slots[key]
+        return self.residency.link.send(table)
+
+    def _run_chunks(
+        self, layer: MoELayer, hidden_TD: Tensor, weights_TK: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Return the experts' output by several kernel calls, with the same products and one reduction at the end.
+
+        Args:
+            layer, hidden_TD, weights_TK: as for :meth:`run`.
+            chunks: pairs (0..P-1), in the order of computing, with their slots. A chunk is computed before the
+                iterator advances.
+        """
+        tokens, top_k = weights_TK.shape
+        output_PD = hidden_TD.new_empty(tokens * top_k, hidden_TD.shape[1])
+        for pairs, slots in chunks:
+            output_PD[pairs] = self.kernel.run_pairs(layer.experts, hidden_TD, top_k, pairs, slots)
+            self._enter("policy", layer.index)
+        return combine(output_PD, weights_TK, hidden_TD.dtype)
+
+    def _check_untouched(self, layer: MoELayer) -> None:
+        for name, pointer in self._pointers[layer.index].items():
+            if layer.experts._parameters[name].data_ptr() != pointer:  # type: ignore[union-attr]
+                raise ExpertcastError(
+                    f"{layer.experts_name}.{name} was changed or moved while the model is offloaded: close the offload "
+                    "first, then move or change the model"
+                )

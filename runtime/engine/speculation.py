@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from expertcast.data.batch import RouterCall, RouterOutput, capturing
+from expertcast.data.batch import RouterCall, RouterOutput
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, RuleCheck, routes_by_logits, weights_over
@@ -231,7 +231,7 @@ class Speculator:
 
     def executed(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """Return (ids, weights) that the layer executes in place of its router's; None: the router's own."""
-        if self._check.unseen and not capturing():
+        if self._check.unseen:
             self._see(call)
         self._make_waiting(call.layer)
         forecast = self._forecasts.get(call.layer)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertcast.data.batch import capturing
 from expertcast.data.tracing import Program, Tensors, traced
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.early_attention import StandIn
@@ -135,8 +134,6 @@ class TracedForecasts:
         if program is not None and not program.checks_left and program.run is not None:
             return program.run(*inputs)
         with torch.no_grad():
-            if capturing():  # no comparison is possible now
-                return function(state)
             if program is None:
                 made = self._trace(function, state, frozen) if self.predictor.traceable else None
                 program = self._programs[key] = _Program(made)

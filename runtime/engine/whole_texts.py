@@ -20,7 +20,7 @@ from expertcast.data.experts import WINDOWS, Answer, Inner, inner_activations
 from expertcast.data.packed_experts import expanded_experts, is_packed, packed_matrices
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, experts_digest
-from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
+from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.kernels import SlotKernel
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.policies import CacheShape, Policies
@@ -37,24 +37,23 @@ class SlotExperts:
 
     Args:
         engine: of the offload.
-        parts: of the engine.
         store: holds the experts.
     """
 
-    def __init__(self, engine: Engine, parts: EngineParts, store: ExpertStore) -> None:
-        self._engine, self._parts, self._store = engine, parts, store
+    def __init__(self, engine: Engine, store: ExpertStore) -> None:
+        self._engine, self._store = engine, store
 
     @cached_property
     def view(self) -> MoEView:
         """The model's MoE layers, with the fingerprint of its experts where they are not packed."""
-        view = self._parts.speculator.view
+        view = self._engine.view
         if packed_matrices(view[0].experts):  # a predictor of the expanded model may forecast the packed one
             return view
         return replace(view, experts_known=experts_digest(map(self.weights, view)))
 
     def windows(self, window: int) -> int:
         """Return the number of windows whose activations are about as large as the slots, at least eight."""
-        shape, pool = self._parts.speculator.view.shape, self._parts.pool
+        shape, pool = self._engine.view.shape, self._engine.pool
         sizes = [field.dtype.itemsize for field in pool.layout.fields]
         inner = pool.layout.block_bytes // (3 * shape.hidden * max(sizes))
         captured = shape.layers * (4 * shape.hidden + 4 * shape.experts)
@@ -91,37 +90,33 @@ class SlotExperts:
 
     @cached_property
     def _texts(self) -> _TextEngine:
-        if not isinstance(self._engine, HostEngine):
-            raise ExpertcastError("whole sequences run only where the host decides on copies: offload with link='cuda'")
-        if self._parts.speculator.early is not None:
+        if self._engine.speculator.early is not None:
             raise ExpertcastError(
                 "this offload's predictor follows the model for early attention, which whole sequences would disturb: "
                 "offload without a predictor"
             )
-        return _TextEngine(self._parts, self._engine)
+        return _TextEngine(self._engine)
 
 
-class _TextEngine(HostEngine):
+class _TextEngine(Engine):
     """Loads the routers' choices, and the next layer's experts while a layer computes, without forecasts.
 
     Args:
-        parts: of the offload.
-        engine: shares its cache.
+        engine: of the offload; shares its cache.
     """
 
-    def __init__(self, parts: EngineParts, engine: HostEngine) -> None:
-        view, slots = parts.speculator.view, parts.pool.count
+    def __init__(self, engine: Engine) -> None:
+        view, pool, residency = engine.view, engine.pool, engine.residency
         policies = Policies().make(
-            CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=slots)
+            CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=pool.count)
         )
-        policies.eviction = engine.flow.residency.eviction
-        self._seen = _SeenKernel(parts.pool, view.shape.experts)
-        own = replace(
-            parts, speculator=Speculator(view, None), policies=policies, kernel=self._seen, tokens_ahead=None,
-            drift=None,
+        policies.eviction = residency.eviction
+        self._seen = _SeenKernel(pool, view.shape.experts)
+        super().__init__(
+            link=residency.link, pool=pool, speculator=Speculator(view, None), policies=policies, kernel=self._seen,
+            residency=residency,
         )  # fmt: skip
-        super().__init__(own, engine.flow.residency)
-        self._flow.most = view.shape.experts // 2
+        self.flow.most = view.shape.experts // 2
         self._other = engine
 
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
@@ -131,7 +126,7 @@ class _TextEngine(HostEngine):
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._inconsistent = True
         self._begin(layer.index, ids_TK)
-        self._flow.finish(layer.index)
+        self.flow.finish(layer.index)
         return super().run(layer, hidden_TD, ids_TK, weights_TK)
 
     def run_seen(

@@ -53,10 +53,6 @@ class Link(ABC):
     """
 
     name: str
-    decides_on_device: bool = False
-    """Whether code on the device chooses the copies from tables that the host does not read. Such a link needs its own
-    engine.
-    """
     overlaps: bool = True
     """Whether copies run beside the model's thread. Without overlap prefetching gains nothing."""
     latency: float = 0.0

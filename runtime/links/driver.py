@@ -44,10 +44,6 @@ class CudaDevice:
         """Return a context in which a stream is current."""
         return torch.cuda.stream(stream)
 
-    def capturing(self) -> bool:
-        """Return whether the current stream is captured into a graph. Captured work is recorded, not run."""
-        return torch.cuda.is_current_stream_capturing()
-
     def synchronize(self) -> None:
         """Block the host until all work on the device is done."""
         torch.cuda.synchronize(self.device)
@@ -59,15 +55,13 @@ class CudaDevice:
             meanwhile()
 
     def follow(self, last: torch.cuda.Stream) -> torch.cuda.Stream:
-        """Order a forward pass or graph replay on the current stream after the previous one, on `last`.
+        """Order a forward pass on the current stream after the previous one, on `last`.
 
         Within a forward pass, events order copies and kernels. Whether a slot is ready is tracked for one stream only.
 
         Returns:
             The stream that the next forward pass follows.
         """
-        if self.capturing():  # a captured graph cannot wait for work launched before it
-            return last
         stream = self.current_stream()
         if stream != last:
             stream.wait_stream(last)

@@ -15,7 +15,6 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from expertcast.predictors.base import FARTHEST, Forecast, LogOdds
@@ -87,15 +86,6 @@ class PrefetchPolicy(Policy):
     def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
         """Return distinct experts (0..E-1) of the target layer, in the order in which to load them."""
 
-    def device_ids(self, forecast: Forecast) -> Tensor | None:
-        """Select experts by tensor operations alone, for links that decide on the device.
-
-        Returns:
-            Experts [N], possibly repeated: the first choice of each token, then the second of each, and so on. None if
-            the policy does not support this.
-        """
-        return None
-
     def see_routing(self, layer: int, ids: Sequence[int]) -> None:
         """Learn from the distinct experts that a layer needed, after a forecast for this layer."""
 
@@ -148,13 +138,6 @@ class TopK(PrefetchPolicy):
         if self._budget > self.shape.top_k:
             experts += self._further(candidates, set(experts))
         return experts
-
-    def device_ids(self, forecast: Forecast) -> Tensor:
-        ids_N = forecast.topk_ids_TK.t().reshape(-1)
-        if self._budget <= self.shape.top_k:
-            return ids_N
-        further_N = forecast.logits_TE.topk(self._budget, dim=-1).indices.t().reshape(-1)
-        return torch.cat([ids_N, further_N])
 
     def _further(self, candidates: Candidates, chosen: set[int]) -> list[int]:
         probability_E = candidates.probability_TE.sum(dim=0).tolist()
@@ -225,11 +208,6 @@ class Percentile(PrefetchPolicy):
         else:
             chosen_TE = self._of_each_token(probability_TE)
         return likeliest_first(chosen_TE, probability_TE)
-
-    def device_ids(self, forecast: Forecast) -> Tensor | None:
-        if self.config.over != "token":
-            return None
-        return forecast.logits_TE.topk(self._count, dim=-1).indices.t().reshape(-1)
 
     def _above_history(self, probability_TE: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
         kth = self.shape.experts - self.shape.top_k

@@ -54,8 +54,6 @@ class RunStatistics:
 
     reports: Sequence[Callable[[], Json]] = ()
     """Functions that return further entries of :meth:`as_dict`."""
-    uncounted: frozenset[str] = frozenset()
-    """Fields of the layers' statistics that this runtime cannot count; they stay 0."""
     keepers: Sequence[WeakMethod[Callable[[], AbstractContextManager[None]]]] = ()
     """Context managers entered around every reset, for observers that keep counting; see :meth:`resetting`."""
 

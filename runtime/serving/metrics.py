@@ -28,7 +28,6 @@ from prometheus_client.registry import Collector
 
 from expertcast.runtime.drafts.governor import Tally
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.experimental.kernel_link import KernelLink, resident_keys
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
@@ -185,11 +184,11 @@ class MetricSource:
         drafting = offloaded.drafting
 
         def draft_bytes() -> Mapping[str, int]:
-            return {} if drafting is None else dict(drafting.memory)
+            return dict(drafting.memory)
 
         return cls(
             stats=offloaded.stats, link=offloaded.link, pool=offloaded.pool, store=offloaded.store,
-            drift=offloaded.drift, tally=None if drafting is None else drafting.tally, draft_bytes=draft_bytes,
+            drift=offloaded.drift, tally=drafting.tally, draft_bytes=draft_bytes,
             info=run_info(offloaded, name),
         )  # fmt: skip
 
@@ -256,8 +255,7 @@ class ExpertMetrics(Collector):
         source = self._source
         for layer, counts in enumerate(list(source.stats.layers)):
             for name, spec in LAYER.items():
-                if name not in source.stats.uncounted:
-                    yield spec, (str(layer),), getattr(counts, name)
+                yield spec, (str(layer),), getattr(counts, name)
         link = source.link
         yield COPIES, (), link.copies
         yield BUSY, (), link.busy_s
@@ -270,7 +268,7 @@ class ExpertMetrics(Collector):
         store, pool, drift = source.store, source.pool, source.drift
         yield EXPERTS, (), store.layers * store.experts
         yield SLOTS, (), pool.count
-        yield HELD, (), _held(source)
+        yield HELD, (), len(source.pool.slots)
         yield SLOT_BYTES, (), pool.nbytes
         yield STORE_BYTES, (store.name,), store.stored_nbytes
         if drift is not None:
@@ -332,12 +330,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
-
-
-def _held(source: MetricSource) -> int:
-    if isinstance(source.link, KernelLink):
-        return len(resident_keys(source.link))
-    return len(source.pool.slots)
 
 
 def _families(values: Any) -> Iterator[Metric]:

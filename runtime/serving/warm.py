@@ -19,7 +19,6 @@ from typing_extensions import TypedDict
 from expertcast.data.trace_writer import write_user_file
 from expertcast.predictors.artefacts import CLOSED, SEAL, read_bytes, read_json, seal
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.experimental.kernel_link import KernelLink, prefill_tables, resident_keys
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.recording.recorder import Observer
 
@@ -41,8 +40,7 @@ class _File(TypedDict):
 class HotExperts(Observer):
     """Counts the uses of each expert, and stores them in a file together with the resident experts.
 
-    Counts of earlier runs are halved in every run, so the order follows recent requests. If the link decides on the
-    device, uses are not counted; the file then keeps the order in which slots were last used.
+    Counts of earlier runs are halved in every run, so the order follows recent requests.
 
     Args:
         path: the file.
@@ -52,13 +50,12 @@ class HotExperts(Observer):
     def __init__(self, path: Path, offloaded: OffloadedModel) -> None:
         self.path = path
         self._offloaded = offloaded
-        self._keeps = offloaded.link.decides_on_device or offloaded.residency.keep
+        self._keeps = offloaded.residency.keep
         self._shape = offloaded.view.shape
         self._fingerprint = offloaded.view.fingerprint()
         self._used: Counter[int] = Counter()
         self._before: dict[int, int] = {}
-        if not offloaded.link.decides_on_device:
-            offloaded.residency.add_observer(self)
+        offloaded.residency.add_observer(self)
 
     def needed(self, layer: int, keys: Sequence[int]) -> None:
         self._used.update(keys)
@@ -94,12 +91,8 @@ class HotExperts(Observer):
         Raises:
             ExpertcastError: the folder is not writable.
         """
-        link = self._offloaded.link
-        if isinstance(link, KernelLink):
-            used, held = Counter[int](), resident_keys(link)
-        else:
-            used, held = self._used.copy(), sorted(self._offloaded.pool.resident())
-        if not used and not (held and isinstance(link, KernelLink)):
+        used, held = self._used.copy(), sorted(self._offloaded.pool.resident())
+        if not used:
             return False
         for key, count in self._before.items():
             if count // 2:
@@ -132,9 +125,6 @@ class HotExperts(Observer):
     def _fill(self, order: Sequence[int]) -> int:
         """Load the most used experts that fit each layer's share of the slots, the most used last, as the newest."""
         offloaded, experts = self._offloaded, self._shape.experts
-        if isinstance(offloaded.link, KernelLink):
-            free = offloaded.pool.count - len(resident_keys(offloaded.link))
-            return prefill_tables(offloaded.link, order[:free][::-1], experts)
         residency = offloaded.residency
         room, chosen = Counter[int](), list[int]()
         shared = len(offloaded.pool.free_slots)

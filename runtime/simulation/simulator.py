@@ -1,6 +1,6 @@
 """Simulator: the runtime's flow, cache and policies in virtual time, over a link that counts seconds.
 
-A layer passes the same events as in :class:`expertcast.runtime.engine.engine.HostEngine`:
+A layer passes the same events as in :class:`expertcast.runtime.engine.engine.Engine`:
 
     compute     | before | request | forecast | prefetch | launch | wait ... | experts |
     link                           [ miss ][ miss ][ forecast ][ forecast ] ...

@@ -111,15 +111,12 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     },
     "torch:Tensor": {"_base": "Tensor that a view was made of (data.moe_layers)."},
     "torch._C": {
-        "_BlasBackend": "Names the library that carve-outs do not suit (kernel_link).",
         "_create_function_from_graph": "Makes a program of a traced graph (data.tracing).",
         "_create_graph_by_tracing": "Traces a function (data.tracing).",
         "_get_graph_executor_optimize": "Reads the setting below (data.tracing).",
-        "_get_sm_carveout_experimental": "Reads how many multiprocessors matmuls leave alone (kernel_link).",
         "_get_tracing_state": "Suspends a trace, with the setter below (data.tracing, predictors.view).",
         "_jit_pass_dce": "Removes unused operations of a graph (data.tracing).",
         "_set_graph_executor_optimize": "Runs a program without recompiling it for each shape (data.tracing).",
-        "_set_sm_carveout_experimental": "Sets how many multiprocessors matmuls leave alone (kernel_link).",
         "_set_tracing_state": "Suspends and resumes a trace (data.tracing, predictors.view).",
     },
     "torch.nn:Module": {

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = (
     "checkpoints", "data.batch", "data.live", "data.machine", "data.trace_format", "data.trace_writer", "data.traces",
     "predictors", "runtime.config", "runtime.engine.cache", "runtime.engine.drift", "runtime.engine.engine",
-    "runtime.engine.speculation", "runtime.experimental.device_engine", "runtime.links", "runtime.policies",
-    "runtime.pools", "runtime.recording", "runtime.storage.codecs", "runtime.storage.disk_store",
+    "runtime.engine.speculation", "runtime.links", "runtime.policies", "runtime.pools", "runtime.recording",
+    "runtime.storage.codecs", "runtime.storage.disk_store",
     "runtime.storage.layout", "runtime.storage.memory", "runtime.storage.slots", "runtime.storage.store",
 )  # fmt: skip
 """Modules, and packages with all their modules, that other engines' fronts use."""
@@ -41,8 +41,7 @@ for name in list(names):
     places = getattr(importlib.import_module(name), "__path__", [])
     names += [each.name for each in pkgutil.walk_packages(places, f"{name}.")]
 for name in names:
-    if not name.endswith(".triton_kernels"):  # imported on CUDA only
-        importlib.import_module(name)
+    importlib.import_module(name)
 print(len(names), "modules")
 import expertcast.runtime.engine.front
 """

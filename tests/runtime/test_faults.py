@@ -230,7 +230,6 @@ class _Failing(Observer):
 LINKS: dict[str, Callable[[], dict[str, Any]]] = {
     "emulated": lambda: {"link": slow_link()},
     "instant": lambda: {"link": "instant"},
-    "kernel": lambda: {"link": "kernel"},
     "disk": lambda: {"link": "disk", "store": "disk"},
     "coded": lambda: {"link": "disk", "store": "disk", "codec": "bitsplit"},
     "staging": lambda: {"link": DiskOnDevice(TimedDevice(1e9), buffers=2), "store": "disk"},

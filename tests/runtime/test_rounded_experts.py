@@ -19,7 +19,7 @@ from expertcast.data.packed_experts import packed_matrices, weight_bits
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import InstantLink, OffloadConfig, load_offloaded
+from expertcast.runtime import OffloadConfig, load_offloaded
 from expertcast.runtime.config import pack_experts
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
@@ -131,16 +131,6 @@ def test_experts_for_cuda(experts: str, folder: Path, monkeypatch: pytest.Monkey
     with expertcast.offload(model, slots=5) as offloaded:
         assert_same(greedy(offloaded, BATCH, NEW), expected["batch"])
         assert_same(greedy(offloaded, LONG, NEW), expected["long"])
-
-
-class _Deciding(InstantLink):
-    decides_on_device = True
-
-
-def test_a_link_that_decides_on_the_device_is_refused(experts: str) -> None:
-    for model, options in ((_model(), {"experts": experts}), (_packed(experts), {})):
-        with pytest.raises(ExpertcastError, match="give link='cuda' or experts='expanded'"):
-            expertcast.offload(model, slots=5, link=_Deciding(), **options)
 
 
 @pytest.mark.gpu

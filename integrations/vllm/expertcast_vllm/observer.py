@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import CompilationMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from expertcast.data.batch import RouterCall, capturing
+from expertcast.data.batch import RouterCall
 from expertcast.data.live import Conversations, LiveDocument, LiveOptions, LiveTraces
 from expertcast.data.processes import exclusive
 from expertcast.predictors import Predictor
@@ -31,7 +31,7 @@ from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.forecasters import make_monitor, resolve_predictor
 from expertcast_vllm.settings import Settings
-from expertcast_vllm.step import Part, Requests, captures_whole_steps, observe_requests, refuse, without_padding
+from expertcast_vllm.step import Part, Requests, observe_requests, refuse
 from expertcast_vllm.wiring import ForecastRouter, GateParameters, find_layers
 
 if TYPE_CHECKING:
@@ -302,8 +302,6 @@ class ModelObserver:
         """Return the call in transformers' form: with scaled weights, int64 ids, and the residual stream if visible."""
         if self._last_call is None or self._last_call[0] is not call:
             residual = self._residual if self.sees_residuals else None
-            if residual is not None and capturing():
-                residual = without_padding(residual)
             rows = len(call.ids_TK)
             own = replace(
                 call,
@@ -365,7 +363,7 @@ def make_speculator(offload: WorkerOffload, observer: ModelObserver | None) -> t
         observer: the model's observer; None without forecasts and collection.
 
     Returns:
-        The speculator; the monitor, or None if there is no predictor or only the device knows the recall.
+        The speculator; the monitor, or None if there is no predictor.
 
     Raises:
         ExpertcastError: the predictor is unknown, belongs to another model, or needs inputs that vLLM hides.
@@ -377,12 +375,10 @@ def make_speculator(offload: WorkerOffload, observer: ModelObserver | None) -> t
     predictor, checkpoint = resolve_predictor(config.resolved_predictor(), view)
     if predictor is None:
         return Speculator(view, None), None
-    _check_predictor(predictor, observer, config=offload.config)
+    _check_predictor(predictor, observer)
     predictor.to(next(view[0].router.parameters()).device)
     speculator = ObservingSpeculator(observer, predictor, ahead=config.ahead, reach=config.reach)
-    return speculator, None if offload.link.decides_on_device else make_monitor(
-        config, view.shape, predictor, checkpoint
-    )
+    return speculator, make_monitor(config, view.shape, predictor, checkpoint)
 
 
 class ObservingSpeculator(Speculator):
@@ -411,7 +407,7 @@ class ObservingSpeculator(Speculator):
         return None if self._previous_tokens is None or call.tokens > 1 else self._previous_tokens.of(call)
 
 
-def _check_predictor(predictor: Predictor, observer: ModelObserver, config: VllmConfig) -> None:
+def _check_predictor(predictor: Predictor, observer: ModelObserver) -> None:
     """Raise if vLLM does not provide the predictor's inputs.
 
     Raises:
@@ -425,11 +421,6 @@ def _check_predictor(predictor: Predictor, observer: ModelObserver, config: Vllm
         raise ExpertcastError(
             f"{predictor.name} reads early attention, which is not available under vLLM: train it with --set "
             "inputs=quasi_hidden/router_input/routing/previous, or use linear"
-        )
-    if predictor.uses_previous_token and captures_whole_steps(config):
-        raise ExpertcastError(
-            f"{predictor.name} keeps the last token's routing on the host, which whole CUDA graphs bypass: use another "
-            'predictor, or start vLLM with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
         )
     if predictor.reads_residual and not observer.sees_residuals:
         raise ExpertcastError(

@@ -29,14 +29,13 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
-from expertcast.data.batch import RouterCall, capturing
+from expertcast.data.batch import RouterCall
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.config import OffloadConfig, make_link, make_store, named_checkpoint, slots_for
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
+from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.experimental.device_engine import DeviceEngine
 from expertcast.runtime.forecasters import mean_recall
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.base import CacheShape
@@ -49,7 +48,7 @@ from expertcast.runtime.storage.store import ExpertStore
 from expertcast_vllm.method import GatheringKernel, MappingKernel, OffloadedMethod, VllmKernel
 from expertcast_vllm.observer import ModelObserver, make_speculator
 from expertcast_vllm.settings import KEY, METRICS, OFFLOAD, STATISTICS, Settings
-from expertcast_vllm.step import Step, check_config, check_slots, groups, running_step, without_padding
+from expertcast_vllm.step import Step, check_config, groups, running_step
 from expertcast_vllm.wiring import GateParameters, observe_routing, record_gates
 
 
@@ -187,10 +186,9 @@ def _offload_of(worker: WorkerBase) -> Any:
 
 def _sum_up(stats: RunStatistics) -> None:
     total, rate = stats.total, stats.hit_rate
-    waited = "" if "waited_s" in stats.uncounted else f", {total.waited_s:.3g} s waited for them"
     logger.info(
-        "expertcast: %d experts needed, %s of them in slots, %.3g GB moved%s",
-        total.requests, "none" if rate is None else f"{rate:.1%}", total.bytes_moved / 1e9, waited,
+        "expertcast: %d experts needed, %s of them in slots, %.3g GB moved, %.3g s waited for them",
+        total.requests, "none" if rate is None else f"{rate:.1%}", total.bytes_moved / 1e9, total.waited_s,
     )  # fmt: skip
 
 
@@ -225,7 +223,7 @@ class WorkerOffload:
     """Monitor of the forecasts' recall; set with the speculator."""
 
     def __init__(self, config: VllmConfig, settings: Settings) -> None:
-        check_config(config, settings)
+        check_config(config)
         self.config, self.settings = config, settings
         self.layers: list[OffloadedExperts] = []
         self.device = torch.device(config.device_config.device)
@@ -280,19 +278,13 @@ class WorkerOffload:
         config, shape = self.settings.offload, self.shape
         assert self.speculator is not None, "no engine before the model is loaded"
         cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=self.pool.count)
-        made = DeviceEngine if self.link.decides_on_device else HostEngine
-        engine = made(
-            EngineParts(
-                link=self.link, pool=self.pool, speculator=self.speculator,
-                policies=config.resolved_policies().make(cache), kernel=self.kernel, drift=self.drift,
-                keep=config.cache, likely=config.likely, forecasts=config.forecasts,
-                recall=mean_recall(self.checkpoint),
-            )
+        engine = Engine(
+            link=self.link, pool=self.pool, speculator=self.speculator,
+            policies=config.resolved_policies().make(cache), kernel=self.kernel, drift=self.drift, keep=config.cache,
+            likely=config.likely, forecasts=config.forecasts, recall=mean_recall(self.checkpoint),
         )  # fmt: skip
         reports = [] if self.drift is None else [self.drift.as_dict]
-        if isinstance(engine, HostEngine):
-            reports.append(engine.flow.forecasts_report)
-        engine.stats.reports = reports
+        engine.stats.reports = [*reports, engine.flow.forecasts_report]
         self.ending.callback(_sum_up, engine.stats)
         return engine
 
@@ -338,8 +330,6 @@ class WorkerOffload:
             collector = self.observer.collect(wanted)
             if collector is not None:
                 self.ending.callback(collector.close)
-        if self.link.decides_on_device:
-            self.engine  # noqa: B018  # created now, so that its memory does not belong to a graph
 
     def warmed_up(self) -> None:
         """Reset the counters after vLLM's warm-up."""
@@ -355,8 +345,6 @@ class WorkerOffload:
         step = self._step
         if step is None:
             return ids_TK
-        if capturing():
-            hidden_TD, logits_TE, weights_TK, ids_TK = map(without_padding, (hidden_TD, logits_TE, weights_TK, ids_TK))
         rows = slice(0, step.tokens)
         sequences = step.requests if step.decodes else 1
         self._call = call = RouterCall(
@@ -435,7 +423,6 @@ class WorkerOffload:
         assert store is not None, "slots need loaded experts"
         store.finish()
         slots = slots_for(config, store)
-        check_slots(self.config, shape, slots)
         self.pool = SlotPool(store.layout, slots, device)
         self.link = make_link(config, device.type)
         self.link.attach(store, self.pool)

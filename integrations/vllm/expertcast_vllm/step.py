@@ -15,8 +15,6 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.view import ModelShape
-from expertcast_vllm.settings import Settings
 
 if TYPE_CHECKING:
     from expertcast_vllm.observer import ModelObserver
@@ -27,7 +25,7 @@ class Step:
     """One forward pass over tokens of some requests."""
 
     tokens: int
-    """Tokens of requests; later rows are padding. During the capture of a CUDA graph, all rows."""
+    """Tokens of requests; later rows are padding."""
     requests: int
     decodes: bool
     """Whether each request has one token."""
@@ -64,15 +62,6 @@ def _step(metadata: Any) -> Step | None:
         return None
     only = not prefills and getattr(metadata, "num_decode_tokens", 0) == decodes
     return Step(tokens=tokens, requests=decodes + prefills, decodes=only)
-
-
-def without_padding(rows_TX: Tensor) -> Tensor:
-    """Replace padding rows by the first row, so that padding requests no experts.
-
-    The host reads nothing: the number of padding rows differs between replays of a CUDA graph.
-    """
-    padding_T = get_forward_context().is_padding
-    return rows_TX if padding_T is None else rows_TX.where(~padding_T[: len(rows_TX), None], rows_TX[:1])
 
 
 # Tokens of requests
@@ -143,7 +132,7 @@ SPLIT_AT = ("vllm::moe_forward", "vllm::moe_forward_shared")
 """Operators with vLLM's MoE layers, which CUDA graphs must leave out."""
 
 
-def check_config(config: VllmConfig, settings: Settings) -> None:
+def check_config(config: VllmConfig) -> None:
     """Refuse options that offloaded layers do not support, and exclude these layers from CUDA graphs.
 
     Raises:
@@ -168,7 +157,7 @@ def check_config(config: VllmConfig, settings: Settings) -> None:
     }
     refuse(refused, "{} is not supported with experts in slots: leave it out")
     if config.device_config.device.type == "cuda":
-        _check_graphs(config, settings)
+        _check_graphs(config)
 
 
 def refuse(options: Mapping[str, bool], why: str) -> None:
@@ -186,62 +175,23 @@ def refuse(options: Mapping[str, bool], why: str) -> None:
             raise ExpertcastError(why.format(option))
 
 
-def captures_whole_steps(config: VllmConfig) -> bool:
-    """Return whether vLLM captures whole steps in CUDA graphs, which exclude decisions on the host."""
-    mode = config.compilation_config.cudagraph_mode
-    return config.device_config.device.type == "cuda" and mode is not None and mode.has_full_cudagraphs()
-
-
-def _check_graphs(config: VllmConfig, settings: Settings) -> None:
-    """Exclude MoE layers from CUDA graphs unless the device chooses the copies: a graph would not repeat the host's
-    part.
-    """
+def _check_graphs(config: VllmConfig) -> None:
+    """Exclude MoE layers from CUDA graphs, which would not repeat the host's part."""
     compilation = config.compilation_config
     mode = compilation.cudagraph_mode
     if mode is None or mode == CUDAGraphMode.NONE:
         return
-    whole = captures_whole_steps(config)
-    if whole and settings.offload.link != "kernel":
+    if mode.has_full_cudagraphs():
         raise ExpertcastError(
             "expertcast chooses copies on the host, outside CUDA graphs: start vLLM with --enforce-eager or with "
-            '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or set expertcast\'s option "link": "kernel", '
-            "which chooses them on the device"
+            '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
         )
-    if whole and settings.collect is not None:
-        raise ExpertcastError(
-            "collect reads every step on the host, but whole CUDA graphs bypass it: start vLLM with --enforce-eager"
-        )
-    if not mode.has_piecewise_cudagraphs():
-        return
     if not compilation.splitting_ops:
         raise ExpertcastError(
             f"cudagraph_mode {mode.name} without splitting_ops would capture the MoE layers of prompts: leave "
             "splitting_ops out of --compilation-config, or start vLLM with --enforce-eager"
         )
     compilation.splitting_ops.extend(name for name in SPLIT_AT if name not in compilation.splitting_ops)
-
-
-def check_slots(config: VllmConfig, shape: ModelShape, slots: int) -> None:
-    """Refuse fewer slots than the largest captured step may need: inside a graph it cannot run in groups.
-
-    Args:
-        config: vLLM's config.
-        shape: shape of the model.
-        slots: slots of the worker.
-
-    Raises:
-        ExpertcastError: there are too few slots.
-    """
-    if not captures_whole_steps(config):
-        return
-    largest = config.compilation_config.max_cudagraph_capture_size or 0
-    needed = min(largest * shape.top_k, shape.experts)
-    if slots < needed:
-        fit = slots // shape.top_k
-        raise ExpertcastError(
-            f"slots={slots} is fewer than the {needed} experts that a layer may need in a CUDA graph of {largest} "
-            f"tokens: use {needed} slots, or start vLLM with --max-cudagraph-capture-size {fit}"
-        )
 
 
 # Steps that need more experts than slots

@@ -125,7 +125,7 @@ def test_nothing_is_left_of_a_fault(family: str, draft: str, place: str) -> None
     plain: Given = {"max_new_tokens": NEW, "do_sample": False}
     with offload(model, slots=SLOTS, predictor="next_norm", link=slow_link(), forecasts="always") as offloaded:
         whole = offloaded.generate(ids_BS, **plain, draft="none")
-        executed = offloaded._engine._speculator.layers
+        executed = offloaded._engine.speculator.layers
         assert offloaded.drafting is not None
         offloaded.generate(ids_BS, **plain, draft=draft, draft_length=3)
         for count, kind in ((2, RuntimeError), (4, KeyboardInterrupt), (11, RuntimeError)):
@@ -141,7 +141,7 @@ def test_nothing_is_left_of_a_fault(family: str, draft: str, place: str) -> None
                 settled(model, cache, whole)
             assert offloaded._engine.stage is None
             assert offloaded._engine.ahead is None
-            assert offloaded._engine._speculator.layers == executed
+            assert offloaded._engine.speculator.layers == executed
             assert model.config.num_hidden_layers == layers
             assert model.model.layers is list_of
             assert torch.equal(offloaded.generate(ids_BS, **plain, draft=draft), whole), count

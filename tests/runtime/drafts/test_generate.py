@@ -285,10 +285,3 @@ def test_what_is_not_exact_verifies_nothing(options: dict[str, Any]) -> None:
         refused("offload it in mode 'exact', and give these as the draft"),
     ):
         lossy.generate(prompt(vocabulary=VOCABULARY), max_new_tokens=4, draft="int4")
-
-
-def test_a_link_that_decides_on_the_device_has_no_drafts() -> None:
-    with offload(tiny("qwen3_moe"), slots=SLOTS, link="kernel") as opened:
-        assert opened.drafting is None
-        with refused("offload with link='cuda'"):
-            opened.generate(prompt(vocabulary=VOCABULARY), max_new_tokens=4, draft="int4")

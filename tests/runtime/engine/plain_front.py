@@ -23,7 +23,7 @@ from expertcast.predictors import ModelShape, MoEView, PredictorConfig
 from expertcast.predictors.baselines import RouterInput
 from expertcast.runtime.config import OffloadConfig, make_link, make_store
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.engine import EngineParts, HostEngine
+from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.policies import CacheShape
 from expertcast.runtime.storage.layout import BlockLayout, ExpertsForm
@@ -74,7 +74,7 @@ class PlainModel:
         self.prompt_TD = random(6, hidden) * 4
 
     @torch.no_grad()
-    def texts(self, engine: HostEngine | None, steps: int = 24) -> list[Tensor]:
+    def texts(self, engine: Engine | None, steps: int = 24) -> list[Tensor]:
         """Outputs of a prompt and of decode steps."""
         hidden_TD, outputs = self.prompt_TD, []
         for step in range(steps):
@@ -86,7 +86,7 @@ class PlainModel:
             hidden_TD = hidden_TD[-1:].roll(1, dims=-1)
         return outputs
 
-    def _experts(self, engine: HostEngine | None, layer: int, residual_TD: Tensor) -> Tensor:
+    def _experts(self, engine: Engine | None, layer: int, residual_TD: Tensor) -> Tensor:
         read_TD = self.norms[layer](residual_TD)
         logits_TE, weights_TK, ids_TK = self.routers[layer](read_TD)
         if engine is None:
@@ -134,11 +134,9 @@ class Front:
         predictor = RouterInput(PredictorConfig(), SHAPE).bind(model.view) if config.predictor else None
         self.drift = DriftMonitor(SHAPE.layers, SHAPE.top_k, None, "router_input")
         shape = CacheShape(layers=SHAPE.layers, experts=SHAPE.experts, top_k=SHAPE.top_k, slots=slots)
-        self.engine = HostEngine(
-            EngineParts(
-                link=link, pool=self.pool, speculator=Speculator(model.view, predictor),
-                policies=config.resolved_policies().make(shape), kernel=PairKernel(), drift=self.drift,
-            )
+        self.engine = Engine(
+            link=link, pool=self.pool, speculator=Speculator(model.view, predictor),
+            policies=config.resolved_policies().make(shape), kernel=PairKernel(), drift=self.drift,
         )  # fmt: skip
         for layer in model.view:
             self.engine.attach(layer)

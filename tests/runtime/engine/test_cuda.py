@@ -14,14 +14,13 @@ from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import offload
 from expertcast.runtime.engine.kernels import _MOST_GROUPS, SlotKernel, _ranges, has_persistent_grouped_mm
-from expertcast.runtime.experimental.kernel_link import has_triton
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.links.cuda_helpers import MARKS, cuda_model, prompt
 from tests.runtime.test_exact import WATCHED, _canary_model
 
 pytestmark = MARKS
 
-LINKS = ["cuda", pytest.param("kernel", marks=pytest.mark.skipif(not has_triton(), reason="no triton")), "auto"]
+LINKS = ["cuda", "auto"]
 CONFIGURATIONS: list[dict[str, Any]] = [
     {"slots": 2},
     {"slots": 5, "predictor": "next_norm"},

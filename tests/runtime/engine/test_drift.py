@@ -19,7 +19,7 @@ from expertcast.predictors.baselines import NextNorm
 from expertcast.runtime import offload
 from expertcast.runtime.engine import drift
 from expertcast.runtime.engine.drift import BLOCK, DriftMonitor
-from expertcast.runtime.engine.engine import HostEngine
+from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.refit import FadingMean
 
 LAYERS, TOP_K, EXPERTS = 6, 4, 32
@@ -193,5 +193,5 @@ def test_a_checkpoint_is_what_recall_falls_from(
             _decode(offloaded, ids, block)
             assert offloaded.stats.as_dict()["drift"] is None
             assert "forecast_recall" not in offloaded.stats.as_dict()
-            assert isinstance(offloaded._engine, HostEngine)
+            assert isinstance(offloaded._engine, Engine)
             assert offloaded._engine._drift is None

@@ -26,7 +26,6 @@ from expertcast.runtime.engine import traced as traced_forecasts
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.engine.forecasting import RECALL, ForecastGovernor, TokensAhead, early_layers
-from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.links.virtual import VirtualLink
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
@@ -477,7 +476,6 @@ def test_ids_come_from_the_forward(reference_model: PreTrainedModel, next_token:
     ("fields", "message"),
     [
         ({"policies": Policies(prefetch="none")}, "eviction='forecast'"),
-        ({"link": KernelLink()}, "link 'kernel'"),
         ({"likely": 0.0}, "likely=0.0: give a probability above 0"),
         ({"forecasts": "sometimes"}, "unknown forecasts 'sometimes': choose from auto, always, never"),
     ],

@@ -41,10 +41,10 @@ from tests.runtime.conftest import assert_same, greedy
 SWITCH = "_optimize_model_for_decode"
 CONFIGURATIONS: list[dict[str, Any]] = [
     {"slots": 40},
-    {"slots": 40, "predictor": "next_norm", "link": "kernel"},
+    {"slots": 40, "predictor": "next_norm"},
     {"slots": 16, "cache": False, "predictor": "next_norm"},
     {"slots": 3, "cache": False},
-    {"slots": 3, "link": "kernel"},
+    {"slots": 3},
 ]
 PROMPTS = {
     "input_ids": torch.tensor([[0, 0, 3, 4, 5, 6], [7, 8, 9, 3, 2, 1]]),
@@ -184,16 +184,15 @@ class _Batches(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("link", ["instant", "kernel"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @torch.no_grad()
-def test_chunks_multiply_batches_of_the_resident_models_shape(family: str, link: str) -> None:
+def test_chunks_multiply_batches_of_the_resident_models_shape(family: str) -> None:
     """The library may choose its kernel by the number of products."""
     model = _model(family)
     model.set_experts_implementation("batched_mm")
     with _Batches() as resident:
         expected = model(**PROMPTS).logits
-    with offload(model, slots=3, link=link) as offloaded, _Batches() as chunked:
+    with offload(model, slots=3) as offloaded, _Batches() as chunked:
         assert torch.equal(offloaded(**PROMPTS).logits, expected)
     assert len(chunked.shapes) > 2 * len(resident.shapes)
     assert set(chunked.shapes) == set(resident.shapes)

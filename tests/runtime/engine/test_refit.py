@@ -284,7 +284,6 @@ def test_off_is_nothing_and_what_cannot_be_is_refused(
     for fields, expected in (
         ({"predictor": "next_norm", "refit": 1.0}, "has none: leave refit out"),
         ({"refit": 1.0}, "refits a predictor"),
-        ({"predictor": predictor, "refit": 1.0, "link": "kernel"}, "link='cuda'"),
         ({"predictor": predictor, "refit": -1.0}, "0 to 1000"),
         ({"predictor": predictor, "refit": float("nan")}, "0 to 1000"),
     ):

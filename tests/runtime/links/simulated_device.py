@@ -104,9 +104,6 @@ class SimulatedDevice(CudaDevice):
         del stream
         return nullcontext()
 
-    def capturing(self) -> bool:
-        return False
-
     def synchronize(self) -> None:
         self.run_until(lambda: not any(stream.queue for stream in self.streams))
 

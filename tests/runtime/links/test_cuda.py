@@ -92,19 +92,6 @@ def test_forwards_on_two_streams(followed: bool) -> None:
     assert (wrong == 0) is followed
 
 
-def test_nothing_is_waited_for_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = SimulatedDevice()
-    link, _ = _attached(device)
-    device.compute.push(lambda: None)
-    device.compute = SimulatedStream(device)
-    monkeypatch.setattr(device, "capturing", lambda: True)
-    link.follow()
-    assert not device.compute.queue
-    monkeypatch.undo()
-    link.follow()
-    assert device.compute.queue
-
-
 def test_every_copy_is_timed() -> None:
     device = SimulatedDevice(1)
     link, pool = _attached(device, window=2)

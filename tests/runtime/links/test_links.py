@@ -353,5 +353,4 @@ def test_a_measured_copys_time_is_that_of_a_full_one(memory: ExpertStore) -> Non
 
 @pytest.mark.parametrize(("device", "kind"), [("cpu", InstantLink), ("cuda", CudaLink)])
 def test_the_link_that_auto_takes(device: str, kind: type[Link]) -> None:
-    """On CUDA `auto` chooses link `cuda`, not the experimental one."""
     assert type(make_link(OffloadConfig(), device)) is kind

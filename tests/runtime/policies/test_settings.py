@@ -174,7 +174,6 @@ def test_presets_run(model: PreTrainedModel, expected: Any, name: str) -> None:
         ({"policies": "specmd_9"}, "unknown preset 'specmd_9': choose from on_demand, moe_offloading, "),
         ({"policies": Policies(), "overfetch": 2.0}, "give Policies(prefetch='top_k:overfetch=1.5')"),
         ({"policies": Policies(eviction="belady")}, "eviction 'belady' needs"),
-        ({"policies": Policies(eviction="lfu"), "link": "kernel"}, "policies other than the default ones"),
         ({"policies": Policies(scope="layer"), "slots": 7}, "give slots=8 or more, or scope='global'"),
     ],
 )

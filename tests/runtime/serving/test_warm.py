@@ -107,7 +107,6 @@ LINKS: dict[str, dict[str, Any]] = {
     "instant": {"link": "instant"},
     "emulated": {"link": "emulated", "bandwidth": 2e7},
     "disk": {"store": "disk", "link": "disk"},
-    "kernel": {"link": "kernel"},
     "forecast": {"link": "emulated", "bandwidth": 2e7, "predictor": "next_norm"},
     "shares": {"link": "instant", "policies": Policies(scope="layer")},
 }
@@ -276,7 +275,7 @@ def test_a_run_without_a_cache_keeps_nothing(model: PreTrainedModel, expected: R
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("link", ["cuda", "kernel", "disk"])
+@pytest.mark.parametrize("link", ["cuda", "disk"])
 def test_links_of_a_cuda_device(link: str, tmp_path: Path) -> None:
     model, path = cuda_model(), tmp_path / "hot.json"
     inputs = {"input_ids": INPUTS["input_ids"].to("cuda")}
