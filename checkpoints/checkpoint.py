@@ -255,7 +255,8 @@ def load_into(make: Callable[[], Predictor], path: Path, remedy: str) -> Predict
     except (OSError, SafetensorError) as error:
         raise ExpertcastError(f"{path} is damaged or truncated ({str(error).splitlines()[0]}); {remedy}") from error
     check_tensors(tensors, str(path), remedy)
-    predictor = make()
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn: sampled generation must not change
+        predictor = make()
     predictor.load_state_dict(tensors)
     return predictor.eval()
 

@@ -149,8 +149,12 @@ class EstimatorConfig(RidgeConfig, EarlyConfig):
         self.temperatures = [float(value) for value in self.temperatures]
         if self.form not in FORMS:
             raise ExpertcastError(f"form={self.form!r}: choose from {', '.join(FORMS)}")
-        if self.inputs and (self.inputs[0] != "quasi_hidden" or not set(self.inputs) <= set(INPUTS)):
-            raise ExpertcastError(f"inputs={self.inputs}: start with quasi_hidden, then any of {', '.join(INPUTS[1:])}")
+        named = [name for name in INPUTS if name in self.inputs]
+        if self.inputs and (len(named) < len(self.inputs) or "quasi_hidden" not in named):
+            raise ExpertcastError(
+                f"inputs={self.inputs}: name quasi_hidden, and any of {', '.join(INPUTS[1:])}, each once"
+            )
+        self.inputs = named  # features are concatenated in the order of INPUTS
         if not self.temperatures or min(self.temperatures) <= 0:
             raise ExpertcastError(f"temperatures={self.temperatures}: use at least one temperature above 0")
         check_between(self, 1, 10**12, "parameters")
@@ -222,7 +226,7 @@ class Estimator(LooksEarly, QuasiInput):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _previous(self, state: RouterState, target: int) -> Tensor:
-        """Return the previous token's centred logits [T, E] at the target layer; their training mean if unknown."""
+        """Return the previous token's centred logits [T, E] at the target layer; if unknown, their training mean."""
         usual_E = self.get_buffer("usual_LE")[target]
         if state.previous_logits_TLE is None:
             return usual_E.expand(len(state.residual_TD), -1)

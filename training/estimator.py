@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.processes import training_share
+from expertcast.data.processes import sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
-from expertcast.predictors import MoELayer, PredictorConfig, RouterState
+from expertcast.predictors import ExpertcastError, MoELayer, PredictorConfig, RouterState
 from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
 from expertcast.predictors.messages import Json
 from expertcast.training.linear import RidgeStatistics, gather, score_maps
 from expertcast.training.loop import NetworkTraining, TrainingData, run, steps_of
 from expertcast.training.metrics import Recall
 from expertcast.training.scoring import (
+    NO_TRAINING,
     FitOptions,
     Fitted,
     candidate_recall,
@@ -29,6 +30,7 @@ from expertcast.training.scoring import (
     mask_previous,
     require_stand_in,
     states_of,
+    train_batches,
     validation_batch,
     validation_batches,
 )
@@ -193,8 +195,7 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
         predictor.set_stand_in(source.stand_in)
     predictor.to(device_of(source.view)).bind(source.view)
     if predictor.uses_previous_token:
-        logits_TLE = validation_batch(source, options).logits_TLE.float()
-        predictor.get_buffer("usual_LE").copy_((logits_TLE - logits_TLE.mean(dim=2, keepdim=True)).mean(dim=0))
+        predictor.get_buffer("usual_LE").copy_(_usual_logits(source, options))
     sums = {} if config.form == "paper" else gather(source, predictor.features, config.ahead, options, Estimator.name)
     report = {}
     for ahead in config.ahead:
@@ -204,6 +205,21 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
         else:
             report[str(ahead)] = _fit_residual(predictor, source, ahead, options, sums[ahead])
     return Fitted(predictor=predictor, report={"distances": report})
+
+
+def _usual_logits(source: TraceSource, options: FitOptions) -> Tensor:
+    """Return the mean of the centred router logits [L, E] over each rank's first batch of the train split.
+
+    Raises:
+        ExpertcastError: the train split is empty.
+    """
+    batch = next(train_batches(source, replace(options, progress=False), Estimator.name), None)
+    if batch is None:
+        raise ExpertcastError(NO_TRAINING)
+    logits_TLE = batch.logits_TLE.float()
+    mean_LE = (logits_TLE - logits_TLE.mean(dim=2, keepdim=True)).mean(dim=0)
+    sum_over_ranks(training_share(), [mean_LE])  # the batches of ranks are of one size
+    return mean_LE / training_share().world
 
 
 def with_inputs(config: EstimatorConfig, source: TraceSource) -> EstimatorConfig:

@@ -237,7 +237,9 @@ def select_hybrid(
             raise ExpertcastError(f"candidate {name} forecasts {list(member.ahead)} layers ahead, not {config.ahead}")
     choices: list[Choice] = []
     for ahead in config.ahead:
-        cost = forecast_flops(members, source, ahead, options)
+        flops = forecast_flops(members, source, ahead, options)
+        # traces have no decoder blocks to count: early attention costs more than any forecast without it, as in _front
+        cost = {name: (member.uses_early, flops[name]) for name, member in members.items()}
         choices += _choose(validation_recall(members, source, ahead, options), cost, ahead, config)
     cost_s = forecast_seconds(members, source, min(config.ahead), options)
     kept = {choice["predictor"] for choice in choices} | _front(members, member_recall(choices), cost_s)
@@ -324,7 +326,11 @@ def forecast_flops(
     return flops
 
 
-def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, config: HybridConfig) -> list[Choice]:
+_Cost = tuple[bool, int]
+"""Whether a forecast reads early attention, and its floating-point operations without it."""
+
+
+def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, _Cost], ahead: int, config: HybridConfig) -> list[Choice]:
     choices: list[Choice] = []
     for pair in range(len(next(iter(recall.values())))):
         values = {name: float(recall_P[pair]) for name, recall_P in recall.items()}
@@ -333,7 +339,7 @@ def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, c
     return choices
 
 
-def _best(values: Mapping[str, float], cost: Mapping[str, int], config: HybridConfig) -> str:
+def _best(values: Mapping[str, float], cost: Mapping[str, _Cost], config: HybridConfig) -> str:
     most = max(values.values())
     within = [name for name, value in values.items() if value >= most - config.threshold]
     return min(within, key=lambda name: cost[name])  # ties: the first candidate

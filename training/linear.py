@@ -170,6 +170,11 @@ class RidgeStatistics:
         mean_F, mean_E = self.x_PF[pair, :width] / count, self.y_PE[pair] / count
         covariance_FF = self.xx_PFF[pair, :width, :width] / count - torch.outer(mean_F, mean_F)
         cross_FE = self.xy_PFE[pair, :width] / count - torch.outer(mean_F, mean_E)
+        if not (covariance_FF.isfinite().all() and cross_FE.isfinite().all()):
+            raise ExpertcastError(
+                f"forecasts from MoE layer {pair}: inputs or targets in the train split contain NaN or infinity: "
+                "collect again with the model in bf16 or fp32 (--dtype)"
+            )
         weight_FE = _solve_spd(covariance_FF, cross_FE, strength)
         return weight_FE.float(), (mean_E - mean_F @ weight_FE).float()
 

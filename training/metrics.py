@@ -279,17 +279,17 @@ class Calibration(Metric):  # type: ignore[misc]
 
     def update(self, layer: int, comparison: RoutingComparison) -> None:
         """Add a batch at one target layer (0 = the first target layer)."""
-        p_N = membership_probability(comparison, calibrated=self.calibrated).flatten()
+        # in fp64, which tells 1 - 1e-9 from 1: the log-odds of 1 would be infinite, and fall into the first bin
+        p_N = membership_probability(comparison, calibrated=self.calibrated).flatten().double()
         hit_N = comparison.truth.member_TE.flatten()
         wide_N = (p_N * self.bins).long().clamp_(max=self.bins - 1)
         odds_N = torch.logit(p_N, eps=1e-9) - math.log(LIKELY / (1 - LIKELY))
         fine_N = (odds_N * _PER_NAT).floor_().long().add_(_LIKELY_AT).clamp_(0, _FINE - 1)
-        weight_N = p_N.double()
         for suffix, bin_N, size in (("LB", wide_N, self.bins), ("LF", fine_N, _FINE)):
             misses, hits = torch.bincount(2 * bin_N + hit_N, minlength=2 * size).view(-1, 2).unbind(1)
             getattr(self, f"count_{suffix}")[layer] += misses + hits
             getattr(self, f"hits_{suffix}")[layer] += hits
-            getattr(self, f"confidence_{suffix}")[layer] += torch.bincount(bin_N, weight_N, size)
+            getattr(self, f"confidence_{suffix}")[layer] += torch.bincount(bin_N, p_N, size)
 
     def compute(self) -> dict[str, Tensor]:
         """Return calibration errors and, per display bin, `count_B`, `confidence_B` and `frequency_B` (NaN if empty).

@@ -190,6 +190,9 @@ def candidate_recall(
         count: C.
         forecasts: computes the candidates' forecasts.
         what: label of the progress bar.
+
+    Raises:
+        ExpertcastError: the validation split is empty.
     """
     pairs = source.view.shape.layers - ahead
     recall = Recall(pairs * count).to(device_of(source.view))
@@ -198,7 +201,9 @@ def candidate_recall(
         for pair, candidates in enumerate(forecasts(states)):
             for index, ids_TK in enumerate(candidates):
                 recall.update(pair * count + index, ids_TK, states[pair + ahead].topk_ids_TK)
-    recall_PC: Tensor = recall.per_row().nan_to_num().view(pairs, count)
+    if not recall.count_L.all():
+        raise ExpertcastError(NO_VALIDATION)
+    recall_PC: Tensor = recall.per_row().view(pairs, count)
     return recall_PC.T.cpu()
 
 

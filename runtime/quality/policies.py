@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -116,33 +118,39 @@ def measure_policies(
     windows = [rows_BW for rows_BW in torch.split(windows_NW, batch) if len(rows_BW) == batch]
     opener = partial(offload, model) if isinstance(model, PreTrainedModel) else model
     slots = max((config.slots for config in runs.values() if config.slots), default=None)
-    with Progress("decoding with policies", total=(1 + len(runs)) * len(windows), unit="batch") as bar:
-        exact = _passes(opener, windows, OffloadConfig(policies=Policies(), slots=slots), prefill, bar)
-        results = {EXACT: _result(windows, exact, exact, prefill)}
-        for name, config in runs.items():
-            results[name] = _result(windows, _passes(opener, windows, config, prefill, bar), exact, prefill)
+    configs = {EXACT: OffloadConfig(policies=Policies(), slots=slots), **runs}
+    with (
+        TemporaryDirectory() as kept,
+        Progress("decoding with policies", total=len(configs) * len(windows), unit="batch") as bar,
+    ):
+        results = {
+            name: _run(opener, windows, config, prefill, bar, Path(kept), exact=number == 0)
+            for number, (name, config) in enumerate(configs.items())
+        }
     scored = len(windows) * batch * (windows_NW.shape[1] - prefill)
     return {"tokens": scored, "prefill": prefill, "batch": batch, "runs": results}
 
 
-_Run = tuple[list[Pass], Counter[str]]
+def _run(
+    opener: Opener, windows: Sequence[Tensor], config: OffloadConfig, prefill: int, bar: Progress, kept: Path, *,
+    exact: bool,
+) -> dict[str, float]:  # fmt: skip
+    """Decode all windows with one configuration and score them against the exact run.
 
-
-def _passes(
-    opener: Opener,
-    windows: Sequence[Tensor],
-    config: OffloadConfig,
-    prefill: int,
-    bar: Progress,
-) -> _Run:
-    """Return the results of each batch of windows, and the counts of all decode steps."""
+    Args:
+        opener, windows, config, prefill: as for :func:`measure_policies`.
+        bar: counts batches.
+        kept: folder of the exact run's results by batch. A file each: over a large vocabulary, the distributions of all
+            tokens exceed memory.
+        exact: whether this is the exact run, which writes these files.
+    """
     totals: Counter[str] = Counter()
-    passes = []
     if config.link == "auto":
         forecasts = ALWAYS if config.forecasts == AUTO else config.forecasts  # `auto` makes none over such a link
         config = replace(config, link=InstantLink(), bandwidth=None, latency=0.0, forecasts=forecasts)
     with opener(config) as offloaded:
-        for ids_BW in windows:
+        scores = RunScores(len(offloaded.view))
+        for number, ids_BW in enumerate(windows):
             with _recorded(offloaded.view) as executed:
 
                 def discard_prefill(rows_of_layers: list[list[Tensor]] = executed) -> None:
@@ -152,9 +160,24 @@ def _passes(
 
                 log_probs_BSV = decode_log_probs(offloaded.model, ids_BW, prefill, after_prefill=discard_prefill)
             totals.update(asdict(offloaded.stats.total))
-            passes.append(Pass(log_probs_BSV, [torch.cat(rows) for rows in executed], []))
+            run = reference = Pass(log_probs_BSV, [torch.cat(rows) for rows in executed], [])
+            if exact:
+                torch.save((log_probs_BSV, run.executed), kept / f"{number}.pt")
+            else:
+                log_probs, ids = torch.load(kept / f"{number}.pt")
+                reference = Pass(log_probs, ids, [])
+            # the first distribution is over the token after the prefill, so the first id is not scored
+            scores.add(run, reference, ids_BW[:, prefill - 1 :].to(log_probs_BSV.device))
             bar.update()
-    return passes, totals
+    tokens = sum(ids_BW[:, prefill:].numel() for ids_BW in windows)
+    return {
+        **scores.as_dict(),
+        "executed_recall": float(scores.executed.per_row().mean()),
+        "hit_rate": totals["hits"] / max(totals["requests"], 1),
+        "misses": totals["misses"] / tokens,
+        "skipped": totals["skipped"] / tokens,
+        "bytes": totals["bytes_moved"] / tokens,
+    }
 
 
 @contextmanager
@@ -169,22 +192,6 @@ def _recorded(view: MoEView) -> Iterator[list[list[Tensor]]]:
 
             stack.callback(layer.experts.register_forward_pre_hook(keep).remove)
         yield executed
-
-
-def _result(windows: Sequence[Tensor], run: _Run, exact: _Run, prefill: int) -> dict[str, float]:
-    scores = RunScores(len(run[0][0].executed))
-    for ids_BW, passed, reference in zip(windows, run[0], exact[0], strict=True):
-        # the first distribution is over the token after the prefill, so the first id is not scored
-        scores.add(passed, reference, ids_BW[:, prefill - 1 :].to(passed.log_probs_BWV.device))
-    counts, tokens = run[1], sum(ids_BW[:, prefill:].numel() for ids_BW in windows)
-    return {
-        **scores.as_dict(),
-        "executed_recall": float(scores.executed.per_row().mean()),
-        "hit_rate": counts["hits"] / max(counts["requests"], 1),
-        "misses": counts["misses"] / tokens,
-        "skipped": counts["skipped"] / tokens,
-        "bytes": counts["bytes_moved"] / tokens,
-    }
 
 
 def harness_model(

@@ -82,6 +82,13 @@ def test_splits_are_never_empty_and_held_out_ones_stay_small(lengths: dict[str, 
     assert "train" in splits.values()
 
 
+def test_test_has_the_lowest_hashes_and_validation_the_highest() -> None:
+    """As in every other collection: a document changes sides only where the shares are cut."""
+    hashes = [f"{number:016x}" for number in range(20)]
+    splits = assign_splits(dict.fromkeys(hashes, 10))
+    assert [splits[own] for own in hashes] == 2 * ["test"] + 16 * ["train"] + 2 * ["validation"]
+
+
 def test_a_document_keeps_its_split(reference_tokenizer: Any) -> None:
     """Whatever else is collected, from whatever file, in whatever order; few change sides where shares are cut."""
     text = load_documents("reference")

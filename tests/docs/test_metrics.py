@@ -57,6 +57,11 @@ def test_queries_of_the_page_name_what_there_is() -> None:
     assert _names(PAGE) <= SERIES
 
 
+def test_the_pages_example_imports_what_there_is() -> None:
+    code = PAGE.partition("```python\n")[2].partition("```")[0]
+    exec("\n".join(line for line in code.splitlines() if line.startswith(("import ", "from "))), {})
+
+
 def test_the_dashboard_shows_most_of_what_there_is() -> None:
     used = {name.removesuffix("_bucket") for expression in _expressions() for name in _names(expression)}
     assert SHOWN - used == {
@@ -212,8 +217,10 @@ def _misfits(model: Any) -> list[str]:
 def _queries() -> list[str]:
     """Of the dashboard, with its variables filled in, and of the page's table."""
     filled = [each.replace("$__rate_interval", "1m").replace("$instance", "a:1") for each in _expressions()]
-    table = PAGE.partition("The same as queries:")[2].partition("##")[0]
-    return [*filled, *re.findall(r"^\| [^|`]+ \| `([^`]+)`", table, flags=re.MULTILINE)]
+    table = PAGE.partition("Useful queries:")[2].partition("##")[0]
+    of_page = re.findall(r"^\| [^|`]+ \| `([^`]+)`", table, flags=re.MULTILINE)
+    assert len(of_page) >= 5
+    return [*filled, *of_page]
 
 
 def _nodes(query: str) -> list[promql.Expr]:

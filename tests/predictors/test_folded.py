@@ -87,6 +87,16 @@ def test_hints_are_the_forecasts_experts(family: str, name: str, tokens: int) ->
 
 
 @torch.no_grad()
+def test_the_order_of_an_estimators_inputs_does_not_matter() -> None:
+    view = find_moe_layers(tiny_model("qwen2_moe", torch.float32))
+    config = EstimatorConfig(inputs=INPUTS[::-1], stand_in_rank=2, parameters=20_000)
+    predictor = Estimator(config, view.shape).bind(view)
+    predictor.load_state_dict(random_predictor("estimator", view).state_dict())
+    for layer in range(len(view) - 1):
+        assert recall(predictor, view, layer, STATES) >= 0.999
+
+
+@torch.no_grad()
 def test_hints_of_a_hybrid_are_those_of_its_members() -> None:
     """Without them the runtime would trace a program for each layer and batch size in the first steps of a batch."""
     view = find_moe_layers(tiny_model("qwen2_moe", torch.float32))

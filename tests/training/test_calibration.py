@@ -13,13 +13,15 @@ from torch import Tensor
 
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, Forecast, ModelShape, names
+from expertcast.predictors import ExpertcastError, Forecast, ModelShape, PredictorConfig, names
 from expertcast.predictors.base import LogOdds, inclusion_probability, margin
+from expertcast.training import calibrate as calibration
 from expertcast.training.calibrate import fit_log_odds
 from expertcast.training.evaluation import evaluate
 from expertcast.training.metrics import Calibration
-from expertcast.training.scoring import Fitted
+from expertcast.training.scoring import FitOptions, Fitted
 from tests.sealed import edit_json
+from tests.training.synthetic import Rows, Same, random_batch, tiny_view
 from tests.training.test_metrics import comparison_of, near, random_routing
 
 SHAPE = ModelShape(layers=2, experts=16, top_k=4, hidden=4)
@@ -86,6 +88,36 @@ def test_without_likely_pairs_there_is_no_error_of_them() -> None:
     result = metric.compute()
     assert result["ece_likely"].isnan()
     assert result["ece"].item() == pytest.approx(0.25, abs=1e-3), "a quarter of the pairs are there"
+
+
+def test_a_forecast_that_is_always_sure_and_mostly_wrong_is_not_calibrated() -> None:
+    """A probability that rounds to 1 belongs to the last bin, not to the first."""
+    truth = random_routing(0, 60, SHAPE)
+    metric = Calibration(1)
+    metric.update(0, comparison_of(replace(random_routing(1, 60, SHAPE), log_odds=LogOdds(0.0, 0.0, 40.0)), truth))
+    result = metric.compute()
+    assert result["ece"].item() == result["ece_likely"].item() == pytest.approx(0.75)
+
+
+def test_the_fit_has_a_prior_of_one_pair() -> None:
+    """Where every forecast is right, only the prior bounds the slope: it minimises loss + |fit - (1, 0, 0)|^2 / 2."""
+    margin_TE = torch.tensor([[2.0, 1.0, -1.0, -2.0]])
+    found = fit_log_odds(margin_TE, margin_TE > 0)
+    margin_N = margin_TE[0].double()
+    x_N3 = torch.stack([margin_N, margin_N.sign() * margin_N.abs().sqrt(), torch.ones(4)], dim=1)
+    fit_3 = torch.tensor([found.slope, found.root, found.offset]).double()
+    gradient_3 = ((x_N3 @ fit_3).sigmoid() - (margin_N > 0).double()) @ x_N3 + fit_3 - torch.tensor([1.0, 0.0, 0.0])
+    torch.testing.assert_close(gradient_3, torch.zeros(3).double(), atol=1e-2, rtol=0)
+
+
+def test_it_reads_tokens_of_the_whole_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = tiny_view()
+    rows = Rows(view, random_batch(view, 900, document_tokens=900).with_previous())
+    monkeypatch.setattr(calibration, "TOKENS", 50)
+    seen = list[Tensor]()
+    monkeypatch.setattr(calibration, "states_of", lambda _, batch: seen.append(batch.position_T) or [])
+    calibration.calibrate(Same(PredictorConfig(), view.shape).bind(view), rows, FitOptions())
+    assert torch.cat(seen).tolist() == list(range(600, 900, 6))
 
 
 def test_margins_are_measured_from_the_boundary() -> None:

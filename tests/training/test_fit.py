@@ -97,6 +97,38 @@ def test_network_that_does_not_pay_leaves_plain_ridge(rows: Rows) -> None:
         )
 
 
+def test_network_is_kept_where_it_gains_more_than_the_margin(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EstimatorConfig(inputs=["quasi_hidden"], parameters=8_000, steps=40, step_tokens=128)
+    gained = 0.0
+    for margin in (0.0, 0.05):
+        monkeypatch.setattr("expertcast.training.estimator.MARGIN", margin)
+        report = fit("estimator", rows, config=config).report["distances"]["1"]
+        gains = [
+            best - linear for best, linear in zip(report["validation_recall"], report["linear_recall"], strict=True)
+        ]
+        assert [gate > 0 for gate in report["gates"]] == [gain > 0 for gain in gains]
+        assert (max(gains) > 0) == (margin == 0.0)
+        gained = max(gained, *gains)
+    assert 0 < gained < 0.05
+
+
+def test_unknown_previous_tokens_are_the_mean_of_training_tokens(rows: Rows) -> None:
+    config = EstimatorConfig(inputs=["quasi_hidden", "previous"], parameters=8_000, steps=1, step_tokens=64)
+    predictor = fit("estimator", rows, config=config, options=FitOptions(tokens=300)).predictor
+    logits_TLE = rows.batch.logits_TLE[:300]
+    expected_LE = (logits_TLE - logits_TLE.mean(dim=2, keepdim=True)).mean(dim=0)
+    torch.testing.assert_close(predictor.get_buffer("usual_LE"), expected_LE)
+
+
+@pytest.mark.parametrize("name", ["linear", "hybrid"])
+def test_without_validation_nothing_is_chosen(rows: Rows, name: str) -> None:
+    empty = Rows(rows.view, rows.batch)
+    empty.rows = {"train": slice(0, len(rows.batch)), "validation": slice(0, 0)}
+    config = HybridConfig(candidates=["next_norm", "router_input"]) if name == "hybrid" else None
+    with pytest.raises(ExpertcastError, match="the validation split is empty"):
+        fit(name, empty, config=config)
+
+
 def test_estimator_works_without_a_previous_token(
     fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
 ) -> None:
@@ -178,6 +210,18 @@ class TestHybrid:
         assert chosen[1.0] == {"quasi_hidden"}
         assert "estimator" in chosen[0.0]
 
+    def test_early_attention_is_dearer_than_what_does_without(
+        self, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
+    ) -> None:
+        """Traces have no attention whose operations could be counted."""
+        members = {name: fitted_predictors[name].predictor for name in ("early_attention", "linear")}
+        cost = forecast_flops(members, reference_traces, 1, FitOptions())
+        assert cost["early_attention"] <= cost["linear"]
+        config = HybridConfig(candidates=list(members), threshold=1.0)
+        hybrid = select_hybrid(members, reference_traces, config, FitOptions()).predictor
+        assert isinstance(hybrid, Hybrid)
+        assert set(hybrid.chosen.values()) == {"linear"}
+
     def test_paper_rule_replaces_where_the_routers_forecast_is_bad_and_nowhere_else(
         self, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
     ) -> None:
@@ -224,7 +268,9 @@ class TestHybrid:
     ) -> None:
         view = reference_traces.view
         save_predictor(fitted_predictors["hybrid"].predictor, tmp_path / "hybrid", view=view)
+        state_of_random = torch.random.get_rng_state()
         hybrid = load_predictor(tmp_path / "hybrid", view)
+        assert torch.equal(torch.random.get_rng_state(), state_of_random), "sampling with a seed would differ"
         *kept, last = hybrid.rungs().items()
         assert last[1] is (hybrid if last[0] == "hybrid" else hybrid.get_submodule(f"members.{last[0]}"))
         state = next(reference_traces.batches("test", 32)).state(view, 3)
@@ -248,7 +294,8 @@ class TestHybrid:
     [
         (lambda: LinearConfig(strengths=[0.0]), "strengths="),
         (lambda: EstimatorConfig(form="poem"), "form='poem'"),
-        (lambda: EstimatorConfig(inputs=["routing"]), "start with quasi_hidden"),
+        (lambda: EstimatorConfig(inputs=["routing"]), "name quasi_hidden"),
+        (lambda: EstimatorConfig(inputs=["quasi_hidden", "routing", "routing"]), "each once"),
         (lambda: EstimatorConfig(temperatures=[-1.0]), "temperatures="),
         (lambda: EstimatorConfig(parameters=0), "parameters=0"),
         (lambda: HybridConfig(candidates=["hybrid"]), "other than hybrid"),

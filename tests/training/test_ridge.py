@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertcast.predictors import ExpertcastError
 from expertcast.training.linear import RidgeStatistics
 
 TOKENS, FEATURES, EXPERTS = 400, 12, 5
@@ -63,6 +64,14 @@ def test_first_features_alone(data: tuple[Tensor, Tensor]) -> None:
     narrow = RidgeStatistics(1, 4, EXPERTS)
     narrow.update(0, data[0][:, :4], data[1])
     torch.testing.assert_close(streamed(data, (400,)).solve([1e-2], features=4)[0], narrow.solve([1e-2])[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_named(data: tuple[Tensor, Tensor], bad: float) -> None:
+    x_TF = data[0].clone()
+    x_TF[7, 3] = bad
+    with pytest.raises(ExpertcastError, match=r"MoE layer 0: .*NaN or infinity"):
+        streamed((x_TF, data[1]), (400,)).solve([1e-3])
 
 
 def test_dead_and_repeated_features_are_solved_all_the_same(data: tuple[Tensor, Tensor]) -> None:

@@ -73,6 +73,14 @@ def test_small_falls_and_unknown_recall_are_only_shown() -> None:
     }  # fmt: skip
 
 
+def test_a_fall_within_its_own_noise_is_no_drift() -> None:
+    """Blocks that find all or nothing: their mean is .06 below the checkpoint's, and its standard error as large."""
+    monitor, rng = _monitor(0.56), random.Random(0)
+    warned = sum(_run(monitor, float(block % 2) * 2, BLOCK, rng) for block in range(60))
+    assert monitor.drift > drift.LEAST
+    assert warned == 0
+
+
 def test_rows_are_compared_each_with_its_own() -> None:
     monitor = _monitor()
     for _ in range(BLOCK):

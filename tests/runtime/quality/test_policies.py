@@ -6,8 +6,10 @@ The harness's tasks are local files.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +94,24 @@ def test_quality_is_that_of_the_run_that_is_timed(one_layer: PreTrainedModel, wi
     assert expected["skipped"] > 0
     assert found["prefill"] == min(prefill, 20)
     assert found["tokens"] == 3 * (40 - min(prefill, 20))
+
+
+def test_distributions_of_one_batch_at_a_time_are_held(
+    one_layer: PreTrainedModel, windows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8,192 tokens over 151,936 words are 5 GB."""
+    held, real = list[weakref.ref[Tensor]](), decode_log_probs
+
+    def decoded(*args: Any, **options: Any) -> Tensor:
+        gc.collect()
+        assert sum(each() is not None for each in held) <= 1
+        made = real(*args, **options)
+        held.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(quality, "decode_log_probs", decoded)
+    measure_policies(one_layer, windows, {"budget": OffloadConfig(policies=BUDGET, slots=SLOTS)}, prefill=4)
+    assert len(held) == 6
 
 
 def test_another_prefill_is_another_run(one_layer: PreTrainedModel, windows: Tensor) -> None:
