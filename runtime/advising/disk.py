@@ -428,8 +428,8 @@ CODEC = "bitsplit"
 """Codec that is measured if the store has none that compresses."""
 _SAMPLED = 6
 """Number of experts that are decoded to measure decoding."""
-_COPIES = 8
-"""Number of copies that are timed."""
+_UNCACHED = 2**28
+"""Bytes of timed copies, more than a processor caches."""
 
 OWN = "the model's own, in a short run"
 """Source of routing recorded in the short run."""
@@ -521,7 +521,10 @@ def _coded(store: ExpertStore, threads: int) -> StoredExperts:
 
 
 def _memory_copy(store: ExpertStore, slots: int, budget: int | None) -> float | None:
-    """Measure the seconds per copy of an expert in memory; None if all experts and the slots do not fit the memory."""
+    """Measure the seconds per copy of an expert in memory; None if all experts and the slots do not fit the memory.
+
+    The blocks together are larger than a processor's cache, as the experts of a model are.
+    """
     block_bytes = store.layout.block_bytes
     least = store.nbytes + slots * block_bytes
     if isinstance(store, DiskStore):
@@ -530,10 +533,11 @@ def _memory_copy(store: ExpertStore, slots: int, budget: int | None) -> float | 
         room = least if budget is None else budget
     if room is not None and room < least:
         return None
-    source, target = torch.ones(block_bytes, dtype=torch.uint8), torch.empty(block_bytes, dtype=torch.uint8)
+    count = max(2, min(store.layers * store.experts, -(-_UNCACHED // block_bytes)))
+    experts, targets = torch.ones(2, count, block_bytes, dtype=torch.uint8)
     seconds = []
-    for _ in range(_COPIES):
+    for target, expert in zip(targets, experts, strict=True):
         start = time.perf_counter()
-        target.copy_(source)
+        target.copy_(expert)
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return statistics.median(seconds)

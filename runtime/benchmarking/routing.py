@@ -26,6 +26,8 @@ from expertcast.predictors.view import route_all
 Ids = NDArray[np.int64]
 Scores = NDArray[np.float64]
 
+_LAST = 1e6
+"""Reduction of a score that places an expert behind all others."""
 _RANK_DECAY = 0.8
 """Combine weight of each drawn expert relative to the one before it."""
 
@@ -39,9 +41,9 @@ class RoutingOptions:
     """
 
     persistence: float = 0.3
-    """Probability that an expert of a token is an expert of the next token too; other experts are drawn anew."""
+    """Probability that an expert of a token is an expert of the next token too; the others are drawn among the rest."""
     skew: float = 0.8
-    """Exponent of the Zipf distribution of the experts' popularity, in a random order per layer; 0: uniform."""
+    """Exponent of the Zipf distribution by which experts are drawn, in a random order per layer; 0: uniform."""
     accuracy: float = 0.9
     """Probability that an expert of a token is in the forecast."""
     seed: int = 0
@@ -161,16 +163,14 @@ def _forecasts(rng: np.random.Generator, ids_NLK: Tensor, experts: int, accuracy
     made_NLK = ids_NLK.numpy().copy()
     for ids_LK in made_NLK:
         right_LK = rng.random(ids_LK.shape) < accuracy
-        score_LE = rng.random((len(ids_LK), experts))
-        np.put_along_axis(score_LE, ids_LK, -np.inf, axis=1)  # a wrong forecast is not one of the true experts
-        ids_LK[:] = _refilled(ids_LK, right_LK, score_LE)
+        ids_LK[:] = _refilled(ids_LK, right_LK, rng.random((len(ids_LK), experts)))
     return torch.from_numpy(made_NLK)
 
 
 def _refilled(ids_LK: Ids, stays_LK: NDArray[np.bool_], score_LE: Scores) -> Ids:
-    """Replace the ids that do not stay by the highest-scoring experts outside those that stay."""
-    rows, columns = np.nonzero(stays_LK)
-    score_LE[rows, ids_LK[rows, columns]] = -np.inf
+    """Replace the ids that do not stay by the highest-scoring other experts; by each other where none is left."""
+    held_LK = np.where(stays_LK, -np.inf, np.take_along_axis(score_LE, ids_LK, axis=1) - _LAST)
+    np.put_along_axis(score_LE, ids_LK, held_LK, axis=1)
     fresh_LK = _ranked(score_LE, ids_LK.shape[1])
     which_LK = np.cumsum(~stays_LK, axis=1) - 1
     return np.where(stays_LK, ids_LK, np.take_along_axis(fresh_LK, which_LK.clip(min=0), axis=1))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.eviction import Eviction
 from expertcast.runtime.recording.recorder import Observer, Observers
@@ -124,6 +125,8 @@ class ExpertCache:
         """Keys that pending forecasts requested, by layer and in order; some may have no slot."""
         self._unused: set[int] = set()
         """Keys that were prefetched and have not been requested since."""
+        self._streamed: set[int] = set()
+        """Keys that were loaded with most of their layer, and have not been requested since: misses, though early."""
         self._first_used: set[int] = set()
         """Prefetched keys that the running layer requested for the first time."""
         self._evicted: set[int] = set()
@@ -148,6 +151,13 @@ class ExpertCache:
         """Whether to track the time for which the link is busy; required by :meth:`backlog_s`."""
         self._busy_until_s = 0.0
         """Estimated clock time at which all submitted copies have ended, from the link's seconds per copy."""
+
+    def __repr__(self) -> str:
+        """Slots, eviction and link."""
+        return (
+            f"ExpertCache({self.pool.count} slots, {len(self._slots)} in use, {len(self.copies)} copies in flight, "
+            f"eviction={self._policies[0].name!r}, link={self.link.name!r})"
+        )
 
     def add_observer(self, observer: Observer) -> None:
         """Add an observer, which receives all later events."""
@@ -208,14 +218,17 @@ class ExpertCache:
         self._held_per_layer = [0] * len(self._held_per_layer)
         for held in (
             self.copies, self._packed, self.running, self._forecast_keys, self._forecasts, self._unused,
-            self._first_used, self._evicted,
+            self._streamed, self._first_used, self._evicted,
         ):  # fmt: skip
             held.clear()
         self.window.clear()
 
     def victim(self, layer: int) -> int | None:
         """Return the expert that a prefetch for the layer would evict; None: a slot is free, or all are protected."""
-        return None if self.free(layer) else self._policies[layer].victim(self._prefetch_protected)
+        return None if self.free(layer) else self._victim(layer, self._prefetch_protected)
+
+    def _victim(self, layer: int, protected: Container[int]) -> int | None:
+        return self.eviction.victim(layer, protected, self._slots)
 
     def start_pass(self, fresh: bool) -> None:
         """Start a forward pass; `fresh`: of new sequences."""
@@ -249,7 +262,7 @@ class ExpertCache:
                 lower precision than its entry is loaded again and counts as a miss.
 
         Returns:
-            The number of misses, and the number of prefetched keys that are requested for the first time.
+            The number of keys without a slot, and of prefetched keys that are requested for the first time.
         """
         slots, copies, unused = self._slots, self.copies, self._unused
         self.running.update(keys)
@@ -263,12 +276,16 @@ class ExpertCache:
         first_used = unused.intersection(keys)
         unused -= first_used
         self._first_used |= first_used
+        moved = missing
+        if self._streamed:
+            moved = [*missing, *self._streamed.intersection(keys)]
+            self._streamed.difference_update(moved)
         layer = keys[0] // self.experts
-        count, misses = self.stats.layers[layer], len(missing)
+        count = self.stats.layers[layer]
         count.requests += len(keys)
-        count.misses += misses
-        count.hits += len(keys) - misses
-        count.collisions += len(self._evicted.intersection(missing))
+        count.misses += len(moved)
+        count.hits += len(keys) - len(moved)
+        count.collisions += len(self._evicted.intersection(moved))
         count.prefetched_used += len(first_used)
         room = self.free(layer)
         for key in self.link.in_order(missing):
@@ -277,10 +294,15 @@ class ExpertCache:
             else:
                 self._make_room(layer)
             self._load(key, True, FULL if precision is None else precision.get(key, FULL))
-        return misses, len(first_used)
+        return len(missing), len(first_used)
 
-    def prefetch(self, keys: Sequence[int]) -> None:
-        """Prefetch experts of one later layer, most needed first, until all remaining slots are protected."""
+    def prefetch(self, keys: Sequence[int], *, streamed: bool = False) -> None:
+        """Prefetch experts of one later layer, most needed first, until all remaining slots are protected.
+
+        Args:
+            keys: the experts.
+            streamed: load most of a layer without a forecast; these copies count as misses.
+        """
         if not keys:
             return
         self._collect_arrived(keys)
@@ -298,12 +320,12 @@ class ExpertCache:
             if room:
                 room -= 1
             else:
-                victim = policy.victim(self._prefetch_protected)
+                victim = self._victim(layer, self._prefetch_protected)
                 if victim is None:
                     return
                 self._evict(victim)
             self._forecast_keys.add(key)
-            self._load(key, False)
+            self._load(key, False, streamed=streamed)
 
     def load_idle(self, key: int) -> None:
         """Load an expert that no pending forecast needs, if there is room. It is not protected from eviction."""
@@ -322,7 +344,7 @@ class ExpertCache:
         """
         layer = key // self.experts
         if not self.free(layer):
-            victim = self._policies[layer].victim(self._prefetch_protected)
+            victim = self._victim(layer, self._prefetch_protected)
             if victim is None:
                 victim = self._window_victim(layer)
             if victim is None:
@@ -350,7 +372,7 @@ class ExpertCache:
         """Evict experts in the policy's order, except those in `keep`, until `count` slots are free for the layer."""
         protected = _Union(self.running, self._forecast_keys, self.copies, keep)
         while self.free(layer) < count:
-            victim = self._policies[layer].victim(protected)
+            victim = self._victim(layer, protected)
             if victim is None:
                 return
             self._evict(victim)
@@ -432,8 +454,7 @@ class ExpertCache:
 
     def _make_room(self, layer: int) -> None:
         """Free a slot for an expert of the running layer, in the order of the module's docstring."""
-        policy = self._policies[layer]
-        victim = policy.victim(self._prefetch_protected)
+        victim = self._victim(layer, self._prefetch_protected)
         if victim is None:
             victim = self._window_victim(layer)
         if victim is None:
@@ -441,10 +462,14 @@ class ExpertCache:
                 own = self._shares is None or key // self.experts == layer
                 if own and key not in self.running and self._cancel(key):
                     return
-            victim = policy.victim(self._demand_protected)
+            victim = self._victim(layer, self._demand_protected)
         if victim is None:
-            victim = policy.victim(self.running)
-            assert victim is not None, "a chunk needs more experts than there are slots"
+            victim = self._victim(layer, self.running)
+            if victim is None:
+                raise ExpertcastError(
+                    f"eviction policy {self._policies[layer].name!r} gives no victim for layer {layer}, and not all "
+                    "residents are protected"
+                )
             self._wait_for(victim, self.copies[victim], needed=False)
         if victim in self._slots:  # its copy may have failed
             self._evict(victim)
@@ -481,8 +506,8 @@ class ExpertCache:
             if not self.keep and key not in self._exempt and key not in needed:
                 self._free_slot(key)
 
-    def _load(self, key: int, urgent: bool, precision: str = FULL) -> None:
-        """Submit a copy into a free slot; `urgent`: for the running layer, otherwise a prefetch."""
+    def _load(self, key: int, urgent: bool, precision: str = FULL, *, streamed: bool = False) -> None:
+        """Submit a copy into a free slot; `urgent`: for the running layer, otherwise a prefetch, or `streamed`."""
         slot = self.pool.take(key)
         layer = key // self.experts
         if self._shares is not None:
@@ -501,7 +526,9 @@ class ExpertCache:
             self._count_wait(layer, blocked_s)
         count = self.stats.layers[layer]
         count.bytes_moved += nbytes
-        if not urgent:
+        if streamed:
+            self._streamed.add(key)
+        elif not urgent:
             self._unused.add(key)
             count.prefetched += 1
         if self.paced:
@@ -553,4 +580,5 @@ class ExpertCache:
         self.pool.release(key)
         self._packed.pop(key, None)
         self._unused.discard(key)
+        self._streamed.discard(key)
         self._forecast_keys.discard(key)

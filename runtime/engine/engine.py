@@ -158,6 +158,8 @@ class LayerFlow:
         self._last = shape.layers - 1
         self._carry = 0 if residency.keep or tokens_ahead is not None else carry
         self._carried: dict[int, list[int]] = {}
+        self._pre_evicted: set[int] = set()
+        """Layers of the running forward for which a forecast freed slots."""
         self.tokens_ahead: TokensAhead | None = None
         """Forecasts of whole tokens; None: there are none."""
         if tokens_ahead is not None:
@@ -195,6 +197,7 @@ class LayerFlow:
     def start_pass(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         """Start a forward; `fresh`: with new sequences; `token_BS`: the ids of its tokens, where they are known."""
         self.residency.start_pass(fresh)
+        self._pre_evicted.clear()
         self.governor, self._weighs = None, False
         if self._pace is not None:
             self._pace.start_pass(fresh)
@@ -280,10 +283,12 @@ class LayerFlow:
         cached_E = torch.zeros(self._experts, dtype=torch.bool)
         cached_E[list(held)] = True
         assert self._view is not None, "policies that route need the model's own routers"
+        unserved = self.policies.pre_eviction.active and layer not in self._pre_evicted
         return self.policies.routing.route(
             RouterOutput(
                 layer=self._view[layer], logits_TE=logits_TE, ids_TK=ids_TK, weights_TK=weights_TK,
-                cached_E=cached_E.to(logits_TE.device), available=self.residency.free(layer),
+                cached_E=cached_E.to(logits_TE.device),
+                available=self._experts if unserved else self.residency.free(layer),
             )
         )  # fmt: skip
 
@@ -349,7 +354,13 @@ class LayerFlow:
         if policies.pre_eviction.active:
             self._pre_evict(wanted)
         transfer = self._pace.transfer(layer) if self._pace is not None and self._reads_transfer else None
-        self.prefetch(layer, policies.prefetch.experts(wanted, transfer))
+        experts = policies.prefetch.experts(wanted, transfer)
+        if experts and not 0 <= min(experts) <= max(experts) < self._experts:
+            raise ExpertcastError(
+                f"prefetch policy {policies.prefetch.name!r} chose experts {list(experts)} of layer {layer}: give "
+                f"numbers from 0 to {self._experts - 1}"
+            )
+        self.prefetch(layer, experts)
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Prefetch a later layer's experts (0..E-1), most needed first."""
@@ -363,6 +374,7 @@ class LayerFlow:
         probability_E = wanted.probability_TE.mean(dim=0).tolist()
         target = self.policies.pre_eviction.release_target(probability_E, predicted, resident)
         self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})
+        self._pre_evicted.add(wanted.layer)
 
     def stream(self, layer: int) -> None:
         """Load a chunk of the next layer's experts after the last chunk of a layer that runs most of its experts, as in
@@ -373,7 +385,7 @@ class LayerFlow:
         if self.residency.is_prefetched_for(following):
             return
         keys = list(range(following * self._experts, (following + 1) * self._experts))
-        self.residency.prefetch(self._chunked(keys, self.residency.limit(following))[0])
+        self.residency.prefetch(self._chunked(keys, self.residency.limit(following))[0], streamed=True)
 
     def choose(self, target: int, own: int) -> int | None:
         """Return the rung for the forecast of a layer that does not execute it; None: no forecast is made.

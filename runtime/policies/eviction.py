@@ -905,6 +905,21 @@ class Eviction:
         self.reads_scores, self.reads_routing = first.reads_scores, first.reads_routing
         self.reads_forecasts, self.reads_tokens = first.reads_forecasts, first.reads_tokens
 
+    def victim(self, layer: int, protected: Container[int], resident: Container[int]) -> int | None:
+        """Return the expert that a layer's policy evicts; None: all are protected.
+
+        Raises:
+            ExpertcastError: the policy names an expert that is not resident, or is protected.
+        """
+        policy = self.by_layer[layer]
+        key = policy.victim(protected)
+        if key is not None and (key not in resident or key in protected):
+            raise ExpertcastError(
+                f"eviction policy {policy.name!r} evicts {key!r} for layer {layer}: give the key of a resident expert "
+                "that is not protected, or None"
+            )
+        return key
+
     def start_pass(self, fresh: bool) -> None:
         """Call `start_pass` of every policy."""
         for policy in self.policies:

@@ -29,7 +29,8 @@ class RouterOutput:
     cached_E: Tensor
     """Whether each expert is resident (bool), on the device of the logits."""
     available: int
-    """Number of slots that misses of the layer can use without an eviction (C_avail in ActiveEvict, eq. 18)."""
+    """Number of slots that misses of the layer can use without an eviction (C_avail in ActiveEvict, eq. 18); E where
+    pre-eviction had no forecast for the layer."""
 
 
 class RoutingPolicy(Policy):
@@ -145,7 +146,8 @@ class Budget(RoutingPolicy):
 
     k = max{k <= k_max: u(k) <= available}, with u(k) the number of absent experts among the k heaviest. The tokens of a
     step share the available slots in order; an expert that one token loads is resident for the next one. At least one
-    expert is executed, also where eq. 20 allows none. If the router normalises the weights, those of the remaining
+    expert is executed, also where eq. 20 allows none. With pre-eviction, layers without a forecast have no limit but
+    k_max: nothing freed slots for them. If the router normalises the weights, those of the remaining
     experts are normalised again (eq. 4).
 
     Source: ActiveEvict, eq. 4 and 18 to 21.

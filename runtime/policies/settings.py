@@ -81,7 +81,7 @@ class PolicyField(Generic[P]):
         vars(instance)[self._name] = self.registry.choose(policy)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Policies:
     """One policy of each kind: `name`, `name:option=value,...` or the configuration of the policy.
 
@@ -111,6 +111,10 @@ class Policies:
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
             raise ExpertcastError(f"unknown scope {self.scope!r}: choose from {', '.join(SCOPES)}")
+
+    def __repr__(self) -> str:
+        """The policies as arguments."""
+        return f"Policies({', '.join(f'{kind}={text!r}' for kind, text in self.as_dict().items())})"
 
     @property
     def lossy(self) -> bool:

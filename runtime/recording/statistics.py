@@ -17,9 +17,10 @@ class LayerStatistics:
     requests: int = 0
     """Number of distinct experts that the layer needed, summed over steps."""
     hits: int = 0
-    """Requests of experts that had a slot when the routing was known, including copies in flight."""
+    """Requests of experts that had a slot when the routing was known, including copies in flight for a forecast."""
     misses: int = 0
-    """Requests whose copy started after the routing was known; without dropped and substituted experts."""
+    """Requests whose copy started after the routing was known, or without a forecast, as a prefill loads the next
+    layer; without dropped and substituted experts."""
     collisions: int = 0
     """Misses of experts that were evicted earlier in the same step."""
     evicted: int = 0
@@ -73,6 +74,14 @@ class RunStatistics:
         with self.resetting():
             self.layers[:] = [LayerStatistics() for _ in self.layers]
 
+    def __repr__(self) -> str:
+        """The counts of all layers."""
+        total = self.total
+        return (
+            f"RunStatistics(requests={total.requests}, hits={total.hits} ({self.hit_rate:.1%}), "
+            f"misses={total.misses}, bytes_moved={total.bytes_moved}, waited_s={total.waited_s:.3g})"
+        )
+
     @property
     def total(self) -> LayerStatistics:
         """Sum over all layers."""
@@ -111,8 +120,9 @@ class RunStatistics:
         """Return all statistics as plain values.
 
         - the totals, `hit_rate`, `prefetch_precision`, `issued_precision`, and `per_layer`
-        - `drift` and `forecast_recall` of :class:`expertcast.runtime.engine.drift.DriftMonitor`; `drift` is None
-          without forecasts, for a predictor without metrics, and for a cache on the device
+        - `drift` and `forecast_recall` of :class:`expertcast.runtime.engine.drift.DriftMonitor`; None without
+          forecasts, `drift` also for a predictor without metrics
+        - `forecasts`: how many were made, by sequences; empty where no choice was made, as over the link `instant`
         - `refit`, if the predictor is refitted during the run
         """
         values = {
@@ -121,6 +131,8 @@ class RunStatistics:
             "prefetch_precision": self.prefetch_precision,
             "issued_precision": self.issued_precision,
             "drift": None,
+            "forecast_recall": None,
+            "forecasts": {},
         }
         for report in self.reports:
             values |= report()

@@ -160,7 +160,7 @@ class ByteCache:
         policy.use(keys)
         needed = set(keys)
         while self._used[budget] > self._share:
-            victim = policy.victim(needed)
+            victim = eviction.victim(event.layer, needed, held)
             if victim is None:
                 break
             policy.remove(victim)

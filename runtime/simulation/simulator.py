@@ -132,6 +132,9 @@ class VirtualRuntime:
         self._decode = _costs(machine.times, shape.top_k)
         self._prefill = _costs(machine.prefill or machine.times, shape.top_k)
         self._late_s = machine.times.late_s
+        full = machine.block_bytes[FULL]
+        self._smaller = frozenset(name for name, size in machine.block_bytes.items() if size < full)
+        """Precisions below that of the stored experts; copies in another are copies of the stored experts."""
 
     def run(self, forward: Forward) -> float:
         """Run one step and return its seconds."""
@@ -193,7 +196,8 @@ class VirtualRuntime:
         if not decision.changed:
             return keys, None
         first = layer * self.trace.shape.experts
-        return request_order([first + expert for row in decision.ids for expert in row]), decision.precision
+        precision = {key: name if name in self._smaller else FULL for key, name in decision.precision.items()}
+        return request_order([first + expert for row in decision.ids for expert in row]), precision
 
     def _prefetch(self, forecasts: ForecastSource, layer: int, forward: Forward, forecast_s: float) -> None:
         """Spend the time of a forecast, or of the requests for the next token, and prefetch the forecast experts."""

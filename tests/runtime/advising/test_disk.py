@@ -6,14 +6,17 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.advising.disk import (
     COMPRESS,
     DiskFindings,
+    _memory_copy,
     advise_disk,
     disk_rate,
     mean_part_sizes,
@@ -104,6 +107,22 @@ def test_where_all_experts_fit_nothing_is_compressed() -> None:
     assert advice.chosen.codec == "raw"
     assert advice.chosen.read_per_token == 8000 / 6, "the four experts of the last two tokens that are new, once"
     assert "each is read once" in advice.reasons[0]
+
+
+def test_a_copy_in_memory_is_timed_on_blocks_that_no_cache_holds(tmp_path: Path) -> None:
+    """No block is copied twice: a second copy would read it from the processor's cache."""
+    read: list[int] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten.copy_.default:
+                read.append(args[1].data_ptr())
+            return function(*args, **(kwargs or {}))
+
+    store, _ = _store(tmp_path)
+    with Copies():
+        assert _memory_copy(store, 4, None) is not None
+    assert len(read) == len(set(read)) > 1
 
 
 def test_memory_where_there_is_room() -> None:

@@ -31,14 +31,21 @@ def tables(shape: ModelShape = SHAPE, prompt: int = 20, new_tokens: int = 200, *
     ("options", "reuse", "accuracy"),
     [
         ({"persistence": 1.0, "accuracy": 1.0}, 1.0, 1.0),
-        ({"persistence": 0.0, "skew": 0.0, "accuracy": 0.0}, 4 / 32, 0.0),
-        ({"persistence": 0.5, "skew": 0.0, "accuracy": 0.8}, 0.5 + 0.5 * 2 / 30, 0.8),
+        ({"persistence": 0.0, "skew": 0.0, "accuracy": 0.0}, 0.0, 0.0),
+        ({"persistence": 0.5, "skew": 0.0, "accuracy": 0.8}, 0.5, 0.8),
+        ({"persistence": 0.3, "skew": 0.8, "accuracy": 0.9}, 0.3, 0.9),
     ],
 )
 def test_properties(options: dict[str, float], reuse: float, accuracy: float) -> None:
     measured = tables(**options).measured()
     assert measured["reuse"] == pytest.approx(reuse, abs=0.02)
     assert measured["accuracy"] == pytest.approx(accuracy, abs=0.02)
+
+
+def test_experts_are_distinct_where_few_are_left() -> None:
+    made = tables(ModelShape(layers=2, experts=5, top_k=4, hidden=8), persistence=0.0, accuracy=0.0)
+    for ids in (made.ids_PLK, made.forecast_NLK):
+        assert all(len(set(row)) == 4 for row in ids.flatten(0, 1).tolist())
 
 
 def test_experts_are_distinct_and_wrong_forecasts_wrong() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -16,7 +17,21 @@ from transformers import PreTrainedModel
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import offload
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING, CacheShape, Policies
+from expertcast.runtime.policies import (
+    EVICTION,
+    LRU,
+    MISS,
+    PRE_EVICTION,
+    PREFETCH,
+    PRESETS,
+    ROUTING,
+    CacheShape,
+    Choice,
+    Policies,
+    PolicyConfig,
+    TopK,
+)
+from expertcast.runtime.policies.prefetch import Candidates, LinkState, TopKConfig
 from expertcast.runtime.policies.settings import preset, published
 from expertcast.runtime.quality.policies import measure_policies
 from tests.families.models import tiny_model
@@ -59,6 +74,75 @@ def test_bad_options(kind: str, text: str) -> None:
 def test_unknown_names(kind: str) -> None:
     with pytest.raises(ExpertcastError, match=f"choose from {', '.join(REGISTRIES[kind].names())}"):
         REGISTRIES[kind].choose("nothing")
+
+
+class Fails(LRU):
+    """Fails after the first eviction."""
+
+    name = "fails"
+    _evicted = 0
+
+    def victim(self, protected: Container[int]) -> int | None:
+        self._evicted += 1
+        return {1: super().victim(protected)}[self._evicted]
+
+
+class Elsewhere(LRU):
+    name = "elsewhere"
+
+    def victim(self, protected: Container[int]) -> int | None:
+        return 10**6
+
+
+class Stubborn(LRU):
+    name = "stubborn"
+
+    def victim(self, protected: Container[int]) -> int | None:
+        return None
+
+
+class Beyond(TopK):
+    name = "beyond"
+
+    def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
+        return [8]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"eviction": Choice(Fails, PolicyConfig())}, r"policy 'fails' \(.*Fails\) failed in victim\(\): KeyError: 2"),
+        ({"eviction": Choice(Elsewhere, PolicyConfig())}, "eviction policy 'elsewhere' evicts 1000000 for layer"),
+        ({"eviction": Choice(Stubborn, PolicyConfig())}, "eviction policy 'stubborn' gives no victim for layer"),
+        ({"prefetch": Choice(Beyond, TopKConfig())}, r"prefetch policy 'beyond' chose experts \[8\] of layer 1"),
+    ],
+)
+def test_a_faulty_policy_is_named(policy: dict[str, Any], message: str) -> None:
+    model = tiny_model("qwen3_moe")
+    with (
+        offload(
+            model, policies=Policies(**policy), slots=6, predictor="next_norm", bandwidth=1e9, forecasts="always"
+        ) as offloaded,
+        pytest.raises(ExpertcastError, match=message),
+    ):
+        offloaded.generate(torch.arange(1, 9).unsqueeze(0), max_new_tokens=8, do_sample=False)
+
+
+def test_hits_of_a_prefill_are_experts_that_nobody_moved() -> None:
+    """The prompt executes all 32 experts, layer by layer: those of the next layer come while one computes."""
+    model = tiny_model("qwen3_moe")
+    with offload(model, slots=16, bandwidth=1e9) as offloaded:
+        assert repr(offloaded.stats).startswith("RunStatistics(requests=0, hits=0 (0.0%)")
+        model(torch.arange(64).unsqueeze(0))
+        total = offloaded.stats.total
+        assert (total.requests, total.hits, total.misses) == (32, 0, 32)
+        assert total.bytes_moved == 32 * offloaded.store.layout.block_bytes
+        assert offloaded.stats.as_dict()["forecasts"] == {}
+        assert "16 slots" in repr(offloaded.residency)
+
+
+def test_policies_are_written_as_their_arguments() -> None:
+    assert eval(repr(Policies(eviction="lfu", scope="layer"))) == Policies(eviction="lfu", scope="layer")
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,36 @@ def test_pre_eviction(pre_eviction: str, counts: Counts) -> None:
     assert _counts(trace, Policies(eviction="lru", prefetch="none", pre_eviction=pre_eviction), slots=3) == counts
 
 
+def test_budget_needs_slots_that_a_forecast_freed() -> None:
+    """Pre-eviction frees slots for layer 1 only: layer 0 executes all that its router chose."""
+    view = tiny_view()
+    logits_TE = torch.tensor([[row.get(expert, 0.0) for expert in range(8)] for row in LOGITS])
+    ids_TK, weights_TK = view[0].route(logits_TE)
+    forecast = Forecast(
+        layer=1, logits_TE=torch.zeros(4, 8), topk_ids_TK=torch.tensor([[6, 7]] * 4), topk_weights_TK=weights_TK
+    )
+    trace = _trace(
+        [ids_TK] * 2, [logits_TE] * 2, weights_TK, view=MoEView(tuple(view)[:2], "tiny"),
+        hints={"made": Hints(ahead=1, forecasts={1: forecast})},
+    )  # fmt: skip
+    policies = Policies(eviction="lru", prefetch="none", pre_eviction="gap:r_max=0", routing="budget", scope="layer")
+    layers = simulate(trace, policies, 4, _machine(2), predictor="made").decode.layers
+    assert layers[0].skipped == 0
+    assert layers[0].requests == 6
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lhu"])
+def test_copies_that_are_no_smaller_are_full_ones(eviction: str) -> None:
+    p_TE = torch.zeros(4, 5).scatter(1, torch.tensor(NEEDED), torch.tensor([0.4, 0.3, 0.1, 0.08, 0.02]).expand(4, 5))
+    trace = _trace([torch.tensor([row[:3] for row in NEEDED])], [p_TE.log()], torch.tensor([0.7, 0.25, 0.05]))
+    int4 = Machine(times=constant_times(1, 2.0), block_bytes=BYTES | {"full": 2, "int8": 2}, bandwidth=16.0)
+    found = [
+        simulate(trace, Policies(eviction=eviction, miss=miss), 3, int4).decode.total
+        for miss in ("fetch", "cascade:levels=full/int4")
+    ]
+    assert found[0] == found[1]
+
+
 def test_every_policy_is_here() -> None:
     cases = {MISS: MISSES, ROUTING: ROUTINGS, PREFETCH: {**PREFETCHES, **FIRST}, PRE_EVICTION: ("none", "gap")}
     for registry, named in cases.items():
