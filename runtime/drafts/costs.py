@@ -241,7 +241,7 @@ class DraftModel:
         return [max(1e-9, *of) for of in zip(least, map(add, explained, rest), strict=True)]
 
     def requested_seconds(self, most: int, verify_s: Sequence[float], copy_s: float) -> list[float]:
-        """Return the expected seconds of a cycle that requests n = 0 to `most` tokens of a draft that may propose fewer.
+        """Return the expected seconds of a cycle that requests n = 0 to `most` tokens; a draft may propose fewer.
 
         Args:
             most, verify_s, copy_s: see :meth:`seconds`.
