@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from expertcast.data.source import (
     quantised_form,
 )
 from expertcast.data.weights.files import SafetensorsFiles, TensorFile, WeightFiles
-from expertcast.data.weights.gguf import GgufFile, check_package, complete_config, gguf_form
+from expertcast.data.weights.gguf import GgufFile, check_package, complete_config, gguf_form, light_headers
 from expertcast.data.weights.packed import join_bnb, join_packed, join_scales
 from expertcast.predictors.messages import ExpertcastError, first_line
 
@@ -225,7 +226,8 @@ def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokeniz
     try:
         if "gguf_file" in arguments and any(map(source.file, ("tokenizer.json", "tokenizer_config.json"))):
             del arguments["gguf_file"]
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path, **arguments)
+        with light_headers() if "gguf_file" in arguments else nullcontext():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path, **arguments)
     except Exception as error:  # invalid files raise any kind of exception, depending on the family
         if isinstance(error, ExpertcastError):
             raise
@@ -272,7 +274,8 @@ def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
     if paths:
         check_package(source.name)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(source.path, **source.config)
+        with light_headers() if paths else nullcontext():
+            config: PretrainedConfig = AutoConfig.from_pretrained(source.path, **source.config)
         if paths:
             complete_config(config, paths)
     except Exception as error:  # invalid files raise any kind of exception, depending on the family

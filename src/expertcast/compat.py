@@ -72,7 +72,6 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     "transformers.integrations.gguf": {
         "get_gguf_conversion_mapping": "Conversions from GGUF tensors to parameters (weights.gguf).",
         "is_gguf_arch_supported": "Whether transformers reads a GGUF architecture (weights.gguf).",
-        "read_gguf_metadata": "Reads the header of a GGUF file (weights.gguf).",
     },
     "transformers.integrations.gguf.dequant": {"GGML_BLOCK": "Block sizes of GGUF types (weights.gguf)."},
     "transformers.integrations.gguf.kernels": {"dequantize_blocks": "Decodes GGUF blocks (weights.gguf)."},
@@ -100,6 +99,10 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_actions": "Options of a command, for suggestions (cli).",
         "_option_string_actions": "Options by their strings (cli).",
         "_subparsers": "Whether the parser has commands (cli).",
+    },
+    "gguf.gguf_reader:GGUFReader": {
+        "_get_field_parts": "Reads an array of a header, replaced for vocabularies (weights.gguf).",
+        "_push_field": "Keeps a field of a header (weights.gguf).",
     },
     "torch": {
         "_convert_weight_to_int4pack": "Packs 4-bit weights for CUDA (data.packed_experts).",
@@ -204,7 +207,7 @@ if TYPE_CHECKING:
     from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
     from transformers.generation.continuous_batching.requests import FutureRequestState
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-    from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported, read_gguf_metadata
+    from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
     from transformers.integrations.gguf.dequant import GGML_BLOCK
     from transformers.integrations.gguf.kernels import dequantize_blocks
     from transformers.integrations.moe import (

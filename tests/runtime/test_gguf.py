@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 
 from expertcast.cli import main
 from expertcast.data.inspection import inspect_model
-from expertcast.data.models import load_config, load_model, load_tokenizer
+from expertcast.data.models import form_of, load_config, load_model, load_tokenizer, meta_model, open_weights
 from expertcast.data.source import ModelSource
+from expertcast.data.weights.gguf import _header, _read_header
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
 from tests.runtime.conftest import assert_same, greedy
@@ -203,3 +204,21 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     write(path, tiny("qwen3_moe"), "Q8_0")
     with pytest.raises(ExpertcastError, match=r"is a GGUF file, which takes a package: pip install '\.\[gguf\]' in"):
         load_offloaded(path)
+
+
+def test_a_header_is_read_once_and_without_its_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, tiny("qwen3_moe", vocab_size=5000))
+    config = load_config(ModelSource.of(path))
+    before = _read_header.cache_info().misses
+    assert config.vocab_size == 5000
+    assert len(load_tokenizer(path)) >= 5000  # the tokenizer reads it whole
+    with open_weights(ModelSource.of(path), form_of(config, ModelSource.of(path)), meta_model(config)) as files:
+        assert files.tensors
+    assert _read_header.cache_info().misses == before
+    short, whole = _header(path), gguf.GGUFReader(path)
+    assert [each.name for each in short.tensors] == [each.name for each in whole.tensors]
+    assert [each.data_offset for each in short.tensors] == [each.data_offset for each in whole.tensors]
+    for name, field in whole.fields.items():
+        if len(field.data) <= 1024:
+            assert short.fields[name].contents() == field.contents()

@@ -1,0 +1,176 @@
+"""Files of life size with random weights, written in pieces, in less than 1 GB of memory.
+
+    python -m benchmarks.life_size_files FOLDER
+
+writes `qwen3-30b-a3b-Q4_0.gguf`: 48 layers of 128 experts, hidden size 2048, 151,936 tokens and their merges, 17 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import gguf
+import numpy as np
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from benchmarks.disk_files import EMBEDDING, LATER_ATTENTION
+from expertcast.runtime.benchmarking.shapes import SHAPES, STD
+
+KINDS = ("Q4_0", "Q4_K_M")
+"""Q4_K_M: experts in Q4_K, their down projections in Q6_K in every second layer, the head in Q6_K; the rest is Q4_K."""
+_DEVIATIONS = {"Q4_0": 4.61, "Q4_K": 131.0, "Q6_K": 592.0}
+"""Standard deviation of a weight with uniformly random codes, divided by the block's scale."""
+_PIECE = 64 << 20
+
+
+def tensors(layers: int, kind: str, config: object) -> Iterator[tuple[str, tuple[int, ...], str, float]]:
+    """Yield name, shape, type and standard deviation of each tensor; 0: all ones."""
+    get = lambda name: int(getattr(config, name))  # noqa: E731
+    hidden, inner, experts, vocabulary = (
+        get(each) for each in ("hidden_size", "moe_intermediate_size", "num_experts", "vocab_size")
+    )
+    width, heads, pairs = get("head_dim"), get("num_attention_heads"), get("num_key_value_heads")
+    mixed = kind == "Q4_K_M"
+    usual, larger = ("Q4_K", "Q6_K") if mixed else ("Q4_0", "Q4_0")
+    yield "token_embd.weight", (vocabulary, hidden), usual, EMBEDDING
+    yield "output.weight", (vocabulary, hidden), larger, STD
+    yield "output_norm.weight", (hidden,), "F32", 0.0
+    for layer in range(layers):
+        block = f"blk.{layer}."
+        yield f"{block}attn_norm.weight", (hidden,), "F32", 0.0
+        yield f"{block}attn_q.weight", (heads * width, hidden), usual, STD
+        yield f"{block}attn_k.weight", (pairs * width, hidden), usual, STD
+        yield f"{block}attn_v.weight", (pairs * width, hidden), usual, STD
+        yield f"{block}attn_output.weight", (hidden, heads * width), usual, LATER_ATTENTION if layer else STD
+        yield f"{block}attn_q_norm.weight", (width,), "F32", 0.0
+        yield f"{block}attn_k_norm.weight", (width,), "F32", 0.0
+        yield f"{block}ffn_norm.weight", (hidden,), "F32", 0.0
+        yield f"{block}ffn_gate_inp.weight", (experts, hidden), "F32", STD
+        yield f"{block}ffn_gate_exps.weight", (experts, inner, hidden), usual, STD
+        yield f"{block}ffn_up_exps.weight", (experts, inner, hidden), usual, STD
+        yield f"{block}ffn_down_exps.weight", (experts, hidden, inner), larger if layer % 2 else usual, STD
+
+
+def write(path: Path, kind: str = "Q4_0", layers: int | None = None) -> None:
+    """Write a GGUF file of Qwen3-30B-A3B's shape.
+
+    Args:
+        path: the file; it appears when it is whole.
+        kind: one of `KINDS`.
+        layers: the first so many layers; None: all 48.
+    """
+    shape = SHAPES["qwen3-30b-a3b"]
+    config, count = shape.config(layers), layers or shape.layers
+    partial = path.with_suffix(".partial")
+    writer = gguf.GGUFWriter(partial, "qwen3moe")
+    _describe(writer, config, count, kind)
+    found = list(tensors(count, kind, config))
+    for name, dims, stored, _ in found:
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[stored]]
+        nbytes = int(np.prod(dims)) // block * size
+        if stored == "F32":
+            writer.add_tensor_info(name, dims, np.dtype(np.float32), nbytes)
+        else:
+            rows = (*dims[:-1], dims[-1] // block * size)
+            writer.add_tensor_info(name, rows, np.dtype(np.uint8), nbytes, raw_dtype=gguf.GGMLQuantizationType[stored])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    assert writer.fout is not None
+    file, draw = writer.fout[0], np.random.default_rng(0)
+    writer.write_padding(file, file.tell())
+    for _, dims, stored, deviation in found:
+        for piece in _pieces(int(np.prod(dims)), stored, deviation, draw):
+            file.write(piece)
+        writer.write_padding(file, file.tell())
+    writer.close()
+    partial.rename(path)
+
+
+def _pieces(numbers: int, stored: str, deviation: float, draw: np.random.Generator) -> Iterator[memoryview]:
+    """Yield a tensor's bytes, at most `_PIECE` at once."""
+    if stored == "F32":
+        values = (
+            np.ones(numbers, np.float32) if not deviation else draw.standard_normal(numbers, np.float32) * deviation
+        )
+        yield values.astype(np.float32).data
+        return
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[stored]]
+    left = numbers // block
+    scale = np.frombuffer(np.float16(deviation / _DEVIATIONS[stored]).tobytes(), np.uint8)
+    while left:
+        count = min(left, _PIECE // size)
+        blocks = np.frombuffer(draw.bytes(count * size), np.uint8).reshape(count, size).copy()
+        if stored == "Q4_0":
+            blocks[:, :2] = scale
+        elif stored == "Q4_K":  # w = d * scale * code - dmin * min, scale 32 and min 30 of all sub-blocks
+            blocks[:, :2] = scale
+            blocks[:, 2:4] = np.frombuffer(np.float16(deviation / _DEVIATIONS[stored] * 7.5).tobytes(), np.uint8)
+            blocks[:, 4:16] = (160,) * 8 + (0,) * 4
+        else:
+            blocks[:, 192:208] = 32
+            blocks[:, 208:210] = scale
+        yield blocks.reshape(-1).data
+        left -= count
+
+
+def _describe(writer: gguf.GGUFWriter, config: object, layers: int, kind: str) -> None:
+    get = lambda name: int(getattr(config, name))  # noqa: E731
+    writer.add_context_length(get("max_position_embeddings"))
+    writer.add_embedding_length(get("hidden_size"))
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(get("intermediate_size"))
+    writer.add_head_count(get("num_attention_heads"))
+    writer.add_head_count_kv(get("num_key_value_heads"))
+    writer.add_key_length(get("head_dim"))
+    writer.add_value_length(get("head_dim"))
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_vocab_size(get("vocab_size"))
+    writer.add_expert_count(get("num_experts"))
+    writer.add_expert_used_count(get("num_experts_per_tok"))
+    writer.add_expert_feed_forward_length(get("moe_intermediate_size"))
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
+    tokens, merges = vocabulary(get("vocab_size"))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * (len(tokens) - 1) + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(len(tokens) - 1)
+
+
+def vocabulary(size: int) -> tuple[list[str], list[str]]:
+    """Return tokens and merges of a byte-level BPE: all bytes, then each token followed by each letter, and an end."""
+    tokens, merges = list(bytes_to_unicode().values()), []
+    letters = [*"abcdefghijklmnopqrstuvwxyz", "\u0120"]
+    for number in range(size):
+        for letter in letters:
+            if len(tokens) == size - 1:
+                return [*tokens, "<|endoftext|>"], merges
+            tokens.append(tokens[number] + letter)
+            merges.append(f"{tokens[number]} {letter}")
+    raise AssertionError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the files that are missing."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.life_size_files", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", choices=KINDS, default="Q4_0")
+    parser.add_argument("--layers", type=int, help="the first so many layers (default: all 48)")
+    args = parser.parse_args(arguments)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    layers = "" if args.layers is None else f"-{args.layers}-layers"
+    path = args.folder / f"qwen3-30b-a3b{layers}-{args.kind}.gguf"
+    if not path.exists():
+        write(path, args.kind, args.layers)
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
