@@ -153,6 +153,8 @@ def evaluate(
     _check(predictors, view, ahead)
     previous = any(predictor.uses_previous_token for predictor in predictors.values())
     links = windows or dict.fromkeys(predictors, ratio_windows(view.shape.top_k))
+    if missing := predictors.keys() - links.keys():
+        raise ExpertcastError(f"windows have no entry for {', '.join(sorted(missing))}: give one for each predictor")
     plain = {name: _Score(view, ahead, links[name]) for name in predictors}
     # chained early attention would need the model: traces have it for the model's own routing only
     followed = {name: each for name, each in predictors.items() if chained and not each.uses_early}

@@ -69,18 +69,17 @@ _LEVERS: dict[str, Callable[[Case], Case]] = {
 
 def advice_from(found: Survey) -> Advice[PrefetchOption]:
     """Choose the fastest option for a survey; loading on demand unless prefetching saves at least `WORTH`."""
+    exact = [_option(found, "exact", found.predict(*name), name) for name in found.forecasting]
+    found, disturbed_s = _undisturbed(found, exact)
     replayed = found.predict()
     on_demand = _option(found, "on_demand", replayed)
-    exact = [_option(found, "exact", found.predict(*name), name) for name in found.forecasting]
     speculated = [
         _option(found, "speculate", found.predict(*name, executed_layers=range(found.trace.shape.layers)), name)
         for name in found.forecasting
     ]
-    # an option that hides no waiting can look faster only because the on-demand run was disturbed; where all experts
-    # fit, only the first copies of the measured tokens are waited for, and no later token's
+    # where all experts fit, only the first copies of the measured tokens are waited for, and no later token's
     fit = found.case.slots >= found.experts
-    hiding = [] if fit else [option for option in exact if option.wait_s < on_demand.wait_s]
-    best = min(hiding, key=lambda option: option.tpot_s, default=on_demand)
+    best = min([] if fit else exact, key=lambda option: option.tpot_s, default=on_demand)
     chosen = best if best.tpot_s < (1 - WORTH) * on_demand.tpot_s else on_demand
     compute_s = found.case.machine.times.compute_s
     most = most_to_gain(replayed, compute_s, max((ahead for _, ahead in found.forecasting), default=1))
@@ -115,10 +114,26 @@ def advice_from(found: Survey) -> Advice[PrefetchOption]:
         },
         notes=f"link {speed.rate / 1e9:.3g} GB/s, {milliseconds(speed.copy_s)} per expert; {found.case.slots} of "
         f"{found.experts} experts in {memory_bytes / 1e6:.4g} MB\n"
-        f"measured on demand: {milliseconds(found.tpot_s)} per token, {milliseconds(on_demand.unexplained_s)} more "
-        "than the event model",
+        f"measured on demand: {milliseconds(found.tpot_s)} per token, "
+        f"{milliseconds(on_demand.unexplained_s + disturbed_s)} more than the event model"
+        + (f"; {milliseconds(disturbed_s)} left out, since runs with forecasts computed faster" * (disturbed_s > 0)),
         left=len(on_demand.cells),
     )
+
+
+def _undisturbed(found: Survey, exact: Sequence[PrefetchOption]) -> tuple[Survey, float]:
+    """Shorten the on-demand run by the seconds that it computed longer than a run with forecasts.
+
+    Forecasts do not make computing faster, so such a run was disturbed. All options are then compared on one basis: an
+    option that hides no waiting is never faster than loading on demand.
+
+    Returns:
+        The survey, and the seconds per token that its on-demand run lost.
+    """
+    plain = _option(found, "on_demand", found.predict())
+    computed_s = [option.tpot_s - option.wait_s - option.forecast_s for option in (plain, *exact)]
+    lost_s, times = computed_s[0] - min(computed_s), found.case.machine.times
+    return replace(found, case=found.case.with_times(replace(times, late_s=times.late_s - lost_s))), lost_s
 
 
 def most_to_gain(on_demand: Simulation, compute_s: Sequence[float], ahead: int = 1) -> float:

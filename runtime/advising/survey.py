@@ -25,7 +25,6 @@ from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.speed import LinkSpeed, link_speed
 from expertcast.runtime.offloading import offload
-from expertcast.runtime.policies import Policies
 from expertcast.runtime.policies.settings import ALWAYS
 from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, no_times
@@ -285,6 +284,18 @@ def survey(
         raise ExpertcastError(f"prompt_ids has shape {list(prompt_ids.shape)}: give one prompt, [1, tokens]")
     if config.resolved_predictor() is not None:
         raise ExpertcastError("the configuration names a predictor: pass the predictors to compare as predictors=")
+    policies = config.resolved_policies()
+    cls = policies.eviction.cls
+    if (
+        policies.lossy
+        or policies.pre_eviction.cls.active
+        or cls.reads_scores
+        or cls.reads_forecasts
+        or cls.reads_tokens
+    ):
+        raise ExpertcastError(
+            f"{policies}: a survey records which experts ran, and these policies read or change more: leave them out"
+        )
     if prompt_ids.is_cuda and config.link == "auto":
         config = replace(config, link="cuda")
     view = find_moe_layers(model)
@@ -334,7 +345,7 @@ def _run(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, config: Of
         window=link.window if isinstance(link, CudaLink) else 1,
         blocking=blocking,
     )
-    case = Case(policies=Policies(), slots=slots, machine=machine, cache=config.cache)
+    case = Case(policies=config.resolved_policies(), slots=slots, machine=machine, cache=config.cache)
     return _Run(statistics.median(decoding.steps_s), case, watched, speed)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer
 
 from expertcast.data.machine import usable_processors
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
@@ -512,7 +513,7 @@ def bench_drafts(
 
     Returns:
         By draft: `tpot_s`, the median; `over_none`, plain decoding's time divided by it; `memory_bytes` beside the
-            slots; `bytes_per_token` over the link; `identical` tokens; and `governor`, as
+            slots; `bytes_per_token` over the link, without the prefill; `identical` tokens; and `governor`, as
             :meth:`expertcast.runtime.drafts.governor.Governor.report` returns it.
 
     Raises:
@@ -531,14 +532,17 @@ def bench_drafts(
             shift = repetition % len(names)
             for name in names[shift:] + names[:shift]:
                 say(f"draft {name}, " + (f"repetition {repetition} of {repetitions}" if repetition else "first round"))
-                first_s = _generate(offloaded, prompt_ids, 1, NONE)[0]
-                before = offloaded.link.bytes_moved
-                seconds, text = _generate(offloaded, prompt_ids, new_tokens + 1, name)
+                first = FirstToken(offloaded)
+                text = offloaded.generate(
+                    prompt_ids, min_new_tokens=new_tokens + 1, max_new_tokens=new_tokens + 1, do_sample=False,
+                    draft=name, streamer=first,
+                )  # fmt: skip
+                seconds, nbytes = first.since()
                 if repetition == 0:
-                    texts[name] = text
+                    texts[name] = text.cpu()
                     continue
-                times[name].append((seconds - first_s) / new_tokens)
-                moved[name].append((offloaded.link.bytes_moved - before) / new_tokens)
+                times[name].append(seconds / new_tokens)
+                moved[name].append(nbytes / new_tokens)
                 governors[name] = offloaded.stats.as_dict().get("drafts", {})
         memory = offloaded.drafting.memory
     plain_s = statistics.median(times[NONE])
@@ -555,11 +559,25 @@ def bench_drafts(
     }
 
 
-def _generate(offloaded: OffloadedModel, prompt_ids: Tensor, tokens: int, draft: str) -> tuple[float, Tensor]:
-    """Return the seconds and the ids [1, S + tokens]."""
-    start = time.perf_counter()
-    ids = offloaded.generate(
-        prompt_ids, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, draft=draft,
-    )  # fmt: skip
-    text: Tensor = ids.cpu()
-    return time.perf_counter() - start, text
+class FirstToken(BaseStreamer):
+    """Notes time and moved bytes when the first new token arrives, so that the prefill is left out.
+
+    Args:
+        offloaded: the model that generates.
+    """
+
+    def __init__(self, offloaded: OffloadedModel) -> None:
+        self._offloaded, self._puts = offloaded, 0
+
+    def put(self, value: Tensor) -> None:
+        """Receive the prompt, then tokens."""
+        self._puts += 1
+        if self._puts == 2:
+            self._start, self._moved = time.perf_counter(), self._offloaded.link.bytes_moved
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    def since(self) -> tuple[float, int]:
+        """Return the seconds and the bytes since the first new token."""
+        return time.perf_counter() - self._start, self._offloaded.link.bytes_moved - self._moved

@@ -9,6 +9,8 @@ L MoE layers, E routed experts per layer, K experts per token. The key of an exp
 from __future__ import annotations
 
 import itertools
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -57,6 +59,8 @@ class Replayed:
 
     decode: ReplayCounts
     prompt: ReplayCounts
+    policy_s: float
+    """Median seconds of this process per decode step, which the policy takes in the thread that runs the model."""
 
 
 def forwards_of(routing: Routing) -> list[list[Event]]:
@@ -119,13 +123,16 @@ def replay(
             events = itertools.chain.from_iterable(forwards)
             policy.set_future([event.keys for event in events if scope == "global" or event.layer == layer])
     counts = {fresh: ReplayCounts(requests_L=[0] * layers, misses_L=[0] * layers) for fresh in (False, True)}
-    for forward in forwards:
-        if forward:
-            counts[forward[0].fresh].steps += 1
-            cache.eviction.start_pass(forward[0].fresh)
+    took_s: list[float] = []
+    for forward in filter(None, forwards):
+        start = time.perf_counter()
+        counts[forward[0].fresh].steps += 1
+        cache.eviction.start_pass(forward[0].fresh)
         for event in forward:
             cache.run(event, counts[event.fresh])
-    return Replayed(counts[False], counts[True])
+        if not forward[0].fresh:
+            took_s.append(time.perf_counter() - start)
+    return Replayed(counts[False], counts[True], statistics.median(took_s) if took_s else 0.0)
 
 
 class ByteCache:

@@ -149,6 +149,18 @@ def write_figures(results: Rows, folder: Path) -> list[Path]:
     return [folder / f"{name}.png" for name in drawn]
 
 
+def write_hits(results: Rows, folder: Path) -> Path:
+    """Write the hits of a replayed routing file as a PNG file, as :func:`write_figures` does.
+
+    Args:
+        results: rows with `policy`, `scope`, `capacity`, `bandwidth` and `hits`.
+        folder: existing folder for the file.
+    """
+    rows = [{**row, "eviction": row["policy"], "hit_rate": row["hits"]} for row in results]
+    hit_rates(rows).savefig(folder / "hit_rate.png", dpi=130)
+    return folder / "hit_rate.png"
+
+
 def hit_rates(results: Rows) -> Figure:
     """Draw the hit rate by capacity at the first bandwidth, with Belady's bounds."""
     rows = one_line_each(_first_bandwidth(labelled(results)), lambda row: [row["hit_rate"]])

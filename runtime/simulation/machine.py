@@ -232,6 +232,7 @@ def _counts(stats: RunStatistics) -> Json:
 
 COLUMNS = (
     ("eviction", "eviction", "{}"),
+    ("predictor", "predictor", "{}"),
     ("prefetch", "prefetch", "{}"),
     ("miss", "miss", "{}"),
     ("routing", "routing", "{}"),

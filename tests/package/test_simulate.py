@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from expertcast.cli import main
+from expertcast.commands.advise import _chosen, _reasons
 from expertcast.commands.numbers import BANDWIDTHS
 from expertcast.commands.simulate import MachineOptions, PolicyOptions, cases_of
 from expertcast.data.traces import TraceDataset
@@ -97,12 +98,13 @@ def test_a_sweep(capsys: pytest.CaptureFixture[str], reference_traces: TraceData
     assert lossy["tpot_s"] < exact["tpot_s"]
 
 
-def test_forecasts(reference_traces: TraceDataset, tmp_path: Path) -> None:
+def test_forecasts(capsys: pytest.CaptureFixture[str], reference_traces: TraceDataset, tmp_path: Path) -> None:
     command = f"simulate {reference_traces.folder} --tokens 200 --processes 1 --predictor next_norm --bandwidth 4e9"
     preset, without, forecast = ran(tmp_path, f"{command} --prefetch none top_k --preset on_demand --policy lru")[
         "results"
     ]
     assert preset["predictor"] is None
+    assert re.search("lru +next_norm +top_k", capsys.readouterr().out)
     assert without["misses"] == preset["misses"] > forecast["misses"]
     assert forecast["prefetch_precision"] > 0.5
 
@@ -152,6 +154,7 @@ def test_a_routing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert json.loads((tmp_path / "out" / "results.json").read_text())["results"] == rows
     assert "44.8%" in capsys.readouterr().out
     assert "44.8%" in (tmp_path / "out" / "table.txt").read_text()
+    assert (tmp_path / "out" / "hit_rate.png").stat().st_size > 1000
 
 
 def test_routing_in_an_array(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -165,11 +168,25 @@ def test_advise_a_routing_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     saved = tmp_path / "offload.json"
     result = ran(tmp_path, f"advise {ROUTING} --memory 12GB --bandwidth pcie4 --save {saved}")
     rows = {(row["policy"], row["scope"]): row for row in result["results"]}
-    best = min((row for key, row in rows.items() if key[0] != "belady"), key=lambda row: row["copy_s"])
+    own = [row for key, row in rows.items() if key[0] != "belady"]
+    best = min(own, key=lambda row: row["copy_s"] + row["policy_s"])
     assert result["advised"] == {key: best[key] for key in result["advised"]}
     assert best["hits"] > rows["lru", "global"]["hits"]
     assert OffloadConfig.load(saved).policies.eviction.name == best["policy"]
     assert "belady, which knows the future, hits" in capsys.readouterr().out
+
+
+def test_a_policy_that_computes_longer_than_it_saves_is_not_advised() -> None:
+    simple = {"policy": "lrfu", "scope": "global", "hits": 0.5, "copy_s": 0.010, "policy_s": 0.001, "bandwidth": 1e9,
+              "bytes_per_step": 1e7}  # fmt: skip
+    clever = {**simple, "policy": "clever", "hits": 0.6, "copy_s": 0.008, "policy_s": 0.011}
+    assert _chosen([simple, clever]) is simple
+    assert _reasons(simple, [simple, clever], simple)[-2] == (
+        "clever (global) copies less, 8.00 ms, but computes 11 ms per token"
+    )
+    quick = {**clever, "policy_s": 0.001}
+    assert _chosen([simple, quick]) is quick
+    assert _reasons(quick, [simple, quick], simple)[1].startswith("lrfu hits 50.0%: 18% of its time is saved")
 
 
 def test_memory_of_a_traces_folder(reference_traces: TraceDataset, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.training import evaluation as module
 from expertcast.training.evaluation import evaluate
+from expertcast.training.metrics import ratio_windows
 from tests.families.models import tiny_model
 from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
 
@@ -166,6 +167,8 @@ def test_mistakes_are_named(view: MoEView, batch: TraceBatch) -> None:
     predictors = {"quasi_hidden": quasi(view)}
     with pytest.raises(ExpertcastError, match="no predictor"):
         evaluate({}, [batch], view)
+    with pytest.raises(ExpertcastError, match="windows have no entry for quasi_hidden"):
+        evaluate(predictors, [batch], view, windows={"other": ratio_windows(view.shape.top_k)})
     with pytest.raises(ExpertcastError, match="no tokens to score"):
         evaluate(predictors, [], view)
     with pytest.raises(ExpertcastError, match="ahead=4: the model has 4 MoE layers, use 1 to 3"):

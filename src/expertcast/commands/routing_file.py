@@ -23,6 +23,7 @@ COLUMNS = (
     ("misses", "misses", "{}", 1),
     ("bytes_per_step", "MB/token", "{:.2f}", 1e6),
     ("copy_s", "copies ms/token", "{:.2f}", 1e-3),
+    ("policy_s", "policy ms/token", "{:.2f}", 1e-3),
 )
 
 
@@ -126,6 +127,7 @@ def replayed_rows(
                 **{name: getattr(done.decode, name) for name in ("hits", "requests", "misses", "bytes_moved", "steps")},
                 "bytes_per_step": moved,
                 "copy_s": moved / bandwidth + latency * done.decode.misses / done.decode.steps,
+                "policy_s": done.policy_s,
                 "bandwidth": bandwidth,
                 "latency": latency,
                 "per_layer": {"requests": done.decode.requests_L, "misses": done.decode.misses_L},

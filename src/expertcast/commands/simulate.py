@@ -541,6 +541,7 @@ def _simulate_routing(options: Options) -> Outcome:
         ExpertcastError: options that need a traces folder, a damaged file, or what a replay refuses.
     """
     from expertcast.runtime.policies import Policies
+    from expertcast.runtime.simulation.figures import write_hits
     from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES
 
     _check_routing(options)
@@ -557,7 +558,8 @@ def _simulate_routing(options: Options) -> Outcome:
     result = {**heading(routing, total), "results": rows}
     text = described(result)
     if options.out is not None:
-        text += "\n\nwrote " + ", ".join(map(str, _write_results(options.out, result, text)))
+        paths = [*_write_results(options.out, result, text), write_hits(rows, options.out)]
+        text += "\n\nwrote " + ", ".join(map(str, paths))
     return result, text
 
 

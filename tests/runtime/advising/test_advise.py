@@ -22,6 +22,7 @@ from expertcast.runtime.advising.advise import (
 )
 from expertcast.runtime.advising.survey import TraceObserver, executed, measured_recall, survey, with_recall
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Simulation
 from expertcast.runtime.simulation.trace import RecordedPrefetches, Trace
@@ -116,6 +117,33 @@ def test_further_ahead_pays_where_misses_are_uneven() -> None:
     assert [option.tpot_s for option in advice.options[:3]] == [12.0, 10.0, 8.0]
     assert _advised(advice) == (True, "made", 2)
     assert "made 1 ahead would take" in advice.reasons[2]
+
+
+@pytest.mark.parametrize(("forecasts", "forecast_s"), [(WRONG, 0.0), (perfect(TRACE), 3.0)])
+def test_the_fastest_row_is_advised_though_the_run_on_demand_was_disturbed(
+    forecasts: RecordedPrefetches, forecast_s: float
+) -> None:
+    """The run on demand took 6 s more than its layers: it did not compute slower without forecasts than with them."""
+    found = _survey(forecasts, forecast_s=forecast_s)
+    advice = advice_from(replace(found, case=found.case.with_times(replace(TIMES, late_s=6.0))))
+    on_demand, exact, *_ = advice.options
+    assert advice.chosen is on_demand
+    assert on_demand.tpot_s == 16.0 <= exact.tpot_s
+    if exact.wait_s < on_demand.wait_s:
+        assert "costs 9e+03 ms of forecasts" in advice.reasons[1]
+    assert "6e+03 ms left out, since runs with forecasts computed faster" in advice.notes
+
+
+def test_policies_of_a_survey(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
+    policies = Policies(eviction="fifo", scope="layer")
+    found = survey(
+        reference_model, one["input_ids"], OffloadConfig(slots=64, policies=policies), new_tokens=2, repetitions=1
+    )
+    assert found.case.policies == policies
+    for other in ("activeevict", "specmd_2"):
+        config = OffloadConfig(slots=64, policies=PRESETS[other].policies)
+        with pytest.raises(ExpertcastError, match="a survey records which experts ran"):
+            survey(reference_model, one["input_ids"], config)
 
 
 def test_what_would_help_most() -> None:
@@ -234,7 +262,7 @@ def test_survey_and_advice(reference_model: PreTrainedModel, one: dict[str, Any]
     advice = advice_from(found)
     on_demand, exact, speculated = advice.options
     assert on_demand.bytes_per_token == 12 * 4 * 36864
-    assert on_demand.tpot_s == pytest.approx(found.tpot_s)  # what it was calibrated to
+    assert on_demand.tpot_s <= found.tpot_s + 1e-9  # what it was calibrated to, without disturbances
     assert 0.8 * on_demand.bytes_per_token < exact.bytes_per_token < 1.5 * on_demand.bytes_per_token
     assert on_demand.tpot_s > 12 * 4 * 36864 / 4e7
     assert exact.wait_s < on_demand.wait_s

@@ -313,6 +313,8 @@ def test_every_draft_is_measured_and_gives_the_same_text(model: PreTrainedModel)
     view = find_moe_layers(model)
     assert found["int4"]["memory_bytes"] == QuantisedExperts.of(view, resident_views(view), "int4").nbytes
     assert found["resident"]["memory_bytes"] == found["none"]["memory_bytes"] == 0
+    layers, top_k = view.shape.layers, view.shape.top_k
+    assert 0 < found["none"]["bytes_per_token"] <= layers * top_k * BlockLayout.of(view).block_bytes, "no prefill"
     lengths = found["int4"]["governor"]["by_sequences"]["1"]["lengths"]
     assert sum(lengths.values()) > 6
 

@@ -268,6 +268,18 @@ def test_a_reset_cache_is_a_new_one() -> None:
     assert found == [([0, 1, 8, 9], {0: "full", 1: "int4"}, False)] * 2
 
 
+def test_an_expert_that_a_forecast_brings_back_in_time_is_no_collision() -> None:
+    """Two slots: layer 1 takes both, a forecast brings 0 back, and layer 0 hits it."""
+    residency, link = _residency(2)
+    _run(residency, 0, [0, 1])
+    _run(residency, 1, [0, 1])
+    residency.prefetch([0])
+    link.arrive()
+    _run(residency, 0, [0, 2])
+    count = residency.stats.layers[0]
+    assert (count.hits, count.misses, count.evicted, count.collisions) == (1, 3, 2, 0)
+
+
 def test_an_expert_that_comes_back_in_the_same_forward_is_a_collision() -> None:
     residency, _ = _residency(2)
     residency.start_pass(False)

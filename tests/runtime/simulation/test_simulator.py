@@ -69,6 +69,16 @@ def test_belady_by_hand() -> None:
         assert done.decode.total.waited_s == 9.0
 
 
+def test_copies_of_the_bound_run_while_the_layer_is_launched() -> None:
+    """With half a second to launch a layer, a miss is waited for half a second less, and a hit takes 2.5 s."""
+    machine = made.machine(2)
+    machine = replace(machine, times=replace(machine.times, launch_s=[0.5, 0.5]))
+    trace = made.trace(NEEDED, experts=3)
+    for done in (simulate(trace, Policies(eviction="belady"), 3, machine), simulate_bypass(trace, 3, machine)):
+        assert done.steps_s == [10.0, 5.0, 5.0, 5.0, 7.5]
+        assert done.decode.total.waited_s == 7.5
+
+
 def test_bypass_keeps_what_comes_sooner() -> None:
     """One layer, two slots, K = 1, experts 0 1 | 2 0 1: bypass keeps 0 and 1, forced admission evicts one."""
     trace = made.trace([[[0]], [[1]], [[2]], [[0]], [[1]]], experts=3, prefill=2)
