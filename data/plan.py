@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from expertcast.checkpoints.provenance import fingerprints, provenance, without_folders
-from expertcast.data.text import Document
+from expertcast.data.text import Document, token_ids
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import MoEView
 
@@ -243,7 +243,7 @@ def _tokenise(
     cap = None if tokens is None else max(window, -(-tokens // MIN_DOCUMENTS_WANTED))
     for begin in range(0, len(documents), TOKENIZER_BATCH):
         batch = documents[begin : begin + TOKENIZER_BATCH]
-        encoded = tokenizer([d.text for d in batch], return_attention_mask=False, verbose=False)["input_ids"]
+        encoded = token_ids(tokenizer, [document.text for document in batch], tokens)
         read += [(document, np.asarray(ids, dtype=np.int32)) for document, ids in zip(batch, encoded, strict=True)]
         if tokens is not None and sum(len(ids[:cap]) for _, ids in read) >= tokens:
             read = [(document, ids[:cap]) for document, ids in read]

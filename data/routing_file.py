@@ -102,6 +102,8 @@ def checked(routing: Routing) -> Routing:
     ids_TLK, source, experts = routing.ids_TLK, routing.source, routing.experts
     if not len(ids_TLK) or routing.prompt_T.all():
         raise ExpertcastError(f"{source} has no decoded tokens to replay: record some")
+    if experts * routing.layers > _MOST_EXPERTS:
+        raise ExpertcastError(f"{source}: {experts} experts in each of {routing.layers} layers: number them from 0")
     ordered, empty_TL = np.sort(ids_TLK, axis=2), ids_TLK[:, :, 0] == ABSENT
     _refuse(
         source, (ids_TLK < ABSENT) | (ids_TLK >= experts), ids_TLK,
@@ -133,8 +135,10 @@ SUFFIXES = (".parquet", ".csv", ".npy", ".npz")
 DECODED, PROMPT = "routed_experts", "prompt_routed_experts"
 """Arrays of an .npz file: routing of decoded tokens, and optionally of a prompt."""
 _NEEDED = ("layer", "rank", "expert")
-_MOST = 2**31
-"""Maximum number of cells of the array built from a table."""
+_SPARSE = 100
+"""Most cells [tokens, layers, ranks] per row of a table, so that memory is in proportion to the file."""
+_MOST_EXPERTS = 10**7
+"""Most experts of all layers together."""
 
 Column = npt.NDArray[np.int64]
 T = TypeVar("T")
@@ -224,8 +228,11 @@ def _from_table(path: Path, experts: int | None) -> Routing:
     prompt = _whole(path, table, "prefill") if "prefill" in names else np.zeros_like(token)
     tokens, row = np.unique(token, return_inverse=True)
     shape = (len(tokens), int(layer.max()) + 1, int(rank.max()) + 1)
-    if shape[0] * shape[1] * shape[2] > _MOST:
-        raise ExpertcastError(f"{path}: layers up to {layer.max()} and ranks up to {rank.max()}: number both from 0")
+    if shape[0] * shape[1] * shape[2] > _SPARSE * table.num_rows:
+        raise ExpertcastError(
+            f"{path}: layers up to {layer.max()} and ranks up to {rank.max()} in {table.num_rows} rows: number both "
+            "from 0 without gaps"
+        )
     place = (row * shape[1] + layer) * shape[2] + rank
     _check_places(path, place, token, layer, rank)
     ids_TLK = np.full(shape, ABSENT, dtype=np.int64)

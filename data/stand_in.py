@@ -312,6 +312,13 @@ DIRECTION_TOKENS = 1024
 """Tokens for the first choice of directions: those of the first forward if it has as many, else of a separate pass."""
 
 
+def check_rank(rank: int, view: MoEView) -> None:
+    """Raise ExpertcastError if a stand-in of the model cannot have that rank."""
+    most = min(view.shape.hidden, MOST_RANK)
+    if not 0 <= rank <= most:
+        raise ExpertcastError(f"early_rank={rank} is out of range: choose 0 to {most} directions")
+
+
 def fit_stand_in(
     model: PreTrainedModel, view: MoEView, windows: Sequence[Window], *, rank: int, batch_size: int = WINDOWS,
     keep: KeptOutputs | None = None,
@@ -329,9 +336,7 @@ def fit_stand_in(
     Raises:
         ExpertcastError: `rank` is out of range.
     """
-    hidden = view.shape.hidden
-    if not 0 <= rank <= min(hidden, MOST_RANK):
-        raise ExpertcastError(f"rank={rank} is out of range: choose 0 to {min(hidden, MOST_RANK)} directions")
+    check_rank(rank, view)
     windows, device = first_windows(windows, TOKENS), next(view[0].router.parameters()).device
     stand_in = StandIn(view.shape, rank, device)
     sums = [ExpertSums(layer, rank) for layer in view]

@@ -33,6 +33,8 @@ DOMAIN_COLUMN = "domain"
 SUFFIXES = (".parquet", ".jsonl", ".txt")
 REFERENCE_FILES = ("text/validation.parquet", "text/test.parquet")
 TXT_DOCUMENT_CHARS = 4000
+PIECE_CHARS = 2**16
+"""Characters that are tokenised together."""
 MOST_CHARS = 10**9
 """Maximum number of characters in memory."""
 CHARS_PER_TOKEN = 16
@@ -124,12 +126,36 @@ def bundled_ids(tokenizer: PreTrainedTokenizerBase, tokens: int, known: Collecti
     ids: list[int] = []
     for document in load_documents(BUNDLED):
         if document.hash not in known:
-            ids += tokenizer(document.text, verbose=False)["input_ids"]
+            ids += next(token_ids(tokenizer, [document.text], tokens))
         if len(ids) >= tokens:
             return ids[:tokens]
     if not ids:
         raise ExpertcastError("the model's tokenizer yields no tokens: put its files into the model's folder")
     raise ExpertcastError(f"the bundled text has {len(ids)} tokens, {tokens} are too many: use fewer")
+
+
+def token_ids(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int | None = None
+) -> Iterator[list[int]]:
+    """Yield the token ids of each text, the first `limit` or more.
+
+    A long text is tokenised in pieces, each ending before white space, since a tokenizer takes 170 bytes of memory per
+    character. The piece with token number `limit` is the last one.
+    """
+    ends = [_piece_end(text, 0) for text in texts]
+    first = tokenizer([text[:end] for text, end in zip(texts, ends, strict=True)], verbose=False)["input_ids"]
+    for text, end, ids in zip(texts, ends, first, strict=True):
+        while end < len(text) and (limit is None or len(ids) < limit):
+            begin, end = end, _piece_end(text, end)
+            ids += tokenizer(text[begin:end], verbose=False, add_special_tokens=False)["input_ids"]
+        yield ids
+
+
+def _piece_end(text: str, begin: int) -> int:
+    """Return where the piece that starts at `begin` ends: before white space near its full length, if there is any."""
+    end = begin + PIECE_CHARS
+    found = None if end >= len(text) else _ENDS[-1].search(text, end, end + TXT_DOCUMENT_CHARS)
+    return min(len(text), found.start() if found else end)
 
 
 def _rows(name: str, tokens: int | None, column: str) -> Iterator[tuple[str, str]]:
@@ -139,7 +165,7 @@ def _rows(name: str, tokens: int | None, column: str) -> Iterator[tuple[str, str
         for bundled in REFERENCE_FILES:
             yield from _file_rows(BUNDLED / bundled, TEXT_COLUMN)
     elif path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        files = sorted(path for path in path.iterdir() if path.suffix in SUFFIXES and not path.name.startswith("."))
         if not files:
             raise ExpertcastError(f"folder {name} has no {', '.join(SUFFIXES)} file: use files or a hub dataset id")
         for file in files:
@@ -182,21 +208,23 @@ def _jsonl_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
 
 
 def _json_object(where: str, line: bytes) -> Json:
-    """Parse one line; any JSON value other than an object yields an empty object."""
+    """Parse one line, with or without a byte order mark; a number, string or null yields an empty object."""
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise ExpertcastError(f"{where}: not UTF-8 text; convert the file") from None
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
         raise ExpertcastError(f"{where}: not a JSON object ({reason}); write one per line") from None
+    if isinstance(row, list):
+        raise ExpertcastError(f"{where}: a JSON array; write its objects without brackets and commas, one per line")
     return row if isinstance(row, dict) else {}
 
 
 def _txt_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
     del column
     with _reading(path):
-        text = "".join(row["text"] for row in _local("text", path, sample_by="document"))
+        text = path.read_text(encoding="utf-8-sig")
     documents = cut_text(text)
     if len(documents) > 1:
         how = f"{len(documents)} documents of about {TXT_DOCUMENT_CHARS} characters"

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 # Values of options: types, plain forms for JSON, sizes
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _JSON_TYPES: dict[object, str] = {
     str: "a text",
     int: "a whole number",
@@ -122,7 +122,7 @@ def size_bytes(memory: str | int) -> int:
     """
     if not isinstance(memory, str):
         return int(memory)
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]?I?)B?\s*", memory.upper())
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?I?)B?\s*", memory.upper())
     try:
         if match is None:
             raise ValueError

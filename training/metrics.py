@@ -449,7 +449,7 @@ def chance_levels(shape: ModelShape) -> dict[str, float]:
 # by one, largest weight first, behind the copies that layer l still needs. Layer l waits for its own copies before it
 # computes, so the link serves the forecast exactly during one layer's computation. In that window, (layer time -
 # forecast time) / (copy time) copies complete. The simulator's link gives the same counts
-# (`tests/runtime/simulation/test_timely.py`).
+# (`tests/runtime/simulation/test_simulator.py`).
 
 RATIOS = (1.0, 2.0, 5.0)
 """Default links: time to copy a token's K experts, as a multiple of a layer's computation time."""

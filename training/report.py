@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -43,6 +42,7 @@ from expertcast.checkpoints.results import (
 from expertcast.data.batch import TraceBatch
 from expertcast.data.models import load_tokenizer
 from expertcast.data.plan import PlannedDocument
+from expertcast.data.trace_format import PARTIAL, write_atomically
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.base import Predictor
@@ -487,6 +487,7 @@ def _check(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ExpertcastError(f"{folder} is a file: use a folder for the report")
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    present -= {name + PARTIAL for name in FILES}  # of a killed process
     foreign = sorted(present - set(FILES))
     if foreign or (present and not _is_report(folder / DATA)):
         what = f"{foreign[0]!r}" if foreign else f"files of something else (no {DATA} of a report)"
@@ -504,10 +505,8 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write each file atomically: report.json first, as it identifies the folder, and the page last."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
-        part = folder.parent / f".{folder.name}.{name}.part"  # outside: a killed process leaves only report files in it
-        part.write_bytes(data)
-        os.replace(part, folder / name)
-    for name in set(FILES) - set(files):
+        write_atomically(folder / name, data)
+    for name in {*FILES, *(name + PARTIAL for name in FILES)} - set(files):
         (folder / name).unlink(missing_ok=True)
 
 

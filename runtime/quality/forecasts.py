@@ -20,6 +20,7 @@ from expertcast.data.batch import RouterCall
 from expertcast.data.experts import experts_of
 from expertcast.data.models import check_token_ids
 from expertcast.data.taps import RouterTaps
+from expertcast.data.text import token_ids
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.messages import Json, Progress
 from expertcast.runtime.engine.front import speculate
@@ -190,7 +191,7 @@ def text_windows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, le
     for text in texts:
         if len(windows) >= count:
             break
-        ids = tokenizer(text, verbose=False)["input_ids"]
+        ids = next(token_ids(tokenizer, [text], length * (count - len(windows))))
         windows += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
     if not windows:
         raise ExpertcastError(f"no text has {length} tokens: give longer texts or a smaller window")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -148,7 +149,7 @@ def read_prompts(path: Path) -> list[str]:
         ExpertcastError: the file cannot be read, is not UTF-8, has a line without a `prompt`, or has no prompts.
     """
     try:
-        text = read_bytes(path).decode()
+        text = read_bytes(path).decode("utf-8-sig")
     except OSError as error:
         raise ExpertcastError(f"cannot read {path}: {error.strerror}; {_REMEDY}") from error
     except UnicodeDecodeError:
@@ -221,6 +222,6 @@ def _prompt_of(line: str, where: str) -> str:
     except ValueError:
         raise ExpertcastError(f"{where} is not JSON; {_REMEDY}") from None
     prompt = values.get("prompt") if isinstance(values, dict) else None
-    if not isinstance(prompt, str) or not prompt:
-        raise ExpertcastError(f'{where} has no string "prompt"; {_REMEDY}')
+    if not isinstance(prompt, str) or not prompt or re.search("[\ud800-\udfff]", prompt):
+        raise ExpertcastError(f'{where} has no string "prompt" of Unicode text; {_REMEDY}')
     return prompt

@@ -10,8 +10,10 @@ import argparse
 import difflib
 import errno
 import importlib
+import io
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -131,6 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         received.append(number)
         raise KeyboardInterrupt
 
+    if broken := re.search(r"\S*[\ud800-\udfff]\S*", " ".join(words)):  # bytes of another encoding
+        return _failed(f"{broken[0]!r} is not valid Unicode: write it in UTF-8, or rename the file", 2)
     with _on_signals(interrupt), _sent_again(received):
         try:
             status = _status(words)
@@ -190,27 +194,21 @@ def _status(words: Sequence[str]) -> int:
     from expertcast.predictors.messages import ExpertcastError
 
     try:
-        text = _run(_module(args.command), args)
+        if text := _run(_module(args.command), args):
+            print(text, flush=True)
     except ExpertcastError as error:
         return _failed(str(error), 2)
+    except BrokenPipeError:
+        # Python flushes standard output at exit, which would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in _DISK:
             raise
         where = "" if error.filename is None else f" {error.filename}"
         remedy = "free some space or choose another folder, and run the same command again"
         return _failed(f"cannot read or write{where}: {error.strerror}; {remedy}", 2)
-    if text:
-        _print(text)
     return 0
-
-
-def _print(text: str) -> None:
-    """Print the result; a reader that has closed the pipe, such as `head`, is not an error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # Python flushes standard output at exit, which would fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _failed(text: str, status: int) -> int:
@@ -261,8 +259,11 @@ def _one_line(message: Warning | str, category: type[Warning], *where: Any, **li
 def _set_quiet() -> None:
     """Keep other libraries' progress and notices out of the output, unless the user switched them on.
 
-    The libraries read these settings when the commands import them. Warnings for the user are one line.
+    The libraries read these settings when the commands import them. Warnings for the user are one line. Characters
+    that the output's encoding lacks are escaped, as on standard error.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     warnings.formatwarning = _one_line
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")

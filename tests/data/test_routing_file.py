@@ -138,6 +138,7 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     "rank from 1": (_each("rank", lambda value: value + 1), "token 5, layer 0 lacks rank 0"),
     "expert twice": (_set("expert", 1, 0), "token 0, layer 0 has expert 0 twice"),
     "huge layer": (_set("layer", 2, 2**40), "number both from 0"),
+    "sparse layers": (_set("layer", 2, 10**6), "in 12 rows: number both from 0 without gaps"),
     "half a prompt": (_set("prefill", 0, False), "token 5 belongs to a prompt in only some"),
     "nothing decoded": (_each("prefill", lambda value: True), "has no decoded tokens"),
     "two sizes": (_set("expert_bytes", 1, 7), "bytes: record one size per expert"),
@@ -174,6 +175,13 @@ def test_damaged_arrays(tmp_path: Path, name: str) -> None:
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(ExpertcastError, match=re.escape(message)):
         read_routing(tmp_path / "a.npy")
+
+
+def test_a_huge_id_takes_no_memory(tmp_path: Path) -> None:
+    columns = good()
+    columns["expert"][0] = 10**9
+    with pytest.raises(ExpertcastError, match="1000000001 experts in each of 2 layers: number them from 0"):
+        read_routing(write(tmp_path / "a.csv", columns))
 
 
 def test_archives_without_the_array(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from expertcast.data.text import TXT_DOCUMENT_CHARS, Document, load_documents
+from expertcast.data.text import TXT_DOCUMENT_CHARS, Document, load_documents, token_ids
 from expertcast.predictors.messages import ExpertcastError
 
 
@@ -75,7 +76,7 @@ def test_max_chars_stops_reading(tmp_path: Path) -> None:
 
 
 def test_rows_without_text_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"body": "one"}, {"text": 3}, {"body": None}, [1], {"body": "two"}]
+    rows = [{"body": "one"}, {"text": 3}, {"body": None}, 1, {"body": "two"}]
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert load_documents(path, column="body") == [Document(0, "one"), Document(4, "two")]
@@ -126,7 +127,8 @@ def test_a_folder_named_reference_is_not_the_bundled_text(tmp_path: Path, monkey
         ("surrogate.jsonl", '{"text": "\\ud800"}', "line 1: text is not valid Unicode"),
         ("domain.jsonl", '{"text": "a", "domain": "\\ud800"}', "line 1: text is not valid Unicode"),
         ("latin.jsonl", b'{"text": "caf\xe9"}', "line 1: not UTF-8 text"),
-        ("list.jsonl", "[1, 2]", "no text in column 'text'"),
+        ("list.jsonl", '[{"text": "a"}]', "line 1: a JSON array; write its objects"),
+        ("word.jsonl", '"a"', "no text in column 'text'"),
         ("number.jsonl", '{"text": 3}', "no text in column 'text'"),
         ("empty.jsonl", "", "no text in"),
         ("blank.txt", " \n\n \n", "no text in"),
@@ -184,6 +186,34 @@ def test_unreachable_hub_dataset_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ExpertcastError, match="neither a file nor a hub dataset: 'nobody/nothing'") as raised:
         load_documents("nobody/nothing")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("suffix", "content"), [("txt", "one two"), ("jsonl", '{"text": "one two"}\n')])
+def test_files_of_windows_and_macos(tmp_path: Path, suffix: str, content: str) -> None:
+    """A byte order mark is no part of the text, nor is a file of macOS's attributes one of the folder's."""
+    (tmp_path / f"a.{suffix}").write_text(content, encoding="utf-8-sig")
+    (tmp_path / f"._a.{suffix}").write_bytes(b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X\xff")
+    assert load_documents(tmp_path) == [Document(0, "one two")]
+
+
+def test_a_long_text_is_tokenised_as_far_as_needed(monkeypatch: pytest.MonkeyPatch, reference_tokenizer: Any) -> None:
+    """In pieces, whose ids are those of the whole."""
+    monkeypatch.setattr("expertcast.data.text.PIECE_CHARS", 1000)
+    seen = list[str]()
+
+    def tokenizer(text: str | list[str], **options: Any) -> Any:
+        seen.extend([text] if isinstance(text, str) else text)
+        return reference_tokenizer(text, **options)
+
+    texts = [" ".join(f"word{number}" for number in range(count)) for count in (3000, 5)]
+    whole = reference_tokenizer(texts)["input_ids"]
+    assert list(token_ids(tokenizer, texts)) == whole  # type: ignore[arg-type]
+    assert max(map(len, seen)) < 2000
+    seen.clear()
+    ids = next(token_ids(tokenizer, texts[:1], 600))  # type: ignore[arg-type]
+    assert ids == whole[0][: len(ids)]
+    assert 600 <= len(ids) < 1500
+    assert sum(map(len, seen)) < len(texts[0]) / 3
 
 
 def test_folder_without_text_files(tmp_path: Path) -> None:

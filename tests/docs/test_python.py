@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def test_tutorials_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_is_no_predictor(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "nowhere", "--predictor", word, "--out", "checkpoint"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_module_that_changes_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Paths of the command line stay those of the folder in which it runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "moves.py").write_text("import os\nos.chdir('/')\nPredictor = None\n")
+    before = list(sys.path)
+    assert main(["train", "nowhere", "--predictor", "moves:Predictor", "--out", "checkpoint"]) == 2
+    assert "'moves:Predictor' is no subclass" in capsys.readouterr().err
+    assert (Path.cwd(), sys.path) == (tmp_path, before)
 
 
 def test_names_for_a_session() -> None:

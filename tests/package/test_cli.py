@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -270,7 +271,22 @@ def test_a_reader_that_closes_the_pipe_is_no_error() -> None:
         stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     os.close(writer)
-    assert (run.returncode, run.stderr) == (0, "")
+    assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_output_while_the_model_runs(tiny_folder: str) -> None:
+    """The reader leaves after the first word; and an encoding lacks some characters."""
+    command = [sys.executable, "-m", "expertcast.cli", "generate", tiny_folder, "--new-tokens", "300", "--prompt"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.Popen(
+        [*command, "Gr\u00fc\u00dfe "], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    assert run.stdout is not None
+    assert run.stdout.read(4) == b"Gr\\x"
+    run.stdout.close()
+    assert run.stderr is not None
+    assert run.stderr.read() == b""
+    assert run.wait() == 128 + signal.SIGPIPE
 
 
 def test_another_system_is_refused_in_one_line() -> None:

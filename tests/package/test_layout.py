@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -40,6 +41,23 @@ def test_gitignore_swallows_no_source() -> None:
     paths = [f"{folder}/x.py" for folder in FOLDERS] + ["checkpoints/reference/model.safetensors", "data/x.json"]
     result = subprocess.run(["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.stdout == ""
+
+
+def test_every_file_that_is_named_exists() -> None:
+    """In pages, docstrings, comments and programs; a name without its folder may be that of any file."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    read = [name for name in tracked if name.endswith((".py", ".md", ".toml", "Makefile")) and name != "CHANGELOG.md"]
+    named = r"(?<![\w/.:{}*-])((?:[\w-]+/)+(?:\w[\w.-]*\.(?:py|md)|NOTICE[.\w]*)|test_\w+\.py)\b"
+    missing = []
+    for name in read:
+        for found in re.findall(named, (ROOT / name).read_text()):
+            if not found.startswith("folder/") and not any(
+                each == found or each.endswith("/" + found) for each in tracked
+            ):
+                missing.append(f"{name}: {found}")
+    assert not missing, "\n".join(missing)
 
 
 def test_every_test_folder_is_a_package() -> None:

@@ -21,6 +21,7 @@ REFUSED = [
     ("", "COMMAND"),
     (f"{COLLECT} {{text}} --tokens 0", "'0'"),
     (f"{COLLECT} missing.txt --tokens 9", "missing.txt"),
+    ("collect {model} --out {new} --data reference --tokens 1500 --early-rank 1000", "early_rank=1000 is out of range"),
     ("inspect no/model", "no/model"),
     ("inspect {damaged}", "JSON"),
     ("inspect a b", "b; see `expertcast inspect --help`"),
@@ -41,6 +42,7 @@ REFUSED = [
     (f"{GENERATE} --json {{tmp}}/no/result.json", "there is no folder"),
     (f"{GENERATE} --codec bitsplit", "needs store='disk' (--store-folder)"),
     (f"{GENERATE} --draft-length 2", "--draft-length 2 needs a draft"),
+    (f"{GENERATE} --system \udcff", r"'\udcff' is not valid Unicode: write it in UTF-8"),
     (f"{GENERATE} --chat", "tokenizer of 'reference' has no chat template: leave --chat out"),
     (f"{GENERATE} --system Briefly", "give --chat too"),
     (f"{GENERATE} --seed 1", "--seed needs"),
@@ -133,12 +135,15 @@ REFUSED = [
 
 
 @pytest.fixture(scope="module")
-def paths(reference_traces: TraceDataset, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def paths(
+    reference_traces: TraceDataset, tiny_folder: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """What the commands are given, by the name in braces."""
     folder = tmp_path_factory.mktemp("refused")
     names = ("new", "text", "damaged", "others", "array.npy")
     found = {Path(name).stem: folder / name for name in names}
     found |= {"tmp": folder, "traces": reference_traces.folder, "routing": ROUTING}
+    found["model"] = Path(tiny_folder)
     found["text"].write_text("some text\n")
     found["damaged"].mkdir()
     (found["damaged"] / "config.json").write_text('{"model')

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 import re
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -87,6 +89,23 @@ def test_folder_with_other_things_is_refused_and_left_alone(values: dict[str, An
     with pytest.raises(ExpertcastError, match="use an empty or a new folder"):
         write_report(tmp_path, values, chosen="same")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_a_folder_on_another_file_system(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point may hold a report, also one of which a killed process left a part."""
+    move = os.replace
+
+    def within_a_folder(source: Path, target: Path) -> None:
+        if source.parent != target.parent:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", within_a_folder)
+    (tmp_path / "report.json.partial").write_text("{")
+    write_report(tmp_path, values, chosen="same")
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_stranger_in_an_own_report_is_named(values: dict[str, Any], tmp_path: Path) -> None:

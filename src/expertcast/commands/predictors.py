@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -119,13 +119,15 @@ def registered(words: Sequence[str]) -> tuple[str, ...]:
 
 def _registered(word: str) -> str:
     module, _, name = word.partition(":")
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, here := os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name)
+        with chdir(here):  # the module may change the folder
+            found = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever a user's own code does
         raise ExpertcastError(f"cannot import predictor {word!r}: {first_line(error)}") from error
     finally:
-        sys.path.remove(os.getcwd())
+        with suppress(ValueError):
+            sys.path.remove(here)
     if not (isinstance(found, type) and issubclass(found, Predictor)):
         raise ExpertcastError(f"{word!r} is no subclass of expertcast.Predictor")
     return register(found).name

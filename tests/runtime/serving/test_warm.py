@@ -82,6 +82,7 @@ def test_prompts_run_with_early_attention(reference_tokenizer: Any, reference_tr
         ("bad.jsonl", b'{"prompt": "a"}\n{"prompt', "line 2"),
         ("other.jsonl", b'{"text": "a"}', "line 1"),
         ("number.jsonl", b'{"prompt": 3}', "line 1"),
+        ("half.jsonl", b'{"prompt": "\\ud800"}', "line 1"),
     ],
 )  # fmt: skip
 def test_bad_files_of_prompts(name: str, content: bytes | None, line: str, tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_bad_files_of_prompts(name: str, content: bytes | None, line: str, tmp_p
 
 
 def test_prompts_in_json_lines(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "two\\nlines", "id": 1}\n\n{"prompt": "b"}\n')
+    (tmp_path / "p.jsonl").write_text('{"prompt": "two\\nlines", "id": 1}\n\n{"prompt": "b"}\n', encoding="utf-8-sig")
     assert read_prompts(tmp_path / "p.jsonl") == ["two\nlines", "b"]
 
 
