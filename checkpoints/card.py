@@ -17,7 +17,6 @@ from expertcast.checkpoints.results import (
     link_table,
     markdown_table,
     timely_metrics,
-    tokens_table,
 )
 from expertcast.predictors.messages import Json
 
@@ -27,18 +26,17 @@ from expertcast.predictors.messages import Json
 def scored(metrics: Json) -> str:
     """Caption of the recall table."""
     size = f"{metrics['tokens']:,} tokens" if "tokens" in metrics else "tokens"
-    by = "target layer" if RECALL in metrics else "distance"
     return (
         f"Share of a token's K experts that are among the K forecast experts (recall@k), on {size} of documents that\n"
-        f"were used neither for training nor for selection, by {by}, with forecasts that need no training."
+        f"were used neither for training nor for selection, by target layer, with forecasts that need no training."
     )
 
 
 def recall_part(name: str, metrics: Json) -> str:
-    """Return a table of recall by target layer and predictor, this one first, or by token ahead."""
+    """Return a table of recall by target layer and predictor, this one first."""
     scores = {**metrics.get(RECALL, {}), **metrics.get("baselines", {})}
     if name not in scores:
-        return tokens_table(metrics.get("tokens_ahead", {}), (RECALL,)).markdown()
+        return ""
     table = layer_table({**metrics, RECALL: scores}, names=[name, *(other for other in scores if other != name)])
     return replace(table, headings=["layer", *table.headings[1:]]).markdown(turned=True)
 
@@ -96,13 +94,13 @@ uses the forecasts to copy experts to the GPU before they are needed.
 ```python
 import expertcast
 {{ loading }}
-with expertcast.offload(model, {{ keyword }}="{{ where }}") as offloaded:
+with expertcast.offload(model, predictor="{{ where }}") as offloaded:
     inputs = tokenizer("It is a truth universally acknowledged", return_tensors="pt").to(model.device)
     print(tokenizer.decode(model.generate(**inputs, max_new_tokens=16)[0]))
     print(offloaded.stats.as_dict()["hit_rate"])
 ```
 
-    expertcast generate {{ model_id }} --prompt "It is a truth" --{{ keyword.replace("_", "-") }} {{ where }}
+    expertcast generate {{ model_id }} --prompt "It is a truth" --predictor {{ where }}
 
 {% if recall %}## Recall
 
@@ -150,11 +148,8 @@ def model_card(config: Json, metrics: Json, where: str, license: str | None = No
         template_str=TEMPLATE,
         predictor=name,
         model_id=model_id,
-        ahead=f"{distances} MoE layer{'s' * (distances != '1')}"
-        if distances
-        else f"1 to {config['predictor_config']['tokens']} tokens",
+        ahead=f"{distances} MoE layer{'s' * (distances != '1')}",
         loading=_loading(model_id),
-        keyword="predictor" if distances else "next_token",
         where=where,
         scored=scored(metrics),
         recall=recall_part(name, metrics),
@@ -185,12 +180,10 @@ def _metadata(config: Json, metrics: Json, where: str, license: str | None) -> M
 
 
 def _results(name: str, metrics: Json) -> list[EvalResult]:
-    """Return the predictor's mean over layers for each metric, or its scores for the next token."""
+    """Return the predictor's mean over layers for each metric."""
     data = metrics.get("data", {})
     shown = [metric for metric in (RECALL, "exact_set", *timely_metrics(metrics)) if not metric.startswith(BYTES)]
     found = {metric: (metrics.get(metric, {}).get(name) or {}).get("mean") for metric in shown}
-    ahead = metrics.get("tokens_ahead", {}).get(name, {})
-    found |= {metric: values["mean"][0] for metric, values in ahead.items()}
     return [
         EvalResult(
             task_type="expert-prediction",

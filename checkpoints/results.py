@@ -167,24 +167,6 @@ def calibration_table(evaluation: Json) -> Table:
     return Table(caption="calibration error", headings=headings, rows=rows, digits=4)
 
 
-def tokens_table(tokens_ahead: Mapping[str, Json], recalls: Sequence[str] | None = None) -> Table:
-    """Build the table of recall by token ahead, with one row per forecast and recall.
-
-    Args:
-        tokens_ahead: results by forecast.
-        recalls: recalls to show; by default all, with their names in the rows.
-    """
-    found = next(iter(tokens_ahead.values()), {})
-    rows = [
-        [name if recalls else f"{name} {recall}", *values[recall]["mean"]]
-        for recall in recalls or found
-        for name, values in tokens_ahead.items()
-    ]
-    return Table(
-        headings=["tokens ahead", *(str(step) for step in range(1, max(map(len, rows), default=1)))], rows=rows
-    )
-
-
 def ledger_table(ledger: Mapping[str, Json]) -> Table:
     """Build the table of predictors' costs."""
     digits = {"training_s": 1, "collection_s": 1}

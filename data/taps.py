@@ -49,8 +49,7 @@ class RouterTaps:
         model: model to hook.
         view: its MoE layers.
         on_router: called with each router call; returns None to keep the routing, or (ids, weights) to replace it.
-        on_start: called at the start of each forward with a bool and token ids [B, S]. The bool is True if the
-            sequences are new (the key-value cache is empty); the ids are None if the forward takes embeddings.
+        on_start: called at the start of each forward with True if its sequences are new (the key-value cache is empty).
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class RouterTaps:
         model: PreTrainedModel,
         view: MoEView,
         on_router: Callable[[RouterCall], tuple[Tensor, Tensor] | None],
-        on_start: Callable[[bool, Tensor | None], None] | None = None,
+        on_start: Callable[[bool], None] | None = None,
     ) -> None:
         self._on_router = on_router
         self._muted = False
@@ -100,12 +99,10 @@ class RouterTaps:
     def _before_model(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         past: Cache | None = kwargs.get("past_key_values")
         ids_BS = kwargs.get("input_ids", args[0] if args else None)
-        if not isinstance(ids_BS, Tensor) or ids_BS.is_floating_point():
-            ids_BS = None
         ends = kwargs.get("cu_seq_lens_q")  # set by continuous batching, which has its own cache
-        self._packed = isinstance(ends, Tensor) and ids_BS is not None and ids_BS.numel() == len(ends) - 1
+        self._packed = isinstance(ends, Tensor) and isinstance(ids_BS, Tensor) and ids_BS.numel() == len(ends) - 1
         fresh = ends is None if past is None else not past.get_seq_length()
-        self._on_start(fresh, ids_BS.view(-1, 1) if self._packed and ids_BS is not None else ids_BS)
+        self._on_start(fresh)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _routed(self, layer: MoELayer, router_input: Tensor, output: RouterOutput) -> RouterOutput | None:

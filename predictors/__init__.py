@@ -18,7 +18,6 @@ from expertcast.predictors.estimator import Estimator
 from expertcast.predictors.hybrid import Hybrid
 from expertcast.predictors.linear import Linear
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 
 register(Frequency)
@@ -30,7 +29,6 @@ register(Linear)
 register(EarlyAttention)
 register(Estimator)
 register(Hybrid)
-register(NextToken)
 
 __all__ = [
     "DefaultVectors",
@@ -39,7 +37,6 @@ __all__ = [
     "MoELayer",
     "MoEView",
     "ModelShape",
-    "NextToken",
     "Predictor",
     "PredictorConfig",
     "RouterState",

@@ -220,8 +220,6 @@ class Predictor(nn.Module, ABC):
     """
 
     name: ClassVar[str]
-    looks: ClassVar[str] = "layers"
-    """Axis of the forecast: `layers`, or `tokens` (then :meth:`forecast` raises an error)."""
     config_class: ClassVar[type[PredictorConfig]] = PredictorConfig
     uses_previous_token: bool = False
     """Whether forecasts read `RouterState.previous_logits_TLE`."""
@@ -423,6 +421,6 @@ def register(cls: type[P]) -> type[P]:
     return cls
 
 
-def names(looks: str = "layers") -> list[str]:
-    """Return registered names of predictors that forecast `layers` or `tokens`, in order of registration."""
-    return [cls.name for cls in PREDICTORS.classes() if cls.looks == looks]
+def names() -> list[str]:
+    """Return registered names of predictors, in order of registration."""
+    return [cls.name for cls in PREDICTORS.classes()]

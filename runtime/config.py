@@ -179,8 +179,8 @@ def _policies(given: Mapping[str, object]) -> Policies:
 
 
 def named_checkpoint(given: str | Path) -> PredictorCheckpoint | None:
-    """Return the checkpoint that `predictor` or `next_token` names: a folder, or a repository of the hub, which is
-    downloaded; None for the name of a registered predictor.
+    """Return the checkpoint that `predictor` names: a folder, or a repository of the hub, which is downloaded;
+    None for the name of a registered predictor.
 
     Raises:
         ExpertcastError: an unknown name, the name of both a predictor and a folder, or a damaged checkpoint.
@@ -246,13 +246,8 @@ class OffloadConfig:
     else cuda on CUDA."""
     policies: Policies | str | None = None
     """Cache policies, or the name of a preset (default: lrfu, prefetch of the forecast experts, every miss loaded)."""
-    next_token: str | Path | Predictor | None = None
-    """Checkpoint of a next_token predictor, local or on the hub: it loads likely experts at the start of a token, and
-    the eviction policy `forecast` uses it."""
     overfetch: float = 1.0
     """Experts to prefetch per token as a multiple of K; with `policies`, set it there."""
-    likely: float = 0.2
-    """Least probability by next_token at which an expert is loaded at the start of a token (above 0; 1: none)."""
     forecasts: str = AUTO
     """auto: while the model runs, choose the rung with the fastest decode steps, or no forecasts; always: all by the
     predictor itself; never. Executed forecasts are always made."""
@@ -316,8 +311,6 @@ class OffloadConfig:
             raise ExpertcastError(f"ahead={self.ahead}: give a number of layers, 1 or more")
         if not 0 <= self.min_recall <= 1:
             raise ExpertcastError(f"min_recall={self.min_recall}: give a share of 0 to 1, such as 0.9")
-        if not 0 < self.likely <= 1:
-            raise ExpertcastError(f"likely={self.likely}: give a probability above 0 and up to 1, such as 0.2")
         if not 0 <= self.refit <= MOST_REFIT_MS:
             raise ExpertcastError(f"refit={self.refit}: give milliseconds per token, 0 to {MOST_REFIT_MS:g}")
         if self.store_folder is not None and self.store != "disk":
@@ -433,7 +426,7 @@ class OffloadConfig:
     @property
     def on_demand(self) -> bool:
         """Whether every expert is loaded on demand, without forecasts by the options or a preset."""
-        return self.next_token is None and self.resolved_predictor() is None
+        return self.resolved_predictor() is None
 
     def resolved_codec(self) -> str:
         """Return `codec`, else the codec of the store folder, else raw.
@@ -535,9 +528,6 @@ def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iter
         named = named if config.policies is not None else []  # otherwise it comes from `overfetch`
         overfetch = changed("overfetch") if config.cache else []  # without a cache it sets the default number of slots
         yield "without a predictor", [*changed("ahead", "reach", "forecasts"), *overfetch, *named]
-    if config.next_token is None:
-        reads = [f"looking ahead by eviction {str(policies.eviction)!r}"] if policies.eviction.cls.reads_tokens else []
-        yield "without next_token", [*changed("likely"), *reads]
 
 
 # Link, store and slots of one device

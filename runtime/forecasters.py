@@ -14,9 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
-from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
+from expertcast.predictors import ExpertcastError, MoEView, Predictor, predictor_class
 from expertcast.predictors.hybrid import Hybrid, member_recall
-from expertcast.predictors.next_token import NextTokenTracker
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.config import OffloadConfig, named_checkpoint
 from expertcast.runtime.engine.speculation import Speculator, early_attention_for
@@ -32,8 +31,6 @@ class Forecasters:
 
     speculator: Speculator
     """Forecasts later layers, and executes the forecasts where the mode says so."""
-    next_token: NextTokenTracker | None
-    """Forecasts later tokens."""
     drift: DriftMonitor | None
     recall: Mapping[str, float]
     """Mean recall@k of the checkpoint's predictor and of the parameter-free ones, by name, as far as it is known."""
@@ -43,7 +40,7 @@ def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEVie
     """Return the forecasters that a configuration names.
 
     Args:
-        config: `predictor`, `mode`, `ahead`, `refit`, `drift`, `next_token` and the fields that refine them.
+        config: `predictor`, `mode`, `ahead`, `refit`, `drift` and the fields that refine them.
         model: the model that runs, for early attention.
         view: its MoE layers.
         device: where it computes.
@@ -54,12 +51,7 @@ def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEVie
     """
     predictor, checkpoint = resolve_predictor(config.resolved_predictor(), view)
     if predictor is not None:
-        if predictor.looks != "layers":
-            raise ExpertcastError(
-                f"{predictor.name} forecasts tokens, not layers: give it as next_token=, not predictor="
-            )
         predictor.to(device)
-    tracker = make_tracker(config, view, device)
     layers = executed_layers(config, len(view), recall_per_layer(checkpoint, config.ahead))
     drift = make_monitor(config, view.shape, predictor, checkpoint)
     early = early_attention_for(predictor, model, view)
@@ -68,13 +60,13 @@ def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEVie
         ahead=config.ahead, router_free=config.router_free, reach=config.reach, early=early,
     )  # fmt: skip
     speculator.refit = make_refit(config, predictor)
-    return Forecasters(speculator=speculator, next_token=tracker, drift=drift, recall=mean_recall(checkpoint))
+    return Forecasters(speculator=speculator, drift=drift, recall=mean_recall(checkpoint))
 
 
 def resolve_predictor(
     given: str | Path | Predictor | None, view: MoEView
 ) -> tuple[Predictor | None, PredictorCheckpoint | None]:
-    """Return the predictor that `predictor` or `next_token` names, bound to the model, and its checkpoint, if any.
+    """Return the predictor that `predictor` names, bound to the model, and its checkpoint, if any.
 
     Raises:
         ExpertcastError: an unknown name, a predictor that needs training, or a checkpoint of another model.
@@ -182,26 +174,3 @@ def make_refit(config: OffloadConfig, predictor: Predictor | None) -> OnlineRefi
     from expertcast.runtime.engine.refit import OnlineRefit
 
     return OnlineRefit(predictor, config.ahead, config.refit)
-
-
-def make_tracker(config: OffloadConfig, view: MoEView, device: torch.device) -> NextTokenTracker | None:
-    """Return the forecasts of later tokens by the predictor that `next_token` names.
-
-    Raises:
-        ExpertcastError: another kind of predictor, or policies that do not use its forecasts.
-    """
-    if config.next_token is None:
-        return None
-    predictor, _ = resolve_predictor(config.next_token, view)
-    if not isinstance(predictor, NextToken):
-        raise ExpertcastError(
-            f"next_token={str(config.next_token)!r} is no next_token predictor: give the folder that `expertcast train "
-            "--predictor next_token` wrote"
-        )
-    policies = config.resolved_policies()
-    if not policies.eviction.cls.reads_tokens and policies.prefetch.name == "none":
-        raise ExpertcastError(
-            f"next_token has no effect with prefetch 'none' and eviction {policies.eviction.name!r}: give "
-            "policies=Policies(eviction='forecast'), or another prefetch"
-        )
-    return NextTokenTracker(predictor.to(device))

@@ -103,8 +103,7 @@ class OffloadedModel:
             policies = self._take_experts(undo, slots)
             self._engine = Engine(
                 link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=kernel,
-                tokens_ahead=forecasters.next_token, drift=self.drift, keep=config.cache, likely=config.likely,
-                forecasts=config.forecasts, recall=forecasters.recall,
+                drift=self.drift, keep=config.cache, forecasts=config.forecasts, recall=forecasters.recall,
             )  # fmt: skip
             from expertcast.runtime.drafts.drafting import Drafter
 

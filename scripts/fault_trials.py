@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TRACES, ESTIMATOR, FREE, NEXT_TOKEN = "traces", "estimator", "quasi_hidden", "next_token"
+TRACES, ESTIMATOR, FREE = "traces", "estimator", "quasi_hidden"
 STORE, CONFIG, DATA = "store", "config", "data"
 PACKED_STORE = "packed_store"
 QUANTISED = "gguf", "gguf_k", "gptq", "awq", "compressed", "fp8"
 """Checkpoints whose experts stay packed. Their files have no digests."""
-ARTEFACTS = (TRACES, ESTIMATOR, FREE, NEXT_TOKEN, STORE, CONFIG, DATA, PACKED_STORE, *QUANTISED)
+ARTEFACTS = (TRACES, ESTIMATOR, FREE, STORE, CONFIG, DATA, PACKED_STORE, *QUANTISED)
 CONFIG_FILE = "offload.json"
 GGUF_FILE = "model.gguf"
 MODEL, TEXTS = "model", "text.jsonl"
@@ -39,7 +39,6 @@ TOKENS = 360
 _SPEED = ("bandwidth", "latency")
 """Options left out of the file: a damaged value could be a valid link of one byte per second."""
 ESTIMATOR_SETTINGS = "parameters=2000", "steps=6", "step_tokens=32"
-NEXT_TOKEN_SETTINGS = "steps=4", "tokens=2"
 
 
 def collect_words(made: Path, out: Path, data: Path | None = None) -> list[str]:
@@ -51,7 +50,7 @@ def collect_words(made: Path, out: Path, data: Path | None = None) -> list[str]:
 
 def train_words(traces: Path, name: str, out: Path) -> list[str]:
     """Return the command that trains a checkpoint."""
-    settings = {ESTIMATOR: ESTIMATOR_SETTINGS, NEXT_TOKEN: NEXT_TOKEN_SETTINGS}.get(name, ())
+    settings = ESTIMATOR_SETTINGS if name == ESTIMATOR else ()
     words = ["train", str(traces), "--predictor", name, "--out", str(out)]
     return [*words, "--set", *settings] if settings else words
 
@@ -80,7 +79,7 @@ def make(made: Path, seed: int) -> None:
     model, documents = made / MODEL, load_documents([str(made / TEXTS)])
     options = {"tokens": TOKENS, "window": 16, "batch_size": 2, "shard_bytes": 40_000}
     collect(load_model(model), load_tokenizer(model), documents, made / TRACES, **options)
-    runs = [train_words(made / TRACES, name, made / name) for name in (ESTIMATOR, FREE, NEXT_TOKEN)]
+    runs = [train_words(made / TRACES, name, made / name) for name in (ESTIMATOR, FREE)]
     runs += [generate_words(made, "--store-folder", str(made / STORE))]
     for words in runs:
         assert main(words) == 0, words
@@ -160,7 +159,7 @@ def _save_model(folder: Path, seed: int) -> None:
 
 
 _IMPORTS = ("cli", "commands.collect", "commands.eval", "commands.generate", "commands.inspect", "commands.simulate",
-            "commands.train", "training.estimator", "training.next_token", "runtime.loading")  # fmt: skip
+            "commands.train", "training.estimator", "runtime.loading")  # fmt: skip
 _TIMED_OUT = "Timeout ("
 _RAISED = 70
 """Exit status after an exception: EX_SOFTWARE of sysexits.h."""
@@ -406,12 +405,6 @@ OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
     },
     ESTIMATOR: {**_CHECKPOINT, "generate": (1, _SPECULATE)},
     FREE: {**_CHECKPOINT, "generate": (1, _SPECULATE)},
-    NEXT_TOKEN: {
-        **_CHECKPOINT,
-        "simulate": (1, _command(
-            lambda made, target, _: [*_simulate(made, made / TRACES, target), "--policy", "forecast", "--next-token",
-                                     str(target)])),
-    },
     STORE: {
         "open": (2, _open_store),
         "generate": (2, _command(lambda made, target, _: generate_words(made, "--store-folder", str(target)))),

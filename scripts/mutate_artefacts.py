@@ -281,7 +281,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a fork has one thread
 
 
-WEIGHTS = {fault_trials.TRACES: 8, fault_trials.ESTIMATOR: 4, fault_trials.FREE: 3, fault_trials.NEXT_TOKEN: 1,
+WEIGHTS = {fault_trials.TRACES: 8, fault_trials.ESTIMATOR: 4, fault_trials.FREE: 3,
            fault_trials.STORE: 3, fault_trials.CONFIG: 2, fault_trials.DATA: 2, fault_trials.PACKED_STORE: 4,
            **dict.fromkeys(fault_trials.QUANTISED, 1)}  # fmt: skip
 EDITABLE = (fault_trials.CONFIG, fault_trials.DATA, *fault_trials.QUANTISED)

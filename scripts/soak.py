@@ -72,7 +72,7 @@ from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import bundled_ids, load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, NextToken, names, predictor_class
+from expertcast.predictors import ExpertcastError, names, predictor_class
 from expertcast.runtime.config import LINKS
 from expertcast.runtime.drafts.names import AUTO, NONE, draft_names
 from expertcast.runtime.links.emulated import EmulatedLink
@@ -106,7 +106,7 @@ _MODELS = {"qwen3_moe": 4, "deepseek_v3": 4, "gpt_oss": 4, FP8: 1, MXFP4: 1, REF
 _OPTIONS = {
     "top_k": ["overfetch=1.5", "overfetch=3.0"], "percentile": ["over=token", "over=mass", "percentile=50.0"],
     "threshold": ["above=0.1", "of=softmax,above=0.04"], "value": ["eviction=always", "least=0.2"],
-    "next_use": ["hedge=false", "horizon=2"], "forecast": ["idle_loads=0", "idle_loads=3"], "marking": ["seed=7"],
+    "next_use": ["hedge=false", "horizon=2"], "marking": ["seed=7"],
     "fld": ["distance=absolute"], "least_stale": ["order=layer"], "importance": ["alpha=0.0", "alpha=1.0"],
     "gap": ["literal=true", "tau=0.2,r_max=4"], "substitute": ["tolerance=1.0"], "drop": ["fetched=1"],
     "cache_aware": ["strength=1.0"], "early_exit": ["layers=1", "layers=3"], "bitsplit": ["shards=1", "shards=3"],
@@ -114,7 +114,7 @@ _OPTIONS = {
 """Options of policies, drafts and codecs, drawn beside the defaults."""
 _ESTIMATOR = {"parameters": 80_000, "steps": 8, "step_tokens": 64}
 _PREDICTORS = {
-    "estimator": _ESTIMATOR, "next_token": {"steps": 8, "width": 16},
+    "estimator": _ESTIMATOR,
     "hybrid": {"candidates": ["linear", "estimator"], "member_configs": {"estimator": _ESTIMATOR}},
 }  # fmt: skip
 _TRACE_TOKENS = 1500
@@ -194,8 +194,7 @@ class World:
                     self.own / f"{name}-{dtype}-traces", tokens=_TRACE_TOKENS, window=32, batch_size=8,
                 )  # fmt: skip
             cls = predictor_class(predictor)
-            ahead = {} if predictor == NextToken.name else {"ahead": (1, 2)}
-            config = cls.config_class(**ahead, **_PREDICTORS.get(predictor, {}))
+            config = cls.config_class(ahead=(1, 2), **_PREDICTORS.get(predictor, {}))
             traces = self._traces[name, dtype]
             fitted = fit(predictor, traces, config=config, options=FitOptions(progress=False))
             save_predictor(fitted.predictor, folder, view=traces.view)
@@ -317,7 +316,7 @@ def _forecasts(choose: Random, layers: int) -> dict[str, Any]:
     elif choose.random() < 0.3:
         options["overfetch"] = choose.choice((1.5, 2.0))
     if choose.random() < 0.7:
-        predictor = options["predictor"] = choose.choice([name for name in names() if name != NextToken.name])
+        predictor = options["predictor"] = choose.choice(names())
         if choose.random() < 0.3 and predictor not in FREE:
             options["ahead"] = 2
         if choose.random() < 0.3:
@@ -328,9 +327,6 @@ def _forecasts(choose: Random, layers: int) -> dict[str, Any]:
             options["refit"] = choose.choice((0.1, 1.0))
         if choose.random() < 0.1:
             options["drift"] = False
-    if choose.random() < 0.25:
-        options["next_token"] = NextToken.name
-        options["likely"] = choose.choice((0.01, 0.2, 1.0))
     if choose.random() < 0.2:
         options["cache"] = False
     return options
@@ -391,9 +387,8 @@ def open_offload(case: Case, world: World) -> Any:
         ExpertcastError: the options do not fit together.
     """
     fields = dict(case.options)
-    for kind in ("predictor", "next_token"):
-        if fields.get(kind) not in (None, *FREE):
-            fields[kind] = world.checkpoint(case.model, case.dtype, fields[kind])
+    if fields.get("predictor") not in (None, *FREE):
+        fields["predictor"] = world.checkpoint(case.model, case.dtype, fields["predictor"])
     if isinstance(fields.get("policies"), dict):
         fields["policies"] = Policies(**fields["policies"])
     if isinstance(fields.get("link"), dict):

@@ -26,8 +26,7 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.baselines import Frequency, PreviousToken
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.linear import LinearConfig
-from expertcast.predictors.messages import ExpertcastError, Json, Progress, with_token_progress
-from expertcast.predictors.next_token import NextToken
+from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.training.fit import fit, fit_counts
 from expertcast.training.metrics import (
@@ -36,7 +35,6 @@ from expertcast.training.metrics import (
     ExpertRecall,
     RankedRouting,
     RoutingMeans,
-    TokenMean,
     Windows,
     budget,
     chance_levels,
@@ -44,7 +42,6 @@ from expertcast.training.metrics import (
     rank_routing,
     ratio_windows,
 )
-from expertcast.training.next_token import WINDOW, TokenExamples, token_chunks
 from expertcast.training.scoring import BATCH, FitOptions, device_of, states_of
 
 # Results
@@ -270,98 +267,6 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
         "layers": shape.layers,
         "budgets": {name: budget(factor, shape) for name, factor in BUDGETS.items()},
     }
-
-
-# Recall of forecasts of coming tokens: `next_token`, frequencies, and the last token's routing.
-#
-# B tokens, L MoE layers, E routed experts, N = L * E, K experts per token, S tokens ahead.
-
-FURTHER = 3
-"""Additional experts of the second recall, which counts K + 3 forecast experts."""
-TOKENS_BATCH = 512
-RECALLS = ("recall_at_k", f"recall_at_k_plus_{FURTHER}")
-
-
-@torch.no_grad()
-def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> Json:
-    """Evaluate a `next_token` predictor on a split, together with two baselines.
-
-    Args:
-        predictor: bound predictor.
-        source: traces with token ids.
-        split: name of the split.
-
-    Returns:
-        `tokens`, the number of tokens forecast one ahead, and `tokens_ahead`: for each forecast, the mean share of a
-        token's experts that are among the K, and the K + 3, forecast experts of their layer, as `mean` [S] over layers
-        and `per_layer` [S][L], one token ahead first. `next_token` knows the sequence before the token;
-        `next_token_by_id` also knows the id of the first token.
-
-    Raises:
-        ExpertcastError: no token in the split has a predecessor, or the source has no token ids.
-    """
-    scores: dict[str, _Recall] = {}
-    chunks = token_chunks(predictor, source, split)
-    for chunk in with_token_progress(chunks, f"scoring on split {split!r}", source.token_count(split)):
-        follows_T = chunk.document_T == chunk.document_T.roll(1)
-        follows_T[0] = False  # the previous token is in another chunk, if it exists
-        for window_W in torch.split(torch.arange(chunk.windows, device=follows_T.device), TOKENS_BATCH // WINDOW):
-            examples = chunk.examples(window_W)
-            examples = examples.only(follows_T[examples.index_B])
-            if not len(examples):
-                continue
-            for name, rank_BSN in _forecasts(predictor, examples):
-                if name not in scores:
-                    scores[name] = _Recall(predictor).to(rank_BSN.device)
-                scores[name].update(rank_BSN, examples)
-    if not scores:
-        raise ExpertcastError(f"no tokens to score: split {split!r} is empty; collect more tokens or choose another")
-    return {
-        "tokens": int(scores["frequency"].count_L[0]),
-        "tokens_ahead": {name: score.as_dict() for name, score in scores.items()},
-    }
-
-
-def _forecasts(predictor: NextToken, examples: TokenExamples) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each forecast, and scores [B, S, N] that rank experts."""
-    steps, chunk = predictor.config.tokens, examples.chunk
-    text_BF, row_B = examples.text(), examples.row_B
-    unknown_B = torch.full_like(row_B, predictor.config.known_ids)
-    for name, given_B in (("next_token", unknown_B), ("next_token_by_id", row_B)):
-        yield name, predictor.probability(text_BF, examples.residual_BD, given_B)[:, :steps]
-    yield "frequency", predictor.usual_LE.flatten().expand(len(examples), steps, -1)
-    # the last token's own experts first, under any routing rule, then the next likeliest by its logits
-    before_B = examples.index_B - 1
-    last_BN = chunk.logits_TLE[before_B.cpu()].float().softmax(dim=-1).flatten(1).to(row_B.device)
-    yield "previous_token", (chunk.membership(before_B) + last_BN)[:, None].expand(-1, steps, -1)
-
-
-class _Recall(TokenMean):
-    """Recall [S, 2, L] by token ahead, by number of forecast experts (K, K + 3), and by layer."""
-
-    def __init__(self, predictor: NextToken) -> None:
-        self._shape = predictor.shape
-        self._budgets = (self._shape.top_k, min(self._shape.experts, self._shape.top_k + FURTHER))
-        super().__init__(predictor.config.tokens, len(self._budgets) * self._shape.layers)
-
-    def update(self, rank_BSN: Tensor, examples: TokenExamples) -> None:
-        """Add tokens; `rank_BSN` ranks the experts of each."""
-        rank_BSLE = rank_BSN.reshape(*rank_BSN.shape[:2], self._shape.layers, self._shape.experts)
-        for step in range(rank_BSLE.shape[1]):
-            known_B = examples.known(step).nonzero().flatten()
-            ids_BLW = rank_BSLE[known_B, step].topk(self._budgets[-1], dim=-1).indices
-            hits_BLW = examples.used(step, known_B).view(-1, *rank_BSLE.shape[2:]).gather(2, ids_BLW)
-            hits = [hits_BLW[..., :budget].sum(dim=(0, 2)) for budget in self._budgets]
-            self.total_LR[step] += torch.cat(hits) / self._shape.top_k
-            self.count_L[step] += len(known_B)
-
-    def as_dict(self) -> Json:
-        """Return, for each recall, `mean` [S] over layers and `per_layer` [S][L]."""
-        mean_S2L = self.compute().view(-1, 2, self._shape.layers)
-        return {
-            name: {"mean": plain(mean_SL.nanmean(dim=1)), "per_layer": [plain(mean_L) for mean_L in mean_SL]}
-            for name, mean_SL in zip(RECALLS, mean_S2L.unbind(1), strict=True)
-        }
 
 
 # Learning curve: recall by number of training tokens (Madan et al., Speculating Experts, 2026, figure 9)

@@ -26,7 +26,6 @@ from expertcast.predictors.hybrid import CANDIDATES, PAPER, Choice, Hybrid, Hybr
 from expertcast.training.calibrate import calibrate
 from expertcast.training.estimator import fit_estimator
 from expertcast.training.linear import fit_linear
-from expertcast.training.next_token import fit_next_token
 from expertcast.training.scoring import (
     NO_TRAINING,
     FitOptions,
@@ -90,7 +89,6 @@ FITTERS: dict[str, Fitter] = {
     "linear": fit_linear,
     "early_attention": fit_early_attention,
     "estimator": fit_estimator,
-    "next_token": fit_next_token,
 }
 
 
@@ -137,8 +135,7 @@ def fit(
     fitter = partial(fit_hybrid, known=known) if name == Hybrid.name else FITTERS.get(name)
     fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)
     predictor = fitted.predictor.to(device_of(source.view)).bind(source.view).eval()
-    if predictor.looks == "layers":
-        calibrate(predictor, source, options)
+    calibrate(predictor, source, options)
     predictor.learned_from = source.learned_from()
     used = {
         "tokens": train_tokens(source, options),

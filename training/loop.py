@@ -46,7 +46,6 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors.artefacts import digest, open_file
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
-from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.training.scoring import NO_VALIDATION, FitOptions, train_tokens
 
 log = logging.getLogger(__name__)
@@ -150,7 +149,6 @@ def logger_of(folder: Path | None, name: str, state: Json | None) -> TensorBoard
 
 # Base of all trainings. Steps are counted over all passes; a round is one pass over the validation split.
 
-TrainedConfig = EstimatorConfig | NextTokenConfig
 Examples = TypeVar("Examples")
 
 WARM_UP = 0.05
@@ -186,7 +184,7 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
     mode: ClassVar[str] = "max"
     """Whether a higher (`max`) or a lower (`min`) score is better."""
 
-    def __init__(self, network: nn.Module, config: TrainedConfig, steps: int) -> None:
+    def __init__(self, network: nn.Module, config: EstimatorConfig, steps: int) -> None:
         super().__init__()
         self.network, self.config, self.steps = network, config, steps
         self.best = BestRound(score=-math.inf if self.mode == "max" else math.inf)
@@ -297,7 +295,7 @@ class _Stream(IterableDataset[Examples]):
         return self._make()
 
 
-def steps_of(config: TrainedConfig, source: TraceSource, options: FitOptions) -> int:
+def steps_of(config: EstimatorConfig, source: TraceSource, options: FitOptions) -> int:
     """Return the optimiser steps of a training: `config.steps`, limited to `config.passes` passes over the tokens."""
     per_pass = max(1, train_tokens(source, options) // (config.step_tokens * training_share().world))
     return max(1, min(config.steps, config.passes * per_pass))

@@ -286,13 +286,7 @@ def survey(
         raise ExpertcastError("the configuration names a predictor: pass the predictors to compare as predictors=")
     policies = config.resolved_policies()
     cls = policies.eviction.cls
-    if (
-        policies.lossy
-        or policies.pre_eviction.cls.active
-        or cls.reads_scores
-        or cls.reads_forecasts
-        or cls.reads_tokens
-    ):
+    if policies.lossy or policies.pre_eviction.cls.active or cls.reads_scores or cls.reads_forecasts:
         raise ExpertcastError(
             f"{policies}: a survey records which experts ran, and these policies read or change more: leave them out"
         )

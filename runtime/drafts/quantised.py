@@ -437,8 +437,8 @@ class QuantisedStage:
     def __init__(self, experts: QuantisedExperts, schedule: Schedule, link: Link) -> None:
         self._experts, self._schedule, self._link = experts, schedule, link
 
-    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
-        del fresh, token_BS
+    def on_start(self, fresh: bool) -> None:
+        del fresh
         self._link.follow()
 
     def on_router(self, call: RouterCall) -> None:
@@ -467,9 +467,9 @@ class PolicyStage:
             kernel=engine.kernel, residency=residency,
         )  # fmt: skip
 
-    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+    def on_start(self, fresh: bool) -> None:
         self._engine.go_on()
-        self._engine.on_start(fresh, token_BS)
+        self._engine.on_start(fresh)
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         self._residency.only_arrived = True

@@ -327,15 +327,6 @@ class ExpertCache:
             self._forecast_keys.add(key)
             self._load(key, False, streamed=streamed)
 
-    def load_idle(self, key: int) -> None:
-        """Load an expert that no pending forecast needs, if there is room. It is not protected from eviction."""
-        layer = key // self.experts
-        victim = self.victim(layer)
-        if victim is not None:
-            self._evict(victim)
-        if self.free(layer):
-            self._load(key, False)
-
     def load_ahead(self, key: int) -> bool:
         """Load an expert of the window. It may evict an unprotected expert or one of the window's later layers.
 

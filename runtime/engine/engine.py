@@ -33,12 +33,8 @@ from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.forecasting import (
-    LIKELY,
     ForecastGovernor,
     Pace,
-    TokenForecasts,
-    TokensAhead,
-    early_layers,
 )
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.driver import Readback
@@ -139,39 +135,28 @@ class LayerFlow:
         policies: all of one model.
         shape: of the model.
         view: the model's MoE layers; needed by policies that route anew.
-        carry: distance in layers between forecasts and their targets; 0: no forecasts. Without a cache and without
-            forecasts of whole tokens, so many first layers prefetch their last experts, when the last layer runs.
-        tokens_ahead: forecasts the next tokens' routing, for eviction policies that read it and for early loading.
-        likely: least probability by `tokens_ahead` at which an expert is loaded early.
+        carry: distance in layers between forecasts and their targets; 0: no forecasts. Without a cache, so many first
+            layers prefetch their last experts, when the last layer runs.
         rungs: recall@k, where it is known, by name of each way to forecast: a governor chooses between them; None: all
             forecasts are made; empty: only executed forecasts are.
     """
 
     def __init__(
         self, residency: ExpertCache, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
-        carry: int = 0, tokens_ahead: TokenForecasts | None = None, likely: float = LIKELY,
-        rungs: Mapping[str, float | None] | None = None,
+        carry: int = 0, rungs: Mapping[str, float | None] | None = None,
     ) -> None:  # fmt: skip
         self.residency, self.policies = residency, policies
         self._view = view
         self._experts = shape.experts
         self._last = shape.layers - 1
-        self._carry = 0 if residency.keep or tokens_ahead is not None else carry
+        self._carry = 0 if residency.keep else carry
         self._carried: dict[int, list[int]] = {}
         self._pre_evicted: set[int] = set()
         """Layers of the running forward for which a forecast freed slots."""
-        self.tokens_ahead: TokensAhead | None = None
-        """Forecasts of whole tokens; None: there are none."""
-        if tokens_ahead is not None:
-            loads = not isinstance(policies.prefetch, NoPrefetch)
-            layers = early_layers(shape, keep=residency.keep, loads=loads, forecast_from=carry or None)
-            self.tokens_ahead = TokensAhead(
-                tokens_ahead, residency, policies.eviction, shape, layers=layers, likely=likely
-            )
         self._reroutes = not isinstance(policies.routing, Standard)
         self.decides = self._reroutes or policies.miss.lossy
         """Whether :meth:`decide` can change the routing: then it must be called, with host copies of the routing."""
-        self.reads_logits = policies.eviction.reads_scores or tokens_ahead is not None
+        self.reads_scores = policies.eviction.reads_scores
         """Whether :meth:`see` must be called."""
         self._streams = residency.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
         self.most = shape.experts
@@ -194,15 +179,13 @@ class LayerFlow:
         self._weighs = False
         """Whether this step makes forecasts: a step without any spends no time on observing layers."""
 
-    def start_pass(self, fresh: bool, token_BS: Tensor | None = None) -> None:
-        """Start a forward; `fresh`: with new sequences; `token_BS`: the ids of its tokens, where they are known."""
+    def start_pass(self, fresh: bool) -> None:
+        """Start a forward; `fresh`: with new sequences."""
         self.residency.start_pass(fresh)
         self._pre_evicted.clear()
         self.governor, self._weighs = None, False
         if self._pace is not None:
             self._pace.start_pass(fresh)
-        if self.tokens_ahead is not None:
-            self.tokens_ahead.start(fresh, token_BS)
 
     def start_step(self, sequences: int) -> None:
         """Mark the forward as a decode step of so many sequences; its first layer has been reached."""
@@ -211,9 +194,7 @@ class LayerFlow:
         about = sequences.bit_length()
         self.governor = self._governors.get(about)
         if self.governor is None:
-            self.governor = self._governors[about] = ForecastGovernor(
-                self.residency, self._pace, self._rungs, self.tokens_ahead
-            )
+            self.governor = self._governors[about] = ForecastGovernor(self.residency, self._pace, self._rungs)
         self._latest = self.governor
         self.governor.start()
         self._weighs = self.governor.rung is not None
@@ -234,19 +215,9 @@ class LayerFlow:
         found = {str(1 << about >> 1): own.report() for about, own in self._governors.items()}
         return {"forecasts": found} if found else {}
 
-    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """Pass a router's scores on to the eviction policy and to the forecasts of whole tokens.
-
-        Args:
-            layer, logits_TE: MoE layer, and the scores of its router.
-            residual_TD: the residual stream before the layer.
-            sequences: B.
-        """
-        eviction = self.policies.eviction
-        if eviction.reads_scores:
-            eviction.see_scores(layer, logits_TE.float().softmax(dim=-1).mean(dim=0).tolist())
-        if self.tokens_ahead is not None:
-            self.tokens_ahead.see(layer, residual_TD, logits_TE, sequences)
+    def see(self, layer: int, logits_TE: Tensor) -> None:
+        """Pass a router's scores on to the eviction policy, if it reads them."""
+        self.policies.eviction.see_scores(layer, logits_TE.float().softmax(dim=-1).mean(dim=0).tolist())
 
     def decide(
         self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, routed: bool = True
@@ -410,8 +381,6 @@ class LayerFlow:
         if layer == self._last:
             for keys in self._carried.values():
                 self.residency.prefetch(keys)
-        if self.tokens_ahead is not None:
-            self.tokens_ahead.finish(layer)
         if self._whole:
             self.stream(layer)
 
@@ -453,7 +422,7 @@ class Kernel(Protocol):
 class Stage(Protocol):
     """Runs a model's MoE layers in an engine's place for some forwards, such as drafts."""
 
-    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+    def on_start(self, fresh: bool) -> None:
         """See :meth:`Engine.on_start`."""
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
@@ -480,10 +449,8 @@ class Engine:
         speculator: makes forecasts.
         policies: of eviction, prefetches, misses and routing.
         kernel: computes experts in slots.
-        tokens_ahead: forecasts the next tokens' routing.
         drift: compares forecasts with routing.
         keep: whether experts stay in slots; False frees an expert's slot as soon as its layer has run.
-        likely: least probability by a forecast of a whole token at which an expert is loaded early.
         forecasts: forecasts to make: all (always), none (never), or those that save more waiting than they cost (auto).
         recall: recall@k of the ways to forecast by name, where it is known.
         residency: cache that is shared with another engine of the model; None: a cache of its own.
@@ -496,9 +463,8 @@ class Engine:
 
     def __init__(
         self, *, link: Link, pool: SlotPool, speculator: Speculator, policies: PolicySet, kernel: Kernel,
-        tokens_ahead: TokenForecasts | None = None, drift: DriftMonitor | None = None, keep: bool = True,
-        likely: float = LIKELY, forecasts: str = ALWAYS, recall: Mapping[str, float] | None = None,
-        residency: ExpertCache | None = None,
+        drift: DriftMonitor | None = None, keep: bool = True, forecasts: str = ALWAYS,
+        recall: Mapping[str, float] | None = None, residency: ExpertCache | None = None,
     ) -> None:  # fmt: skip
         shape = speculator.view.shape
         self.speculator, self.kernel, self.pool, self.view = speculator, kernel, pool, speculator.view
@@ -520,7 +486,7 @@ class Engine:
         rungs = self._rungs(forecasts, recall or {}, policies)
         self.flow = LayerFlow(
             residency, policies, shape, view=speculator.view, carry=speculator.ahead if self._forecasts else 0,
-            tokens_ahead=tokens_ahead, likely=likely, rungs=rungs,
+            rungs=rungs,
         )  # fmt: skip
         self._last = shape.layers - 1
         self._readback = None if link.driver is None else Readback(link.driver, link.progress)
@@ -572,13 +538,10 @@ class Engine:
         for name, view in self.pool.views_of(layer.index).items():
             layer.experts._parameters[name] = nn.Parameter(view, requires_grad=False)
 
-    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
-        """Start a forward, with new sequences if `fresh`, and clear the state of an interrupted one.
-
-        `token_BS` are the ids of its tokens; None: it reads embeddings.
-        """
+    def on_start(self, fresh: bool) -> None:
+        """Start a forward, with new sequences if `fresh`, and clear the state of an interrupted one."""
         if self.stage is not None:
-            self.stage.on_start(fresh, token_BS)
+            self.stage.on_start(fresh)
             return
         self.residency.link.follow()
         self._plan = None
@@ -589,7 +552,7 @@ class Engine:
             self.residency.reset()
         elif fresh or not complete:
             self.residency.abandon()
-        self.flow.start_pass(fresh, token_BS)
+        self.flow.start_pass(fresh)
         self._inconsistent = False
         if self._forecasts:
             self.speculator.start(fresh, self.flow.coming(len(self.speculator.rungs) - 1))
@@ -617,8 +580,8 @@ class Engine:
         ids_TK = call.ids_TK if executed is None else executed[0]
         forecast_ids = self._known.pop(layer, None)
         ids, precision = None if own else forecast_ids, None
-        if flow.reads_logits:
-            flow.see(layer, call.residual_TD, self.speculator.executed_logits(call, executed), call.sequences)
+        if flow.reads_scores:
+            flow.see(layer, self.speculator.executed_logits(call, executed))
         if call.tokens > 1 and flow.policies.eviction.reads_routing:
             (rows,) = self._read(ids_TK[-PROMPT_ROWS:])
             flow.policies.eviction.see_routing(layer, rows)

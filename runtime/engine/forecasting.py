@@ -1,8 +1,4 @@
-"""Choice of the forecasts to make, time that prefetches have, and use of forecasts of whole tokens.
-
-A forecast of whole tokens is made when a token begins, for all of its layers and for the tokens after it. Eviction
-policies read it, and its likely experts are loaded some layers before theirs: earlier than by a forecast of one layer,
-and also for the first layers.
+"""Choice of the forecasts to make, and time that prefetches have.
 
 L MoE layers, E routed experts per layer, B sequences, S tokens of each in a pass, H rows of a forecast, D hidden size.
 A key is layer * E + expert.
@@ -14,15 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from expertcast.predictors.messages import Json
-from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.policies.eviction import Eviction
 from expertcast.runtime.policies.prefetch import LinkState
 from expertcast.runtime.recording.learning import Option, RunningMean, RunningSums, Share, Trials
 
@@ -103,9 +95,7 @@ class Pace:
     def _worth(self, victim: int | None) -> float:
         if victim is None:
             return 0.0
-        layer, expert = divmod(victim, self._experts)
-        known = self._residency.eviction.by_layer[layer].worth(victim)
-        return float(self._rate_LE[layer, expert]) if known is None else known
+        return float(self._rate_LE[divmod(victim, self._experts)])
 
 
 # Choice of forecasts
@@ -206,15 +196,10 @@ class ForecastGovernor:
         pace: time of computing between layers.
         rungs: recall@k, where it is known, by name of each way to forecast, the cheapest first; the last one is the
             predictor itself.
-        tokens_ahead: number of experts that a layer will lack, where whole tokens are forecast; else it is the running
-            mean.
     """
 
-    def __init__(
-        self, residency: ExpertCache, pace: Pace, rungs: Mapping[str, float | None],
-        tokens_ahead: TokensAhead | None = None,
-    ) -> None:  # fmt: skip
-        self._link, self._residency, self._pace, self._tokens_ahead = residency.link, residency, pace, tokens_ahead
+    def __init__(self, residency: ExpertCache, pace: Pace, rungs: Mapping[str, float | None]) -> None:
+        self._link, self._residency, self._pace = residency.link, residency, pace
         self.rungs = [
             _Kind(name, Share(RECALL if recall is None else recall, firmness=_FIRM)) for name, recall in rungs.items()
         ]
@@ -285,9 +270,6 @@ class ForecastGovernor:
 
     def _expected_missing(self, target: int) -> float:
         """Return the expected number of experts that a layer needs and that have no slot."""
-        found = None if self._tokens_ahead is None else self._tokens_ahead.missing(target)
-        if found is not None:
-            return found
         known = self._missing.get(target)
         return 1.0 if known is None else known.value
 
@@ -426,122 +408,3 @@ class ForecastGovernor:
             "lost_s": self._trials.lost_s,
             "seconds": self._trials.seconds,
         }
-
-
-# Forecasts of whole tokens
-
-LIKELY = 0.2
-"""Least probability at which an expert is loaded early. A miss costs a whole copy of waiting; a wrong copy that has not
-begun when its layer runs is dropped."""
-REACH = 4
-"""Distance in layers of early loading: copies follow the order of layers, and few are queued before those that later
-forecasts request."""
-_THINKABLE = 0.03
-"""Least probability of experts that count as possibly missing."""
-
-
-class TokenForecasts(Protocol):
-    """Follows a run and forecasts the routing of the next tokens."""
-
-    def start(self, fresh: bool, token_BS: Tensor | None = None) -> Tensor | None:
-        """Start a forward; `fresh`: with new sequences; `token_BS`: the ids of its tokens, where they are known.
-
-        Returns:
-            New probabilities [H, L, E] of this token and the next ones, where a forecast is due; else None.
-        """
-
-    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """Read a router's scores; arguments as for :meth:`expertcast.runtime.engine.engine.LayerFlow.see`."""
-
-
-class TokensAhead:
-    """Forecasts of whole tokens for the eviction policy and for early loading.
-
-    Args:
-        forecasts: makes the forecasts.
-        residency: experts in slots and in flight.
-        eviction: reads the forecasts where it can.
-        shape: of the model.
-        layers: number of first layers whose experts are loaded early.
-        likely: least probability at which an expert is loaded early.
-    """
-
-    def __init__(
-        self, forecasts: TokenForecasts, residency: ExpertCache, eviction: Eviction, shape: ModelShape, *, layers: int,
-        likely: float = LIKELY,
-    ) -> None:  # fmt: skip
-        self._forecasts, self._residency, self._eviction = forecasts, residency, eviction
-        self._shape, self._layers, self._least = shape, layers, likely
-        self._likely: list[list[tuple[float, int]]] | None = None
-        """Per layer of the running token, probability and key of possible experts; None: there is no forecast."""
-
-    def start(self, fresh: bool, token_BS: Tensor | None) -> None:
-        """Start a forward; arguments as for :meth:`TokenForecasts.start`."""
-        self._likely = None
-        probability_HLE = self._forecasts.start(fresh, token_BS)
-        if probability_HLE is None:
-            return
-        if self._eviction.reads_tokens:
-            self._eviction.see_tokens(probability_HLE)
-        self._likely = self._sorted(probability_HLE[0])
-        for layer in range(min(REACH, self._layers)):
-            self._request(layer)
-
-    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """Read a router's scores; arguments as for :meth:`TokenForecasts.see`."""
-        self._forecasts.see(layer, residual_TD, logits_TE, sequences)
-
-    def finish(self, layer: int) -> None:
-        """Load experts behind the prefetches of a layer's forecasts."""
-        if layer + REACH < self._layers:
-            self._request(layer + REACH)
-        if self._eviction.reads_tokens and self._residency.idle:
-            self._load_idle(layer)
-
-    def missing(self, layer: int) -> float | None:
-        """Return the expected number of experts that a layer needs and that have no slot; None: unknown."""
-        if self._likely is None:
-            return None
-        slots = self._residency.pool.slots
-        return sum(probability for probability, key in self._likely[layer] if key not in slots)
-
-    def _sorted(self, probability_LE: Tensor) -> list[list[tuple[float, int]]]:
-        probability_N = probability_LE.detach().cpu().numpy().ravel()
-        keys = np.flatnonzero(probability_N >= _THINKABLE)
-        found: list[list[tuple[float, int]]] = [[] for _ in range(self._shape.layers)]
-        for key, probability in zip(keys.tolist(), probability_N[keys].tolist(), strict=True):
-            found[key // self._shape.experts].append((probability, key))
-        return found
-
-    def _request(self, layer: int) -> None:
-        """Load a layer's likely experts and protect those in slots, unless all are in slots."""
-        if self._likely is None:
-            return
-        slots = self._residency.pool.slots
-        sure = [entry for entry in self._likely[layer] if entry[0] >= self._least]
-        if any(key not in slots for _, key in sure):
-            self._residency.prefetch([key for _, key in sorted(sure, reverse=True)])
-
-    def _load_idle(self, layer: int) -> None:
-        """Load experts of coming tokens that are likelier than those they replace, while the link is idle."""
-        residency, by_layer = self._residency, self._eviction.by_layer
-        for key, worth in by_layer[layer].wanted():
-            victim = residency.victim(key // self._shape.experts)
-            lost = 0.0 if victim is None else by_layer[victim // self._shape.experts].worth(victim) or 0.0
-            if worth > lost:
-                residency.load_idle(key)
-
-
-def early_layers(shape: ModelShape, *, keep: bool, loads: bool, forecast_from: int | None) -> int:
-    """Return the number of first layers that forecasts of whole tokens load.
-
-    Args:
-        shape: of the model.
-        keep: whether experts stay in their slots.
-        loads: whether experts are loaded early at all.
-        forecast_from: first layer that another layer forecasts; None: no layer forecasts. Without a cache these
-            forecasts, which are surer, have the link to themselves.
-    """
-    if not loads:
-        return 0
-    return shape.layers if keep or forecast_from is None else min(forecast_from, shape.layers)

@@ -354,6 +354,6 @@ def speculate(
             observe(call, call.ids_TK if executed is None else executed[0])
         return executed if execute else None
 
-    taps = RouterTaps(model, view, on_router, lambda fresh, _ids: speculator.start(fresh))
+    taps = RouterTaps(model, view, on_router, speculator.start)
     with closing(taps), speculator.following():
         yield speculator

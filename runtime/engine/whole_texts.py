@@ -119,9 +119,9 @@ class _TextEngine(Engine):
         self.flow.most = view.shape.experts // 2
         self._other = engine
 
-    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+    def on_start(self, fresh: bool) -> None:
         self._inconsistent |= self._other.is_inconsistent
-        super().on_start(fresh, token_BS)
+        super().on_start(fresh)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._inconsistent = True
@@ -177,8 +177,8 @@ class _Stage:
     def __init__(self, engine: _TextEngine, answers: Mapping[nn.Module, Answer]) -> None:
         self._engine, self._answers = engine, answers
 
-    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
-        self._engine.on_start(fresh, token_BS)
+    def on_start(self, fresh: bool) -> None:
+        self._engine.on_start(fresh)
 
     def on_router(self, call: RouterCall) -> None:
         """Return None: the router's choice is executed, and requested by :meth:`run`."""

@@ -20,8 +20,6 @@ from itertools import pairwise
 from operator import add
 from typing import ClassVar, Self
 
-from torch import Tensor
-
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies.base import CacheShape, Choice, Policy, PolicyConfig, PolicyRegistry, number, one_of
 from expertcast.runtime.pools.cache import Pools
@@ -53,8 +51,6 @@ class EvictionPolicy(Policy):
     """Whether `see_routing` is called."""
     reads_forecasts: ClassVar[bool] = False
     """Whether `see_forecast` is called."""
-    reads_tokens: ClassVar[bool] = False
-    """Whether `see_tokens` is called; this needs a forecaster of the next tokens."""
 
     def start_pass(self, fresh: bool) -> None:
         """Note that a step starts; `fresh` if it reads new sequences (prefill)."""
@@ -70,9 +66,6 @@ class EvictionPolicy(Policy):
 
     def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
         """Note the softmax of a forecast for a later layer [E], mean over the tokens of the step."""
-
-    def see_tokens(self, probability_HLE: Tensor) -> None:
-        """Note the probability that the starting token (h = 0) and the h-th token after it use an expert [H, L, E]."""
 
     @abstractmethod
     def insert(self, key: int, full: bool = True) -> None:
@@ -96,14 +89,6 @@ class EvictionPolicy(Policy):
     @abstractmethod
     def victim(self, protected: Container[int]) -> int | None:
         """Return the resident expert to evict next, or None if all are protected."""
-
-    def wanted(self) -> list[tuple[int, float]]:
-        """Return (key, worth) of absent experts to load while the link is idle, best first."""
-        return []
-
-    def worth(self, key: int) -> float | None:
-        """Return the probability that the next run of its layer uses an expert; None if the policy has no estimate."""
-        return None
 
 
 class ByRecency(EvictionPolicy):
@@ -903,7 +888,7 @@ class Eviction:
         first = by_layer[0]
         self.by_layer, self.policies = by_layer, [first] if self.shares is None else by_layer
         self.reads_scores, self.reads_routing = first.reads_scores, first.reads_routing
-        self.reads_forecasts, self.reads_tokens = first.reads_forecasts, first.reads_tokens
+        self.reads_forecasts = first.reads_forecasts
 
     def victim(self, layer: int, protected: Container[int], resident: Container[int]) -> int | None:
         """Return the expert that a layer's policy evicts; None: all are protected.
@@ -936,11 +921,6 @@ class Eviction:
     def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
         """Call `see_forecast` of the layer's policy."""
         self.by_layer[layer].see_forecast(layer, probability_E)
-
-    def see_tokens(self, probability_HLE: Tensor) -> None:
-        """Call `see_tokens` of every policy."""
-        for policy in self.policies:
-            policy.see_tokens(probability_HLE)
 
     def clear(self) -> None:
         """Call `clear` of every policy."""

@@ -26,7 +26,6 @@ from expertcast.runtime.policies.eviction import (
     PreEviction,
     Score,
 )
-from expertcast.runtime.policies.forecast import ForecastEviction
 from expertcast.runtime.policies.miss import MISS, MissPolicy
 from expertcast.runtime.policies.next_use import NextUse
 from expertcast.runtime.policies.prefetch import MAX_OVERFETCH, PREFETCH, PrefetchPolicy
@@ -46,7 +45,6 @@ EVICTION: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
     LeastStale,
     Importance,
     NextUse,
-    ForecastEviction,
     Belady,
 )
 

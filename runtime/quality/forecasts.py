@@ -206,7 +206,7 @@ def _exact(model: PreTrainedModel, view: MoEView, ids_BW: Tensor) -> Pass:
         executed.append(call.ids_TK)
         logits.append(call.logits_TE)
 
-    with closing(RouterTaps(model, view, on_router, lambda _fresh, _ids: None)):
+    with closing(RouterTaps(model, view, on_router)):
         return Pass(_log_probs(model, ids_BW), executed, logits)
 
 

@@ -1,19 +1,18 @@
 """Figures of a sweep: hits and time per token by capacity, collisions per layer, quality against speed.
 
 The input is the rows of :func:`expertcast.runtime.simulation.sweep.sweep`. Colours are those of Okabe and Ito, which
-colour-blind readers can distinguish. A set of policies has the same colour and marker in every figure; `forecast` has
-the widest line. Policies with the same line are drawn once, and the legend names all of them.
+colour-blind readers can distinguish. A set of policies has the same colour, marker and line in every figure.
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -23,106 +22,33 @@ from expertcast.predictors.messages import Json
 Rows = Sequence[Json]
 
 
-class Style(NamedTuple):
-    """Line and marker of a set of policies."""
-
-    colour: str
-    marker: str
-    line: str = "-"
-    width: float = 1.5
-    size: float = 5.0
-    order: float = 2.0
-    """Drawing order: higher values are drawn on top."""
-
-    def drawn(self, scale: float = 1.0) -> Json:
-        """Return the keyword arguments for matplotlib's `plot`, with scaled lines and markers."""
-        return {
-            "color": self.colour, "marker": self.marker, "linestyle": self.line, "linewidth": scale * self.width,
-            "markersize": scale * self.size, "zorder": self.order,
-        }  # fmt: skip
-
-
 GREY = "#767676"
-_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A89600", GREY)
-_LINES = ("-", "--", "-.")
-"""Line styles; the next one is used when all colours are used."""
-_WIDTHS = ((2.4, 7.5, 2.1), (1.8, 5.5, 2.2), (1.2, 4.0, 2.3))
-"""Line width, marker size and drawing order, used in turns: thin lines are drawn over wide ones."""
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
-BOUNDS = {"belady": Style("#222222", ""), "belady_bypass": Style("#222222", "", ":")}
-_FORECAST = "forecast"
-_FORECAST_COLOUR = "#D55E00"
-_FORECAST_MARKERS = ("*", "d", "8", "H")
-_INVISIBLE = 0.002
-"""Maximum distance of lines that look the same, as a share of the range of the axis."""
+_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A89600", "#D55E00")
+_STYLES = cycler(linestyle=("-", "--", "-.")) * cycler(color=_COLOURS, marker=("o", "s", "^", "D", "v", "P", "X"))
+BOUNDS: dict[str, Json] = {
+    "belady": {"color": "#222222", "linestyle": "-"},
+    "belady_bypass": {"color": "#222222", "linestyle": ":"},
+}
 _NAMES = ("prefetch", "predictor", "miss", "routing", "pre_eviction", "scope")
 
 
 def labelled(results: Rows) -> list[Json]:
-    """Add `label` and `style` to each row; the label is the eviction policy and all settings that differ."""
+    """Add `label` and `style` to each row.
+
+    The label is the eviction policy and all settings that differ; the style has keyword arguments of `plot`.
+    """
     others = [row for row in results if row["eviction"] not in BOUNDS]
     differing = [name for name in _NAMES if len({row.get(name) for row in others}) > 1]
-    styles: dict[str, Style] = {}
+    unused, styles = _STYLES(), dict[str, Json]()
     rows = []
     for row in results:
         bound = row["eviction"] in BOUNDS
         names = ["scope"] if bound and "scope" in differing else [] if bound else differing
         label = ", ".join([row["eviction"], *(str(row[name]) for name in names if row.get(name) is not None)])
         if label not in styles:
-            forecast = row["eviction"].partition(":")[0] == _FORECAST  # with options or without
-            styles[label] = BOUNDS.get(row["eviction"]) or _style(forecast, styles.values())
+            styles[label] = BOUNDS.get(row["eviction"]) or next(unused)
         rows.append({**row, "label": label, "style": styles[label]})
     return rows
-
-
-def _style(forecast: bool, taken: Iterable[Style]) -> Style:
-    """Return a style that differs from those in `taken`."""
-    before = sum((style.colour == _FORECAST_COLOUR) == forecast and bool(style.marker) for style in taken)
-    if forecast:
-        line = _LINES[before % len(_LINES)]
-        return Style(_FORECAST_COLOUR, _FORECAST_MARKERS[before % len(_FORECAST_MARKERS)], line, 3.4, 11.0, 3.0)
-    line = _LINES[before // len(_COLOURS) % len(_LINES)]
-    return Style(
-        _COLOURS[before % len(_COLOURS)], _MARKERS[before % len(_MARKERS)], line, *_WIDTHS[before % len(_WIDTHS)]
-    )
-
-
-def one_line_each(rows: Rows, value: Callable[[Json], Sequence[float]]) -> list[Json]:
-    """Merge labels whose lines look the same; bounds keep their own lines.
-
-    One label's rows stay (those of `forecast` if present), and their new label names all: `lfu = lhu` for equal values,
-    `lfu ≈ lhu` for values that differ invisibly.
-
-    Args:
-        rows: rows with labels.
-        value: returns the numbers that are drawn for a row.
-    """
-    series: dict[str, dict[tuple[float, float], Sequence[float]]] = {}
-    for row in rows:
-        series.setdefault(row["label"], {})[row["capacity"], row["bandwidth"]] = value(row)
-    every = [number for points in series.values() for numbers in points.values() for number in numbers]
-    unseen = _INVISIBLE * (max(every, default=0.0) - min(every, default=0.0))
-    bounds = {row["label"] for row in rows if row["eviction"] in BOUNDS}
-    groups: list[list[str]] = []
-    for label in series:
-        near = (group for group in groups if not {label, group[0]} & bounds)
-        own = next((group for group in near if _farthest(series[label], series[group[0]]) <= unseen), None)
-        groups.append([label]) if own is None else own.append(label)
-    kept: dict[str, str] = {}
-    for group in groups:
-        exact = all(series[label] == series[group[0]] for label in group)
-        first = max(group, key=lambda label: label.startswith(_FORECAST))
-        kept[first] = (" = " if exact else " ≈ ").join([first, *(label for label in group if label != first)])
-    return [{**row, "label": kept[row["label"]]} for row in rows if row["label"] in kept]
-
-
-def _farthest(
-    one: Mapping[tuple[float, float], Sequence[float]], other: Mapping[tuple[float, float], Sequence[float]]
-) -> float:
-    """Return the maximum distance of two lines; infinity if they have different points."""
-    if one.keys() != other.keys():
-        return math.inf
-    return max(abs(a - b) for place in one for a, b in zip(one[place], other[place], strict=True))
 
 
 _LEGEND_WIDTH, _LINE_INCHES = 30, 0.18
@@ -163,7 +89,7 @@ def write_hits(results: Rows, folder: Path) -> Path:
 
 def hit_rates(results: Rows) -> Figure:
     """Draw the hit rate by capacity at the first bandwidth, with Belady's bounds."""
-    rows = one_line_each(_first_bandwidth(labelled(results)), lambda row: [row["hit_rate"]])
+    rows = _first_bandwidth(labelled(results))
     figure, (axis,) = panels(1)
     _lines(axis, rows, "hit_rate", 1.0)
     axis.set(ylabel="hit rate in decode steps", ylim=(-0.02, 1.02))
@@ -172,7 +98,7 @@ def hit_rates(results: Rows) -> Figure:
 
 def token_times(results: Rows) -> Figure:
     """Draw the median time per token by capacity, one panel per bandwidth."""
-    rows = one_line_each(labelled(results), lambda row: [row["tpot_s"]])
+    rows = labelled(results)
     bandwidths = _distinct(rows, "bandwidth")
     figure, axes = panels(len(bandwidths))
     for axis, bandwidth in zip(axes, bandwidths, strict=True):
@@ -189,10 +115,7 @@ def collisions(results: Rows) -> Figure:
     There is one column per capacity; rates are relative to requests in the upper row and to misses in the lower one.
     """
     shares = ("collision_rate", "collision_share")
-    rows = one_line_each(
-        _without_bounds(_first_bandwidth(labelled(results))),
-        lambda row: [value or 0.0 for key in shares for value in row["per_layer"][key]],
-    )
+    rows = _without_bounds(_first_bandwidth(labelled(results)))
     capacities = _distinct(rows, "capacity")
     figure = Figure(figsize=(2.8 + 2.9 * max(1, len(capacities)), 6.2), layout="constrained")
     axes = figure.subplots(2, max(1, len(capacities)), squeeze=False, sharex=True, sharey="row")
@@ -200,7 +123,7 @@ def collisions(results: Rows) -> Figure:
         for axis, key in zip(column, shares, strict=True):
             for row in (row for row in rows if row["capacity"] == capacity):
                 values = [100 * (value or 0.0) for value in row["per_layer"][key]]
-                axis.plot(range(len(values)), values, **row["style"].drawn(0.75))
+                axis.plot(range(len(values)), values, **row["style"], markersize=4)
             _plain(axis)
         column[0].set_title(f"{capacity:.1%} of experts", fontsize=10)
         column[1].set_xlabel("MoE layer")
@@ -216,8 +139,6 @@ def pareto(results: Rows) -> Figure:
     """
     rows = _without_bounds(_first_bandwidth(labelled(results)))
     rows = [row for row in rows if row["perplexity"] is not None]
-    best = {key: min(row[key] for row in rows) for key in ("tpot_s", "perplexity")}
-    rows = one_line_each(rows, lambda row: [row[key] / least for key, least in best.items()])
     capacities = _distinct(rows, "capacity")
     figure, axes = panels(len(capacities))
     for axis, capacity in zip(axes, capacities, strict=True):
@@ -226,7 +147,7 @@ def pareto(results: Rows) -> Figure:
         base_s = min(exact, default=max(row["tpot_s"] for row in own))
         points = [(base_s / row["tpot_s"], row["perplexity"]) for row in own]
         for row, point in zip(own, points, strict=True):
-            axis.plot(*point, **row["style"].drawn(1.4) | {"linestyle": ""})
+            axis.plot(*point, **row["style"] | {"linestyle": ""})
         axis.plot(*zip(*frontier(points), strict=True), color=GREY, linewidth=0.9, linestyle="--", zorder=0)
         axis.set_title(f"{capacity:.1%} of experts", fontsize=10)
         axis.set_xlabel("speed (x fetching every miss)")
@@ -249,7 +170,7 @@ def _lines(axis: Axes, rows: Rows, key: str, unit: float) -> None:
     for label, style in _styles(rows).items():
         points = sorted((row["capacity"], unit * row[key]) for row in rows if row["label"] == label)
         xs, ys = zip(*points, strict=True)
-        axis.plot(xs, ys, **style.drawn())
+        axis.plot(xs, ys, **style)
     shares = _distinct(rows, "capacity")
     axis.set_xscale("log")
     least = _TICK_GAP * math.log(shares[-1] / shares[0]) if len(shares) > 1 else 0.0
@@ -268,14 +189,14 @@ def panels(count: int) -> tuple[Figure, list[Axes]]:
 
 def _legend(figure: Figure, rows: Rows) -> Figure:
     styles = {textwrap.fill(label, _LEGEND_WIDTH): style for label, style in _styles(rows).items()}
-    handles = [Line2D([], [], label=label, **style.drawn()) for label, style in styles.items()]
+    handles = [Line2D([], [], label=label, **style) for label, style in styles.items()]
     lines = sum(label.count("\n") + 1 for label in styles)
     figure.set_figheight(max(figure.get_figheight(), 0.4 + _LINE_INCHES * lines))
     figure.legend(handles=handles, loc="outside right center", fontsize=8, frameon=False)
     return figure
 
 
-def _styles(rows: Rows) -> dict[str, Style]:
+def _styles(rows: Rows) -> dict[str, Json]:
     return {row["label"]: row["style"] for row in rows}
 
 

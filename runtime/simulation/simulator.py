@@ -23,7 +23,7 @@ from expertcast.runtime.policies.eviction import PROMPT_ROWS, Eviction, PoolEvic
 from expertcast.runtime.recording.recorder import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, check_slots
-from expertcast.runtime.simulation.trace import ForecastSource, Forward, ReplayedTokens, Trace, request_order
+from expertcast.runtime.simulation.trace import ForecastSource, Forward, Trace, request_order
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 
@@ -104,13 +104,10 @@ class VirtualRuntime:
         self.policies = policies = case.policies.make(
             CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
         )
-        tokens_ahead = None
-        if trace.tokens_ahead is not None and policies.eviction.reads_tokens:
-            tokens_ahead = ReplayedTokens(trace.tokens_ahead)
         self.link = machine.link()
         pool = SlotPool(_layout(machine.block_bytes[FULL]), slots, torch.device("meta"))  # allocates no memory
         if isinstance(self.link, VirtualDisk):
-            self.link.use_pools(pool, shape, passing=1 if case.predictor is None and tokens_ahead is None else 2)
+            self.link.use_pools(pool, shape, passing=1 if case.predictor is None else 2)
         if self.link.pools is not None:
             policies.eviction = Eviction.from_policy(PoolEviction(self.link.pools), shape.layers)
         self.residency = ExpertCache(
@@ -122,9 +119,8 @@ class VirtualRuntime:
             self.residency, policies, shape,
             view=None if trace.routes is None else trace.routes.view,
             carry=source.ahead if source is not None and carries else 0,
-            tokens_ahead=tokens_ahead,
         )  # fmt: skip
-        self._routes = trace.require_routes() if self.flow.reads_logits or self.flow.decides else None
+        self._routes = trace.require_routes() if self.flow.reads_scores or self.flow.decides else None
         early = case.policies.prefetch.name != "none" or policies.pre_eviction.active
         self._forecasts = source if early or policies.eviction.reads_forecasts else None
         self._carries_at = shape.layers - 1 if carries else -1
@@ -143,7 +139,7 @@ class VirtualRuntime:
         start = link.now
         if forward.fresh:
             self.residency.abandon()
-        flow.start_pass(forward.fresh, None if flow.tokens_ahead is None else self.trace.token_ids(forward))
+        flow.start_pass(forward.fresh)
         shows_routing = forward.fresh and self.trace.routes is not None and self.policies.eviction.reads_routing
         for layer, keys in enumerate(forward.keys):
             link.spend(until_request_s[layer])
@@ -188,8 +184,8 @@ class VirtualRuntime:
         flow, routes, rows = self.flow, self._routes, forward.rows
         assert routes is not None
         logits_TE = routes.logits[layer][rows]
-        if flow.reads_logits:
-            flow.see(layer, routes.residual[layer][rows], logits_TE, forward.sequences)
+        if flow.reads_scores:
+            flow.see(layer, logits_TE)
         if not flow.decides:
             return keys, None
         decision = flow.decide(layer, logits_TE, routes.ids[layer][rows], routes.weights[layer][rows])

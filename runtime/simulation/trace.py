@@ -7,7 +7,7 @@ H rows of a forecast of the next tokens. The key of an expert is layer * E + exp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,10 +15,9 @@ from torch import Tensor
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.base import Forecast, Predictor
-from expertcast.predictors.messages import ExpertcastError, Progress, with_token_progress
+from expertcast.predictors.messages import ExpertcastError, with_token_progress
 from expertcast.predictors.view import ModelShape, MoEView, route_all
 from expertcast.runtime.engine.engine import LayerFlow
-from expertcast.runtime.engine.forecasting import TokenForecasts
 
 PREFILL = 64
 """Number of tokens of each document in its prefill; half of a document shorter than twice this number."""
@@ -52,10 +51,6 @@ class Routes:
     """Chosen experts [T, K]."""
     weights: list[Tensor]
     """Combine weights [T, K]."""
-    residual: list[Tensor]
-    """Residual stream [T, D], or [T, 0] if it is not recorded."""
-    token_T: Tensor | None = None
-    """Token ids; None if they are not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +108,6 @@ class Trace:
     """Router outputs; None: keys only."""
     hints: Mapping[str, ForecastSource] = field(default_factory=dict)
     """Forecasts by name of the predictor."""
-    tokens_ahead: Sequence[Tensor | None] | None = None
-    """Forecast of the next tokens for each forward [H, L, E] in half precision, None for forwards without one; None:
-    no such forecasts."""
 
     @property
     def decode(self) -> list[Forward]:
@@ -126,39 +118,6 @@ class Trace:
     def steps(self) -> int:
         """Number of decode steps."""
         return len(self.decode)
-
-    def token_ids(self, forward: Forward) -> Tensor | None:
-        """Return the token ids of a forward [B, S]; None if they are not recorded or the lengths differ."""
-        if self.routes is None or self.routes.token_T is None:
-            return None
-        token_T = self.routes.token_T[forward.rows]
-        return None if len(token_T) % forward.sequences else token_T.view(forward.sequences, -1)
-
-    def with_token_forecasts(self, follower: TokenForecasts, *, progress: bool = False) -> Trace:
-        """Return a copy with forecasts of the next tokens and without residuals.
-
-        Args:
-            follower: computes the forecasts.
-            progress: show a progress bar on standard error.
-
-        Raises:
-            ExpertcastError: the trace has no router outputs.
-        """
-        routes, due, forecasts = self.require_routes(), list[int | None](), list[Tensor]()
-        for forward in Progress("forecasts", unit="forward", steps=self.forwards, shown=progress):
-            probability_HLE = follower.start(forward.fresh, self.token_ids(forward))
-            due.append(None if probability_HLE is None else len(forecasts))
-            if probability_HLE is not None:
-                forecasts.append(probability_HLE.half())
-            for layer in range(self.shape.layers):
-                residual_TD, logits_TE = routes.residual[layer][forward.rows], routes.logits[layer][forward.rows]
-                follower.see(layer, residual_TD, logits_TE, forward.sequences)
-        table_NHLE = torch.stack(forecasts) if forecasts else ()  # one storage, which processes share
-        return replace(
-            self,
-            routes=replace(routes, residual=[residual_TD[:, :0] for residual_TD in routes.residual]),
-            tokens_ahead=[None if row is None else table_NHLE[row] for row in due],
-        )
 
     def require_routes(self) -> Routes:
         """Return the router outputs.
@@ -242,28 +201,9 @@ def _groups(document_T: Tensor, batch: int) -> Iterator[list[range]]:
         yield documents[first : first + batch]
 
 
-class ReplayedTokens:
-    """Forecasts of the next tokens from a trace, in place of a predictor.
-
-    Args:
-        forecasts: forecast of each forward, in order.
-    """
-
-    def __init__(self, forecasts: Sequence[Tensor | None]) -> None:
-        self._forecasts = iter(forecasts)
-
-    def start(self, fresh: bool, token_BS: Tensor | None = None) -> Tensor | None:
-        """Return the forecast of the next forward, or None if it has none."""
-        forecast_HLE = next(self._forecasts)
-        return None if forecast_HLE is None else forecast_HLE.float()
-
-    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """Do nothing: the forecasts are recorded."""
-
-
 _CHUNK = 2048
 """Number of tokens processed at once."""
-_COLUMNS = ("logits", "ids", "weights", "residual")
+_COLUMNS = ("logits", "ids", "weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +222,7 @@ class SequenceSelection:
 
 def load_trace(
     traces: TraceDataset, texts: SequenceSelection | None = None, *, predictors: Mapping[str, Predictor] | None = None,
-    ahead: int = 1, residuals: bool = False,
+    ahead: int = 1,
 ) -> Trace:  # fmt: skip
     """Load the routing of a trace dataset for simulations.
 
@@ -291,7 +231,6 @@ def load_trace(
         texts: selection of documents; None: the defaults of :class:`SequenceSelection`.
         predictors: predictors by name, bound to the view of the dataset; their forecasts are hints in decode steps.
         ahead: number of layers between a forecast and its target.
-        residuals: keep the residual stream, which forecasts of the next tokens need.
 
     Raises:
         ExpertcastError: a number is out of range, or there are too few documents of two tokens or more.
@@ -305,16 +244,13 @@ def load_trace(
     batches = traces.batches(texts.split, _CHUNK, max_tokens=texts.tokens)
     total = min(traces.token_count(texts.split), texts.tokens or traces.token_count(texts.split))
     parts = [
-        _part(rows, view, predictors, ahead, residuals)
-        for rows in with_token_progress(batches, "reading the routing", total)
+        _part(rows, view, predictors, ahead) for rows in with_token_progress(batches, "reading the routing", total)
     ]
     if not parts:
         raise ExpertcastError(f"split {texts.split!r} holds no tokens: collect more text or choose another split")
-    ids = [routes.token_T for routes, _, _ in parts if routes.token_T is not None]
     routes = Routes(
         view=view,
         **{name: _joined([getattr(routes, name) for routes, _, _ in parts]) for name in _COLUMNS},
-        token_T=torch.cat(ids) if len(ids) == len(parts) else None,
     )
     document_T = torch.cat([document_T for _, document_T, _ in parts])
     hints = {}
@@ -327,7 +263,7 @@ def load_trace(
 
 @torch.no_grad()
 def _part(
-    rows: TraceBatch, view: MoEView, predictors: Mapping[str, Predictor], ahead: int, residuals: bool
+    rows: TraceBatch, view: MoEView, predictors: Mapping[str, Predictor], ahead: int
 ) -> tuple[Routes, Tensor, dict[str, dict[int, Forecast]]]:
     """Return routes, documents, and forecasts by predictor and target layer for some rows of a dataset."""
     ids, weights = route_all(view, rows.logits_TLE)
@@ -336,10 +272,8 @@ def _part(
         name: {layer + ahead: predictor.forecast(state, ahead) for layer, state in enumerate(states)}
         for name, predictor in predictors.items()
     }
-    kept = rows.residual_TLD if residuals else rows.residual_TLD[:, :, :0]
     routes = Routes(
-        logits=list(rows.logits_TLE.unbind(1)), ids=ids, weights=weights, residual=list(kept.unbind(1)),
-        token_T=rows.token_T,
+        logits=list(rows.logits_TLE.unbind(1)), ids=ids, weights=weights,
     )  # fmt: skip
     return routes, rows.document_T, forecasts
 

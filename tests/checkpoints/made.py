@@ -11,7 +11,6 @@ from expertcast.predictors import MoEView, predictor_class
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.linear import LinearConfig
-from expertcast.predictors.next_token import NextTokenConfig
 
 RECALL = {"mean": 0.5, "per_layer": [0.25, 0.75, 0.5]}
 SCORES = {"recall_at_k": {"linear": RECALL}, "targets": [1, 2, 3], "ahead": 1, "exact_set": {"linear": None}}
@@ -26,7 +25,6 @@ LEARNED = frozenset({"0123456789abcdef", "00000000000000ff"})
 CONFIGS = {
     "linear": LinearConfig(),
     "estimator": EstimatorConfig(parameters=20_000),
-    "next_token": NextTokenConfig(tokens=2, width=8, inner=4, known_ids=6, memories=(2, 8)),
     "hybrid": HybridConfig(
         candidates=["next_norm", "linear"],
         choices=[{"ahead": 1, "layer": 1 + at, "predictor": "linear", "recall": {"linear": 0.5}} for at in range(3)],

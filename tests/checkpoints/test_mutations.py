@@ -24,7 +24,6 @@ from expertcast.predictors import ExpertcastError, MoEView, predictor_class
 from expertcast.predictors.artefacts import SEAL, file_digest, seal
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.linear import LinearConfig
-from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.runtime.forecasters import recall_per_layer
 from tests.checkpoints.made import CONFIGS, LEARNED, METRICS, write
 from tests.sealed import edit_json
@@ -227,8 +226,6 @@ class Allocated(TorchDispatchMode):
         ("linear", {"predictor_config": {"ahead": [*range(1, 10_000)], "strengths": [1.0], "reads": "quasi_hidden"}}),
         ("estimator", {"predictor_config": EstimatorConfig(parameters=10**12, expansion=1e-3).as_dict()}),
         ("estimator", {"predictor_config": EstimatorConfig(parameters=10**9).as_dict()}),
-        ("next_token", {"predictor_config": NextTokenConfig(tokens=10_000, width=10**6).as_dict()}),
-        ("next_token", {"predictor_config": NextTokenConfig(tokens=2, width=20_000, memories=(2, 8)).as_dict()}),
     ],
 )
 def test_no_memory_is_taken_for_what_the_file_does_not_hold(

@@ -94,18 +94,6 @@ def test_the_cards_snippet_runs(hub: FakeHub, worker: Worker) -> None:
     assert 0 < float(rate) < 1
 
 
-def test_the_snippet_of_a_predictor_that_looks_tokens_ahead_runs(hub: FakeHub, worker: Worker) -> None:
-    settings = ["--set", "width=8", "steps=2", "step_tokens=128", "tokens=2"]
-    right(worker.run("train", "me/traces", "--predictor", "next_token", "--out", "next", *settings))
-    right(worker.run("push", "next", "me/next", token=WRITER))
-    card = hub.tree("model", "me/next")["README.md"].decode()
-    assert 'next_token="me/next"' in card
-    assert re.search(r"^\| previous_token \| 0\.\d{3} \| 0\.\d{3} \|$", card, re.MULTILINE)
-    right(worker.code(snippet(card)))
-    forecast = ["--policy", "forecast", "--next-token", "me/next"]
-    right(worker.run("simulate", "me/traces", *forecast, "--tokens", "60", "--processes", "1", "--no-quality"))
-
-
 def test_by_name_it_is_the_same_checkpoint(hub: FakeHub, worker: Worker, work: Path) -> None:
     command = [
         "generate",

@@ -88,7 +88,6 @@ def test_what_is_not_whole_is_not_sent(hub: FakeHub, worker: Worker, work: Path)
 def test_what_is_not_there(given: str, words: str, hub: FakeHub, worker: Worker) -> None:
     command = ["generate", "reference", "--prompt", "It", "--new-tokens", "1"]
     assert words in worker.run(*command, "--predictor", given).line
-    assert words in worker.run(*command, "--next-token", given).line
     assert words in worker.run("eval", "traces", "--predictor", given).line
 
 

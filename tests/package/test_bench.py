@@ -7,12 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
-from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.cli import build_parser, main
-from expertcast.predictors import MoEView
-from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.runtime.config import OffloadConfig
 from tests.package.test_cli import ran
 
@@ -66,21 +62,6 @@ def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: 
     said = capsys.readouterr().out
     assert "advice: " in said
     assert "forecasts of exact_cache: " in said
-
-
-def test_bench_with_forecasts_of_tokens(tmp_path: Path, reference_view: MoEView) -> None:
-    """Runs with forecasts take policies and next_token, those on demand do not; advice leaves them out."""
-    forecaster = NextToken(NextTokenConfig(tokens=2, width=16, inner=8, known_ids=5000), reference_view.shape)
-    torch.nn.init.normal_(forecaster.network.head.weight)  # sure of something else for every token
-    forecaster.set_known_ids(torch.arange(5000))
-    save_predictor(forecaster, tmp_path / "tokens", view=reference_view, metrics={})
-    options = "--prompt-tokens 8 --new-tokens 3 --slots 96 --repetitions 1 --cache with"
-    forecasts = f"--next-token {tmp_path / 'tokens'} --likely 0.05 --policies eviction=forecast"
-    got = ran(tmp_path, f"bench reference {options} {forecasts} --mode on_demand next_token --bandwidth pcie3")
-    on_demand, tokens = got["runs"]["on_demand_cache"], got["runs"]["next_token_cache"]
-    assert tokens["identical"]
-    assert tokens["stats"]["prefetched"] > on_demand["stats"]["prefetched"] == 0
-    assert list(got["advice"]["errors"]) == ["on_demand_cache"]
 
 
 @pytest.mark.slow

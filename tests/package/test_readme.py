@@ -26,7 +26,7 @@ STAND_INS = {
     "qwen3-30b-a3b": "reference", "8": "2", "ROUTING.parquet": ROUTING,
 }  # fmt: skip
 FEW_TOKENS = ["--prompt-tokens", "8", "--new-tokens", "4", "--repetitions", "1", "--slots", "96"]
-SMALLER = {"estimator": ["parameters=80000"], "next_token": ["width=32"]}
+SMALLER = {"estimator": ["parameters=80000"]}
 
 
 def documented_commands() -> list[str]:

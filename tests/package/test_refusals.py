@@ -69,9 +69,7 @@ REFUSED = [
     ("bench reference --link cuda --device cpu", "--link cuda"),
     ("bench reference --timeline no/folder/trace.json", "no/folder"),
     ("bench reference --new-tokens 1", "new_tokens=1"),
-    ("bench reference --mode next_token", "--next-token CKPT"),
     ("bench reference --policies eviction=lri", "'lri'"),
-    ("bench reference --likely 2", "likely=2.0"),
     *(
         (f"bench olmoe-1b-7b {option}", f"{name} needs a model, and olmoe-1b-7b is a shape")
         for option, name in (
@@ -97,7 +95,6 @@ REFUSED = [
     ("simulate {traces} --policy mru", "choose from lru, fifo"),
     ("simulate {traces} --predictor next_norm --prefetch top_k:depth=2", "'top_k' has no option"),
     ("simulate {traces} --prefetch top_k", "give --predictor"),
-    ("simulate {traces} --next-token no/checkpoint", "only --policy forecast"),
     ("simulate {traces} --published --preset activeevict", "specmd_1, specmd_2"),
     ("simulate {traces} --preset fastest", "unknown preset 'fastest': choose from on_demand"),
     ("simulate {traces} --scope token", "choose from global, layer"),

@@ -37,7 +37,7 @@ _COUNT = st.integers(0, 2**63)
 _PLACES = st.none() | _TEXT
 _POLICIES = st.builds(
     Policies,
-    eviction=st.sampled_from(["lru", "least_stale", "forecast"])
+    eviction=st.sampled_from(["lru", "least_stale", "next_use"])
     | st.builds("importance:gamma={}".format, st.floats(0.1, 0.9)),
     prefetch=st.sampled_from(["top_k", "none", "value", "top_k:overfetch=1.5"]),
     miss=st.sampled_from(["fetch", "drop", "substitute"]),
@@ -53,8 +53,6 @@ def _field_values() -> dict[str, st.SearchStrategy[Any]]:
         "bandwidth": st.none() | st.floats(1, allow_infinity=False) | st.integers(1, 10**6),
         "latency": st.floats(0, 3600) | st.integers(0, 3600),
         "link": st.sampled_from(LINKS),
-        "next_token": _PLACES,
-        "likely": st.floats(0.001, 1),
         "forecasts": st.sampled_from(FORECASTS),
         "ahead": st.integers(1, 2**63),
         "layers": st.none() | st.lists(_COUNT).map(tuple),
@@ -308,11 +306,6 @@ LINES: list[tuple[dict[str, Any], list[str]]] = [
     ({"overfetch": 2.0, "forecasts": "never"}, ["forecasts, overfetch have no effect without a predictor"]),
     ({"overfetch": 2.0, "cache": False}, []),
     ({"cache": False, "predictor": "next_norm", "forecasts": "never"}, []),
-    (
-        {"policies": Policies(eviction="forecast"), "likely": 0.5},
-        ["likely, looking ahead by eviction 'forecast' have no effect without next_token"],
-    ),
-    ({"policies": Policies(eviction="forecast"), "likely": 0.5, "next_token": "folder"}, []),
     (
         {"policies": Policies(miss="cascade", routing="cache_aware:strength=0.1")},
         [

@@ -30,22 +30,17 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.estimator import EstimatorConfig
-from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.training.fit import fit
 from expertcast.training.loop import read_state, resume_folder, usable_state, write_state
 from expertcast.training.scoring import FitOptions, Fitted
 from tests.irregular import IRREGULAR, in_seconds, put
 from tests.training.synthetic import Rows, random_batch, tiny_view
-from tests.training.test_next_token import Cyclic
 
 ROOT = Path(__file__).parents[2]
 ESTIMATOR = EstimatorConfig(
     inputs=["quasi_hidden", "previous"], parameters=4000, steps=36, step_tokens=64, passes=9, patience=20,
     temperatures=[1, 2],
 )  # fmt: skip
-NEXT_TOKEN = NextTokenConfig(
-    tokens=2, width=8, memories=(2, 8), later_tokens=8, steps=60, step_tokens=64, passes=9, patience=20
-)
 COMMAND = ["--predictor", "estimator", "--set", "parameters=80000", "steps=60", "step_tokens=256", "passes=99"]
 
 
@@ -184,38 +179,6 @@ def test_a_running_model_as_the_source(
     with caplog.at_level(logging.WARNING):
         resumed = fit("estimator", source(), config=config, options=options(tmp_path))
     assert "resuming at step" in caplog.text
-    assert_same(tensors_of(resumed), tensors_of(whole))
-    assert report_of(resumed) == report_of(whole)
-
-
-class DyingOrder(Cyclic):
-    """As :class:`Fatal`, counting all batches of the train split: `next_token` draws whole chunks."""
-
-    left = 10**9
-
-    def batches(self, split: str, batch_size: int, **options: Any) -> Iterator[TraceBatch]:
-        for batch in super().batches(split, batch_size, **options):
-            if split == "train":
-                self.left -= 1
-                if self.left < 0:
-                    raise KilledError
-            yield batch
-
-
-@pytest.fixture(scope="module")
-def next_token_alone() -> Fitted:
-    return fit("next_token", DyingOrder(tiny_view()), config=NEXT_TOKEN)
-
-
-@pytest.mark.parametrize("chunks", [2, 3, 4, 5])
-def test_next_token(chunks: int, next_token_alone: Fitted, tmp_path: Path) -> None:
-    """Killed when a pass over the tokens begins; the first chunk is that of the frequencies."""
-    source, whole = DyingOrder(tiny_view()), next_token_alone
-    source.left = chunks
-    with pytest.raises(KilledError):
-        fit("next_token", source, config=NEXT_TOKEN, options=FitOptions(resume_folder=tmp_path))
-    source.left = 10**9
-    resumed = fit("next_token", source, config=NEXT_TOKEN, options=FitOptions(resume_folder=tmp_path))
     assert_same(tensors_of(resumed), tensors_of(whole))
     assert report_of(resumed) == report_of(whole)
 

@@ -413,10 +413,6 @@ def _check_predictor(predictor: Predictor, observer: ModelObserver) -> None:
     Raises:
         ExpertcastError: an input is missing.
     """
-    if predictor.looks == "tokens":
-        raise ExpertcastError(
-            f"{predictor.name} forecasts whole tokens, which is not supported under vLLM: use another predictor"
-        )
     if predictor.uses_early:
         raise ExpertcastError(
             f"{predictor.name} reads early attention, which is not available under vLLM: train it with --set "

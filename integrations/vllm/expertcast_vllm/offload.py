@@ -281,7 +281,7 @@ class WorkerOffload:
         engine = Engine(
             link=self.link, pool=self.pool, speculator=self.speculator,
             policies=config.resolved_policies().make(cache), kernel=self.kernel, drift=self.drift, keep=config.cache,
-            likely=config.likely, forecasts=config.forecasts, recall=mean_recall(self.checkpoint),
+            forecasts=config.forecasts, recall=mean_recall(self.checkpoint),
         )  # fmt: skip
         reports = [] if self.drift is None else [self.drift.as_dict]
         engine.stats.reports = [*reports, engine.flow.forecasts_report]

@@ -136,7 +136,7 @@ def _number(value: float | None) -> str:
 
 
 PEER_TOKENS = 4
-WAYS = ("on_demand", "exact", "speculate", "hybrid", "next_token")
+WAYS = ("on_demand", "exact", "speculate", "hybrid")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,15 +144,11 @@ class Options(TargetOptions):
     """Options of `expertcast bench`."""
 
     mode: Annotated[tuple[str, ...], Option(choices=WAYS)] = ()
-    """Modes to run (default: all); next_token runs with forecasts of whole tokens only."""
+    """Modes to run (default: all)."""
     cache: Annotated[str, Option(choices=("both", "with", "without"))] = "both"
     """Whether experts stay in their slots after their layer."""
     ahead: Count = 1
     """Layers ahead."""
-    next_token: Annotated[str | None, Option(metavar="CKPT")] = None
-    """Checkpoint of a next_token predictor; runs with forecasts then also load experts at the start of a token."""
-    likely: Annotated[float, Option(metavar="P")] = 0.2
-    """Least probability by next_token at which an expert is loaded at the start of a token."""
     policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
     """Policies of the runs with forecasts; runs on demand keep lru."""
     forecasts: Annotated[str, Option(choices=FORECASTS)] = "auto"
@@ -176,8 +172,6 @@ class Options(TargetOptions):
         from expertcast.runtime.config import OffloadConfig
 
         TargetOptions.__post_init__(self)
-        if self.next_token is None and "next_token" in self.mode:
-            raise ExpertcastError("--mode next_token needs a checkpoint: give --next-token CKPT")
         for name in self.draft:
             replace(self.offload, experts=self.form, draft=name)
         if self.draft and self.routing is not None:
@@ -187,9 +181,7 @@ class Options(TargetOptions):
     def forecasting(self, config: OffloadConfig) -> OffloadConfig:
         """Return a configuration with the options that all runs with forecasts share."""
         policies = policies_of(self.policies) if self.policies else None
-        return replace(
-            config, next_token=self.next_token, likely=self.likely, policies=policies, forecasts=self.forecasts
-        )
+        return replace(config, policies=policies, forecasts=self.forecasts)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -269,7 +261,7 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: Json | Non
     from expertcast.runtime.benchmarking.bench import bench_drafts, decode_resident, measure
 
     process = target.routing_process(tokens, options.settings.new_tokens)
-    prompt_ids = target.prompt(tokens, options.next_token)
+    prompt_ids = target.prompt(tokens)
     with process if process is not None else nullcontext():
         resident = None
         if target.store.fits:
@@ -284,7 +276,7 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: Json | Non
             config = replace(target.config(link), predictor=target.forecaster(None), cache=options.cache != "without")
             drafts, config = options.draft, options.forecasting(config)
             prompt.drafts = bench_drafts(target.model, prompt_ids, config, drafts, options.settings, say=say)
-        if not options.no_advice and options.offload.link != "kernel":  # the event model has no tables of a device
+        if not options.no_advice:
             prompt.advice = check_advice(options, target, prompt)
     return prompt
 
@@ -305,8 +297,6 @@ def ways(options: Options, target: Target, process: RoutingProcess | None, link:
     layers, on_demand = None if trained else range(options.ahead, len(target.view), 2), target.config(link)
     runs = usual_runs(replace(on_demand, ahead=options.ahead), target.forecaster(process, options.ahead), layers)
     modes = {name: options.forecasting(config) for name, config in runs.items()} | {"on_demand": on_demand}
-    if options.next_token is not None:
-        modes["next_token"] = options.forecasting(on_demand)
     return {
         f"{mode}_cache" if cache else mode: replace(modes[mode], cache=cache)
         for cache in {"both": (False, True), "without": (False,), "with": (True,)}[options.cache]
@@ -336,9 +326,9 @@ def check_advice(options: Options, target: Target, prompt: Prompt) -> Json:
 
 
 def known_to_advise(config: OffloadConfig) -> bool:
-    """Return whether the event model covers such a run: no forecasts of whole tokens, and all others are made."""
+    """Return whether the event model covers such a run: all forecasts are made."""
     every = config.predictor is None or config.forecasts == "always"
-    return config.next_token is None and config.policies is None and every
+    return config.policies is None and every
 
 
 def peer(options: Options, target: Target, prompt: Prompt) -> Json:

@@ -186,10 +186,10 @@ class Target:
         device = torch.device(options.device_name)
         return cls(options, without_experts_to(model, device), view, BorrowedStore(view, device))
 
-    def prompt(self, tokens: int, *others: str | None) -> Tensor:
+    def prompt(self, tokens: int) -> Tensor:
         """Return token ids [1, T]: bundled text for a model, random ids for a shape.
 
-        The text leaves out documents that the model's predictor or the checkpoints `others` learned from.
+        The text leaves out documents that the predictor learned from.
 
         Raises:
             ExpertcastError: the bundled text is shorter.
@@ -198,7 +198,7 @@ class Target:
             generator = torch.Generator().manual_seed(self.options.seed)
             ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
             return ids.to(self.store.device)
-        known = learned_documents([self.options.predictor, *others])
+        known = learned_documents([self.options.predictor])
         tokenizer = load_tokenizer(self.options.target, **self.options.passed_on(self.options.target))
         return torch.tensor([bundled_ids(tokenizer, tokens, known)], device=self.store.device)
 

@@ -46,7 +46,7 @@ def catalogue(flags: Collection[str]) -> str:
 def predictors(*, fields: bool = False) -> str:
     """Return a line per predictor; with `fields`, also its options for `--set`."""
     found = []
-    for name in names() + names("tokens"):
+    for name in names():
         cls = predictor_class(name)
         own = _fields(cls.config_class, leave_out="ahead") if fields else []
         found.append(_entry(name, _summary(cls)) + own)

@@ -26,12 +26,11 @@ from expertcast.commands.predictors import (
     is_checkpoint,
     ledger_of,
     quality_table,
-    scores,
     scores_ahead,
 )
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor
+from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.messages import Json, aligned
 from expertcast.training.evaluation import learning_curve
 from expertcast.training.metrics import Windows, copies_in_time, ratio_windows
@@ -72,33 +71,27 @@ class Options(OffloadedOptions, QualityOptions):
 
 
 def run(options: Options) -> Outcome:
-    """Score the predictors; predictors of layers share one table, a predictor of tokens has its own."""
+    """Score the predictors; they share one table."""
     options.check_text()
     _check_link(options)
     traces, ahead = TraceDataset.open(options.traces), sorted(set(options.ahead))
     if options.model:
         check_shape(options, options.model, traces.view)
     fitted = evaluated(options.predictor, traces, ahead)
-    predictors, tokens_ahead = split_by_looks(options, {name: made.predictor for name, made in fitted.items()})
+    predictors = {name: made.predictor for name, made in fitted.items()}
     split = options.split or (ALL if all(map(is_checkpoint, options.predictor)) else "test")
     unseen, left_out = unseen_traces(traces, fitted, split)
     ledger = ledger_of(fitted, unseen, split, ahead[0])
     result: Json = {"split": split, "left_out": left_out.as_dict(), "ledger": ledger}
-    tables = []
-    if tokens_ahead is not None:
-        found, token_table = scores(tokens_ahead, unseen, split)
-        result |= found
-        tables.append(token_table)
     if options.model or options.report:
         chosen = best_on_validation(predictors, traces, ahead[0])
-    if predictors:
-        windows = {name: _windows(options, traces.view, ledger[name]) for name in predictors}
-        found, table = scores_ahead(predictors, unseen, split, ahead, windows)
-        result |= found
-        tables.insert(0, table)
-        result["waiting"] = waiting(options, predictors, unseen, split, ahead[0])
-        if result["waiting"]:
-            tables.insert(1, waiting_table(result["waiting"]).text())
+    windows = {name: _windows(options, traces.view, ledger[name]) for name in predictors}
+    found, table = scores_ahead(predictors, unseen, split, ahead, windows)
+    result |= found
+    tables = [table]
+    result["waiting"] = waiting(options, predictors, unseen, split, ahead[0])
+    if result["waiting"]:
+        tables.append(waiting_table(result["waiting"]).text())
     tables.append(ledger_table(ledger).text())
     scored = f"scored on split {split!r}, {result['tokens']} tokens"
     tables.append("; ".join(filter(None, (scored, str(left_out)))))
@@ -229,23 +222,6 @@ def waiting_table(found: Mapping[str, Json]) -> Table:
     """Return a table with a row per predictor and rung of :func:`waiting`."""
     rows = [[name, values["recall_at_k"], 1e3 * values["wait_s"]] for name, values in found.items()]
     return Table(headings=["forecasts by", "recall@k", "ms waited per token"], rows=rows)
-
-
-def split_by_looks(options: Options, predictors: dict[str, Predictor]) -> tuple[dict[str, Predictor], NextToken | None]:
-    """Separate the predictors of later layers from the predictor of later tokens.
-
-    Raises:
-        ExpertcastError: an option that needs a predictor of layers, and there is none.
-    """
-    ahead = next((predictor for predictor in predictors.values() if isinstance(predictor, NextToken)), None)
-    layers = {name: predictor for name, predictor in predictors.items() if predictor is not ahead}
-    needing = [option for option in ("model", "curve", "report") if getattr(options, option)]
-    if not layers and needing:
-        raise ExpertcastError(
-            f"--{needing[0]} needs a predictor of later layers, and {', '.join(predictors)} forecasts tokens: "
-            "name another predictor too"
-        )
-    return layers, ahead
 
 
 def curve_table(curve: dict[str, dict[str, float]]) -> str:

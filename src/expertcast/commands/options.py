@@ -399,7 +399,6 @@ class DeploymentOptions(ModelOptions):
             codec=Option(metavar="CODEC"),
             pools=Option(metavar="C=BYTES,...", help="`expertcast advise` proposes values"),
             experts=Option(choices=EXPERTS),
-            next_token=Option(metavar="CKPT"),
             forecasts=Option(choices=FORECASTS),
             draft=Option(metavar="DRAFT"),
             bandwidth=BANDWIDTH,
@@ -418,9 +417,8 @@ class DeploymentOptions(ModelOptions):
         config = OffloadConfig() if self.config is None else OffloadConfig.load(self.config)
         try:
             made = OffloadConfig.of(config, self._changed())
-            for given in (made.predictor, made.next_token):
-                if isinstance(given, (str, Path)):
-                    named_checkpoint(given)
+            if isinstance(made.predictor, (str, Path)):
+                named_checkpoint(made.predictor)
         except ExpertcastError as error:
             if self.config is None:
                 raise

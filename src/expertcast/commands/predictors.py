@@ -20,7 +20,7 @@ from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name
 from expertcast.checkpoints.hub import HubName
-from expertcast.checkpoints.results import LINK_LEGEND, layer_table, link_table, tokens_table
+from expertcast.checkpoints.results import LINK_LEGEND, layer_table, link_table
 from expertcast.commands.options import Count, Data, ModelOptions, Option, StoredOptions, TextColumn
 from expertcast.commands.output import say
 from expertcast.data.experts import experts_of
@@ -33,7 +33,6 @@ from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import (
     ExpertcastError,
     MoEView,
-    NextToken,
     Predictor,
     PredictorConfig,
     RouterState,
@@ -42,9 +41,8 @@ from expertcast.predictors import (
     register,
 )
 from expertcast.predictors.messages import Json, aligned, first_line
-from expertcast.predictors.next_token import NextTokenTracker
 from expertcast.predictors.options import parse_settings
-from expertcast.training.evaluation import evaluate, evaluate_tokens, ledger_entry
+from expertcast.training.evaluation import evaluate, ledger_entry
 from expertcast.training.fit import fit_many
 from expertcast.training.metrics import Windows
 from expertcast.training.scoring import (
@@ -140,7 +138,7 @@ def predictor_config(name: str, ahead: Sequence[int], settings: Sequence[str] = 
         ExpertcastError: unknown predictor, unknown field, or a value that does not fit.
     """
     cls = predictor_class(name)
-    given = {"ahead": () if cls.looks == "tokens" else tuple(ahead)}
+    given = {"ahead": tuple(ahead)}
     return parse_settings(settings, cls.config_class, f"--set: predictor {name!r}", given)
 
 
@@ -160,7 +158,7 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] 
     found = {given: loaded(given, traces.view) for given in wanted if is_checkpoint(given)}
     for given, made in found.items():
         check_stand_in(made.predictor, traces, given)
-    known = names() + names("tokens")
+    known = names()
     for given in wanted:
         if given not in found and given not in known:
             raise ExpertcastError(
@@ -187,21 +185,6 @@ def loaded(folder: str, view: MoEView) -> Fitted:
     checkpoint = PredictorCheckpoint.open(folder)
     made = {"checkpoint": folder, "command": checkpoint.config["command"]}
     return Fitted(predictor=checkpoint.load(view), report={**made, **checkpoint.config.get("training", {})})
-
-
-def loaded_next_token(given: str, view: MoEView) -> tuple[NextToken, Fitted]:
-    """Return the predictor of `--next-token`, and the result of :func:`loaded`.
-
-    Raises:
-        ExpertcastError: as :func:`loaded`; or another kind of predictor.
-    """
-    made = loaded(given, view)
-    if not isinstance(made.predictor, NextToken):
-        raise ExpertcastError(
-            f"--next-token {given} is a checkpoint of {made.predictor.name}: give one of next_token, and others as "
-            "--predictor"
-        )
-    return made.predictor, made
 
 
 def learned_documents(given: Iterable[str | None]) -> frozenset[str]:
@@ -423,18 +406,6 @@ def forecast_seconds(fitted: Mapping[str, Fitted], source: TraceSource, split: s
 
 def _decode_step(predictor: Predictor, view: MoEView, ahead: int) -> Callable[[list[RouterState]], list[float]]:
     """Return a function that times a predictor in one decode step: states of one token at all layers to seconds."""
-    if isinstance(predictor, NextToken):
-        tracker = NextTokenTracker(predictor)
-        tracker.start(True)
-
-        def follow(states: list[RouterState]) -> list[float]:
-            start = time.perf_counter()
-            tracker.start(False)
-            for state in states:
-                tracker.see(state.layer, state.residual_TD, state.logits_TE, 1)
-            return [time.perf_counter() - start]
-
-        return follow
     from expertcast.runtime.engine.traced import TracedForecasts
 
     traced = TracedForecasts(predictor)
@@ -473,22 +444,14 @@ SHARED = (
 )
 
 
-def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json, str]:
-    """Score one predictor at all its distances, in layers or tokens; return results and tables."""
-    if isinstance(predictor, NextToken):
-        found = evaluate_tokens(predictor, source, split)
-        return found, "\n\n".join([tokens_table(found["tokens_ahead"]).text(), *_notes(source)])
-    return scores_ahead({predictor.name: predictor}, source, split, predictor.ahead)
-
-
 def checkpoint_metrics(predictor: Predictor, source: TraceSource, ledger: Json) -> tuple[Json, str]:
     """Return the scores for a checkpoint's metrics.json, and the tables of the test split.
 
     The scores are those on the test split, with those on the validation split as `validation`. Hybrid execution chooses
     its layers by the latter, so that the test split stays unused by choices.
     """
-    validation, _ = scores(predictor, source, "validation")
-    test, table = scores(predictor, source, "test")
+    validation, _ = scores_ahead({predictor.name: predictor}, source, "validation", predictor.ahead)
+    test, table = scores_ahead({predictor.name: predictor}, source, "test", predictor.ahead)
     metrics = {"split": "test", "traces": source.info.get("id"), **test, "ledger": ledger, "validation": validation}
     return metrics, table
 

@@ -33,7 +33,7 @@ def routing_policies() -> list[str]:
 
     found = [EVICTION.choose(name) for name in EVICTION.names()]
     return [
-        each.name for each in found if not (each.cls.offline or each.cls.reads_scores or each.cls.reads_tokens)
+        each.name for each in found if not (each.cls.offline or each.cls.reads_scores)
     ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import BANDWIDTHS, not_negative, positive_number
 from expertcast.commands.options import BANDWIDTH, COUNT, Count, Fields, Option, flags_of
 from expertcast.commands.output import Outcome, folder, say, write_json
-from expertcast.commands.predictors import QualityOptions, check_shape, evaluated, loaded_next_token, policy_quality
+from expertcast.commands.predictors import QualityOptions, check_shape, evaluated, policy_quality
 from expertcast.commands.routing_file import (
     CAPACITY,
     described,
@@ -35,7 +35,6 @@ from expertcast.data.trace_format import write_atomically
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.messages import Json, aligned
-from expertcast.predictors.next_token import NextTokenTracker
 from expertcast.training.scoring import Fitted
 from expertcast.training.unseen import unseen_traces
 
@@ -123,16 +122,12 @@ class PolicyOptions:
             yield Chosen(Policies(**{kind: str(word) for kind, word in zip(kinds, words, strict=True)}), predictor)
 
 
-def swept_evictions(next_token: bool) -> list[str]:
-    """Return the eviction policies of a sweep: all but those that need the future, or forecasts of tokens.
-
-    Args:
-        next_token: whether there are forecasts of tokens.
-    """
+def swept_evictions() -> list[str]:
+    """Return the eviction policies of a sweep: all but those that need the future."""
     from expertcast.runtime.policies import EVICTION
     from expertcast.runtime.simulation.sweep import BELADY
 
-    return [name for name in EVICTION.names() if name != BELADY and (name != "forecast" or next_token)]
+    return [name for name in EVICTION.names() if name != BELADY]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,8 +298,6 @@ class Options(QualityOptions):
     """Predictors of prefetches; names are fitted on the train split."""
     ahead: Count = 1
     """Layers ahead."""
-    next_token: Annotated[str | None, Option(metavar="CKPT")] = None
-    """Checkpoint of a next_token predictor, for the eviction policy `forecast`."""
     slots: Annotated[tuple[Count, ...], Option(metavar="S")] = ()
     """Number of slots."""
     capacity: Annotated[tuple[float, ...], Option(metavar="C", read=positive_number)] = ()
@@ -364,10 +357,8 @@ def run(options: Options) -> Outcome:
     _check(options)
     if is_routing_file(options.traces):
         return _simulate_routing(options)
-    evictions = swept_evictions(options.next_token is not None) if options.sweep else [Policies.eviction]
+    evictions = swept_evictions() if options.sweep else [Policies.eviction]
     chosen = list(options.policies.chosen(options.predictor, evictions))
-    if options.next_token is not None and not any(each.policies.eviction.cls.reads_tokens for each in chosen):
-        raise ExpertcastError("--next-token serves only --policy forecast here: add that, or leave --next-token out")
     traces = TraceDataset.open(options.traces)
     if options.model:
         check_shape(options, options.model, traces.view)
@@ -389,10 +380,6 @@ def run(options: Options) -> Outcome:
     reasons = [refusal(case, shape) for case in cases]
     if None not in reasons:
         raise ExpertcastError(f"no case can be simulated: {reasons[0]}")
-    follower = None
-    if options.next_token is not None:
-        next_token, fitted["--next-token"] = loaded_next_token(options.next_token, traces.view)
-        follower = NextTokenTracker(next_token)
     unseen, left_out = unseen_traces(traces, fitted, options.texts.split)
     if left_out.documents:
         say(str(left_out))
@@ -401,7 +388,6 @@ def run(options: Options) -> Outcome:
         replace(options.texts, tokens=options.tokens),
         predictors=predictors,
         ahead=options.ahead,
-        residuals=follower is not None,
     )
 
     def measured(wanted: Mapping[str, Case]) -> dict[str, Json]:
@@ -409,7 +395,7 @@ def run(options: Options) -> Outcome:
         return policy_quality(options, str(model), runs, prefill=texts.prefill, batch=texts.batch, fitted=fitted)
 
     found = sweep(
-        trace if follower is None else trace.with_token_forecasts(follower, progress=True),
+        trace,
         with_bounds(cases) if options.sweep else cases,
         processes=options.processes,
         quality=None if model is None else measured,
@@ -494,7 +480,6 @@ def _runs(
             slots=case.slots,
             predictor=None if case.predictor is None else predictors[case.predictor],
             ahead=1 if case.predictor is None else options.ahead,
-            next_token=options.next_token if case.policies.eviction.cls.reads_tokens else None,
         )
         for name, case in wanted.items()
     }

@@ -64,9 +64,6 @@ class Options(OffloadedOptions):
 def run(options: Options) -> Outcome:
     """Train, score and save; under torchrun every rank fits and scores the same predictor, and the first one saves."""
     options = replace(options, predictor=registered(options.predictor))
-    for name in options.predictor:
-        if predictor_class(name).looks == "tokens" and options.ahead != (1,):
-            raise ExpertcastError(f"--ahead counts layers, but {name} forecasts tokens: give --set tokens=N instead")
     name, config = _wanted(options)
     with exclusive(resume_folder(options.out)):
         return _train(options, name, config)

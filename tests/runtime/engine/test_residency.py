@@ -358,22 +358,6 @@ def test_what_is_not_needed_after_all_is_taken_back() -> None:
     assert residency.stats.total.bytes_moved == 3 * residency.pool.layout.block_bytes
 
 
-def test_what_is_loaded_for_nobody_is_given_up_like_any_other() -> None:
-    """Three slots: 1.0 is loaded into a free one, 1.1 in place of the oldest, nothing while all are needed."""
-    residency, link = _residency(3)
-    _run(residency, 0, [0, 1])
-    residency.load_idle(8)
-    assert _held(residency) == [0, 1, 8]
-    residency.load_idle(9)
-    assert _held(residency) == [1, 8, 9]
-    link.arrive()
-    residency.prefetch([1, 8, 9])
-    residency.load_idle(10)
-    assert _held(residency) == [1, 8, 9]
-    assert residency.stats.layers[1].prefetched == 2
-    assert residency.stats.layers[0].evicted == 1
-
-
 def test_what_would_be_given_up() -> None:
     residency, _ = _residency(2)
     _run(residency, 0, [0])

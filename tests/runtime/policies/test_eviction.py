@@ -199,8 +199,8 @@ def test_policies(policy: str) -> None:
 
 
 def test_every_policy_is_in_the_trial() -> None:
-    """The forecast policies have trials of their own: they read more than keys. lfru is lfu on a trace so short."""
-    assert {name.partition(":")[0] for name in TRIALS} == set(EVICTION.names()) - {"forecast", "lfru", "next_use"}
+    """next_use has trials of its own: it learns. lfru is lfu on a trace so short."""
+    assert {name.partition(":")[0] for name in TRIALS} == set(EVICTION.names()) - {"lfru", "next_use"}
 
 
 def test_lhu_is_lfu_where_all_is_in_full() -> None:
@@ -406,7 +406,7 @@ class Ranked:
         return references.importance(history, layer, policy.config.alpha, policy.config.gamma)
 
 
-@pytest.mark.parametrize("name", [*ORDERS, *SCORED, "next_use", "forecast"])
+@pytest.mark.parametrize("name", [*ORDERS, *SCORED, "next_use"])
 @given(seed=SEEDS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_victims(name: str, seed: int) -> None:

@@ -45,7 +45,6 @@ SHAPE = CacheShape(layers=4, experts=8, top_k=2, slots=16)
 
 BAD = {
     "eviction": """
-        forecast:discount=1 forecast:discount=0 forecast:memory=0 forecast:idle_loads=-1 forecast:tokens=3
         next_use:horizon=0 next_use:memory=0 next_use:prior=0 next_use:lead=-1 next_use:margin=1 marking:seed=-1
         importance:alpha=2 importance:gamma=0 fld:distance=far least_stale:order=age""",
     "pre": "gap:tau=2 gap:r_max=-1 gap:rmax=1",

@@ -69,7 +69,6 @@ def recorded(model: PreTrainedModel, windows_NW: Tensor, prefill: int) -> Trace:
         logits=[call.logits_TE for call in calls],
         ids=[call.ids_TK for call in calls],
         weights=[call.weights_TK for call in calls],
-        residual=[call.residual_TD[:, :0] for call in calls],
     )
     document_T = torch.arange(len(windows_NW)).repeat_interleave(windows_NW.shape[1])
     return trace_of(view.shape, routes, document_T, prefill=prefill)

@@ -46,7 +46,6 @@ def trace(
         logits=list(logits_TLE.unbind(1)),
         ids=list(ids_TLK.unbind(1)),
         weights=[weights_TK] * layers,
-        residual=[torch.zeros(count, 0)] * layers,
     )
     lengths = torch.tensor(documents or [count])
     document_T = torch.arange(len(lengths)).repeat_interleave(lengths)

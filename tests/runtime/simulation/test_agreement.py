@@ -22,7 +22,6 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.predictors import Forecast, MoEView, Predictor
-from expertcast.predictors.next_token import NextToken, NextTokenConfig, NextTokenTracker
 from expertcast.runtime.advising.disk import part_sizes
 from expertcast.runtime.advising.disk import stored_experts as stored_by
 from expertcast.runtime.advising.survey import TraceObserver
@@ -70,25 +69,6 @@ def test_same_counts(reference_model: PreTrainedModel, prompt_ids: Tensor, polic
     assert min(measured["hits"], measured["misses"], measured["bytes_moved"]) > 0
 
 
-def test_same_forecasts_of_tokens(reference_model: PreTrainedModel, prompt_ids: Tensor) -> None:
-    """Runtime and simulator use the same predictor with random weights. Loads while the link is idle, or when a token
-    begins, would depend on time."""
-    view = find_moe_layers(reference_model)
-    torch.manual_seed(0)
-    next_token = NextToken(NextTokenConfig(tokens=2, width=16), view.shape).eval().bind(view)
-    assert isinstance(next_token, NextToken)
-    torch.nn.init.normal_(next_token.network.head.weight)
-    torch.nn.init.normal_(next_token.network.token_VW)
-    next_token.set_known_ids(torch.arange(5000))
-    misses = []
-    for name, given in {"lru": None, "forecast:idle_loads=0": next_token}.items():
-        config = replace(LINK, policies=Policies(eviction=name, prefetch="none"), slots=100, next_token=given)
-        measured, simulated = counts_of_both(reference_model, prompt_ids, config)
-        assert simulated == measured
-        misses.append(measured["misses"])
-    assert 0 < misses[1] != misses[0]
-
-
 COUNTS = ("requests", "hits", "misses", "collisions", "skipped", "bytes_moved")
 
 
@@ -107,7 +87,7 @@ def counts_of_both(
     predictor, _ = resolve_predictor(config.resolved_predictor(), view)
     config = replace(config, link="emulated", predictor=predictor, forecasts="always")
     with offload(model, config, observers=[recorder, seen]) as offloaded:
-        decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
+        decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         block_bytes = {FULL: offloaded.store.layout.block_bytes}
         block_bytes |= {name: offloaded.link.block_bytes(name) for name in PRECISIONS if name in offloaded.store.packed}
         measured = _counts(offloaded.stats)
@@ -118,9 +98,7 @@ def counts_of_both(
         expand_s=statistics.median(seen.expanding_s) if seen.expanding_s else 0.0,
     )  # fmt: skip
     name = None if predictor is None else predictor.name
-    trace = _trace(view, seen, prompt_ids[0], decoding.tokens, predictor)
-    if isinstance(config.next_token, NextToken):
-        trace = trace.with_token_forecasts(NextTokenTracker(config.next_token))
+    trace = _trace(view, seen, prompt_ids.shape[1], predictor)
     case = Case(policies=policies, slots=slots, machine=machine, predictor=name, cache=config.cache)
     return measured, _counts(simulate(trace, case).decode)
 
@@ -154,32 +132,30 @@ def _of_top_k(times: LayerTimes, stats: RunStatistics, top_k: int) -> LayerTimes
 
 
 @torch.no_grad()
-def _trace(view: MoEView, seen: _Seen, prompt_T: Tensor, decoded: list[int], predictor: Predictor | None) -> Trace:
+def _trace(view: MoEView, seen: _Seen, prompt: int, predictor: Predictor | None) -> Trace:
     """Return the routing of a run, from the logits of its routers."""
-    residual, logits = (
+    residual, logits = [
         [torch.cat([call[part] for call in seen.calls[layer]]) for layer in range(len(view))] for part in (0, 1)
-    )
+    ]
     routed = [layer.route(logits_TE) for layer, logits_TE in zip(view, logits, strict=True)]
     routes = Routes(
         view=view,
         logits=logits,
         ids=[ids_TK for ids_TK, _ in routed],
         weights=[weights_TK for _, weights_TK in routed],
-        residual=residual,
-        token_T=torch.cat([prompt_T, torch.tensor(decoded)])[: len(logits[0])],
     )
     document_T = torch.zeros(len(logits[0]), dtype=torch.long)
-    hints = {} if predictor is None else {predictor.name: _hints(view, routes, predictor)}
-    return trace_of(view.shape, routes, document_T, prefill=len(prompt_T), hints=hints)
+    hints = {} if predictor is None else {predictor.name: _hints(view, residual, logits, predictor)}
+    return trace_of(view.shape, routes, document_T, prefill=prompt, hints=hints)
 
 
-def _hints(view: MoEView, routes: Routes, predictor: Predictor) -> Hints:
+def _hints(view: MoEView, residual: list[Tensor], logits: list[Tensor], predictor: Predictor) -> Hints:
     """Forecasts token by token, as in decode steps: a batch of them would differ in its last bits."""
     rows = TraceBatch(
-        residual_TLD=torch.stack(routes.residual, dim=1),
-        logits_TLE=torch.stack(routes.logits, dim=1),
-        document_T=torch.zeros(len(routes.logits[0]), dtype=torch.long),
-        position_T=torch.arange(len(routes.logits[0])),
+        residual_TLD=torch.stack(residual, dim=1),
+        logits_TLE=torch.stack(logits, dim=1),
+        document_T=torch.zeros(len(logits[0]), dtype=torch.long),
+        position_T=torch.arange(len(logits[0])),
     ).with_previous()
     forecasts = {
         layer + 1: Forecast.join([predictor.forecast(rows[t : t + 1].state(view, layer)) for t in range(len(rows))])

@@ -222,6 +222,5 @@ def _trace(
         logits=logits,
         ids=ids,
         weights=[weights.expand(ids_TK.shape) for ids_TK in ids],
-        residual=[torch.zeros(len(ids_TK), 0) for ids_TK in ids],
     )
     return trace_of(shape, routes, torch.zeros(len(ids[0]), dtype=torch.long), prefill=1, **options)

@@ -49,9 +49,7 @@ def test_of_a_trace_dataset(reference_traces: TraceDataset) -> None:
     view = reference_traces.view
     predictor, _ = resolve_predictor("next_norm", view)
     assert predictor is not None
-    trace = load_trace(
-        reference_traces, SequenceSelection(tokens=300, prefill=16), predictors={"next_norm": predictor}, residuals=True
-    )
+    trace = load_trace(reference_traces, SequenceSelection(tokens=300, prefill=16), predictors={"next_norm": predictor})
     hints, routes = trace.hints["next_norm"], trace.require_routes()
     assert isinstance(hints, Hints)
     (batch,) = list(reference_traces.batches("test", 300, max_tokens=300))
@@ -59,7 +57,6 @@ def test_of_a_trace_dataset(reference_traces: TraceDataset) -> None:
         ids_TK, weights_TK = view[layer].route(batch.logits_TLE[:, layer])
         assert torch.equal(routes.ids[layer], ids_TK)
         assert torch.equal(routes.weights[layer], weights_TK)
-        assert torch.equal(routes.residual[layer], batch.residual_TLD[:, layer])
         step = trace.forwards[5]
         assert isinstance(step.rows, slice)
         assert step.keys[layer] == (layer * 64 + ids_TK[step.rows.start]).tolist()

@@ -9,23 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from expertcast.predictors import ExpertcastError, ModelShape
-from expertcast.runtime.policies import Policies
+from expertcast.runtime.policies import EVICTION, Policies
 from expertcast.runtime.simulation.figures import (
     frontier,
     hit_rates,
     labelled,
-    one_line_each,
-    token_times,
     write_figures,
 )
-from expertcast.runtime.simulation.machine import Case, summary, table
+from expertcast.runtime.simulation.machine import Case, table
 from expertcast.runtime.simulation.sweep import EXACT, slots_of, sweep, with_bounds
 from tests.runtime.simulation import made
-from tests.runtime.simulation.made import simulate
 
 KEYS = {
     "eviction", "prefetch", "miss", "routing", "pre_eviction", "scope", "slots", "capacity", "bandwidth", "hit_rate",
@@ -50,38 +45,6 @@ def test_result_does_not_depend_on_processes() -> None:
     assert len(one["results"]) == 8 + 8
     assert all(set(row) >= KEYS for row in one["results"])
     json.dumps(one, allow_nan=False)
-
-
-class EveryOther:
-    """Forecasts experts 0, 1, 2 ... with falling probability, and for every other token with rising probability."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[bool, int]] = []
-        self._fresh = False
-        self._passes = 0
-
-    def start(self, fresh: bool, token_BS: Tensor | None = None) -> Tensor | None:
-        self._fresh = fresh
-        self.calls.append((fresh, -1))
-        self._passes += 1
-        probability_E = torch.linspace(0.8, 0.1, 6)
-        return None if fresh else (probability_E.flip(0) if self._passes % 2 else probability_E).expand(2, 3, 6)
-
-    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        self.calls.append((self._fresh, layer))
-        assert residual_TD.shape[0] == logits_TE.shape[0]
-
-
-def test_next_tokens_are_forecast_once() -> None:
-    trace, follower = made.random_trace(4, tokens=30), EveryOther()
-    ahead = trace.with_token_forecasts(follower)
-    assert follower.calls == [(forward.fresh, layer) for forward in trace.forwards for layer in range(-1, 3)]
-    policies, machine = Policies(eviction="forecast"), made.machine(3)
-    direct = summary(simulate(ahead, policies, 6, machine))
-    (row,) = sweep(ahead, [Case(policies=policies, slots=6, machine=machine)], processes=1)["results"]
-    assert {key: row[key] for key in direct} == direct
-    assert direct["misses"] != summary(simulate(trace, policies, 6, machine))["misses"]
-    assert simulate(ahead, Policies(), 6, machine).steps_s == simulate(trace, Policies(), 6, machine).steps_s
 
 
 def test_belady_is_on_top() -> None:
@@ -183,33 +146,12 @@ def drawn(figure: Any) -> dict[str, list[float]]:
     return dict(zip(names, (list(line.get_ydata()) for line in figure.axes[0].get_lines()), strict=True))
 
 
-def test_equal_lines_are_one_and_the_legend_names_both() -> None:
-    rows = named(
-        lru=(0.1, 0.5), fifo=(0.1, 0.5), lfu=(0.2, 0.8), lhu=(0.2, 0.8001), forecast=(0.3, 0.9), next_use=(0.3, 0.9),
-        belady=(0.3, 0.9), fld=(0.1,),
-    )  # fmt: skip
-    assert drawn(hit_rates(rows)) == {
-        "lru = fifo": [0.1, 0.5], "lfu ≈ lhu": [0.2, 0.8], "forecast = next_use": [0.3, 0.9], "belady": [0.3, 0.9],
-        "fld": [0.1],
-    }  # fmt: skip
-    slower = [{**row, "bandwidth": 5e8, "tpot_s": 2.0 + (row["eviction"] == "fifo")} for row in rows]
-    assert "lru = fifo" not in drawn(token_times([*rows, *slower]))  # at one bandwidth of two they lie apart
-    alone = one_line_each(labelled(rows), lambda row: [row["hit_rate"] * (row["eviction"] != "fifo")])
-    assert {row["label"] for row in alone} >= {"lru", "fifo"}
-
-
-def test_forecast_stands_out() -> None:
-    names = ["lru", "fifo", "lfu", "lhu", "fld", "score", "marking", "lfru", "importance", "forecast", "next_use"]
-    rows = named(**{name: (0.1 * index, 0.08 * index) for index, name in enumerate([*names, "forecast:idle_loads=0"])})
-    lines = dict(zip(drawn(hit_rates(rows)), hit_rates(rows).axes[0].get_lines(), strict=True))
-    own, other, others = lines.pop("forecast"), lines.pop("forecast:idle_loads=0"), lines.values()
-    assert own.get_color() == other.get_color()
-    assert (own.get_linestyle(), own.get_marker()) != (other.get_linestyle(), other.get_marker())
-    assert own.get_linewidth() > 1.3 * max(line.get_linewidth() for line in others)
-    assert own.get_zorder() > max(line.get_zorder() for line in others)
-    assert own.get_color() not in {line.get_color() for line in others}
-    looks = {(line.get_color(), line.get_linestyle()) for line in others}
-    assert len(looks) == len(others)
+def test_lines_differ() -> None:
+    names = [*EVICTION.names(), "score:decay=0.5", "belady_bypass"]
+    figure = hit_rates(named(**{name: (0.1 * index, 0.08 * index) for index, name in enumerate(names)}))
+    lines = figure.axes[0].get_lines()
+    assert drawn(figure)["lfu"] == [0.1 * names.index("lfu"), 0.08 * names.index("lfu")]
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(names)
 
 
 def test_capacities_that_lie_close_are_turned() -> None:
