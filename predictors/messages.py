@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -53,6 +54,8 @@ Json: TypeAlias = dict[str, Any]
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Format rows of equal length as a text table with two spaces between columns.
 
+    A table wider than the terminal (or `COLUMNS`) is split; each further part begins with the left-aligned columns.
+
     Args:
         rows: cells; the first row is the heading.
         left: number of leading columns that are left-aligned; the others are right-aligned.
@@ -60,7 +63,15 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     turns = [str.ljust if column < left else str.rjust for column in range(len(widths))]
     lines = [[turn(cell, width) for turn, cell, width in zip(turns, row, widths, strict=True)] for row in rows]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    most, parts, first = shutil.get_terminal_size((0, 0)).columns, [list[int]()], list(range(left))
+    for column in range(len(widths)):
+        taken = sum(widths[each] + 2 for each in parts[-1])
+        if most and column > left and len(parts[-1]) > left and taken + widths[column] > most:
+            parts.append(first.copy())
+        parts[-1].append(column)
+    return "\n\n".join(
+        "\n".join("  ".join(line[column] for column in part).rstrip() for line in lines) for part in parts
+    )
 
 
 def format_bytes(count: float) -> str:

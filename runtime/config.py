@@ -32,7 +32,7 @@ from expertcast.predictors.view import overfetched
 from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft, keeps_copies
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
 from expertcast.runtime.policies import PRESETS, Policies
-from expertcast.runtime.policies.settings import AUTO, FORECASTS
+from expertcast.runtime.policies.settings import AUTO, FORECASTS, parse_policies
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.codecs import check_codec
 from expertcast.runtime.storage.expert_file import packed_codec
@@ -245,7 +245,8 @@ class OffloadConfig:
     """auto, instant, emulated, disk (direct reads without the page cache), or cuda. auto is disk for a store on disk,
     else cuda on CUDA."""
     policies: Policies | str | None = None
-    """Cache policies, or the name of a preset (default: lrfu, prefetch of the forecast experts, every miss loaded)."""
+    """Cache policies, text such as `eviction=lfu scope=layer`, or the name of a preset (default: lrfu, prefetch of the
+    forecast experts, every miss loaded)."""
     overfetch: float = 1.0
     """Experts to prefetch per token as a multiple of K; with `policies`, set it there."""
     forecasts: str = AUTO
@@ -292,6 +293,8 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if isinstance(self.layers, Iterable):
             object.__setattr__(self, "layers", tuple(self.layers))
+        if isinstance(self.policies, str) and "=" in self.policies:
+            object.__setattr__(self, "policies", parse_policies(self.policies.split()))
         _check_choice("mode", self.mode, MODES)
         _check_choice("store", self.store, STORES)
         _check_choice("link", self.link, LINKS)

@@ -149,8 +149,14 @@ class PolicyRegistry(Registry[P]):
 
     def __init__(self, kind: str, *classes: type[P]) -> None:
         super().__init__(kind)
+        self.base: type[Policy] = next(cls for cls in classes[0].__mro__ if Policy in cls.__bases__)
+        """Base class of the policies of this kind."""
         for cls in classes:
             self.register(cls)
+
+    def allowed(self) -> str:
+        """Return the end of an error message that lists the names."""
+        return f"{super().allowed()}; register your own first, or give MODULE:CLASS on the command line"
 
     def choose(self, policy: str | Choice[P] | PolicyConfig) -> Choice[P]:
         """Return the policy that a text, a configuration or a choice names.

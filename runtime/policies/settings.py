@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Generic, overload
 
@@ -136,6 +137,20 @@ class Policies:
             routing=self.routing.make(shape),
             pre_eviction=self.pre_eviction.make(shape),
         )
+
+
+def parse_policies(words: Iterable[str]) -> Policies:
+    """Return the policies of `kind=policy` words, such as `eviction=lfu` and `scope=layer`.
+
+    Raises:
+        ExpertcastError: an unknown kind or policy.
+    """
+    kinds = [field.name for field in fields(Policies)]
+    given = dict(word.partition("=")[::2] for word in words)
+    for kind in given:
+        if kind not in kinds:
+            raise ExpertcastError(f"policies {kind!r}: give one preset, or KIND=POLICY of {', '.join(kinds)}")
+    return Policies(**given)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -226,11 +226,11 @@ def test_advice_without_a_speed_is_for_the_link_of_this_machine(
 
 def test_options_win_over_the_file(decoded: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     saved, plain = tmp_path / "offload.json", decoded()
-    OffloadConfig(predictor="next_norm", mode="speculate", slots=8, policies="activeevict", forecasts="always").save(
+    OffloadConfig(predictor="next_norm", mode="speculate", slots=8, policies="routing=budget", forecasts="always").save(
         saved
     )
     file = ["--config", saved]
-    assert decoded(*file)["stats"]["skipped"] > 0  # the file's preset is lossy
+    assert decoded(*file)["stats"]["skipped"] > 0  # the file's policies are lossy
     exact = ["--mode", "exact", "--policies", "eviction=lru"]
     found = decoded(*file, *exact, "--slots", "8")
     assert found["tokens"] == plain["tokens"]

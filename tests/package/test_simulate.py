@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,12 @@ import pytest
 from expertcast.cli import main
 from expertcast.commands.advise import _chosen, _reasons
 from expertcast.commands.numbers import BANDWIDTHS
+from expertcast.commands.options import policies_of
 from expertcast.commands.simulate import MachineOptions, PolicyOptions, cases_of
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.policies import EVICTION, Policies
 from expertcast.runtime.simulation.machine import Case
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.packed import PackedLayout
@@ -68,6 +72,45 @@ def test_presets_without_published_settings_are_refused() -> None:
         list(PolicyOptions(preset=("activeevict",), published=True).chosen((), ["lru"]))
     with pytest.raises(ExpertcastError, match="give --preset"):
         list(PolicyOptions(published=True).chosen((), ["lru"]))
+
+
+def test_presets_with_another_eviction_alone() -> None:
+    """SpecMD, Table 2: Least-Stale, and any other policy, as a drop-in."""
+    swapped = PolicyOptions(preset=("specmd_1",), swap="eviction", policy=("least_stale", "lru"), published=True)
+    first, second = cases(swapped)
+    assert (first.policies.eviction.name, second.policies.eviction.name) == ("lru", "least_stale")
+    assert replace(second.policies, eviction="lru") == first.policies
+    assert (second.slots, second.machine) == (first.slots, first.machine)
+    every = {case.policies.eviction.name for case in cases(PolicyOptions(preset=("on_demand",), swap="eviction"))}
+    assert every == set(EVICTION.names()) - {"belady"}
+    with pytest.raises(ExpertcastError, match="--swap needs a preset"):
+        list(PolicyOptions(swap="eviction").chosen((), ["lru"]))
+
+
+def test_own_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference_traces: TraceDataset) -> None:
+    """MODULE:CLASS from the current folder, in `simulate` by other processes too, and in --policies."""
+    (tmp_path / "mine.py").write_text(
+        "from expertcast.runtime.policies import LRU\n\n\nclass Aged(LRU):\n    name = 'aged'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(EVICTION, "_classes", dict(EVICTION._classes))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    rows = ran(tmp_path, f"simulate {reference_traces.folder} --tokens 60 --processes 2 --policy mine:Aged lru")[
+        "results"
+    ]
+    assert [row["eviction"] for row in rows] == ["aged", "lru"]
+    assert rows[0]["misses"] == rows[1]["misses"]
+    given = policies_of(["eviction=mine:Aged", "scope=layer"])
+    assert (
+        given
+        == OffloadConfig(policies="eviction=aged scope=layer").policies
+        == Policies(eviction="aged", scope="layer")
+    )
+    for word, message in (("mine:Old", "cannot import policy mine:Old"), ("json:JSONDecoder", "is no policy")):
+        with pytest.raises(ExpertcastError, match=message):
+            policies_of([f"eviction={word}"])
+    with pytest.raises(ExpertcastError, match="policies 'evict': give one preset, or KIND=POLICY of eviction, "):
+        OffloadConfig(policies="evict=lru")
 
 
 def test_a_sweep(capsys: pytest.CaptureFixture[str], reference_traces: TraceDataset, tmp_path: Path) -> None:

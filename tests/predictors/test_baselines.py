@@ -165,7 +165,18 @@ def test_forecasts_are_joined_and_sliced() -> None:
     assert same(whole[torch.tensor([4, 5])], made(2, 4))
 
 
-def test_tables() -> None:
+def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [["run", "ms", "mode"], ["lru", "12.5", "a"], ["belady", "3", ""]]
     assert aligned(rows).splitlines() == ["run       ms  mode", "lru     12.5     a", "belady     3"]
+    monkeypatch.setenv("COLUMNS", "12")
+    assert aligned(rows).splitlines() == [
+        "run       ms",
+        "lru     12.5",
+        "belady     3",
+        "",
+        "run     mode",
+        "lru        a",
+        "belady",
+    ]
+    monkeypatch.delenv("COLUMNS")
     assert aligned(rows, left=3).splitlines() == ["run     ms    mode", "lru     12.5  a", "belady  3"]

@@ -20,6 +20,7 @@ from expertcast.commands.options import (
     BANDWIDTH,
     COUNT,
     MODEL_HELP,
+    SEED,
     Fields,
     Given,
     ModelOptions,
@@ -84,7 +85,7 @@ class TargetOptions(ModelOptions):
     """Synthetic routing, for shapes (random weights route at random) and, with any of these options, for models."""
     replay: Annotated[Path | None, Option(metavar="TRACES")] = None
     """Use the routing recorded in a traces folder, for shapes and models."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of random weights, routing and prompts."""
 
     def __post_init__(self) -> None:

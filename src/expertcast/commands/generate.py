@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase, TextStreamer
 
 from expertcast.commands.numbers import positive_number
-from expertcast.commands.options import COUNT, Count, DeploymentOptions, Model, Option
+from expertcast.commands.options import COUNT, SEED, Count, DeploymentOptions, Model, Option
 from expertcast.commands.output import Outcome, forecast_lines, offload_lines
 from expertcast.data.models import check_token_ids, load_config
 from expertcast.data.packed_experts import weight_bits
@@ -44,7 +44,7 @@ class Options(DeploymentOptions):
     """Sample with this temperature (default: greedy decoding)."""
     top_p: Annotated[float | None, Option(metavar="P")] = None
     """Sample among the most likely tokens with this total probability (default: 1)."""
-    seed: int | None = None
+    seed: Annotated[int | None, SEED] = None
     """Random seed of sampling (default: none, samples vary)."""
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ BANDWIDTHS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 50e9}
 """Bytes per second of large page-locked copies over 16 lanes, about 80% of the standards' nominal rates."""
 positive = _reader(int, lambda value: value >= 1, "whole number of 1 or more")
 not_negative_whole = _reader(int, lambda value: value >= 0, "whole number of 0 or more")
+seed = _reader(int, lambda value: 0 <= value < 2**63, "whole number from 0 to 2^63 - 1")
 positive_number = _reader(float, lambda value: 0 < value < math.inf, "number above 0")
 not_negative = _reader(float, lambda value: 0 <= value < math.inf, "number of 0 or more")
 

@@ -11,6 +11,8 @@ import dataclasses
 import importlib
 import inspect
 import os
+import re
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +22,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.checkpoints.bundled import resolve_model
-from expertcast.commands.numbers import bandwidth, not_negative_whole, positive
+from expertcast.commands.numbers import bandwidth, not_negative_whole, positive, seed
 from expertcast.data.machine import torch_device
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.plan import TextOptions
 from expertcast.data.processes import join_ranks, wait_for_all
-from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError, first_line
 from expertcast.predictors.options import field_docs
 
 if TYPE_CHECKING:
@@ -214,6 +216,7 @@ def flags_of(names: Iterable[str]) -> str:
 
 BANDWIDTH = Option(metavar="BYTES/S", read=bandwidth, help="a number, or pcie3, pcie4, pcie5 (12, 25, 50 GB/s)")
 COUNT = Option(metavar="N", read=positive)
+SEED = Option(metavar="N", read=seed)
 EARLY = Option(metavar="R|none", read=lambda text: None if text == "none" else not_negative_whole(text))
 MODEL_HELP = "local folder or hub id of a transformers model, or `reference` (the bundled model)"
 DATA_HELP = (
@@ -357,8 +360,40 @@ class OffloadedOptions(StoredOptions):
 
 
 POLICIES_HELP = (
-    "KIND is eviction, prefetch, miss, routing, pre_eviction or scope, such as eviction=lfu; or the name of a preset"
+    "KIND is eviction, prefetch, miss, routing, pre_eviction or scope, such as eviction=lfu, or eviction=MODULE:CLASS "
+    "for your own; or the name of a preset"
 )
+
+
+def own_policy(text: str) -> str:
+    """Import and register the policy of `MODULE:CLASS` or `MODULE:CLASS:option=value,...`, and return its text by name.
+
+    Modules of the current folder are found too, also by processes started later. Other text stays as it is.
+
+    Raises:
+        ExpertcastError: no such module or class, an error in it, or a name that is taken.
+    """
+    named = re.fullmatch(r"([\w.]+):([A-Za-z_]\w*)(:.*)?", text)
+    if named is None:
+        return text
+    from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, ROUTING
+
+    module, name, rest = named.groups("")
+    registries = (EVICTION, PREFETCH, MISS, ROUTING, PRE_EVICTION)
+    if any(module in registry.names() for registry in registries):
+        return text
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a user's own code does
+        raise ExpertcastError(
+            f"cannot import policy {module}:{name} ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    for registry in registries:
+        if isinstance(found, type) and issubclass(found, registry.base):
+            return registry.register(found).name + rest
+    raise ExpertcastError(f"{module}:{name} is no policy: give a subclass of EvictionPolicy, PrefetchPolicy or others")
 
 
 def policies_of(words: Sequence[str]) -> Policies | str:
@@ -369,14 +404,10 @@ def policies_of(words: Sequence[str]) -> Policies | str:
     """
     if len(words) == 1 and "=" not in words[0]:
         return words[0]
-    from expertcast.runtime.policies import Policies
+    from expertcast.runtime.policies.settings import parse_policies
 
-    kinds = list(Policies().as_dict())
-    given = dict(word.partition("=")[::2] for word in words)
-    for kind in given:
-        if kind not in kinds:
-            raise ExpertcastError(f"--policies {kind}: give one preset, or KIND=POLICY of {', '.join(kinds)}")
-    return Policies(**given)
+    pairs = (word.partition("=")[::2] for word in words)
+    return parse_policies(f"{kind}={own_policy(policy)}" for kind, policy in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import BANDWIDTHS, not_negative, positive_number
-from expertcast.commands.options import BANDWIDTH, COUNT, Count, Fields, Option, flags_of
+from expertcast.commands.options import BANDWIDTH, COUNT, Count, Fields, Option, flags_of, own_policy
 from expertcast.commands.output import Outcome, folder, say, write_json
 from expertcast.commands.predictors import QualityOptions, check_shape, evaluated, policy_quality
 from expertcast.commands.routing_file import (
@@ -66,6 +66,7 @@ class Chosen(NamedTuple):
 
 
 _Named = Annotated[tuple[str, ...], Option(metavar="P")]
+_KINDS = ("eviction", "prefetch", "miss", "routing", "pre_eviction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,8 @@ class PolicyOptions:
     """Competition for slots: global (all experts), or layer (equal shares per layer)."""
     preset: _Named = ()
     """Policies of published systems, by name."""
+    swap: Annotated[str | None, Option(choices=("eviction", "prefetch"))] = None
+    """Run presets also with only this kind of policy swapped: for those given, or for all that need no future."""
     published: bool = False
     """Run presets at their published capacity, bandwidth and precision; --slots, --capacity and --bandwidth replace
     them. Quality is measured only in the model's own precision."""
@@ -105,21 +108,34 @@ class PolicyOptions:
 
         if self.published and not self.preset:
             raise ExpertcastError("--published needs a preset: give --preset too")
+        if self.swap is not None and not self.preset:
+            raise ExpertcastError("--swap needs a preset: give --preset too")
+        own = {kind: tuple(map(own_policy, getattr(self, "policy" if kind == "eviction" else kind))) for kind in _KINDS}
         for name in self.preset:
-            made = preset(name)
-            yield Chosen(made.policies, made.predictor, published(name) if self.published else None)
-        if self.preset and not self.policy:
+            made, settings = preset(name), published(name) if self.published else None
+            yield Chosen(made.policies, made.predictor, settings)
+            for policy in () if self.swap is None else own[self.swap] or _swapped(self.swap):
+                changed = replace(made.policies, **{self.swap: policy})  # type: ignore[arg-type]
+                if changed != made.policies:
+                    yield Chosen(changed, made.predictor, settings)
+        if self.preset and (self.swap or not self.policy):
             return
         kinds = {
-            "eviction": self.policy or otherwise,
-            "prefetch": self.prefetch or ("top_k" if predictors else "none",),
-            "miss": self.miss,
-            "routing": self.routing,
-            "pre_eviction": self.pre_eviction,
+            "eviction": own["eviction"] or otherwise,
+            "prefetch": own["prefetch"] or ("top_k" if predictors else "none",),
+            "miss": own["miss"],
+            "routing": own["routing"],
+            "pre_eviction": own["pre_eviction"],
             "scope": self.scope,
         }
         for *words, predictor in itertools.product(*kinds.values(), predictors or (None,)):
             yield Chosen(Policies(**{kind: str(word) for kind, word in zip(kinds, words, strict=True)}), predictor)
+
+
+def _swapped(kind: str) -> list[str]:
+    from expertcast.runtime.policies import PREFETCH
+
+    return swept_evictions() if kind == "eviction" else PREFETCH.names()
 
 
 def swept_evictions() -> list[str]:
@@ -535,7 +551,9 @@ def _simulate_routing(options: Options) -> Outcome:
     if not (options.capacity or options.memory or options.slots):
         shares = CAPACITIES if options.sweep else (CAPACITY,)
     sizes = memories(routing, total, options.memory, shares, options.slots)
-    policies = options.policies.policy or ([*routing_policies(), BELADY] if options.sweep else [Policies.eviction])
+    policies = list(map(own_policy, options.policies.policy)) or (
+        [*routing_policies(), BELADY] if options.sweep else [Policies.eviction]
+    )
     cases = list(itertools.product(policies, options.policies.scope))
     rows = []
     for bandwidth in options.machine.bandwidth or (BANDWIDTHS["pcie4"],):

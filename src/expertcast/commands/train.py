@@ -9,7 +9,7 @@ from typing import Annotated
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.hub import HubName, NotOnHubError
 from expertcast.checkpoints.results import ledger_table
-from expertcast.commands.options import COUNT, Count, Data, Fields, OffloadedOptions, Option, Text, TextColumn
+from expertcast.commands.options import COUNT, SEED, Count, Data, Fields, OffloadedOptions, Option, Text, TextColumn
 from expertcast.commands.output import Outcome, folder, say
 from expertcast.commands.predictors import checkpoint_metrics, ledger_of, predictor_config, registered
 from expertcast.data.live import NOTE, with_default_vectors
@@ -30,7 +30,7 @@ from expertcast.training.loop import forget, resume_folder
 from expertcast.training.report import log_evaluation
 from expertcast.training.scoring import FitOptions
 
-_FIT = Fields(tokens=COUNT, seed=Option(), log_folder=Option(flag="--log", metavar="DIR", read=Path))
+_FIT = Fields(tokens=COUNT, seed=SEED, log_folder=Option(flag="--log", metavar="DIR", read=Path))
 
 
 @dataclass(frozen=True, kw_only=True)
