@@ -99,6 +99,8 @@ def load_documents(
         'math'
     """
     names = [data] if isinstance(data, (str, Path)) else list(data)
+    if column != TEXT_COLUMN and all(str(name).endswith((".txt", BUNDLED.name)) for name in names):
+        raise ExpertcastError(f"column {column!r} (--text-column) is of tables, and these are texts: leave it out")
     documents: list[Document] = []
     chars = 0
     for index, (text, domain) in enumerate(row for name in names for row in _rows(str(name), tokens, column)):

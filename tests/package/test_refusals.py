@@ -1,14 +1,21 @@
-"""What a command refuses is one line with status 2, before anything is written."""
+"""What a command refuses is one line with status 2, before anything is written; what a form of a command does not read
+is refused."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+from expertcast.cli import COMMANDS, build_parser
+from expertcast.commands.options import read_options
 from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError
 from tests.package.test_cli import fails
 from tests.sealed import edit_json
 
@@ -16,6 +23,7 @@ ROUTING = Path(__file__).resolve().parents[2] / "benchmarks" / "routing" / "gpt-
 GENERATE = "generate reference --prompt x --new-tokens 1"
 COLLECT = "collect reference --out {new} --data"
 DISK = "advise reference --store-folder {tmp}"
+TRAIN = "train {traces} --predictor linear --out {new}"
 BITSPLIT = "simulate {traces} --codec bitsplit"
 REFUSED = [
     ("", "COMMAND"),
@@ -26,6 +34,13 @@ REFUSED = [
     ("inspect {damaged}", "JSON"),
     ("inspect a b", "b; see `expertcast inspect --help`"),
     ("train reference --predictor linear --out {new}", "--data"),
+    (
+        f"{TRAIN} --device cuda --window 7 --slots 3 --store-folder x --dtype fp16",
+        "--window, --slots, --store-folder, --device, --dtype: not read by training on traces; leave it out",
+    ),
+    ("eval {traces} --predictor linear --data reference", "--data: not read by eval without --model"),
+    ("inspect {traces} --memory 1GB --revision v2", "--memory, --revision: not read by"),
+    ("store reference --store-folder {new} --device cuda", "unknown option --device"),
     ("train reference --predictor nope --out {new}", "unknown predictor 'nope'"),
     ("train no/traces --predictor linear --out {text}", "is a file"),
     ("eval no/traces --predictor linear", "no/traces"),
@@ -63,7 +78,7 @@ REFUSED = [
     ("bench reference --bandwidth pcie9", "'pcie9'"),
     ("bench reference --copy-over-compute 0", "--copy-over-compute"),
     ("bench reference --copy-over-compute 2 --bandwidth 1e9", "both set"),
-    ("bench no/model --layers 2", "--layers needs a shape"),
+    ("bench no/model --layers 2", "--layers: not read by a model"),
     ("bench olmoe-1b-7b --layers 99", "--layers 99"),
     ("bench olmoe-1b-7b --predictor next_norm", "leave it out"),
     ("bench reference --accuracy 2 --persistence 0.5", "--accuracy 2"),
@@ -74,7 +89,7 @@ REFUSED = [
     ("bench reference --new-tokens 1", "new_tokens=1"),
     ("bench reference --policies eviction=lri", "'lri'"),
     *(
-        (f"bench olmoe-1b-7b {option}", f"{name} needs a model, and olmoe-1b-7b is a shape")
+        (f"bench olmoe-1b-7b {option}", f"{name}: not read by a shape")
         for option, name in (
             ("--attn-implementation eager", "--attn-implementation"),
             ("--trust-remote-code", "--trust-remote-code"),
@@ -82,17 +97,17 @@ REFUSED = [
         )
     ),
     ("advise reference --draft int4 --new-tokens 3", "give 4 or more"),
-    ("advise reference --draft int4 --store-folder x", "exclude each other"),
+    ("advise reference --draft int4 --store-folder x", "--draft: not read by --store-folder"),
     ("advise reference --draft int4:acceptance=high", "draft 'int4'"),
     ("advise olmoe-1b-7b --accuracy 1.5", "--accuracy 1.5"),
     ("advise reference --replay no/traces", "no/traces"),
     ("advise reference --save {tmp}/no/offload.json", "there is no folder"),
     ("advise reference --save {new} --accuracy 0.5", "--save needs a model"),
-    ("advise reference --experts-per-layer 4", "need a routing file"),
-    (f"{DISK} --link instant --predictor next_norm", "--link, --predictor and --store-folder exclude"),
-    (f"{DISK} --capacity 0.5", "--capacity needs a routing file"),
+    ("advise reference --experts-per-layer 4", "--experts-per-layer: not read by a model"),
+    (f"{DISK} --link instant --predictor next_norm", "--link, --predictor: not read by --store-folder"),
+    (f"{DISK} --capacity 0.5", "--capacity: not read by --store-folder"),
     (DISK, "experts.safetensors"),
-    ("advise {routing} --predictor linear", "--predictor needs a model"),
+    ("advise {routing} --predictor linear", "--predictor: not read by a routing file"),
     ("advise {routing} --memory 1GB --capacity 0.1", "give one of them"),
     ("simulate no/traces", "no/traces"),
     ("simulate {traces} --policy mru", "choose from lru, fifo"),
@@ -120,7 +135,8 @@ REFUSED = [
     (f"{BITSPLIT} --pools C=1MB --policy lfu", "leave eviction, scope"),
     (f"{BITSPLIT} --pools C=much", "'much' is no size"),
     ("simulate no/file.parquet", "no such file"),
-    ("simulate {routing} --predictor linear --miss drop", "--miss, --predictor needs a traces folder"),
+    ("simulate {routing} --predictor linear --miss drop", "--miss, --predictor: not read by a routing file"),
+    ("collect reference --out {new} --tokens 900 --data reference --text-column body", "'body' (--text-column) is of"),
     ("simulate {routing} --memory 1GB --slots 9", "give one of them"),
     ("simulate {routing} --memory much", "memory='much' is no size"),
     ("simulate {routing} --memory 9MB", "give 26438400 or more"),
@@ -158,3 +174,55 @@ def paths(
 def test_refused(line: str, said: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert said in fails(capsys, *line.format(**paths).split())
     assert not paths["new"].exists()
+
+
+FORMS = (
+    "demo", "collect {model} --data reference --tokens 900 --out {new}", f"{GENERATE}", "serve reference",
+    "store reference --store-folder {new}", "push {traces} user/repo", "pull user/repo --out {new}",
+    "train {traces} --predictor frequency --out {new}", "eval {traces} --predictor frequency",
+    "train {model} --data reference --predictor frequency --out {new}",
+    "eval {traces} --predictor frequency --model reference",
+    "inspect {traces}", "inspect {model}", "inspect {traces} --verify", "simulate {routing}", "simulate {traces}",
+    "simulate {traces} --miss drop", "simulate {traces} --miss drop --no-quality", "advise {routing}",
+    "advise reference", "advise reference --store-folder {new}", "advise olmoe-1b-7b", "bench reference",
+    "bench olmoe-1b-7b", "bench reference --accuracy 0.5", "bench reference --replay {traces}",
+)  # fmt: skip
+"""Each way to run each command, as short as it can be."""
+VALUES = {"--experts": "int4", "--policies": "lru", "--config": "x.json", "--draft": "none", "--picture": "x.png"}
+
+
+def module_and_parser(line: str) -> tuple[ModuleType, argparse.ArgumentParser]:
+    command = line.split()[0]
+    parsers = next(action for action in build_parser(command)._actions if action.dest == "command").choices
+    assert isinstance(parsers, dict)
+    return importlib.import_module(f"expertcast.commands.{command}"), parsers[command]
+
+
+@pytest.mark.parametrize("line", FORMS)
+def test_options_that_a_form_does_not_read_are_refused(line: str, paths: dict[str, Path]) -> None:
+    module, parser = module_and_parser(line)
+    words = line.format(**paths).split()[1:]
+    for action in parser._actions:
+        if action.dest in ("help", "json", "threads") or not action.option_strings:
+            continue
+        (flag,) = action.option_strings
+        value = VALUES.get(flag) or next(iter(action.choices or ["1"]))
+        try:
+            with_it = parser.parse_args([*words, flag, *([] if action.nargs == 0 else [value])])
+            form = getattr(read_options(module.Options, with_it), "form", None)
+        except ExpertcastError:
+            continue
+        assert form is None or action.dest in form.reads, flag
+
+
+def test_every_option_is_read_by_some_form(paths: dict[str, Path]) -> None:
+    read = {command: set[str]() for command in COMMANDS}
+    for line in FORMS:
+        module, parser = module_and_parser(line)
+        form = getattr(read_options(module.Options, parser.parse_args(line.format(**paths).split()[1:])), "form", None)
+        known = {action.dest for action in parser._actions}
+        assert form is None or known >= form.reads, line
+        read[line.split()[0]] |= known if form is None else form.reads
+    for command, names in read.items():
+        _, parser = module_and_parser(command)
+        assert {action.dest for action in parser._actions} - names <= {"help", "json", "threads"}, command

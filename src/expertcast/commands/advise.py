@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.numbers import BANDWIDTHS
-from expertcast.commands.options import Count, Option, StoredOptions, flags_of
+from expertcast.commands.options import Count, Form, Option, StoredOptions
 from expertcast.commands.output import Outcome, new_file, say
 from expertcast.commands.routing_file import (
     CAPACITY,
@@ -48,11 +48,6 @@ _DRAFT = Option(
     metavar="NAME:K=V,...",
     help="options: acceptance (share of accepted tokens), foreseen (share of experts), cost (in steps without copies)",
 )
-_OF_A_MODEL = (
-    "draft", "dtype", "device", "copy_over_compute", "replay", "prompt_tokens", "new_tokens", "store_folder", "layers",
-    "predictor", "seed",
-)  # fmt: skip
-"""Options that do not apply to a routing file."""
 _THIS_MACHINE = (
     "measured on link 'instant' of this machine, where experts in memory need no forecasts; --bandwidth emulates the "
     "link of other hardware"
@@ -86,12 +81,7 @@ class Options(TargetOptions):
 
     def __post_init__(self) -> None:
         if is_routing_file(self.target):
-            self._check_routing()
             return
-        if self.experts_per_layer is not None or self.expert_bytes is not None:
-            raise ExpertcastError("--experts-per-layer and --expert-bytes need a routing file: leave them out")
-        if self.capacity is not None:
-            raise ExpertcastError("--capacity needs a routing file: for a model give --slots or --memory")
         from expertcast.runtime.benchmarking.bench import BenchSettings
 
         super().__post_init__()
@@ -103,6 +93,18 @@ class Options(TargetOptions):
         elif self.save is not None and self.routing is not None:
             raise ExpertcastError("--save needs a model with its own routing, here routing is synthetic")
 
+    @property
+    def form(self) -> Form:
+        """A routing file, or a model or shape with its experts in memory or in a store."""
+        of_file = {"capacity", "experts_per_layer", "expert_bytes"}
+        if is_routing_file(self.target):
+            return Form("a routing file", of_file | {"target", "slots", "memory", "bandwidth", "latency", "save"})
+        unread = of_file if self.store_folder is None else {
+            *of_file, "link", "latency", "predictor", "copy_over_compute", "draft",
+        }  # fmt: skip
+        name, reads = super().form
+        return Form(name if self.store_folder is None else "--store-folder", frozenset(reads) - unread)
+
     def forms(self) -> tuple[str, ...]:
         """Forms of the experts to try: that of --experts, else those that the checkpoint can have."""
         from expertcast.runtime.advising.forms import compared_forms
@@ -110,10 +112,10 @@ class Options(TargetOptions):
 
         stored = self.store_folder is not None and packed_codec(Path(self.store_folder)) is not None
         if self.experts is not None or self.random or stored or self.device_name != "cpu":
-            return (self.form,)
+            return (self.experts_form,)
         with suppress(ExpertcastError):  # loading raises a better one
             return compared_forms(ModelSource.of(self.target, self.passed_on(self.target)))
-        return (self.form,)
+        return (self.experts_form,)
 
     @property
     def emulated(self) -> bool:
@@ -123,16 +125,6 @@ class Options(TargetOptions):
         return super().emulated and bool(given)
 
     def _check_disk(self) -> None:
-        config = self.offload
-        given = {
-            "link": config.link != "auto",
-            "latency": config.latency,
-            "predictor": self.predictor,
-            "copy_over_compute": self.copy_over_compute,
-        }
-        wrong = [name for name, value in given.items() if value]
-        if wrong:
-            raise ExpertcastError(f"{flags_of(wrong)} and --store-folder exclude each other: leave one out")
         if self.device_name != "cpu":
             raise ExpertcastError("--store-folder needs a model on the CPU: give --device cpu, or leave it out")
 
@@ -143,16 +135,6 @@ class Options(TargetOptions):
             DraftTraits.parse(draft)
         if self.new_tokens < FEWEST:
             raise ExpertcastError(f"--new-tokens {self.new_tokens} is too few for --draft: give {FEWEST} or more")
-        if self.store_folder is not None:
-            raise ExpertcastError("--draft and --store-folder exclude each other: give one")
-
-    def _check_routing(self) -> None:
-        defaults = {field.name: field.default for field in fields(self)}
-        given = [name for name in _OF_A_MODEL if getattr(self, name) != defaults[name]]
-        given += list(self.process)
-        if given or self.offload.link != "auto":
-            flags = flags_of(given or ["link"])
-            raise ExpertcastError(f"{flags} needs a model, and {self.target} is a routing file: leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,10 +217,12 @@ def _advise_memory(options: Options, first: Trial | None) -> Trial:
     if link["link"] == "instant":  # the link of a CPU, also without its name
         chosen = replace(chosen, link=options.offload.link)
     option = replace(
-        FormOption.of(options.form, target.view, None), slots=found.case.slots, tpot_s=advice.chosen.tpot_s,
+        FormOption.of(options.experts_form, target.view, None), slots=found.case.slots, tpot_s=advice.chosen.tpot_s,
         hit_rate=advice.chosen.hit_rate,
     )  # fmt: skip
-    return Trial(option=option, result=result, text=text, config=replace(chosen, experts=options.form), link=link)
+    return Trial(
+        option=option, result=result, text=text, config=replace(chosen, experts=options.experts_form), link=link
+    )
 
 
 def _advise_drafts(options: Options, found: Survey, *, packed: bool) -> tuple[list[Json], str]:
@@ -276,7 +260,7 @@ def _advise_disk(options: Options) -> Trial:
     from expertcast.runtime.storage.expert_file import packed_codec
 
     assert options.store_folder is not None
-    folder, form = Path(options.store_folder), options.form
+    folder, form = Path(options.store_folder), options.experts_form
     routing, replayed, memory = OWN, None, options.offload.memory
     if options.replay is not None:
         routing, replayed = (
@@ -319,7 +303,7 @@ def _run_for_disk(
     from expertcast.runtime.loading import load_offloaded
     from expertcast.runtime.offloading import offload
 
-    name, config, tokens = options.target, replace(options.offload, experts=options.form), options.prompt_tokens
+    name, config, tokens = options.target, replace(options.offload, experts=options.experts_form), options.prompt_tokens
     if codec is not None and not options.random:
         given = options.passed_on(name)
         config = replace(config, store="disk", store_folder=str(folder), codec=codec)

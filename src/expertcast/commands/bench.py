@@ -173,7 +173,7 @@ class Options(TargetOptions):
 
         TargetOptions.__post_init__(self)
         for name in self.draft:
-            replace(self.offload, experts=self.form, draft=name)
+            replace(self.offload, experts=self.experts_form, draft=name)
         if self.draft and self.routing is not None:
             raise ExpertcastError("--draft needs a model with its own routing: leave --draft out, or give a model")
         self.forecasting(OffloadConfig())

@@ -21,12 +21,14 @@ from expertcast.commands.options import (
     COUNT,
     MODEL_HELP,
     SEED,
+    CheckpointOptions,
     Fields,
+    Form,
     Given,
     ModelOptions,
     Option,
     StoredOptions,
-    flags_of,
+    read_by,
 )
 from expertcast.commands.output import say
 from expertcast.commands.predictors import learned_documents
@@ -89,10 +91,8 @@ class TargetOptions(ModelOptions):
     """Seed of random weights, routing and prompts."""
 
     def __post_init__(self) -> None:
-        from expertcast.runtime.benchmarking.shapes import SHAPES, check_shape
+        from expertcast.runtime.benchmarking.shapes import check_shape
 
-        if self.layers is not None and not self.random:
-            raise ExpertcastError(f"--layers needs a shape, not {self.target!r}: give one of {', '.join(SHAPES)}")
         config = self.offload
         if config.bandwidth is not None and self.copy_over_compute is not None:
             raise ExpertcastError("--bandwidth and --copy-over-compute both set the link's speed: give one of them")
@@ -112,17 +112,21 @@ class TargetOptions(ModelOptions):
                 "--predictor needs the model's own routing, here routing is synthetic or replayed: leave it out, "
                 "--accuracy sets the quality of forecasts"
             )
-        if self.replay is not None and ("persistence" in self.process or "skew" in self.process):
-            raise ExpertcastError("--replay uses the routing of traces: leave --persistence and --skew out")
         if self.random:
-            if given := [name for name, value in self.passed_on(self.target).items() if value]:
-                raise ExpertcastError(
-                    f"{flags_of(given[:1])} needs a model, and {self.target} is a shape: leave it out"
-                )
             check_shape(self.target, layers=self.layers, dtype=self.dtype)
 
     @property
-    def form(self) -> str:
+    def form(self) -> Form:
+        """A shape or a model, with its own, drawn or replayed routing."""
+        unread: set[str] = {"persistence", "skew"} if self.replay is not None else set()
+        if self.random:
+            return Form("a shape", read_by(type(self), but=unread | read_by(CheckpointOptions, but={"dtype"})))
+        if self.routing is None:
+            unread.add("seed")
+        return Form("a model", read_by(type(self), but={"layers", *unread}))
+
+    @property
+    def experts_form(self) -> str:
         """Form of the experts."""
         return self.experts or StoredOptions.experts
 
@@ -180,7 +184,7 @@ class Target:
         if options.random:
             say(f"building {options.target} with random weights")
             model = build_shape(options.target, layers=options.layers, dtype=options.dtype, seed=options.seed)
-            pack_experts(find_moe_layers(model), options.form, options.device_name)
+            pack_experts(find_moe_layers(model), options.experts_form, options.device_name)
         else:
             model = _load_model(options)
         view = find_moe_layers(model)
@@ -265,7 +269,7 @@ class Target:
             "random_weights": self.options.random,
             "shape": self.view.shape.as_dict(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "experts_form": self.options.form,
+            "experts_form": self.options.experts_form,
             "weight_bits": weight_bits(self.view),
             "block_bytes": self.store.layout.block_bytes,
             "routing": "the model's own routers" if process is None else process.tables.source,
@@ -288,8 +292,8 @@ def _load_model(options: TargetOptions) -> PreTrainedModel:
 
     name = options.target
     try:
-        if options.form != StoredOptions.experts:
-            return loaded_model(options.offloaded(name, OffloadConfig(experts=options.form, cache=False)))
+        if options.experts_form != StoredOptions.experts:
+            return loaded_model(options.offloaded(name, OffloadConfig(experts=options.experts_form, cache=False)))
         return load_model(name, dtype=options.dtype, **options.passed_on(name))
     except ExpertcastError as error:
         if "/" in name or Path(name).exists():

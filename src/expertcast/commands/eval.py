@@ -14,7 +14,7 @@ import torch
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.results import Table, ledger_table
 from expertcast.commands.numbers import positive_number
-from expertcast.commands.options import BANDWIDTH, Count, OffloadedOptions, Option
+from expertcast.commands.options import BANDWIDTH, Count, Form, OffloadedOptions, Option, read_by
 from expertcast.commands.output import Outcome, folder
 from expertcast.commands.predictors import (
     QualityOptions,
@@ -68,6 +68,12 @@ class Options(OffloadedOptions, QualityOptions):
     layer for waiting, and forecasts take no time)."""
     expert_bytes: Count | None = None
     """Bytes of one expert, with --bandwidth (default: as in the model)."""
+
+    @property
+    def form(self) -> Form:
+        """With or without a model to measure."""
+        of_model = () if self.model else read_by(OffloadedOptions, QualityOptions)
+        return Form("eval without --model", read_by(Options, but=of_model))
 
 
 def run(options: Options) -> Outcome:

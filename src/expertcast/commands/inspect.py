@@ -10,7 +10,7 @@ from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, holds_predictor
 from expertcast.checkpoints.results import ladder_table
-from expertcast.commands.options import ModelOptions, Option
+from expertcast.commands.options import CheckpointOptions, Form, Option, read_by
 from expertcast.commands.output import Outcome, describe_traces, table
 from expertcast.data.inspection import inspect_model
 from expertcast.data.machine import available_memory
@@ -37,6 +37,15 @@ class Options:
     trust_remote_code: bool = False
     """Run Python code from the model's repository."""
 
+    @property
+    def form(self) -> Form:
+        """Whether files are verified, or artefacts or a model described."""
+        if self.verify:
+            return Form("--verify", {"target", "verify"})
+        if (Path(self.target) / TRACE_FILE).is_file() or holds_predictor(Path(self.target)):
+            return Form(f"{self.target}, which is no model", {"target"})
+        return Form("a model", read_by(Options, but={"verify"}))
+
 
 def run(options: Options) -> Outcome:
     """Describe the target without reading weights, or verify all its files."""
@@ -59,7 +68,7 @@ def run(options: Options) -> Outcome:
             f"{folder} has neither config.json (model, checkpoint) nor trace.json (traces): give such a folder, or a "
             "store with --verify"
         )
-    given = ModelOptions(revision=options.revision, trust_remote_code=options.trust_remote_code)
+    given = CheckpointOptions(revision=options.revision, trust_remote_code=options.trust_remote_code)
     passed = given.passed_on(options.target)
     report = asdict(inspect_model(options.target, **passed))
     if not report["supported"]:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
@@ -85,6 +85,15 @@ class Given(dict[str, object], Generic[C]):
     """Fields of a dataclass that the command line sets: `Annotated[Given[Config], Fields(...)]`."""
 
 
+class Form(NamedTuple):
+    """A way to run a command. Options of a command with several have a property `form`; the others read all options."""
+
+    name: str
+    """Completes "--option does not apply to"."""
+    reads: Collection[str]
+    """Names of the options that it reads; others are refused."""
+
+
 class _Field(NamedTuple):
     """A field of a dataclass, with its type taken apart."""
 
@@ -96,6 +105,11 @@ class _Field(NamedTuple):
     """Generic types around it: tuple, Given, a union."""
     option: Option | Fields
     """Fields for a nested dataclass."""
+
+    @property
+    def flag(self) -> str:
+        own = self.option.flag if isinstance(self.option, Option) else None
+        return own or "--" + self.name.replace("_", "-")
 
 
 def add_options(parser: argparse._ActionsContainer, cls: type[C]) -> None:
@@ -113,7 +127,7 @@ def add_options(parser: argparse._ActionsContainer, cls: type[C]) -> None:
         group, inner_docs = parser.add_argument_group(field.name, docs[field.name]), field_docs(field.kind)
         for inner in _fields(field.kind, field.option):
             assert isinstance(inner.option, Option)
-            _add(group, inner, inner.option, inner_docs[inner.name], given=Given in field.around)
+            _add(group, inner, inner.option, inner_docs[inner.name], nested=True)
 
 
 def read_options(cls: type[C], args: argparse.Namespace) -> C:
@@ -124,19 +138,38 @@ def read_options(cls: type[C], args: argparse.Namespace) -> C:
         args: the parsed options.
 
     Raises:
-        ExpertcastError: values that the dataclass refuses.
+        ExpertcastError: values that the dataclass refuses, or options that the form of the command does not read.
     """
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
     values: dict[str, object] = {}
     for field in _fields(cls):
         if isinstance(field.option, Option):
-            values[field.name] = _value(field, args)
+            values |= {field.name: given[field.name]} if field.name in given else {}
             continue
-        inner = {each.name: _value(each, args) for each in _fields(field.kind, field.option)}
-        if Given in field.around:
-            values[field.name] = Given({name: value for name, value in inner.items() if value is not None})
-        else:
-            values[field.name] = field.kind(**inner)
-    return cls(**values)
+        inner = {each.name: given[each.name] for each in _fields(field.kind, field.option) if each.name in given}
+        values[field.name] = Given(inner) if Given in field.around else field.kind(**inner)
+    made = cls(**values)
+    form = getattr(made, "form", None)
+    if form is not None:
+        unread = [flag for name, flag in _flags(cls).items() if name in given and name not in form.reads]
+        if unread:
+            raise ExpertcastError(f"{', '.join(unread)}: not read by {form.name}; leave it out")
+    return made
+
+
+def read_by(*sources: type[DataclassInstance] | str, but: Iterable[str] = ()) -> frozenset[str]:
+    """Return the names of options for :attr:`Form.reads`: those of dataclasses and single names."""
+    found = {name for each in sources for name in ([each] if isinstance(each, str) else _flags(each))}
+    return frozenset(found - set(but))
+
+
+def _flags(cls: type[DataclassInstance]) -> dict[str, str]:
+    """Return the flags of a dataclass by the names of its fields and of those nested in it."""
+    found: dict[str, str] = {}
+    for field in _fields(cls):
+        inner = [field] if isinstance(field.option, Option) else _fields(field.kind, field.option)
+        found |= {each.name: each.flag for each in inner}
+    return found
 
 
 def _fields(cls: type[DataclassInstance], only: Mapping[str, Option] | None = None) -> Iterator[_Field]:
@@ -163,30 +196,24 @@ def _taken_apart(hint: object) -> tuple[type, set[object], list[object]]:
     return typing.cast(type, hint), around, notes
 
 
-def _value(field: _Field, args: argparse.Namespace) -> object:
-    value = getattr(args, field.name)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _add(parser: argparse._ActionsContainer, field: _Field, option: Option, doc: str, *, given: bool = False) -> None:
-    """Add an option with that docstring; with `given` its default is None, whatever the field's is."""
+def _add(parser: argparse._ActionsContainer, field: _Field, option: Option, doc: str, *, nested: bool = False) -> None:
+    """Add an option with that docstring, whose value is in the namespace only if it is given."""
     required = field.default is dataclasses.MISSING
     default = None if required else field.default
     text = _help("; ".join(filter(None, (doc.rstrip("."), option.help))), default)
     if option.positional:
         parser.add_argument(field.name, type=option.read or field.kind, metavar=option.metavar, help=text)
         return
-    flag = option.flag or "--" + field.name.replace("_", "-")
     if field.kind is bool:
-        parser.add_argument(flag, dest=field.name, action="store_true", help=text)
+        parser.add_argument(field.flag, dest=field.name, action="store_true", default=argparse.SUPPRESS, help=text)
         return
     parser.add_argument(
-        flag,
+        field.flag,
         dest=field.name,
         type=option.read or field.kind,
         nargs="+" if tuple in field.around else None,
-        required=required and not given,
-        default=None if given else default,
+        required=required and not nested,
+        default=argparse.SUPPRESS,
         metavar=option.metavar,
         choices=option.choices,
         help=text,
@@ -233,19 +260,37 @@ Text = Annotated[TextOptions, Fields(window=COUNT, batch_size=COUNT, early_rank=
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Options of loading a model."""
+class CheckpointOptions:
+    """Options of reading a model's checkpoint."""
 
     dtype: Annotated[str, Option(choices=("auto", "bf16", "fp16", "fp32"))] = "auto"
     """Dtype of the weights in memory."""
-    device: str = "auto"
-    """Device: cpu, cuda, cuda:1 ... (default: cuda if there is one)."""
     revision: Annotated[str | None, Option(metavar="REV")] = None
     """Branch, tag or commit of a model on the hub (default: main)."""
     trust_remote_code: bool = False
     """Run Python code from the model's repository."""
     attn_implementation: Annotated[str | None, Option(metavar="NAME")] = None
     """Attention implementation of transformers, such as sdpa, eager or flash_attention_2 (default: its choice)."""
+
+    def passed_on(self, name: str) -> dict[str, Any]:
+        """Return the keyword arguments of `from_pretrained` for the model `name`.
+
+        Raises:
+            ExpertcastError: --revision for a local folder.
+        """
+        if self.revision is not None and Path(resolve_model(name)).exists():
+            raise ExpertcastError(f"--revision {self.revision} applies only to hub models; {name} is a local folder")
+        given = {"revision": self.revision, "attn_implementation": self.attn_implementation}
+        known = {key: value for key, value in given.items() if value is not None}
+        return {**known, "trust_remote_code": self.trust_remote_code}  # without it transformers would ask at a terminal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(CheckpointOptions):
+    """Options of loading a model."""
+
+    device: str = "auto"
+    """Device: cpu, cuda, cuda:1 ... (default: cuda if there is one)."""
 
     @property
     def device_name(self) -> str:
@@ -269,28 +314,15 @@ class ModelOptions:
         """Return the tokenizer of the model `name`."""
         return load_tokenizer(name, **self.passed_on(name))
 
-    def offloaded(self, name: str, config: OffloadConfig, device: str | None = None) -> OffloadedModel:
-        """Load the model `name` offloaded, on --device unless `device` is given.
+    def offloaded(self, name: str, config: OffloadConfig) -> OffloadedModel:
+        """Load the model `name` offloaded.
 
         Raises:
             ExpertcastError: as :func:`expertcast.load_offloaded`.
         """
         from expertcast.runtime.loading import load_offloaded
 
-        device = device or self.device_name
-        return load_offloaded(name, config, device=device, dtype=self.dtype, **self.passed_on(name))
-
-    def passed_on(self, name: str) -> dict[str, Any]:
-        """Return the keyword arguments of `from_pretrained` for the model `name`.
-
-        Raises:
-            ExpertcastError: --revision for a local folder.
-        """
-        if self.revision is not None and Path(resolve_model(name)).exists():
-            raise ExpertcastError(f"--revision {self.revision} applies only to hub models; {name} is a local folder")
-        given = {"revision": self.revision, "attn_implementation": self.attn_implementation}
-        known = {key: value for key, value in given.items() if value is not None}
-        return {**known, "trust_remote_code": self.trust_remote_code}  # without it transformers would ask at a terminal
+        return load_offloaded(name, config, device=self.device_name, dtype=self.dtype, **self.passed_on(name))
 
 
 _FEW_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")

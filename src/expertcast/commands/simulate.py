@@ -5,17 +5,27 @@ L MoE layers, E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import BANDWIDTHS, not_negative, positive_number
-from expertcast.commands.options import BANDWIDTH, COUNT, Count, Fields, Option, flags_of, own_policy
+from expertcast.commands.options import (
+    BANDWIDTH,
+    COUNT,
+    Count,
+    Fields,
+    Form,
+    ModelOptions,
+    Option,
+    flags_of,
+    own_policy,
+    read_by,
+)
 from expertcast.commands.output import Outcome, folder, say, write_json
 from expertcast.commands.predictors import QualityOptions, check_shape, evaluated, policy_quality
 from expertcast.commands.routing_file import (
@@ -341,6 +351,26 @@ class Options(QualityOptions):
     out: Annotated[Path | None, Option(metavar="DIR", read=folder)] = None
     """Write the results, a table and PNGs to this folder."""
 
+    @property
+    def form(self) -> Form:
+        """A routing file, or traces with or without a measurement of quality."""
+        of_file = {"experts_per_layer", "expert_bytes"}
+        sizes = {"traces", "sweep", "slots", "capacity", "memory", "out"}
+        if is_routing_file(self.traces):
+            return Form("a routing file", sizes | of_file | {"policy", "scope", "bandwidth", "latency"})
+        if self.measures:
+            return Form("a traces folder", read_by(Options, but=of_file))
+        of_model = {"dtype", "device", "store_folder", "in_place", "data", "text_column", "quality_tokens"}
+        if not self.model:
+            of_model |= read_by(ModelOptions)
+        return Form("a simulation that measures no quality", read_by(Options, but=of_file | of_model))
+
+    @property
+    def measures(self) -> bool:
+        """Whether the quality of policies is measured."""
+        chosen = self.policies.chosen(self.predictor, ("lru",))
+        return not self.no_quality and (self.model is not None or any(each.policies.lossy for each in chosen))
+
 
 def _pack(options: Options, view: MoEView) -> None:
     """Give the traces' experts, which have no weights, the shapes of --experts.
@@ -444,10 +474,6 @@ def _check(options: Options) -> None:
     """Raise ExpertcastError for options that contradict each other, before a file is read."""
     if sum(map(bool, (options.slots, options.capacity, options.memory))) > 1:
         raise ExpertcastError("--slots, --capacity and --memory exclude each other: give one of them")
-    if not is_routing_file(options.traces) and (options.experts_per_layer or options.expert_bytes):
-        raise ExpertcastError(
-            "--experts-per-layer and --expert-bytes need a routing file, and a traces folder has both: leave them out"
-        )
     if options.policies.prefetch and not options.predictor and set(options.policies.prefetch) != {"none"}:
         raise ExpertcastError(f"--prefetch {options.policies.prefetch[0]} needs forecasts: give --predictor too")
     options.check_text()
@@ -528,12 +554,6 @@ def _write_results(out: Path, result: Json, text: str) -> list[Path]:
 
 # A routing file in place of a traces folder
 
-_TAKEN = {
-    "traces", "sweep", "slots", "capacity", "memory", "experts_per_layer", "expert_bytes", "processes", "out", "policy",
-    "scope", "bandwidth", "latency",
-}  # fmt: skip
-"""Options that apply to a routing file."""
-
 
 def _simulate_routing(options: Options) -> Outcome:
     """Replay every policy, scope, cache size and link.
@@ -572,21 +592,3 @@ def _check_routing(options: Options) -> None:
     for scope in options.policies.scope:
         if scope not in SCOPES:
             raise ExpertcastError(f"unknown scope {scope!r}: choose from {', '.join(SCOPES)}")
-    given = _given(options)
-    if given:
-        raise ExpertcastError(
-            f"{flags_of(given)} needs a traces folder, and {options.traces} is a routing file: give only options of "
-            "policy, scope, memory and link"
-        )
-
-
-def _given(options: Any) -> Sequence[str]:
-    """Return the names of options that a routing file does not support."""
-    names: list[str] = []
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if dataclasses.is_dataclass(value):
-            names += _given(value)
-        elif field.name not in _TAKEN and value != field.default:
-            names.append(field.name)
-    return names

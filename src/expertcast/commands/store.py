@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 
-from expertcast.commands.options import Model, ModelOptions, Option
+from expertcast.commands.options import CheckpointOptions, Model, Option
 from expertcast.commands.output import Outcome, new_file
 from expertcast.data.packed_experts import weight_bits
 from expertcast.predictors import ExpertcastError
@@ -62,7 +62,7 @@ def codecs() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(CheckpointOptions):
     """Options of `expertcast store`."""
 
     model: Model
@@ -101,8 +101,10 @@ class Options(ModelOptions):
 
 def run(options: Options) -> Outcome:
     """Load the model offloaded, which packs it layer by layer, and report the size of the file."""
-    config = options.configuration()
-    with options.offloaded(options.model, config, "cpu") as offloaded:
+    from expertcast.runtime.loading import load_offloaded
+
+    config, given = options.configuration(), options.passed_on(options.model)
+    with load_offloaded(options.model, config, device="cpu", dtype=options.dtype, **given) as offloaded:
         store = offloaded.store
         place = getattr(store, "in_place", None)
         codec = config.codec if place is None else None

@@ -9,7 +9,19 @@ from typing import Annotated
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.hub import HubName, NotOnHubError
 from expertcast.checkpoints.results import ledger_table
-from expertcast.commands.options import COUNT, SEED, Count, Data, Fields, OffloadedOptions, Option, Text, TextColumn
+from expertcast.commands.options import (
+    COUNT,
+    SEED,
+    Count,
+    Data,
+    Fields,
+    Form,
+    OffloadedOptions,
+    Option,
+    Text,
+    TextColumn,
+    read_by,
+)
 from expertcast.commands.output import Outcome, folder, say
 from expertcast.commands.predictors import checkpoint_metrics, ledger_of, predictor_config, registered
 from expertcast.data.live import NOTE, with_default_vectors
@@ -59,6 +71,14 @@ class Options(OffloadedOptions):
     """Windows and batches of the text, with MODEL."""
     fit: Annotated[FitOptions, _FIT]
     """Fitting."""
+
+    @property
+    def form(self) -> Form:
+        """Training on traces, or online."""
+        if self.data:
+            return Form("training on a model", read_by(Options))
+        of_text = read_by(OffloadedOptions, "data", "text_column", "window", "batch_size", "early_rank")
+        return Form("training on traces", read_by(Options, but=of_text))
 
 
 def run(options: Options) -> Outcome:
