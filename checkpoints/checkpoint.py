@@ -100,6 +100,8 @@ class ConfigFile(TypedDict):
     """Slope, root and offset of each layer pair (:class:`LogOdds`), by distance."""
     member_calibration: dict[str, dict[str, _Readings]]
     """Calibration of the predictor's members, by name."""
+    code: dict[str, str]
+    """MODULE:CLASS of the predictor and members that are not this package's, by name; loading never imports them."""
     training: NotRequired[_Free]
     files: _Files
     digest: str
@@ -401,10 +403,16 @@ class PredictorCheckpoint:
             ExpertcastError: the predictor is unknown, or its config has invalid fields.
         """
         path = self.folder / CONFIG
+        for name, code in self.config["code"].items():
+            if name not in PREDICTORS.names():
+                raise ExpertcastError(
+                    f"{self.folder} needs the class {code}, which is not this package's: give {code}@{self.folder} on "
+                    "the command line, or import it and call expertcast.register first"
+                )
         try:
             cls = predictor_class(self.name)
         except ExpertcastError as error:
-            raise ExpertcastError(f"{path}: {error}; or register the predictor before loading it") from None
+            raise ExpertcastError(f"{path}: {error}; {REMEDY}") from None
         what = f"{path}: predictor_config of {self.name!r}"
         return cls, from_values(cls.config_class, self.config["predictor_config"], what, REMEDY)
 
@@ -542,6 +550,11 @@ def describe(predictor: Predictor, view: MoEView) -> Json:
         "tap_point": _reads(predictor),
         "calibration": _values(predictor),
         "member_calibration": {name: _values(member) for name, member in _members(predictor).items()},
+        "code": {
+            each.name: f"{type(each).__module__}:{type(each).__qualname__}"
+            for each in (predictor, *_members(predictor).values())
+            if not type(each).__module__.startswith("expertcast.")
+        },
         **provenance(),
     }
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.messages import ExpertcastError, Json, first_line
 from expertcast.predictors.options import check_finite, written
 from expertcast.predictors.view import ModelShape, MoEView
 
@@ -241,6 +241,8 @@ class Predictor(nn.Module, ABC):
         """By distance: the calibration of each layer pair. Distances without calibration are missing."""
         self.learned_from: frozenset[str] | None = None
         """Hashes (`Document.hash`) of the documents used for fitting or selection; None if unknown."""
+        self._checked: set[tuple[int, int]] = set()
+        """Targets and distances whose first forecast was checked."""
         self._view: list[MoEView] = []  # a list hides the model's modules from nn.Module
 
     @property
@@ -290,9 +292,26 @@ class Predictor(nn.Module, ABC):
         target = state.layer + ahead
         if target >= self.shape.layers:
             raise ExpertcastError(f"layer {target} does not exist: the model has MoE layers 0..{self.shape.layers - 1}")
-        forecast = self._forecast(state, target, ahead)
+        try:
+            forecast = self._forecast(state, target, ahead)
+            if (target, ahead) not in self._checked and torch._C._get_tracing_state() is None:
+                self._check(forecast.logits_TE, len(state.residual_TD))
+                self._checked.add((target, ahead))
+        except Exception as error:
+            if type(self).__module__.startswith("expertcast."):
+                raise
+            why = str(error) if isinstance(error, ExpertcastError) else f"{type(error).__name__}: {first_line(error)}"
+            raise ExpertcastError(f"predictor {self.name}, from layer {state.layer} to {target}: {why}") from error
         forecast.log_odds = self.log_odds(state.layer, ahead)
         return forecast
+
+    def _check(self, logits_TE: Tensor, tokens: int) -> None:
+        """Raise :class:`ExpertcastError` for logits of another shape, or with NaN: for the first of each layer, since
+        on a device the check waits for the computation."""
+        if logits_TE.shape != (tokens, self.shape.experts):
+            raise ExpertcastError(f"logits of shape {list(logits_TE.shape)}, not {[tokens, self.shape.experts]}")
+        if logits_TE.isnan().any():
+            raise ExpertcastError("logits are NaN: mask the rows of previous_logits_TLE without a previous token")
 
     def log_odds(self, layer: int, ahead: int) -> LogOdds | None:
         """Return the calibration of forecasts from `layer` to `layer + ahead`, or None."""

@@ -229,7 +229,7 @@ class Hybrid(Predictor):
         return self._chosen(state, ahead).input_vector(state, ahead)
 
     def _forecast(self, state: RouterState, target: int, ahead: int) -> Forecast:
-        return self._chosen(state, ahead)._forecast(state, target, ahead)
+        return self._chosen(state, ahead).forecast(state, ahead)
 
     def _chosen(self, state: RouterState, ahead: int) -> Predictor:
         return self.member(self.chosen[ahead, state.layer + ahead])

@@ -104,7 +104,7 @@ def test_a_missing_file_gives_one_clear_line(linear: Path, name: str) -> None:
     ("changes", "message"),
     [
         ({"format": 99}, "format is 99.*upgrade expertcast"),
-        ({"predictor": "oracle"}, r"linear/config.json: unknown predictor 'oracle'.*register the predictor"),
+        ({"predictor": "oracle"}, r"linear/config.json: unknown predictor 'oracle'.*train it again"),
         ({"predictor": "o" * 9999}, r"linear/config.json: unknown predictor 'o{,40}\.\.\.o{,40}':"),
         (
             {"predictor_config": {"ahead": [1], "strengths": [0.1], "reads": "quasi_hidden", "depth": 3}},

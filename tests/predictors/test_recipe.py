@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
+from expertcast.cli import build_parser, main
+from expertcast.commands.options import own_code
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, names, predictor_class
+from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, RouterState, names, predictor_class
 from expertcast.predictors import base as registry
+from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.training import fit as fitting
 from expertcast.training.evaluation import evaluate
 
@@ -49,6 +54,120 @@ def test_the_recipe_works(recipe: dict[str, Any], reference_traces: TraceDataset
     assert scores["recall_at_k"]["stay"]["mean"] > 2 * shape.top_k / shape.experts
     with pytest.raises(ExpertcastError, match="share=2"):
         recipe["StayConfig"](share=2.0)
+
+
+OWN = """
+import expertcast
+from torch import nn
+
+class Head(expertcast.Predictor):
+    name = "own_head"
+
+    def __init__(self, config, shape):
+        super().__init__(config, shape)
+        self.head = nn.Linear(shape.experts, shape.experts)
+
+    def logits(self, state, ahead):
+        return self.head(state.logits_TE.float())
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with a module of the user's own, which is the current one."""
+    monkeypatch.setattr(registry.PREDICTORS, "_classes", dict(registry.PREDICTORS._classes))
+    monkeypatch.delitem(sys.modules, "own_module", raising=False)
+    (tmp_path / "own_module.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_checkpoint_of_own_code(
+    own_module: Path, together: bool, reference_traces: TraceDataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says which class it needs, imports nothing by itself, and is loaded where the class is named."""
+    name, view = own_code("own_module:Head"), reference_traces.view
+    config = HybridConfig(candidates=["next_norm", name]) if together else None
+    fitted = fitting.fit("hybrid" if together else name, reference_traces, config=config).predictor
+    if together:  # as if it were the best at one layer
+        first, *others = fitted.config.choices
+        config = replace(
+            fitted.config,
+            choices=[{**first, "predictor": name}, *others],
+            member_configs={key: {"ahead": [1]} for key in config.candidates},
+        )
+        fitted = Hybrid(config, view.shape).bind(view)
+    save_predictor(fitted, "ckpt", view=view)
+    registry.PREDICTORS._classes.pop(name)
+    del sys.modules["own_module"]
+    with pytest.raises(ExpertcastError, match=r"needs the class own_module:Head, .*give own_module:Head@ckpt"):
+        load_predictor("ckpt", view)
+    assert "own_module" not in sys.modules
+    assert main(["inspect", "own_module:Head@ckpt", "--verify"]) == 0
+    assert load_predictor("ckpt", view).state_dict().keys() == fitted.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("nowhere:Head@ckpt", "cannot import predictor nowhere:Head (ModuleNotFoundError: No module named 'nowhere')"),
+        ("own_module:Tail", "cannot import predictor own_module:Tail (AttributeError"),
+        ("own_module:expertcast", "own_module:expertcast is no subclass of expertcast.Predictor"),
+    ],
+)
+def test_own_code_that_is_not_there(
+    own_module: Path, word: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "traces", "--predictor", word])
+    assert message in capsys.readouterr().err
+
+
+def test_every_command_with_a_predictor_takes_own_code() -> None:
+    commands = next(action for action in build_parser()._actions if action.dest == "command").choices
+    assert commands is not None
+    found = {
+        name: action.type
+        for name, parser in dict(commands).items()
+        for action in parser._actions
+        if action.dest == "predictor"
+    }
+    assert found.keys() == {"advise", "bench", "eval", "generate", "serve", "simulate", "store", "train"} & found.keys()
+    assert len(found) >= 7
+    assert set(found.values()) == {own_code}
+
+
+class Faulty(Predictor):
+    """Fails in the way of its subclass."""
+
+    name = "faulty"
+
+
+class _Nan(Faulty):
+    def logits(self, state: RouterState, ahead: int) -> Tensor:
+        return state.logits_TE * float("nan")
+
+
+class _Narrow(Faulty):
+    def logits(self, state: RouterState, ahead: int) -> Tensor:
+        return state.logits_TE[:, 1:]
+
+
+class _Raising(Faulty):
+    def logits(self, state: RouterState, ahead: int) -> Tensor:
+        raise KeyError("a key")
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"), [(_Nan, "logits are NaN"), (_Narrow, "logits of shape [64, 63]"), (_Raising, "KeyError: 'a key'")]
+)
+def test_a_faulty_predictor_is_named(cls: type[Predictor], why: str, reference_traces: TraceDataset) -> None:
+    view = reference_traces.view
+    predictor = cls(PredictorConfig(), view.shape).bind(view)
+    with pytest.raises(ExpertcastError) as caught:
+        evaluate({"it": predictor}, reference_traces.batches("test", 64), view)
+    assert str(caught.value).startswith(f"predictor faulty, from layer 0 to 1: {why}")
 
 
 def test_registry_refuses_a_second_class_of_one_name(recipe: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from expertcast.commands.options import (
     BANDWIDTH,
     COUNT,
     MODEL_HELP,
+    PREDICTOR,
     SEED,
     CheckpointOptions,
     Fields,
@@ -81,7 +82,7 @@ class TargetOptions(ModelOptions):
     """Offloading of the experts."""
     copy_over_compute: Annotated[float | None, Option(metavar="R", read=positive_number)] = None
     """Speed of the emulated link: K copies take R layers' time (default: 5; advise: the real link)."""
-    predictor: Annotated[str | None, Option(metavar="NAME|CKPT")] = None
+    predictor: Annotated[str | None, PREDICTOR] = None
     """Predictor, with the model's own routing (default: next_norm)."""
     process: Annotated[Given[RoutingOptions], _PROCESS]
     """Synthetic routing, for shapes (random weights route at random) and, with any of these options, for models."""

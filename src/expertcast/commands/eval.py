@@ -14,7 +14,7 @@ import torch
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.results import Table, ledger_table
 from expertcast.commands.numbers import positive_number
-from expertcast.commands.options import BANDWIDTH, Count, Form, OffloadedOptions, Option, read_by
+from expertcast.commands.options import BANDWIDTH, PREDICTOR, Count, Form, OffloadedOptions, Option, read_by
 from expertcast.commands.output import Outcome, folder
 from expertcast.commands.predictors import (
     QualityOptions,
@@ -49,7 +49,7 @@ class Options(OffloadedOptions, QualityOptions):
 
     traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
     """Traces folder, or user/repo of the hub."""
-    predictor: Annotated[tuple[str, ...], Option(metavar="NAME|CKPT")]
+    predictor: Annotated[tuple[str, ...], PREDICTOR]
     """Predictors to score. Names are fitted on the train split and scored on the test split, checkpoints are scored on
     all splits; documents that a predictor learned from are left out."""
     split: Annotated[str | None, Option(choices=(*SPLITS, ALL))] = None

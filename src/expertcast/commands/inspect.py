@@ -10,7 +10,7 @@ from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, holds_predictor
 from expertcast.checkpoints.results import ladder_table
-from expertcast.commands.options import CheckpointOptions, Form, Option, read_by
+from expertcast.commands.options import CheckpointOptions, Form, Option, own_code, read_by
 from expertcast.commands.output import Outcome, describe_traces, table
 from expertcast.data.inspection import inspect_model
 from expertcast.data.machine import available_memory
@@ -26,7 +26,7 @@ from expertcast.predictors.messages import Json, aligned, format_bytes
 class Options:
     """Options of `expertcast inspect`."""
 
-    target: Annotated[str, Option(positional=True, metavar="MODEL|TRACES|CKPT|STORE")]
+    target: Annotated[str, Option(positional=True, metavar="MODEL|TRACES|CKPT|STORE", read=own_code)]
     """Folder or hub id to describe."""
     memory: Annotated[str | None, Option(metavar="BYTES")] = None
     """Memory for the experts of a model, such as 8GB, in which slots are counted (default: what is available)."""

@@ -15,6 +15,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
@@ -27,6 +28,7 @@ from expertcast.data.machine import torch_device
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.plan import TextOptions
 from expertcast.data.processes import join_ranks, wait_for_all
+from expertcast.predictors.base import Predictor, register
 from expertcast.predictors.messages import ExpertcastError, first_line
 from expertcast.predictors.options import field_docs
 
@@ -241,6 +243,50 @@ def flags_of(names: Iterable[str]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
+def _own_class(module: str, name: str, what: str) -> object:
+    """Import a class of the user's own, from the Python path or the current folder, also by processes started later.
+
+    Raises:
+        ExpertcastError: no such module or class, or an error in it.
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        with chdir(here):  # the module may change the folder
+            return getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a user's own code does
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise ExpertcastError(f"cannot import {what} {module}:{name} ({why})") from error
+
+
+def own_code(text: str) -> str:
+    """Parse a predictor or checkpoint, and import code of the user's own that it names.
+
+    Args:
+        text: `MODULE:CLASS` is registered and stands for its name, `MODULE:CLASS@CKPT` is registered and stands for the
+            checkpoint. A checkpoint by itself never imports the module that it names. Other texts stay as they are.
+
+    Raises:
+        ArgumentTypeError: no such module or class, an error in it, or a name that is taken.
+    """
+    named = re.fullmatch(r"([\w.]+):(\w+)(?:@(.+))?", text)
+    if named is None:
+        return text
+    module, name, rest = named.groups()
+    try:
+        found = _own_class(module, name, "predictor")
+        if not (isinstance(found, type) and issubclass(found, Predictor)):
+            raise ExpertcastError(f"{module}:{name} is no subclass of expertcast.Predictor")
+        own = register(found).name
+    except ExpertcastError as error:  # argparse hides the message of a ValueError
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return own_code(rest) if rest else own
+
+
+PREDICTOR = Option(
+    metavar="NAME|CKPT", read=own_code,
+    help="your own: MODULE:CLASS, imported from the current folder, or MODULE:CLASS@CKPT",
+)  # fmt: skip
 BANDWIDTH = Option(metavar="BYTES/S", read=bandwidth, help="a number, or pcie3, pcie4, pcie5 (12, 25, 50 GB/s)")
 COUNT = Option(metavar="N", read=positive)
 SEED = Option(metavar="N", read=seed)
@@ -414,14 +460,7 @@ def own_policy(text: str) -> str:
     registries = (EVICTION, PREFETCH, MISS, ROUTING, PRE_EVICTION)
     if any(module in registry.names() for registry in registries):
         return text
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever a user's own code does
-        raise ExpertcastError(
-            f"cannot import policy {module}:{name} ({type(error).__name__}: {first_line(error)})"
-        ) from error
+    found = _own_class(module, name, "policy")
     for registry in registries:
         if isinstance(found, type) and issubclass(found, registry.base):
             return registry.register(found).name + rest
@@ -453,7 +492,7 @@ class DeploymentOptions(ModelOptions):
     offload: Annotated[
         Given[OffloadConfig],
         Fields(
-            predictor=Option(metavar="NAME|CKPT"),
+            predictor=PREDICTOR,
             mode=Option(choices=MODES),
             slots=COUNT,
             memory=Option(metavar="BYTES"),

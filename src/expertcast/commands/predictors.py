@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,9 +35,8 @@ from expertcast.predictors import (
     RouterState,
     names,
     predictor_class,
-    register,
 )
-from expertcast.predictors.messages import Json, aligned, first_line
+from expertcast.predictors.messages import Json, aligned
 from expertcast.predictors.options import parse_settings
 from expertcast.training.evaluation import evaluate, ledger_entry
 from expertcast.training.fit import fit_many
@@ -106,31 +102,6 @@ POLICY_WINDOW = 128
 """Tokens per window with lossy policies, or twice the prefill if that is more; the rest is decoded token by token."""
 
 
-def registered(words: Sequence[str]) -> tuple[str, ...]:
-    """Return predictor names, with each `module:Class` imported from the current folder and registered.
-
-    Raises:
-        ExpertcastError: no such module or class, an error in it, or a name that is taken.
-    """
-    return tuple(_registered(word) if re.fullmatch(r"[\w.]+:\w+", word) else word for word in words)
-
-
-def _registered(word: str) -> str:
-    module, _, name = word.partition(":")
-    sys.path.insert(0, here := os.getcwd())
-    try:
-        with chdir(here):  # the module may change the folder
-            found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever a user's own code does
-        raise ExpertcastError(f"cannot import predictor {word!r}: {first_line(error)}") from error
-    finally:
-        with suppress(ValueError):
-            sys.path.remove(here)
-    if not (isinstance(found, type) and issubclass(found, Predictor)):
-        raise ExpertcastError(f"{word!r} is no subclass of expertcast.Predictor")
-    return register(found).name
-
-
 def predictor_config(name: str, ahead: Sequence[int], settings: Sequence[str] = ()) -> PredictorConfig:
     """Return a predictor's config from `--ahead` and `--set key=value ...`.
 
@@ -154,7 +125,6 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] 
         ExpertcastError: neither a checkpoint nor a name, two predictors of one name, or a checkpoint that reads early
             attention of another kind than these traces have.
     """
-    wanted = registered(wanted)
     found = {given: loaded(given, traces.view) for given in wanted if is_checkpoint(given)}
     for given, made in found.items():
         check_stand_in(made.predictor, traces, given)

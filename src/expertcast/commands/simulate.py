@@ -17,6 +17,7 @@ from expertcast.commands.numbers import BANDWIDTHS, not_negative, positive_numbe
 from expertcast.commands.options import (
     BANDWIDTH,
     COUNT,
+    PREDICTOR,
     Count,
     Fields,
     Form,
@@ -320,7 +321,7 @@ class Options(QualityOptions):
     """Run every eviction policy with slots for 1, 5, 10, 25 and 45% of the experts, with Belady's bounds."""
     policies: Annotated[PolicyOptions, Fields()]
     """NAME or NAME:OPTION=VALUE,...; several of a kind are all combined."""
-    predictor: Annotated[tuple[str, ...], Option(metavar="NAME|CKPT")] = ()
+    predictor: Annotated[tuple[str, ...], PREDICTOR] = ()
     """Predictors of prefetches; names are fitted on the train split."""
     ahead: Count = 1
     """Layers ahead."""

@@ -20,10 +20,11 @@ from expertcast.commands.options import (
     Option,
     Text,
     TextColumn,
+    own_code,
     read_by,
 )
 from expertcast.commands.output import Outcome, folder, say
-from expertcast.commands.predictors import checkpoint_metrics, ledger_of, predictor_config, registered
+from expertcast.commands.predictors import checkpoint_metrics, ledger_of, predictor_config
 from expertcast.data.live import NOTE, with_default_vectors
 from expertcast.data.online import OnlineTraces
 from expertcast.data.plan import SPLITS
@@ -51,8 +52,8 @@ class Options(OffloadedOptions):
 
     source: Annotated[str, Option(positional=True, metavar="TRACES|MODEL")]
     """Traces folder, user/repo of traces on the hub, or with --data a model to train on online."""
-    predictor: Annotated[tuple[str, ...], Option(metavar="NAME")]
-    """Name of the predictor, or module:Class of your own. Several become one `hybrid` checkpoint: the best one
+    predictor: Annotated[tuple[str, ...], Option(metavar="NAME", read=own_code)]
+    """Name of the predictor, or MODULE:CLASS of your own. Several become one `hybrid` checkpoint: the best one
     forecasts at each layer, and a run switches to a cheaper one if that saves time."""
     out: Annotated[Path, Option(metavar="CKPT", read=folder)]
     """Checkpoint folder to write."""
@@ -83,7 +84,6 @@ class Options(OffloadedOptions):
 
 def run(options: Options) -> Outcome:
     """Train, score and save; under torchrun every rank fits and scores the same predictor, and the first one saves."""
-    options = replace(options, predictor=registered(options.predictor))
     name, config = _wanted(options)
     with exclusive(resume_folder(options.out)):
         return _train(options, name, config)
