@@ -105,8 +105,8 @@ _MODELS = {"qwen3_moe": 4, "deepseek_v3": 4, "gpt_oss": 4, FP8: 1, MXFP4: 1, REF
 """Relative frequency of each model."""
 _OPTIONS = {
     "top_k": ["overfetch=1.5", "overfetch=3.0"], "percentile": ["over=token", "over=mass", "percentile=50.0"],
-    "threshold": ["above=0.1", "of=softmax,above=0.04"], "value": ["eviction=always", "least=0.2"],
-    "next_use": ["hedge=false", "horizon=2"], "marking": ["seed=7"],
+    "value": ["eviction=always", "least=0.2"],
+    "next_use": ["horizon=2"], "marking": ["seed=7"],
     "fld": ["distance=absolute"], "least_stale": ["order=layer"], "importance": ["alpha=0.0", "alpha=1.0"],
     "gap": ["literal=true", "tau=0.2,r_max=4"], "substitute": ["tolerance=1.0"], "drop": ["fetched=1"],
     "cache_aware": ["strength=1.0"], "early_exit": ["layers=1", "layers=3"], "bitsplit": ["shards=1", "shards=3"],

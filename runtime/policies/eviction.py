@@ -285,12 +285,12 @@ class Rescored(EvictionPolicy):
             self._note_lowest(layer)
 
     def victim(self, protected: Container[int]) -> int | None:
-        for layer in self._changed:
-            ranking = self._ranking[layer]
+        outdated = [layer for layer in self._changed if self._ranking[layer]]  # one of L policies has one layer only
+        for layer in outdated:
             scores = self._scores[layer] = self._score(layer)
-            ranking.sort(key=scores.value_E.__getitem__)
+            self._ranking[layer].sort(key=scores.value_E.__getitem__)
             self._note_lowest(layer)
-        self._changed.clear()
+        self._changed.difference_update(outdated)
         lowest = self._lowest.copy()
         while (score := min(lowest)) < math.inf:
             layer = lowest.index(score)

@@ -3,55 +3,20 @@
 L MoE layers, E routed experts per layer, K experts per token, F features of an expert, H half-lives. The key of an
 expert is layer * E + expert. A visit is one token at one layer.
 
-Source: this project. arXiv 2608.07911 finds that eviction by a learned next use can lose to LRU; shadow caches guard
-against this.
+Source: this project.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from expertcast.runtime.policies.base import CacheShape, PolicyConfig, number
-from expertcast.runtime.policies.eviction import LFRU, LFU, LRU, EvictionPolicy, NextRun, Scores
-
-
-class ShadowCache:
-    """Simulated cache without weights that loads on demand, to count the misses of a policy.
-
-    Args:
-        policy: eviction policy, used by this cache only.
-        slots: number of slots.
-    """
-
-    def __init__(self, policy: EvictionPolicy, slots: int) -> None:
-        self.policy, self._slots = policy, slots
-        self._keys: set[int] = set()
-
-    def run(self, layer: int, keys: Sequence[int]) -> int:
-        """Access distinct keys of a layer and return the number of misses. If not all keys fit, the last ones stay."""
-        policy, resident = self.policy, self._keys
-        policy.start_layer(layer, keys)
-        missing = [key for key in keys if key not in resident]
-        fitting = keys[-self._slots :]
-        protected = set(fitting)
-        for key in fitting:
-            if key in resident:
-                continue
-            if len(resident) == self._slots:
-                victim = policy.victim(protected)
-                assert victim is not None, "the protected keys fit"
-                policy.remove(victim)
-                resident.remove(victim)
-            policy.insert(key)
-            resident.add(key)
-        policy.use(fitting)
-        return len(missing)
-
+from expertcast.runtime.policies.eviction import NextRun, Scores
 
 Numbers = npt.NDArray[np.float64]
 
@@ -184,7 +149,6 @@ class UsageModel:
         self._weight_F = self._weight_F + np.linalg.solve(self._precision_FF, x_FE @ error_E)
 
 
-_CLASSIC = (LFRU, LRU, LFU)
 _MAX_HORIZON = 8
 
 
@@ -199,20 +163,13 @@ class NextUseConfig(PolicyConfig):
     """Strength of the prior, which is an average of recent use, in visits."""
     lead: float = number(0.5, "[0, inf)")
     """Reduction of the log-odds of an expert whose layer runs one token later."""
-    hedge: bool = True
-    """Follow lru, lfu or lfru while their shadow caches have fewer recent misses."""
-    margin: float = number(0.05, "[0, 1)")
-    """Share of the recent misses that another policy must save to take over."""
-    memory: int = number(64, "[1, inf)")
-    """Number of tokens over which misses are compared."""
 
 
-class NextUse(EvictionPolicy):
+class NextUse(NextRun):
     """Evicts the expert that is least likely to be used soon, by an online model of use.
 
-    :class:`UsageModel` estimates the probabilities. Shadow caches run it and the policies lru, lfu and lfru all the
-    time, and the policy with the fewest recent misses decides. The model learns from the tokens of the prompt on. It
-    takes O(E F^2) per layer and step, each shadow cache the time of its policy, and memory is constant.
+    The score is the log-odds of a use within the horizon (:class:`UsageModel`), reduced for layers that run later. The
+    model learns from the tokens of the prompt on. It takes O(E F^2) per layer and step, and memory is constant.
     """
 
     name = "next_use"
@@ -227,21 +184,6 @@ class NextUse(EvictionPolicy):
         self._model = UsageModel(experts=shape.experts, top_k=shape.top_k, horizon=horizon, prior=config.prior)
         self._prompt_layer = -1
         """Layer whose prompt `see_routing` has learned from token by token."""
-        learned = [_Learned(self), *([_Learned(self)] if config.hedge else [])]
-        classic = [(cls(PolicyConfig(), shape), cls(PolicyConfig(), shape)) for cls in _CLASSIC if config.hedge]
-        self._policies: list[EvictionPolicy] = [learned[0], *(real for real, _ in classic)]
-        """One policy of each kind over the residents of the real cache."""
-        self._shadows = [ShadowCache(policy, shape.slots) for policy in (*learned[1:], *(own for _, own in classic))]
-        self._misses = [0.0] * len(self._shadows)
-        self._leader = 0
-
-    def start_pass(self, fresh: bool) -> None:
-        decay = 1 - 1 / self.config.memory
-        self._misses = [misses * decay for misses in self._misses]
-        for policy in self._policies:
-            policy.start_pass(fresh)
-        for shadow in self._shadows:
-            shadow.policy.start_pass(fresh)
 
     def see_routing(self, layer: int, experts: Sequence[Sequence[int]]) -> None:
         self._prompt_layer = layer
@@ -252,51 +194,7 @@ class NextUse(EvictionPolicy):
         if self._prompt_layer != layer:
             self._model.visit(layer, [key - layer * self.shape.experts for key in keys])
         self._prompt_layer = -1
-        for policy in self._policies:
-            policy.start_layer(layer, keys)
-        for index, shadow in enumerate(self._shadows):
-            self._misses[index] += shadow.run(layer, keys)
-        if self._shadows:
-            self._choose()
-
-    def _choose(self) -> None:
-        best = min(range(len(self._misses)), key=self._misses.__getitem__)
-        if self._misses[best] < (1 - self.config.margin) * self._misses[self._leader]:
-            self._leader = best
-
-    def insert(self, key: int, full: bool = True) -> None:
-        for policy in self._policies:
-            policy.insert(key, full)
-
-    def use(self, keys: Sequence[int]) -> None:
-        for policy in self._policies:
-            policy.use(keys)
-
-    def remove(self, key: int) -> None:
-        for policy in self._policies:
-            policy.remove(key)
-
-    def clear(self) -> None:
-        for policy in self._policies:
-            policy.clear()
-
-    def victim(self, protected: Container[int]) -> int | None:
-        return self._policies[self._leader].victim(protected)
-
-    def log_odds(self, layer: int) -> Sequence[float]:
-        """Return the log-odds that each expert of a layer is used within the horizon [E]."""
-        odds: list[float] = self._model.log_odds(layer).tolist()
-        return odds
-
-
-class _Learned(NextRun):
-    """Eviction by the model alone: the score is the log-odds, reduced for layers that run later."""
-
-    name = "learned"
-
-    def __init__(self, owner: NextUse) -> None:
-        super().__init__(owner.config, owner.shape)
-        self._owner = owner
+        super().start_layer(layer, keys)
 
     def _score(self, layer: int) -> Scores:
-        return Scores(self._owner.log_odds(layer), offset=-self._owner.config.lead * self._due(layer))
+        return Scores(self._model.log_odds(layer).tolist(), offset=-self.config.lead * self._due(layer))

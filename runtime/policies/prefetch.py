@@ -347,54 +347,6 @@ def _any(p_TE: Array) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThresholdConfig(PolicyConfig):
-    """Options of :class:`Threshold`."""
-
-    above: float = number(0.4, "[0, 1)")
-    """Probability above which experts are loaded; for softmax, .04 was best on the reference model."""
-    of: str = one_of("use", "softmax")
-    """Probability that is compared. `use`: that the step uses the expert, calibrated while the model runs. `softmax`:
-    the maximum softmax over tokens, which depends on E and K."""
-
-
-class Calibrated(PrefetchPolicy):
-    """Base class of policies that use the calibrated probability that a step uses an expert."""
-
-    reads_link = True  # see_routing is only called for policies that read the link
-
-    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._calibration = Calibration(shape.top_k)
-
-    def probability(self, candidates: Candidates) -> Array:
-        """Return the probability that the step uses each expert [E]."""
-        forecast = candidates.forecast
-        return self._calibration.probability(candidates.layer, forecast.logits_TE, forecast.log_odds)
-
-    def see_routing(self, layer: int, ids: Sequence[int]) -> None:
-        self._calibration.learn(layer, ids)
-
-
-class Threshold(Calibrated):
-    """Loads the experts whose probability exceeds a threshold, likeliest first.
-
-    The default thresholds have the highest F1 score on the reference model: .83 with forecasts from quasi-hidden states
-    and .91 with a distilled estimator. The best F1 scores with softmax are .74 and .77.
-    """
-
-    name = "threshold"
-    config_class = ThresholdConfig
-    config: ThresholdConfig
-
-    def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
-        if self.config.of == "softmax":
-            probability_TE = candidates.probability_TE.numpy()
-        else:
-            probability_TE = self.probability(candidates)[None]
-        return likeliest_first(probability_TE > self.config.above, probability_TE)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ValueConfig(PolicyConfig):
     """Options of :class:`Value`."""
 
@@ -405,7 +357,7 @@ class ValueConfig(PolicyConfig):
     evicts as well. `always`: every copy."""
 
 
-class Value(Calibrated):
+class Value(PrefetchPolicy):
     """Loads the likeliest experts while the expected saving of waiting time exceeds the expected cost.
 
     A copy takes `copy_s` seconds and starts after `backlog_s`; the layer needs the expert in `deadline_s`. If the
@@ -425,10 +377,19 @@ class Value(Calibrated):
     name = "value"
     config_class = ValueConfig
     config: ValueConfig
+    reads_link = True
+
+    def __init__(self, config: ValueConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
+        self._calibration = Calibration(shape.top_k)
+
+    def see_routing(self, layer: int, ids: Sequence[int]) -> None:
+        self._calibration.learn(layer, ids)
 
     def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
         assert link is not None, "required by reads_link"
-        p_E = self.probability(candidates)
+        forecast = candidates.forecast
+        p_E = self._calibration.probability(candidates.layer, forecast.logits_TE, forecast.log_odds)
         named = {expert for row in candidates.ids for expert in row}
         selected = [expert for expert in named if link.resident(expert)]
         selected += self._worth_loading(p_E, link)
@@ -470,6 +431,4 @@ def saved_s(p: float, backlog_s: float, copy_s: float, deadline_s: float) -> flo
     return p * (copy_s - late_s) - (1.0 - p) * late_s
 
 
-PREFETCH: PolicyRegistry[PrefetchPolicy] = PolicyRegistry(
-    "prefetch policy", NoPrefetch, TopK, Percentile, Threshold, Value
-)
+PREFETCH: PolicyRegistry[PrefetchPolicy] = PolicyRegistry("prefetch policy", NoPrefetch, TopK, Percentile, Value)

@@ -89,7 +89,7 @@ class Policies:
 
     Example:
         >>> import expertcast
-        >>> policies = expertcast.Policies(eviction="lfu", prefetch="threshold:above=0.3", scope="layer")
+        >>> policies = expertcast.Policies(eviction="lfu", prefetch="value", scope="layer")
         >>> policies.eviction.name, policies.lossy
         ('lfu', False)
     """

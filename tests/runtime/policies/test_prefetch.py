@@ -25,7 +25,6 @@ from expertcast.runtime.policies.prefetch import (
     Candidates,
     LinkState,
     Percentile,
-    PrefetchPolicy,
     RunningQuantile,
     Value,
     saved_s,
@@ -84,9 +83,6 @@ def test_runtime_and_evaluation_round_up(factor: str, top_k: int) -> None:
     )
     one = wanted(torch.arange(EXPERTS).flip(0)[None].float(), top_k)
     assert len(policy.experts(one, None)) == expected
-    on_device = policy.device_ids(one.forecast)
-    assert on_device is not None
-    assert len(on_device.unique()) == expected
     shape = ModelShape(layers=2, experts=EXPERTS, top_k=top_k, hidden=4)
     assert budget(float(factor), shape) == expected
     assert overfetched(float(factor), top_k, EXPERTS) == expected
@@ -121,17 +117,6 @@ def test_one_tokens_percentile_is_a_count(experts: int, count: int) -> None:
         assert len(got) == count
         assert set(got) == set(np.flatnonzero(scores_E >= np.quantile(scores_E, 0.8)).tolist())
         assert got == sorted(got, key=lambda expert: -scores_E[expert])
-
-
-def test_on_the_device_too() -> None:
-    logits_TE = _logits(0, 3, 16)
-    policy = _made("percentile:over=token", 16, 2)
-    ids_N = policy.device_ids(wanted(logits_TE, 2).forecast)
-    assert ids_N is not None
-    assert ids_N.shape == (3 * 4,)
-    assert ids_N[:3].tolist() == logits_TE.argmax(dim=-1).tolist(), "each token's first, then each one's second"
-    assert set(ids_N.tolist()) == set(policy.experts(wanted(logits_TE, 2), None))
-    assert _made("percentile", 16, 2).device_ids(wanted(logits_TE, 2).forecast) is None
 
 
 def test_mass_by_hand() -> None:
@@ -292,51 +277,15 @@ def test_a_calibrated_forecast_is_where_it_starts() -> None:
     assert (calibration.probability(1, logits_TE, log_odds)[:2] > started[:2]).all()
 
 
-@pytest.mark.parametrize("selection", ["threshold", "value"])
-def test_selections_read_it(selection: str) -> None:
+def test_selections_read_it() -> None:
     """The first expert is likely by its logit; with a calibration that makes all unlikely no copy pays."""
     shape = CacheShape(layers=2, experts=4, top_k=1, slots=8)
     plain = wanted(torch.tensor([[2.0, 0.0, -9.0, -9.0]]), 1)
     flat = wanted(torch.tensor([[2.0, 0.0, -9.0, -9.0]]), 1)
     flat.forecast.log_odds = LogOdds(0.0, 0.0, -8.0)
     for forecast, expected in ((plain, [0]), (flat, [])):
-        policy = PREFETCH.choose(selection).make(shape)
+        policy = PREFETCH.choose("value").make(shape)
         assert [expert for expert in policy.experts(forecast, transfer(free=4)) if expert == 0] == expected
-
-
-# Thresholds by hand
-
-
-def _threshold(text: str, top_k: int = 2) -> PrefetchPolicy:
-    return PREFETCH.choose(text).make(CacheShape(layers=4, experts=4, top_k=top_k, slots=8))
-
-
-def test_softmax() -> None:
-    """Over .2: experts 0 and 2 for the first token, 3 and 0 for the second. Sums: .75, .25, .75 -> 0 before 2."""
-    rows = [[0.45, 0.15, 0.25, 0.15], [0.25, 0.05, 0.2, 0.5]]
-    policy = _threshold("threshold:of=softmax,above=0.2")
-    assert policy.experts(of_probabilities(rows[:1], 2), transfer()) == [0, 2]
-    assert policy.experts(of_probabilities(rows, 2), transfer()) == [0, 3, 2]
-    assert _threshold("threshold:of=softmax,above=0.6").experts(of_probabilities(rows, 2), transfer()) == []
-
-
-def test_use() -> None:
-    """Margins 2.5, .5, -.5, -2.5: probabilities .92, .62, .38, .08 at the start."""
-    forecast = wanted(torch.tensor([[3.0, 1.0, 0.0, -2.0]]), 2)
-    assert _threshold("threshold").experts(forecast, transfer()) == [0, 1]
-    assert _threshold("threshold:above=0.3").experts(forecast, transfer()) == [0, 1, 2]
-    assert _threshold("threshold:above=0.9").experts(forecast, transfer()) == [0]
-
-
-def test_learns() -> None:
-    """Forecasts that are right every time: what lies beyond the boundary is soon unlikely, what lies within likely."""
-    policy = _threshold("threshold:above=0.07")
-    forecast = wanted(torch.tensor([[3.0, 1.0, 0.0, -2.0]]), 2)
-    assert policy.experts(forecast, transfer()) == [0, 1, 2, 3]
-    for _ in range(500):
-        policy.see_routing(1, [0, 1])
-        chosen = policy.experts(forecast, transfer())
-    assert chosen == [0, 1]
 
 
 # What a copy is worth: by hand, and outcome by outcome

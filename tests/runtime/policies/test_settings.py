@@ -45,12 +45,12 @@ SHAPE = CacheShape(layers=4, experts=8, top_k=2, slots=16)
 
 BAD = {
     "eviction": """
-        next_use:horizon=0 next_use:memory=0 next_use:prior=0 next_use:lead=-1 next_use:margin=1 marking:seed=-1
+        next_use:horizon=0 next_use:prior=0 next_use:lead=-1 next_use:hedge=true marking:seed=-1
         importance:alpha=2 importance:gamma=0 fld:distance=far least_stale:order=age""",
     "pre": "gap:tau=2 gap:r_max=-1 gap:rmax=1",
     "prefetch": """
         percentile:percentile=100 percentile:percentile=0 percentile:over=layer percentile:share=2
-        threshold:above=1 threshold:above=-0.1 threshold:of=logits value:eviction=never value:least=0
+        value:eviction=never value:least=0
         top_k:overfetch=0.5 top_k:overfetch=1e6 top_k:overfetch=nan""",
     "miss": """
         fetch_lowest:levels=int3 fetch_lowest:levels= fetch_priority:levels=int4/int8 fetch_priority:levels=int4/int4

@@ -94,20 +94,18 @@ ROUTINGS: dict[str, Counts] = {
 # percentile     1 2 (free); -; 0            scores over the first expert's: of the 4, 8 and 12 so far the 60th
 #                percentile is .5, which 1 and 2 reach in t1, 2 in t2 and 3, 0 and 2 in t3. What a forecast names is
 #                not given up for it: 0 comes for 5, 2 (key 6) is there
-# threshold      above .25: 1 2; 2; 3 0      as overfetch 2
 PLANNED = ((0.25, 0.25, 0.25, 0.25), (0.02, 0.60, 0.30, 0.08), (0.05, 0.10, 0.80, 0.05), (0.30, 0.10, 0.20, 0.40))
 PREFETCHES: dict[str, tuple[Counts, int]] = {
     "none": ((3, 3, 0, 1, 0, 24), 0),
     "top_k": ((5, 1, 0, 1, 0, 24), 2),
     "top_k:overfetch=2.0": ((4, 2, 1, 3, 0, 40), 3),
     "percentile:percentile=60": ((5, 1, 0, 2, 0, 32), 3),
-    "threshold:of=softmax,above=0.25": ((4, 2, 1, 3, 0, 40), 3),
 }
 
 # The first step alone, by calibrated probabilities of use: halfway between the first and the second logit lies
 # sqrt(.6 x .3) = .424, so that 1 has the odds .6 / .424, p = .586; 2 has .414, 3 .159, 0 .045.
 # value knows nothing yet of the time between layers, and takes one copy's: behind the first copy none begins in time.
-FIRST: dict[str, int] = {"threshold": 2, "threshold:above=0.5": 1, "threshold:above=0.1": 3, "value": 1}
+FIRST: dict[str, int] = {"value": 1}
 
 
 @pytest.mark.parametrize(("miss", "counts"), MISSES.items())
