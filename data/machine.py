@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import os
 import re
@@ -117,6 +119,17 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):  # no such control group, or "max"
         return None
+
+
+def run_alone() -> None:
+    """Let torch run the calling thread's operators in this thread only.
+
+    Each thread that calls torch otherwise gets a team of OpenMP threads of its own. `torch.set_num_threads` sets the
+    number for other threads, too.
+    """
+    torch.get_num_threads()  # the first call in a thread sets the number
+    with contextlib.suppress(AttributeError):  # torch without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 # Dtypes and devices

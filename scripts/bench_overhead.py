@@ -5,19 +5,27 @@
 The real engine runs decode steps of a model with 128 experts per layer, 8 per token and 512 slots, with routing for
 which half of the requests miss. Everything it would launch is replaced: copies arrive at once and move nothing, experts
 return their input, forecasts come from a list. Run `prefetch_followed` adds the drift monitor.
+
+    python scripts/bench_overhead.py --beside
+
+measures a whole decode step on all processors instead, alone and beside one foreign process at 100%.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import expertcast  # isort: skip  # before torch, whose threads then spin briefly
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -97,8 +105,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=60, help="decode steps per run (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--beside", action="store_true", help="measure a decode step beside a foreign process")
+    parser.add_argument("--seconds", type=float, default=5.0, help="with --beside, of each run (default: %(default)s)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    if args.beside:
+        beside = measure_beside(args.repetitions, args.seconds)
+        for name, step_s in beside.items():
+            print(f"{name}: {1e3 * step_s:.1f} ms per step, {step_s / beside['alone']:.2f} of alone")
+        if args.json:
+            args.json.write_text(json.dumps({**provenance(), "step_s": beside}, indent=1) + "\n")
+        return 0
     torch.set_num_threads(1)
     steps = make_steps(args.tokens, missing=0.5)
     seconds: dict[str, list[float]] = {"on_demand": [], "prefetch": [], "prefetch_followed": []}
@@ -119,6 +136,42 @@ def main(argv: list[str] | None = None) -> int:
         setting = {"layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K, "slots": SLOTS, "tokens": args.tokens}
         args.json.write_text(json.dumps({**provenance(), "setting": setting, "runs": runs}, indent=1) + "\n")
     return 0
+
+
+FOREIGN = {
+    "alone": None,
+    "loop": "while True: pass",
+    "torch": "import torch; torch.set_num_threads(1); a = torch.ones(1024, 1024)\nwhile True: a @ a",
+}
+"""Program that keeps one processor busy, by name."""
+
+
+def measure_beside(repetitions: int, seconds: float) -> dict[str, float]:
+    """Return the median seconds of a decode step alone and beside each foreign process."""
+    config = Qwen3MoeConfig(
+        vocab_size=32000, hidden_size=1024, num_hidden_layers=12, num_experts=32, num_experts_per_tok=4,
+        moe_intermediate_size=512, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+    token = torch.tensor([[1]])
+    times: dict[str, list[float]] = {name: [] for name in FOREIGN}
+    with expertcast.offload(model, slots=192), torch.inference_mode():
+        for _, (name, program) in itertools.product(range(repetitions), FOREIGN.items()):
+            other = None if program is None else subprocess.Popen([sys.executable, "-c", program])
+            try:
+                time.sleep(min(2.0, seconds))  # the process starts
+                end, cache = time.perf_counter() + seconds, model(token.expand(1, 16), use_cache=True).past_key_values
+                begin = 0.0
+                while begin < end:
+                    begin = time.perf_counter()
+                    model(token, past_key_values=cache, use_cache=True)
+                    times[name].append(time.perf_counter() - begin)
+            finally:
+                if other is not None:
+                    other.kill()
+                    other.wait()
+    return {name: statistics.median(own) for name, own in times.items()}
 
 
 def make_steps(tokens: int, missing: float) -> list[Step]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertcast.data.machine import available_memory, usable_processors
+from expertcast.data.machine import available_memory, run_alone, usable_processors
 from expertcast.data.routing_file import ABSENT, Routing
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.advising.advice import Advice, Option, milliseconds
@@ -136,7 +136,7 @@ def decoding_seconds(codec: Codec, coded: Sequence[Sequence[Part]], *, threads: 
                 seconds.append(time.perf_counter() - start)
         return seconds
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads, initializer=run_alone) as pool:
         return statistics.median(each for own in pool.map(decode_all, range(threads)) for each in own)
 
 

@@ -278,7 +278,8 @@ class LayerFlow:
     def begin(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> list[list[int]]:
         """Request the distinct keys that a layer executes; return them in chunks that fit the slots.
 
-        The first chunk is requested; the caller requests chunk i + 1 before it waits for chunk i (:meth:`request`).
+        The first chunk is requested; the caller requests chunk i + 1 before it waits for chunk i (:meth:`request`), or
+        with a single slot after it has released chunk i.
         """
         limit = self.residency.limit(layer)
         if layer < self._carry:
@@ -766,15 +767,19 @@ class Engine:
         return output_TD
 
     def _chunks(self, plan: Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each chunk's pairs with their slots, after its copies have arrived; the next chunk loads meanwhile."""
+        """Yield each chunk's pairs with their slots, after its copies have arrived.
+
+        The next chunk loads meanwhile, unless there is only one slot.
+        """
         order_P, first = self._chunk_order(plan, ids_P), plan.layer * self._experts
         count = plan.pairs or Counter(first + expert for expert in plan.ids or ())
+        beside = self.limit(plan.layer) > 1
         start = 0
         for keys, following in zip(plan.chunks, [*plan.chunks[1:], None], strict=True):
             sent = self._send_table(plan.layer, keys)  # before the next copies, for which it would have to wait
             if following is None:
                 self.flow.stream(plan.layer)
-            else:
+            elif beside:
                 self.flow.request(plan.layer, following, plan.precision)
             end = start + sum(count[key] for key in keys)
             pairs = order_P[start:end]
@@ -782,6 +787,8 @@ class Engine:
             self._wait(plan.layer, keys)
             yield pairs, slots
             self.residency.release(keys)
+            if following is not None and not beside:
+                self.flow.request(plan.layer, following, plan.precision)
             start = end
 
     def _chunk_order(self, plan: Plan, ids_P: Tensor) -> Tensor:

@@ -158,8 +158,12 @@ class CudaLink(Link):
         while self._issued and self._issued[0].arrived.query():
             copy = self._issued.popleft()
             # The clock's numbers have single precision: a short time is exact only between two events close together.
-            start = self.observer.device_time(copy.begun)
-            self._complete(copy, start, start + copy.begun.elapsed_time(copy.arrived) / 1e3)
+            start, seconds = 0.0, copy.begun.elapsed_time(copy.arrived) / 1e3
+            try:
+                start = self.observer.device_time(copy.begun)
+            except BaseException as error:  # raised by `check`
+                self.failure = self.failure or error
+            self._complete(copy, start, start + seconds)
 
 
 # A slower link on the same device: extra copies of the same bytes keep the copy engine busy.
@@ -198,8 +202,9 @@ class PacedCudaLink(CudaLink):
             ExpertcastError: the device's own rate is below `bandwidth`.
         """
         super().attach(store, pool)
-        size = min(_LARGE, max(store.nbytes, store.layout.block_bytes))
-        self.rate = size / copy_seconds(self._device, size)
+        if not self.rate:  # else a restart
+            size = min(_LARGE, max(store.nbytes, store.layout.block_bytes))
+            self.rate = size / copy_seconds(self._device, size)
         if self.bandwidth is not None and self.bandwidth > self.rate:
             raise ExpertcastError(
                 f"bandwidth={self.bandwidth:g} exceeds this device's own {self.rate:.3g} bytes per second: lower it or "

@@ -91,8 +91,10 @@ class EmulatedLink(Link):
 
     def wait(self, copy: Transfer) -> None:
         self._awaited = True
-        super().wait(copy)
-        self._awaited = False
+        try:
+            super().wait(copy)
+        finally:
+            self._awaited = False
 
     def close(self) -> None:
         self._queue.close()

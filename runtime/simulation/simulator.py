@@ -170,10 +170,13 @@ class VirtualRuntime:
             precision: precision of the experts that are not loaded in full.
         """
         residency, last = self.residency, len(chunks) - 1
+        beside = residency.limit(layer) > 1
         for index, chunk in enumerate(chunks):
-            if index < last:
+            if index and not beside:
+                residency.request(chunk, precision)
+            if beside and index < last:
                 residency.request(chunks[index + 1], precision)
-            elif last:
+            elif index == last > 0:
                 self.flow.stream(layer)
             residency.wait(chunk)
             self.link.spend(expert_s * len(chunk))

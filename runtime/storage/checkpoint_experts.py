@@ -24,7 +24,7 @@ from transformers import Concatenate, MergeModulelist, PreTrainedModel, WeightCo
 from transformers.quantizers import HfQuantizer
 
 from expertcast.compat import Mxfp4Dequantize, WeightRenaming, get_model_conversion_mapping, rename_source_key
-from expertcast.data.machine import usable_processors
+from expertcast.data.machine import run_alone, usable_processors
 from expertcast.data.packed_experts import (
     Coded,
     Coding,
@@ -355,17 +355,13 @@ class ExpertSources:
 @contextmanager
 def _converters() -> Iterator[ThreadPoolExecutor]:
     """Yield a thread pool that runs torch without gradients, and with one thread per operation: these are short."""
-    threads = torch.get_num_threads()
 
     def start() -> None:
-        torch.set_num_threads(1)
+        run_alone()
         torch.set_grad_enabled(False)  # holds for one thread
 
-    try:
-        with ThreadPoolExecutor(min(_MOST_READERS, usable_processors()), initializer=start) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(threads)  # the pool's setting would also apply to threads started later
+    with ThreadPoolExecutor(min(_MOST_READERS, usable_processors()), initializer=start) as pool:
+        yield pool
 
 
 def check_complete(missing: set[str]) -> None:

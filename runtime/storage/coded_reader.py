@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertcast.data.machine import usable_processors
+from expertcast.data.machine import run_alone, usable_processors
 from expertcast.runtime.storage.codecs import Codec, Part
 from expertcast.runtime.storage.expert_file import ExpertFile
 from expertcast.runtime.storage.layout import SECTOR, sectors
@@ -373,8 +373,9 @@ class CodedReader(TransferQueue[CodedRead]):
         self.defer_forecasts = False
         """Whether to decode forecasts only while a thread waits for an expert, or on processors that torch leaves free.
         Set when the model computes on the CPU: decoding beside it would slow it down more than it saves."""
-        self._processors, self._awaited = usable_processors(), 0
-        """Number of usable processors, and of threads that wait for an expert and so leave a processor idle."""
+        self._processors, self._team, self._awaited = usable_processors(), 1, 0
+        """Number of usable processors, of threads that the model computes with, and of threads that wait for an expert
+        and so leave a processor idle."""
         self._decoded, self._decoding_s = 0.0, 0.0
         """Bytes of blocks decoded, and the thread seconds that this took."""
         self._decoders = [
@@ -391,6 +392,7 @@ class CodedReader(TransferQueue[CodedRead]):
 
     def submit(self, read: CodedRead, *, front: bool = False) -> None:
         with self.lock:
+            self._team = torch.get_num_threads()
             super().submit(read, front=front)
             self._begin()
 
@@ -514,10 +516,10 @@ class CodedReader(TransferQueue[CodedRead]):
     def _may_decode_forecast(self) -> bool:
         """Whether a thread may decode a forecast's expert now; see `defer_forecasts`."""
         early = sum(read.running for read in self._under_way if not read.urgent)
-        free = self._processors - torch.get_num_threads()
-        return not self.defer_forecasts or self._awaited > 0 or early < free
+        return not self.defer_forecasts or self._awaited > 0 or early < self._processors - self._team
 
     def _run(self, scratch: Tensor) -> None:
+        run_alone()
         while (following := self._next()) is not None:
             read, job = following
             error, start = None, time.perf_counter()

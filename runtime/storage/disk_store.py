@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from expertcast.data.machine import usable_processors
+from expertcast.data.machine import run_alone, usable_processors
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.codecs import Part, make_codec
@@ -168,7 +168,7 @@ class DiskStore(ExpertStore):
         if self._writer is None:
             self._drop()
             self._writer = ExpertWriter(self._target, self._header, least=self._least)
-        with ThreadPoolExecutor(usable_processors()) as threads:
+        with ThreadPoolExecutor(usable_processors(), initializer=run_alone) as threads:
             for parts in self._encoded(layer, write, threads):
                 self._writer.add(parts)
         self._writer.flush()  # the caller frees the model's weights next
@@ -212,7 +212,7 @@ class DiskStore(ExpertStore):
             return super().views(layer)
         blocks = HostMemory(self.layer_nbytes).bytes
         keys = range(layer * self.experts, (layer + 1) * self.experts)
-        with ThreadPoolExecutor(usable_processors()) as threads:
+        with ThreadPoolExecutor(usable_processors(), initializer=run_alone) as threads:
             list(threads.map(self._decode, keys, blocks.view(self.experts, -1).unbind(0)))
         return self.layout.views(blocks, layer)
 

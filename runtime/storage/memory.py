@@ -86,9 +86,11 @@ class PageLock:
         return True
 
     def unlock(self, pointer: int, nbytes: int) -> None:
-        """Unlock a range that :meth:`lock` locked."""
+        """Unlock a range that :meth:`lock` locked; later mappings may take its bytes."""
         self._driver.unregister(pointer)
+        self._left += nbytes
         self.locked_bytes -= nbytes
+        self._refused = False
 
     def _refuse(self, reason: str) -> bool:
         self._refused = True

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from expertcast.data.machine import run_alone
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.layout import SECTOR, sectors
 from expertcast.runtime.storage.memory import HostMemory
@@ -180,7 +181,8 @@ class DirectReader(TransferQueue[Read]):
         for file in files:
             self._add(file if isinstance(file, OpenFile) else OpenFile(file))
         self._next_at: dict[int, Read] = {}
-        """Submitted reads of one range by its offset; :meth:`_joined` skips those that have begun."""
+        """Submitted reads of one range by its offset; :meth:`_joined` skips those that have begun. Emptied when no read
+        is queued."""
         self._paced_until = 0.0
         self.bytes_read, self.busy_s = 0, 0.0
         """Bytes read so far, and the seconds in which any request was under way."""
@@ -194,6 +196,8 @@ class DirectReader(TransferQueue[Read]):
 
     def submit(self, read: Read, *, front: bool = False) -> None:
         with self.lock:
+            if self.first() is None:
+                self._next_at.clear()
             if read.offset >= 0:
                 self._next_at[read.offset] = read
             super().submit(read, front=front)
@@ -223,6 +227,7 @@ class DirectReader(TransferQueue[Read]):
             os.close(file.handle)
 
     def _run(self, staging: Tensor) -> None:
+        run_alone()
         while (request := self._next()) is not None:
             reads, piece = request
             start, nbytes = self._count(1, 0), 0

@@ -51,6 +51,21 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+def test_threads_of_torch_spin_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GNU OpenMP reads its spin count when torch is imported; a user's own settings stay."""
+    shown = "import expertcast, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    for name, value, expected in (
+        ("GOMP_SPINCOUNT", "7", "7"),
+        ("OMP_WAIT_POLICY", "active", "None"),
+        (None, "", "1000"),
+    ):
+        monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if name:
+            monkeypatch.setenv(name, value)
+        assert run("-c", shown).stdout.split() == [expected]
+
+
 def test_the_core_imports_without_transformers() -> None:
     """The block works: it stops the front of transformers' models, which is not part of the core."""
     found = run("-c", IMPORT, " ".join(CORE), " ".join(SEAM))

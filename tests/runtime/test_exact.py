@@ -24,6 +24,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, predictor_class
 from expertcast.predictors.baselines import Frequency, QuasiHidden
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
+from expertcast.runtime.policies import Policies
 from tests.families.models import tiny_model
 from tests.runtime.conftest import PROMPT, assert_same, greedy
 
@@ -48,6 +49,16 @@ def test_one_sequence(
             assert_same(greedy(offloaded, one, 5), expected)
             assert offloaded.stats.total.requests > 0
     assert_same(greedy(model, one, 5), expected)
+
+
+def test_one_slot() -> None:
+    """A prompt of a top-1 model runs expert by expert, for all layers together and for each."""
+    model = tiny_model("qwen3_moe", num_experts_per_tok=1)
+    inputs = {"input_ids": torch.arange(20).unsqueeze(0)}
+    expected = greedy(model, inputs, 3)
+    for configuration in ({"slots": 1}, {"slots": 4, "policies": Policies(scope="layer")}):
+        with offload(model, **configuration) as offloaded:
+            assert_same(greedy(offloaded, inputs, 3), expected)
 
 
 def test_batch_with_left_padding(reference_model: PreTrainedModel, four: dict[str, Tensor]) -> None:

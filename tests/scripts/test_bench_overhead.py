@@ -8,6 +8,11 @@ import pytest
 from scripts.bench_overhead import main
 
 
+def test_a_step_beside_foreign_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--beside", "--seconds", "0.1", "--repetitions", "1"]) == 0
+    assert re.findall(r"^(\w+): .* ms per step", capsys.readouterr().out, re.M) == ["alone", "loop", "torch"]
+
+
 def test_every_run_copies_its_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tokens", "12", "--repetitions", "1"]) == 0
     copied = dict(re.findall(r"^(\w+): .*, ([.\d]+) of the requested experts copied$", capsys.readouterr().out, re.M))

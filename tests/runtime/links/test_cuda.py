@@ -19,6 +19,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import CudaLink
 from expertcast.runtime.benchmarking.runs import without_experts_to
+from expertcast.runtime.links import cuda
 from expertcast.runtime.links.cuda import PacedCudaLink
 from expertcast.runtime.links.driver import CudaDevice, Readback
 from expertcast.runtime.links.speed import link_speed
@@ -28,6 +29,7 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.blocks import Blocks, bytes_layout
+from tests.runtime.faults import RaiseAt
 from tests.runtime.links.simulated_device import Reader, SimulatedDevice, SimulatedStream, drive
 
 KEYS, SLOTS = 24, 4
@@ -121,6 +123,20 @@ def test_a_copy_that_the_driver_refuses() -> None:
     assert forecast.error is not None
     link.close()
     assert link.copies == 1
+
+
+def test_an_observer_without_a_time() -> None:
+    """The copy still arrives, and `check` raises the observer's error."""
+    device = SimulatedDevice()
+    link, _ = _attached(device)
+    link.observer.device_time = RaiseAt(1, ZeroDivisionError())  # type: ignore[method-assign, assignment]
+    copy = link.submit(1, 0, urgent=True)
+    link.wait(copy)
+    link.synchronize()
+    assert copy.done
+    with pytest.raises(ZeroDivisionError):
+        link.check()
+    link.close()
 
 
 def test_window_is_worth_16_mib_of_blocks() -> None:
@@ -220,6 +236,14 @@ def test_padded_blocks_arrive_whole() -> None:
             link.wait(link.submit(key, slot, urgent=True))
         device.synchronize()
         assert all(torch.equal(pool.block(slot), STORE.block(key)) for slot, key in enumerate((7, 2, 5)))
+
+
+def test_a_restarted_link_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(cuda, "copy_seconds", lambda _device, size: measured.append(size) or size / RATE)
+    link, _ = _attached(TimedDevice(RATE), PacedCudaLink(1e9), LARGE)
+    link.restart()
+    assert len(measured) == 1
 
 
 def test_speeds_that_are_refused() -> None:

@@ -214,6 +214,7 @@ def test_a_failure_reaches_whoever_waits_and_nobody_else(name: str, urgent: bool
         with pytest.raises((OSError, ExpertcastError), match="bus error"):
             at.link.wait(bad)
         assert bad.done
+        assert not getattr(at.link, "_awaited", False)
     (good,) = at.submit(7, urgent=urgent)
     at.link.wait(good)
     at.settle()
@@ -320,6 +321,18 @@ def test_only_a_packed_copys_bytes_are_written(memory: ExpertStore) -> None:
     link.mark_read = read.append  # type: ignore[method-assign]
     link.expand(copy)
     assert read == [[4]]
+
+
+def test_an_emulated_copy_starts_when_it_is_submitted(memory: ExpertStore) -> None:
+    """The link's thread wakes up later, which costs no bandwidth."""
+    link = EmulatedLink(memory.layout.block_bytes / 1e-3)
+    link.attach(memory, SlotPool(memory.layout, SLOTS, torch.device("cpu")))
+    times = iter([1.0])
+    link.clock = lambda: next(times, 2.0)  # type: ignore[method-assign]
+    copies = [link.submit(key, key, urgent=True) for key in range(2)]
+    link.wait(copies[1])
+    link.close()
+    assert [(copy.start, copy.end) for copy in copies] == [(1.0, pytest.approx(1.001)), (2.0, pytest.approx(2.001))]
 
 
 def test_an_emulated_copy_takes_as_long_as_its_bytes(memory: ExpertStore) -> None:

@@ -86,6 +86,13 @@ def test_bypass_keeps_what_comes_sooner() -> None:
     assert simulate_bypass(trace, 2, made.machine(1)).decode.total.misses == 1
 
 
+def test_a_single_slot_runs_expert_by_expert() -> None:
+    """One layer, K = 1, a prompt of two experts: each is copied after the other has run, and the last one stays."""
+    trace = made.trace([[[0]], [[1]], [[1]], [[0]]], experts=3, prefill=2)
+    done = simulate(trace, Policies(), 1, made.machine(1))
+    assert done.steps_s == [2.0, 5.0]
+
+
 def test_prefetch_by_hand() -> None:
     """Room for everything, K = 1, two layers; forecasts for layer 1 of t1, t2, t3: right, wrong, wrong.
 

@@ -22,6 +22,7 @@ from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.messages import format_bytes
 from expertcast.runtime import EmulatedLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.storage.codecs.lossless import BitSplit
 from expertcast.runtime.storage.coded_reader import EVERYTHING, KINDS, CodedReader, PartBuffers, PartMemory
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME, ExpertFile, verify_store
@@ -322,6 +323,26 @@ def test_processors_that_torch_leaves_free(store: DiskStore, reader: CodedReader
     reader.submit(read)
     read.wait()
     assert torch.equal(block, store.block(3))
+
+
+def test_decoding_threads_are_no_teams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch starts no threads of its own for the operators of a decoding thread."""
+    monkeypatch.setattr(BitSplit, "recover", lambda _self, _planes, block, _shard: block.add_(1))
+    view = find_moe_layers(tiny_model("qwen3_moe", hidden_size=512, moe_intermediate_size=256, num_hidden_layers=1))
+    store = DiskStore(view, tmp_path, codec="bitsplit", fingerprint="one")
+    store.pack(view)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    reader = store.reader(2, None)
+    before = len(os.listdir("/proc/self/task"))
+    for key in range(4):
+        read = store.read(key, torch.empty(store.layout.block_bytes, dtype=torch.uint8), urgent=True)
+        reader.submit(read)
+        read.wait()
+    after = len(os.listdir("/proc/self/task"))
+    reader.close()
+    torch.set_num_threads(threads)
+    assert after == before
 
 
 # Memory for parts

@@ -91,6 +91,25 @@ def test_many_at_once(content: Tensor, path: Path) -> None:
     reader.close()
 
 
+def test_a_read_is_forgotten_when_it_is_over(path: Path) -> None:
+    reader = DirectReader(path)
+    for number in range(5):
+        read = Read(target=memory(SECTOR), offset=number * SECTOR)
+        reader.submit(read)
+        read.wait()
+    assert list(reader._next_at.values()) == [read]
+    reader.close()
+
+
+def test_a_promoted_transfer_goes_behind_urgent_ones() -> None:
+    queue: TransferQueue[Transfer] = TransferQueue()
+    forecast, promoted, urgent = (Transfer(number, urgent=number == 2) for number in range(3))
+    for transfer in (forecast, promoted, urgent):
+        queue.submit(transfer)
+    queue.promote(promoted)
+    assert [queue.take() for _ in range(3)] == [urgent, promoted, forecast]
+
+
 class Held:
     """Holds a reader's only thread in the arrival of a first range until it is let go."""
 

@@ -99,6 +99,7 @@ def test_what_does_not_fit_is_pageable_with_one_warning(limit: str) -> None:
         memory.bytes.fill_(1)
         memory.release()
     assert driver.locked == {}
+    assert HostMemory(PAGE * 3 // 2, lock).pinned, "released bytes may be locked again"
 
 
 def test_store_locks_the_layers_that_fit() -> None:
