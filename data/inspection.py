@@ -13,11 +13,9 @@ from transformers import PreTrainedModel
 
 from expertcast.data.early import refusal_lines, static_refusals
 from expertcast.data.means import adds_experts
-from expertcast.data.models import form_of, meta_model
+from expertcast.data.models import form_of, meta_model, open_weights
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.source import BITSANDBYTES, ModelSource, Quantised
-from expertcast.data.weights.files import weight_files
-from expertcast.data.weights.gguf import GgufFile
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, OwnTensor
 
@@ -125,15 +123,13 @@ def describe(model: PreTrainedModel, model_id: str, source: ModelSource | None =
 def _weights(source: ModelSource, model: PreTrainedModel) -> tuple[int, str]:
     """Return the bytes of the weight files on this machine, and the reason if they are known to be unreadable."""
     here = replace(source, options={**source.options, "local_files_only": True})
-    paths = source.gguf()
     try:
-        files = list(map(Path, paths or weight_files(here)))
-        if paths:
-            GgufFile(paths, model).close()
+        with open_weights(here, form_of(model.config, source), model) as files:
+            return sum(Path(path).stat().st_size for path in files.paths), ""
     except ExpertcastError as error:
-        known = bool(paths) or any(Path(source.path).glob("pytorch_model*.bin"))
+        known = bool(source.gguf()) or any(Path(source.path).glob("*.safetensors"))
+        known = known or any(Path(source.path).glob("pytorch_model*.bin"))
         return 0, str(error) if known else ""
-    return sum(file.stat().st_size for file in files if file.is_file()), ""
 
 
 def _loaded(form: Quantised | None) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    FineGrainedFP8Config,
-    GenerationConfig,
     Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -27,6 +26,7 @@ from transformers import (
 
 from expertcast.data.machine import free_memory, torch_dtype
 from expertcast.data.source import (
+    ADAPTER,
     BITSANDBYTES,
     FP8,
     GGUF,
@@ -37,8 +37,9 @@ from expertcast.data.source import (
     forget_quantisation,
     quantised_form,
 )
-from expertcast.data.weights.files import SafetensorsFiles, TensorFile, WeightFiles
+from expertcast.data.weights.files import SafetensorsFiles, TensorFile, WeightFiles, check_complete
 from expertcast.data.weights.gguf import GgufFile, check_package, complete_config, gguf_form, light_headers
+from expertcast.data.weights.groups import grouped
 from expertcast.data.weights.packed import join_bnb, join_packed, join_scales
 from expertcast.predictors.messages import ExpertcastError, first_line
 
@@ -71,21 +72,32 @@ def open_weights(
     """
     if form is not None and form.method == GGUF:
         return GgufFile(source.gguf(), model, dtype)
+    if other := getattr(model.config, "transformers_weights", None):
+        raise ExpertcastError(
+            f"config.json of {source.name!r} names its weights {other} (transformers_weights): remove it"
+        )
     files = SafetensorsFiles(source)
-    try:
-        if form is not None and form.method == FP8:
+    with ExitStack() as undo, one_line(source.name):
+        undo.callback(files.close)
+        if form is None:
+            files.check_plain()
+        elif form.method == FP8:
             files.join(partial(join_scales, block=form.settings.get("weight_block_size")))
-        elif form is not None and form.method == BITSANDBYTES:
+        elif form.method == BITSANDBYTES:
             files.join(join_bnb)
-        elif form is not None and form.method != MXFP4:
+        elif form.method != MXFP4:
             files.join(partial(join_packed, method=form.method, settings=form.settings))
-    except ExpertcastError as error:
-        files.close()
-        raise ExpertcastError(f"cannot load model {source.name!r}: {error}") from error
-    except BaseException:
-        files.close()
-        raise
+        undo.pop_all()
     return files
+
+
+@contextmanager
+def one_line(name: str) -> Iterator[None]:
+    """Name the model in what goes wrong while its files are read."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ExpertcastError(f"cannot load model {name!r}: {first_line(error)}") from error
 
 
 def model_of(
@@ -93,42 +105,51 @@ def model_of(
     tensors: Mapping[str, Tensor | TensorFile],
     source: ModelSource,
     device: str | torch.device = "cpu",
+    **options: object,
 ) -> PreTrainedModel:
     """Load tensors into a model with transformers, in eval mode.
 
     Args:
-        model: model without weights, in the dtype to load and without a quantisation config.
+        model: model without weights, in the dtype to load.
         tensors: tensors by the names that transformers expects.
         source: location of the model.
         device: destination of each tensor.
+        options: further options of `from_pretrained`.
 
     Raises:
-        ExpertcastError: transformers rejects the tensors.
+        ExpertcastError: transformers rejects the tensors, or a parameter is not among them.
     """
-    try:
-        loaded: PreTrainedModel = type(model).from_pretrained(
-            None, config=model.config, state_dict=dict(tensors), dtype=model.dtype, device_map={"": device}
+    loaded: PreTrainedModel
+    with one_line(source.name):
+        loaded, found = type(model).from_pretrained(
+            None, config=model.config, state_dict=dict(tensors), dtype=model.dtype, device_map={"": device},
+            output_loading_info=True, **options,
+        )  # fmt: skip
+        check_complete(found["missing_keys"])
+        if "gguf_file" not in source.options and hasattr(loaded, "adjust_generation_fn"):
+            loaded.adjust_generation_fn(None, False, False, source.path, **source.generation)
+    if unused := sorted(found["unexpected_keys"]):
+        warnings.warn(
+            f"{source.name!r}: the model has no place for {unused[0]} and {len(unused) - 1} more tensors: check its "
+            "config.json",
+            stacklevel=2,
         )
-        if "gguf_file" not in source.options:
-            loaded.generation_config = _generation_config(source)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ExpertcastError(f"cannot load model {source.name!r}: {first_line(error)}") from error
     loaded.name_or_path = loaded.config.name_or_path = source.name
     return loaded.eval()
 
 
-def _generation_config(source: ModelSource) -> GenerationConfig:
-    """Load the generation config from its own file, or else from the model's config, as `from_pretrained` does."""
+def put_adapter(model: PreTrainedModel, source: ModelSource) -> None:
+    """Put the adapter beside a model's weights on the model, as `from_pretrained` does; do nothing without one.
+
+    Raises:
+        ExpertcastError: the adapter cannot be loaded, or PEFT is not installed.
+    """
+    if source.file(ADAPTER) is None:
+        return
     try:
-        return GenerationConfig.from_pretrained(source.path, **source.files)
-    except OSError:
-        return GenerationConfig.from_pretrained(
-            source.path, config_file_name="config.json", _from_model_config=True, **source.files
-        )
-
-
-_DEQUANTISED = {FP8: FineGrainedFP8Config, MXFP4: Mxfp4Config}
-"""Configs with which transformers dequantises while loading."""
+        check_complete(model.load_adapter(source.path, adapter_kwargs=source.files).missing_keys)
+    except Exception as error:  # PEFT raises many kinds
+        raise ExpertcastError(f"cannot load the adapter beside model {source.name!r}: {first_line(error)}") from error
 
 
 def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu", **options: object) -> PreTrainedModel:
@@ -151,12 +172,18 @@ def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu"
     config = load_config(source)
     form = form_of(config, source)
     _check_room(source, config, wanted, target)
-    if form is None or form.method in _DEQUANTISED:
-        model = _by_transformers(source, config, form, wanted, target)
-    else:
-        model = _tensor_by_tensor(source, config, form, wanted, target)
-    model.config.name_or_path = source.name
-    return model.eval()
+    mxfp4 = form is not None and form.method == MXFP4
+    if not mxfp4:
+        forget_quantisation(config)
+    model = meta_model(config, wanted, source=source)
+    wanted = wanted or getattr(config, "dtype", None)
+    with open_weights(source, form, model, wanted) as files:
+        options = {"quantization_config": Mxfp4Config(dequantize=True)} if mxfp4 else {}
+        with one_line(source.name):
+            grouped(model, files)
+        loaded = model_of(model.to(wanted or files.dtype), files.tensors, source, target, **options)
+    put_adapter(loaded, source)
+    return loaded.eval()
 
 
 def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device) -> None:
@@ -175,37 +202,6 @@ def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtyp
             f"{source.name!r} needs {needed} bytes of {kind}memory, {available} are available: offload it from disk "
             "with --store-folder (in Python: load_offloaded with store='disk')"
         )
-
-
-def _by_transformers(
-    source: ModelSource,
-    config: PretrainedConfig,
-    form: Quantised | None,
-    wanted: torch.dtype | None,
-    device: torch.device,
-) -> PreTrainedModel:
-    plain = {} if form is None else {"quantization_config": _DEQUANTISED[form.method](dequantize=True)}
-    try:
-        model: PreTrainedModel = auto_class(config).from_pretrained(
-            source.path, config=config, dtype=wanted or "auto", device_map={"": device}, **source.options, **plain
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # missing or damaged
-        raise source.failure(error) from error
-    if form is not None and form.method == FP8 and wanted is not None:
-        for parameter in model.parameters():  # transformers leaves the dtype of tensors that were not FP8
-            if parameter.dtype == config.dtype:
-                parameter.data = parameter.data.to(wanted)
-    return model
-
-
-def _tensor_by_tensor(
-    source: ModelSource, config: PretrainedConfig, form: Quantised, wanted: torch.dtype | None, device: torch.device
-) -> PreTrainedModel:
-    forget_quantisation(config)
-    model = meta_model(config, wanted, source=source)
-    wanted = wanted or getattr(config, "dtype", None)
-    with open_weights(source, form, model, wanted) as files:
-        return model_of(model.to(wanted or files.dtype), files.tensors, source, device)
 
 
 _NO_TOKENIZER = ExpertcastError("transformers finds no tokenizer files")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -317,6 +318,24 @@ def _watched(probed: Probed, sums: Sums, producers: Producers) -> Iterator[None]
         yield
 
 
+def check_model(model: object) -> None:
+    """Refuse what is not a model of transformers whose weights are in place.
+
+    Raises:
+        ExpertcastError: another object, a module around a model, or a model that accelerate moves about.
+    """
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    if not hasattr(model, "set_experts_implementation"):
+        if any(isinstance(module, PreTrainedModel) for module in modules):
+            raise ExpertcastError(f"a {type(model).__name__} is a module around a model: pass the model inside")
+        raise ExpertcastError(f"{reprlib.repr(model)} is no loaded model: expertcast.load_offloaded(...) loads one")
+    if any(hasattr(module, "_hf_hook") for module in modules):
+        raise ExpertcastError(
+            "accelerate moves this model's weights while it runs: load the model without device_map and without "
+            "accelerate's offload"
+        )
+
+
 def find_moe_layers(model: PreTrainedModel) -> MoEView:
     """Return the MoE layers of a model in order, after one forward of two tokens.
 
@@ -326,6 +345,7 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
         ExpertcastError: the model has no MoE layers of the supported form, or transformers is too old.
     """
     check_release("reading the MoE layers of")
+    check_model(model)
     seen = probe(model, _moe_blocks(model))
     layers = tuple(_layer(index, each) for index, each in enumerate(seen))
     shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in layers}
@@ -501,4 +521,6 @@ def _top_k(seen: Probed, experts: int) -> int:
             f"{subject}for 2 tokens its router {router_kind} returns {shapes}, not logits [2, {experts}], weights and "
             "ids [2, K]"
         )
+    if not top_k:
+        raise ExpertcastError(f"{subject}its routers choose 0 experts of {experts} (num_experts_per_tok)")
     return top_k

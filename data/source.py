@@ -45,6 +45,8 @@ def check_release(doing: str) -> None:
 
 # Quantised formats, as configurations describe them; no weight is read
 
+CONFIG_SECTION = "quantization_config"
+"""Section of config.json that describes a quantised checkpoint."""
 FP8, MXFP4 = "fp8", "mxfp4"
 GPTQ, AWQ, COMPRESSED, BITSANDBYTES, GGUF = "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf"
 _FORMATS = {
@@ -104,7 +106,7 @@ def quantised_form(config: PretrainedConfig, name: str) -> Quantised | None:
 def quantisation_settings(config: PretrainedConfig) -> dict[str, Any] | None:
     """Return the quantisation section of a configuration, in the places where transformers looks; None without one."""
     for each in (config, config.get_text_config()):
-        for name in ("quantization_config", "compression_config"):  # the second in old compressed-tensors checkpoints
+        for name in (CONFIG_SECTION, "compression_config"):  # the second in old compressed-tensors checkpoints
             found = getattr(each, name, None)
             if found is not None:
                 return dict(found if isinstance(found, Mapping) else found.to_dict())
@@ -114,7 +116,7 @@ def quantisation_settings(config: PretrainedConfig) -> dict[str, Any] | None:
 def forget_quantisation(config: PretrainedConfig) -> None:
     """Delete the quantisation section, so that the configuration builds a plain model."""
     for each in (config, config.get_text_config()):
-        for name in ("quantization_config", "compression_config"):
+        for name in (CONFIG_SECTION, "compression_config"):
             if getattr(each, name, None) is not None:
                 delattr(each, name)
 
@@ -187,11 +189,14 @@ def _kind(settings: Mapping[str, Any]) -> str:
         bits = " and ".join(found)
     elif method in _FORMATS and _format(method, settings) != _FORMATS[method][0]:
         words.append(_format(method, settings))
+    if method in _BITS and not bits:
+        words.append(f"without bits in its {CONFIG_SECTION}")
     if bits:
         words.append(f"{bits} bits")
     return ", ".join(word for word in words if word)
 
 
+ADAPTER = "adapter_config.json"
 _FILES = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 """Options of `from_pretrained` that locate files."""
 _CONFIG = ("trust_remote_code", "code_revision", "gguf_file")
@@ -234,7 +239,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, name: str | Path, options: Mapping[str, Any] | None = None) -> ModelSource:
-        """Resolve a folder, a hub id, `reference` or the path of a GGUF file, without reading files.
+        """Resolve a folder, a hub id, `reference` or the path of a GGUF file, without reading weights.
 
         Raises:
             ExpertcastError: an option is unsupported or unknown, or the GGUF file does not exist.
@@ -252,6 +257,11 @@ class ModelSource:
                 "expertcast.offload"
             )
         file = Path(name)
+        if file.suffix != ".gguf" and os.path.isfile(name):
+            gguf = (
+                "rename or link it to a name that ends in .gguf" if _starts(file, b"GGUF") else "give a model's folder"
+            )
+            raise ExpertcastError(f"{name} is a file, and only GGUF files whose names end in .gguf are read: {gguf}")
         if file.suffix == ".gguf":
             if "gguf_file" in chosen:
                 raise ExpertcastError(f"{name} and gguf_file both name a file: use its folder or hub id with gguf_file")
@@ -296,9 +306,24 @@ class ModelSource:
         kept = (*_MODEL, "trust_remote_code", "code_revision")
         return {key: value for key, value in self.options.items() if key in kept}
 
+    @property
+    def generation(self) -> dict[str, Any]:
+        """Options that load a generation config and code for it, complete."""
+        own = {key: self.options.get(key) for key in (*_FILES, "trust_remote_code")}
+        return {**own, "subfolder": own["subfolder"] or ""}
+
     def failure(self, error: Exception, what: str = "cannot load model") -> ExpertcastError:
         """Describe a failure in one line; a missing folder precedes the hub's message."""
-        reason = first_line(error)
+        reason, folder = first_line(error), Path(self.path, self.options.get("subfolder", ""))
+        if os.path.isdir(folder) and not (folder / "config.json").exists() and "gguf_file" not in self.options:
+            ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+            if ggufs:
+                reason = f"the folder has no config.json, but a GGUF file: use {folder / ggufs[0]}"
+            elif (folder / ADAPTER).exists():
+                reason = f"the folder has an adapter ({ADAPTER}) and no model: load its base model, then the adapter"
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", self.options.get("gguf_file", "")):
+            if _starts(folder / name, _POINTER):
+                reason = str(damaged(folder / name, error))
         if not os.path.exists(self.path):
             try:
                 validate_repo_id(self.path)
@@ -339,3 +364,22 @@ class ModelSource:
             missing = next(each for each in names if self.file(each) is None)
             raise ExpertcastError(f"cannot load model {self.name!r}: it has no file {missing}")
         return paths
+
+
+_POINTER = b"version https://git-lfs"
+
+
+def _starts(file: str | Path, octets: bytes) -> bool:
+    if not os.path.isfile(file):
+        return False
+    with open(file, "rb") as opened:
+        return opened.read(len(octets)) == octets
+
+
+def damaged(path: str | Path, error: Exception) -> ExpertcastError:
+    """Return the error for a file that cannot be read."""
+    if not os.path.isfile(path):
+        return ExpertcastError(f"{path} is missing, or no file: download it")
+    if _starts(path, _POINTER):
+        return ExpertcastError(f"{path} is a git LFS pointer, not the file itself: run git lfs pull, or download it")
+    return ExpertcastError(f"cannot read {path}, which is cut off or damaged ({first_line(error)}): download it again")

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Mxfp4Config, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
 from expertcast.data.machine import available_memory, torch_device, torch_dtype
-from expertcast.data.models import form_of, meta_model, model_of, open_weights
+from expertcast.data.models import form_of, meta_model, model_of, one_line, open_weights, put_adapter
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import Form, Forms, PackedForm, ShippedForm, form_for, make_packed, matrices
 from expertcast.data.packed_linear import linear_forms, pack_linears
 from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
-from expertcast.predictors.messages import ExpertcastError, Progress, first_line
+from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, draft_bytes, make_store, slots_for
 from expertcast.runtime.offloading import OffloadedModel, offload
@@ -95,7 +93,7 @@ def load_offloaded(
         view = find_moe_layers(skeleton)
         mxfp4 = form is not None and form.method == MXFP4
         dequantizer = mxfp4_dequantizer(form.settings) if form and mxfp4 else None
-        with _one_line(source.name):
+        with one_line(source.name):
             sources = ExpertSources(skeleton, view, files, dequantizer)
             forms = packed_forms(config.experts, sources, view, target.type)
         shipped = _as_shipped(config, sources, len(view), form, source.name)
@@ -108,12 +106,14 @@ def load_offloaded(
         for layer, layer_forms in zip(view, forms, strict=True):
             make_packed(layer.experts, layer.num_experts, layer_forms)
             make_packed(model.get_submodule(layer.experts_name), layer.num_experts, layer_forms)
-        fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
+        put_adapter(model, source)
+        known = files.fingerprint() if config.store_folder is not None else ""
+        fingerprint = f"{known} {skeleton.dtype} transformers {transformers.__version__}"
         if forms[0]:  # codes lie as this processor's kernel reads them
             by_layer = [", ".join(f"{name} {each}" for name, each in own.items()) for own in forms]
             lie = "; ".join(dict.fromkeys(by_layer))
             fingerprint += f" {config.experts} {lie} {torch.backends.cpu.get_cpu_capability()}"
-        with _one_line(source.name):
+        with one_line(source.name):
             experts_form = ExpertsForm.of(view)
         made = make_store(config, experts_form, target, fingerprint)
         reader = _Reader(sources, len(view), source.name, shipped)
@@ -146,14 +146,14 @@ class _Reader:
     _bar: Progress | None = None
 
     def __call__(self, layer: int, views: dict[str, Tensor]) -> None:
-        with _one_line(self._model_id):
+        with one_line(self._model_id):
             self._sources.read_layer(layer, views)
         self._step()
 
     def shipped(self, layer: int, expert: int) -> Shipped:
         """Return one expert in the form of its checkpoint; called from several threads."""
         assert self._shipped is not None
-        with _one_line(self._model_id):
+        with one_line(self._model_id):
             read = self._shipped.expert(layer, expert)
         if expert == 0:
             self._step()
@@ -187,7 +187,7 @@ def _choose_file(store: DiskStore, config: OffloadConfig, sources: ExpertSources
                 raise
             full = str(error)
     try:
-        with _one_line(name):
+        with one_line(name):
             experts = ExpertsInPlace(sources, store.layout, store.layers, store.experts)
     except ExpertcastError as error:
         if not full:
@@ -212,7 +212,7 @@ def _load_others(
         linear: weights of linear layers that may stay packed, by full name.
         view: the model's MoE layers.
     """
-    with _one_line(source.name):
+    with one_line(source.name):
         forms = linear_forms(skeleton, view, linear)
     state: dict[str, Tensor | TensorFile] = {other: files.tensors[other] for other in sources.others}
     absent = dict(sources.parameters)
@@ -221,7 +221,7 @@ def _load_others(
         state[full] = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
     model = model_of(skeleton, state, source)
     _replace(model, dict.fromkeys(sources.parameters))  # the other weights can then be moved
-    with _one_line(source.name):
+    with one_line(source.name):
         pack_linears(model, forms, linear)
     return model
 
@@ -329,12 +329,3 @@ def _check_memory(store: ExpertStore, slots: int) -> None:
             f"{slots} slots need {own} bytes of host memory{beside} and {available} are available: give fewer slots, "
             f"or {remedy}"
         )
-
-
-@contextmanager
-def _one_line(name: str) -> Iterator[None]:
-    """Name the model in what goes wrong while its files are read."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ExpertcastError(f"cannot load model {name!r}: {first_line(error)}") from error

@@ -5,7 +5,6 @@ L MoE layers, E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
-import reprlib
 import threading
 import warnings
 import weakref
@@ -20,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.experts import OFFLOAD
-from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.moe_layers import check_model, find_moe_layers
 from expertcast.data.source import check_release
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.config import (
@@ -374,8 +373,7 @@ def offload(
     check_release("offloading")
     config = OffloadConfig.of(config, fields)
     check_observers(observers)
-    if not hasattr(model, "modules"):
-        raise ExpertcastError(f"{reprlib.repr(model)} is no loaded model: expertcast.load_offloaded(...) loads one")
+    check_model(model)
     refuse_offloaded(model)
     refuse_shared(config.link, config.store, config.predictor)
     view = find_moe_layers(model)

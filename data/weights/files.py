@@ -12,12 +12,12 @@ import math
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import BinaryIO, Protocol, TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from expertcast.compat import dot_natural_key, get_checkpoint_shard_files
 from expertcast.data.packed_experts import Coded, Coding
-from expertcast.data.source import ModelSource
+from expertcast.data.source import ModelSource, damaged
 from expertcast.data.trace_format import read_range
 from expertcast.predictors.messages import ExpertcastError, first_line
 
@@ -35,6 +35,8 @@ _DTYPES = _FLOATS | {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
+_NUMBERS = ("BOOL", "I16", "U16", "I32", "U32", "I64", "U64")
+"""Types of tensors beside the weights, such as tables of ids; codes of 32 bits have names of their own."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -51,6 +53,9 @@ def dtype_named(name: str) -> torch.dtype:
 
 _MOST_HEADER = 2**26
 """Bytes of a header that a fingerprint covers at most."""
+_SAMPLE, _MOST_SAMPLES, _AT_ONCE = 4096, 2**15, 512
+"""Bytes of a tensor that a fingerprint covers, tensors at most (then every second one, and so on), and those that are
+read at a time."""
 Part = slice | EllipsisType
 """Rows of a tensor one after another, or all of it."""
 
@@ -162,6 +167,11 @@ class FileTensor:
         size = math.prod(self.shape[1:]) * self.dtype.itemsize
         return self.start + first * size, rows * size
 
+    def sample(self) -> tuple[BinaryIO, int, int]:
+        """Return the file, and first byte and number of bytes in the middle of the tensor."""
+        start, nbytes = self.place(...)
+        return self.file, start + max(0, nbytes - _SAMPLE) // 2, min(nbytes, _SAMPLE)
+
     def __getitem__(self, part: Part) -> Tensor:
         octets = self._octets(*self.place(part))
         return octets.view(self.dtype).view([self._rows(part)[1], *self.shape[1:]] if self.shape else [])
@@ -247,14 +257,28 @@ class WeightFiles(ExitStack):
         return next((_FLOATS[name] for name in names if name in _FLOATS), torch.float32)
 
     def fingerprint(self) -> str:
-        """Return SHA-256 over the files' names, sizes, times of change and headers; it differs after any change."""
+        """Return SHA-256 over the files' names, sizes, times of change and headers, and some bytes of each tensor.
+
+        Names, sizes and times can be those of another checkpoint: images and copies may give all files one time.
+        """
         digest = hashlib.sha256()
         for path in map(Path, self.paths):
             status = path.stat()
             digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
             with path.open("rb") as file:
                 digest.update(file.read(min(int.from_bytes(file.read(8), "little"), _MOST_HEADER)))
+        places = sorted((tensor.sample() for tensor in self._in_files()), key=lambda place: (place[0].name, place[1]))
+        places = places[:: -(-len(places) // _MOST_SAMPLES) or 1]
+        for begin in range(0, len(places), _AT_ONCE):
+            ahead = places[begin : begin + _AT_ONCE]
+            for opened, start, nbytes in ahead if hasattr(os, "posix_fadvise") else []:
+                os.posix_fadvise(opened.fileno(), start, nbytes, os.POSIX_FADV_WILLNEED)  # the disk reads many at once
+            for opened, start, nbytes in ahead:
+                digest.update(read_range(opened.fileno(), start, nbytes))
         return digest.hexdigest()
+
+    def _in_files(self) -> Iterator[FileTensor]:
+        return (tensor for tensor in (self._stored or self.tensors).values() if isinstance(tensor, FileTensor))
 
 
 class SafetensorsFiles(WeightFiles):
@@ -267,26 +291,57 @@ class SafetensorsFiles(WeightFiles):
     def __init__(self, source: ModelSource) -> None:
         super().__init__(weight_files(source))
         tensors: dict[str, TensorFile] = {}
-        try:
-            for file in self.paths:
+        for file in self.paths:
+            try:
                 opened = self.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                tensors.update(self._rows_of(file, slices) if hasattr(os, "preadv") else slices)
-        except (OSError, SafetensorError) as error:
-            self.close()
-            raise ExpertcastError(f"cannot read the weights of {source.name!r}: {error}") from error
+                tensors.update(self._tensors_of(file, opened))
+            except (OSError, SafetensorError) as error:
+                self.close()
+                raise damaged(file, error) from error
         self.tensors = {name: tensors[name] for name in sorted(tensors, key=dot_natural_key)}
 
-    def _rows_of(self, path: str, slices: dict[str, TensorFile]) -> dict[str, TensorFile]:
+    def check_plain(self) -> None:
+        """Raise an error if a tensor has codes of 8 bits or fewer, whose scales nothing describes.
+
+        Raises:
+            ExpertcastError: names the tensor.
+        """
+        for name, tensor in self.tensors.items():
+            if (kind := tensor.get_dtype()) not in _FLOATS and kind not in _NUMBERS:
+                raise ExpertcastError(
+                    f"{name} has codes of type {kind}, and config.json has no quantization_config that says how they "
+                    "are scaled: download config.json again, or load another checkpoint"
+                )
+
+    def _tensors_of(self, path: str, opened: Any) -> dict[str, TensorFile]:
+        """Return the tensors of a file that `safe_open` has checked; its slices are slow to make and to read."""
+        if not hasattr(os, "preadv"):
+            return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
         return {
-            name: FileTensor(file, 8 + length + header[name]["data_offsets"][0], tensor.get_shape(), dtype)
-            if (dtype := _DTYPES.get(tensor.get_dtype())) is not None
-            else tensor
-            for name, tensor in slices.items()
+            name: FileTensor(file, 8 + length + each["data_offsets"][0], each["shape"], dtype)
+            if (dtype := _DTYPES.get(each["dtype"])) is not None
+            else opened.get_slice(name)
+            for name, each in header.items()
         }
+
+
+def check_complete(missing: Collection[str]) -> None:
+    """Check that no weight is missing.
+
+    Args:
+        missing: names of tensors or parameters.
+
+    Raises:
+        ExpertcastError: `missing` is not empty.
+    """
+    if missing:
+        first, *others = sorted(missing)
+        more = f" ({len(others)} more are missing)" if others else ""
+        raise ExpertcastError(f"the checkpoint has no weights for {first}: it is incomplete{more}")
 
 
 def weight_files(source: ModelSource) -> list[str]:
@@ -301,11 +356,16 @@ def weight_files(source: ModelSource) -> list[str]:
         if (single := source.file(SAFE_WEIGHTS_NAME)) is not None:
             return [single]
         if (index := source.file(SAFE_WEIGHTS_INDEX_NAME)) is not None:
-            return list(get_checkpoint_shard_files(source.path, index, **source.files)[0])
-    except ExpertcastError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
+            try:
+                return list(get_checkpoint_shard_files(source.path, index, **source.files)[0])
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise damaged(index, error) from error
+    except OSError as error:
         raise ExpertcastError(f"cannot find the weights of {source.name!r}: {first_line(error)}") from error
+    if shards := sorted(Path(source.path).glob("*.safetensors")):
+        raise ExpertcastError(
+            f"{source.name!r} has {shards[0].name} and no {SAFE_WEIGHTS_INDEX_NAME}: download that too"
+        )
     raise ExpertcastError(
         f"{source.name!r} has no {SAFE_WEIGHTS_NAME}: load it with transformers and save it once with save_pretrained"
     )

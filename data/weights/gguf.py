@@ -36,7 +36,7 @@ from expertcast.compat import (
     rename_source_key,
 )
 from expertcast.data.packed_experts import Coded, Coding, rounded
-from expertcast.data.source import GGUF, Quantised
+from expertcast.data.source import GGUF, Quantised, damaged
 from expertcast.data.weights.blocks import CODINGS, coded_blocks
 from expertcast.data.weights.files import ComputedTensor, FileTensor, Part, ShippedWeight, TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError
@@ -183,6 +183,10 @@ class GgufFile(WeightFiles):
             return None
         return ShippedWeight({each.name: each.rows for each in made.stored}, made.of)
 
+    def _in_files(self) -> Iterator[FileTensor]:
+        rows = (each.rows for made in self._made.values() for each in made.stored)
+        return (tensor for tensor in rows if isinstance(tensor, FileTensor))
+
     def stored(self, name: str) -> list[TensorFile]:
         return [each.rows for each in self._made[name].stored]
 
@@ -205,7 +209,7 @@ def _tensors(path: str) -> list[Any]:
     try:
         return list(_header(path).tensors)
     except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
-        raise ExpertcastError(f"cannot read the weights of {path!r}: it is cut off or damaged") from error
+        raise damaged(path, error) from error
 
 
 _LONG = 1024

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import FrameType
@@ -229,9 +229,10 @@ def weights_guarded(model: PreTrainedModel, view: MoEView) -> Iterator[None]:
     parts = [module for module in model.modules() if not experts.isdisjoint(module.modules())]
     with ExitStack() as stack:
         for part in parts:
+            own = tuple(name for name, module in part.named_modules() if module in experts)
             for handle in (
                 part.register_state_dict_pre_hook(_refuse_reading),  # type: ignore[no-untyped-call]
-                part.register_load_state_dict_pre_hook(_refuse("loading weights into the model")),  # type: ignore[no-untyped-call]
+                part.register_load_state_dict_pre_hook(partial(_refuse_writing, own)),  # type: ignore[no-untyped-call]
             ):
                 stack.callback(handle.remove)
             refused = {
@@ -244,17 +245,32 @@ def weights_guarded(model: PreTrainedModel, view: MoEView) -> Iterator[None]:
         yield
 
 
-def _refuse_reading(*_args: object) -> NoReturn:
-    """Refuse a state dict: its caller saves the model, or dispatches it."""
+_ADAPTING = ("peft.", "transformers.integrations.peft")
+"""Modules whose state dicts are for adapters alone."""
+
+
+def _refuse_reading(*_args: object) -> None:
+    """Refuse a state dict whose caller saves the model, or dispatches it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("accelerate."):
+        caller = str(frame.f_globals.get("__name__"))
+        if caller.startswith(_ADAPTING):
+            return
+        if caller.startswith("accelerate."):
             raise ExpertcastError(
                 "the model is offloaded by expertcast, accelerate cannot dispatch or offload it as well: close the "
                 "offload before that, or leave the model where it is"
             )
         frame = frame.f_back
     _refuse("saving the model")()
+
+
+def _refuse_writing(
+    experts: tuple[str, ...], _module: nn.Module, state: Mapping[str, object], prefix: str, *_args: object
+) -> None:
+    """Refuse a state dict with weights of experts; adapters beside them may be loaded."""
+    if any(name.startswith(tuple(prefix + each for each in experts)) for name in state):
+        _refuse("loading weights into the model")()
 
 
 def _refuse(what: str) -> Callable[..., NoReturn]:

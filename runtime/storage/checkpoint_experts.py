@@ -14,16 +14,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import Concatenate, MergeModulelist, PreTrainedModel, WeightConverter
+from transformers import Concatenate, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
-from expertcast.compat import Mxfp4Dequantize, WeightRenaming, get_model_conversion_mapping, rename_source_key
 from expertcast.data.machine import run_alone, usable_processors
 from expertcast.data.packed_experts import (
     Coded,
@@ -46,8 +44,10 @@ from expertcast.data.weights.files import (
     ShippedWeight,
     TensorFile,
     WeightFiles,
+    check_complete,
     dtype_named,
 )
+from expertcast.data.weights.groups import Group, grouped
 from expertcast.data.weights.packed import Fp8Tensor
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
@@ -59,22 +59,6 @@ _ALIGNED = 64
 """Alignment in bytes of the tensors of a :class:`ShippedMatrix`; a multiple of the size of every dtype."""
 Read = Callable[[TensorFile, Part], Tensor]
 """Reads a part of one checkpoint tensor."""
-
-
-@dataclass(slots=True)
-class Group:
-    """Checkpoint tensors that one conversion merges into one or more of a layer's parameters."""
-
-    target: str
-    """Full name of the (first) parameter."""
-    converter: WeightConverter | None
-    sources: dict[str, list[str]] = field(default_factory=dict)
-    """Names of the checkpoint tensors, by the converter's source pattern, in order."""
-
-    @property
-    def mxfp4(self) -> bool:
-        """Whether the tensors are MXFP4 blocks and scales."""
-        return self.converter is not None and isinstance(self.converter.operations[0], Mxfp4Dequantize)
 
 
 class ExpertSources:
@@ -111,26 +95,21 @@ class ExpertSources:
         self._groups: dict[str, Group] = {}
         self.coded = False
         """Whether packed weights are codes and scales as shipped, instead of packing dequantised weights."""
-        self._assign(get_model_conversion_mapping(self._model, hf_quantizer=quantizer))
+        self._assign(grouped(model, files, quantizer))
 
-    def _assign(self, mapping: list[WeightConverter | WeightRenaming]) -> None:
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-        prefix, state = self._model.base_model_prefix, self._model.state_dict()
-        for name in self._files.tensors:
-            target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-            if target not in state and name in state:  # as in transformers: the name is right without renaming
-                target, pattern = rename_source_key(name, [], [], prefix, state)
-            if target not in self.parameters:
-                self.others.append(name)
-                if pattern is None:
-                    self.unconverted[target] = name
+    def _assign(self, groups: Mapping[str, Group]) -> None:
+        for target, group in groups.items():
+            if target in self.parameters:
+                self._groups[target] = group
                 continue
-            converter = None if pattern is None else by_pattern[pattern]
-            group = self._groups.setdefault(target, Group(target, converter))
-            group.sources.setdefault(target if pattern is None else pattern, []).append(name)
-        check_complete({name for name, group in self._groups.items() if group.mxfp4 and len(group.sources) < 2})
+            names = [name for names in group.sources.values() for name in names]
+            self.others += names
+            if group.converter is None:
+                self.unconverted[target] = names[-1]
+        for local in self._local:
+            own = [self._groups[full].converter for full in local if full in self._groups]
+            whole = any(converter is not None and len(converter.target_patterns) > 1 for converter in own)
+            check_complete([] if whole else [full for full in local if full not in self._groups])
 
     def read_layer(self, layer: int, views: dict[str, Tensor]) -> None:
         """Fill `views`, one layer's parameters [E, ...] by their names in the experts module.
@@ -173,8 +152,8 @@ class ExpertSources:
                 raise ExpertcastError(f"{group.target} is not stored expert by expert, so it cannot be read in place")
             for names in group.sources.values():
                 for expert, own in enumerate(parts):
-                    for file in self._files.stored(names[0] if len(names) == 1 else names[expert]):
-                        fused = len(names) == 1 and file.get_shape()[:1] == [self._experts]
+                    for file in self._files.stored(names[expert] if group.by_expert else names[0]):
+                        fused = not group.by_expert and file.get_shape()[:1] == [self._experts]
                         own.append((file, slice(expert, expert + 1) if fused else ...))
         return parts
 
@@ -219,9 +198,7 @@ class ExpertSources:
 
     def _groups_of(self, layer: int, name: str) -> list[Group]:
         full = next(full for full, own in self._local[layer].items() if own == name)
-        groups = [self._groups[full]] if full in self._groups else self.groups(layer)
-        check_complete(set() if groups else {full})
-        return groups
+        return [self._groups[full]] if full in self._groups else self.groups(layer)
 
     def _codings(self, group: Group) -> list[Coding | None]:
         if group.mxfp4:
@@ -251,7 +228,7 @@ class ExpertSources:
     def _shipped_tensors(self, group: Group, expert: int) -> list[tuple[TensorFile, Part]]:
         """Return the file tensors that make up an expert's matrix, each with the rows of this expert."""
         files = [file for _, _, weight in self._shipped_weights(group, expert) for file in weight.tensors.values()]
-        if {len(names) for names in group.sources.values()} != {1}:
+        if group.by_expert:
             return [(file, ...) for file in files]
         if any(file.get_shape()[:1] != [self._experts] for file in files):
             raise ExpertcastError(
@@ -280,7 +257,7 @@ class ExpertSources:
         first, *rest = group.converter.operations
         if group.mxfp4:
             return counts == {1} and fused and not rest
-        merged = isinstance(first, MergeModulelist) and first.dim == 0 and counts == {self._experts}
+        merged = group.by_expert and getattr(first, "dim", 0) == 0 and counts == {self._experts}
         return merged and all(isinstance(step, Concatenate) and step.dim > 0 for step in rest)
 
     def convert(self, group: Group, experts: slice | None, read: Read | None = None) -> dict[str, Tensor]:
@@ -295,10 +272,10 @@ class ExpertSources:
         reads: list[tuple[str, str, Callable[[], Tensor]]] = []
         for pattern, names in group.sources.items():
             part: Part = ...
-            if experts is not None and len(names) == 1:
-                part = experts
-            elif experts is not None:
+            if experts is not None and group.by_expert:
                 names = names[experts]
+            elif experts is not None:
+                part = experts
             reads += [(pattern, name, partial(read, self._files.tensors[name], part)) for name in names]
         return _run_converter(self._model, group, reads)
 
@@ -362,16 +339,6 @@ def _converters() -> Iterator[ThreadPoolExecutor]:
 
     with ThreadPoolExecutor(min(_MOST_READERS, usable_processors()), initializer=start) as pool:
         yield pool
-
-
-def check_complete(missing: set[str]) -> None:
-    """Check that no parameter is missing; `missing` are full names.
-
-    Raises:
-        ExpertcastError: `missing` is not empty.
-    """
-    if missing:
-        raise ExpertcastError(f"the checkpoint has no weights for {sorted(missing)[0]}: it is incomplete")
 
 
 def _run_converter(
@@ -487,10 +454,7 @@ class ShippedExperts:
         self._sources, self._form = sources, form
         self._blocks: set[tuple[int, int]] = set()
         for layer in range(layers):
-            groups = sources.groups(layer)
-            if not groups:
-                check_complete(set(sources.local(layer)))
-            for group in groups:
+            for group in sources.groups(layer):
                 self._check(group)
 
     @property

@@ -189,6 +189,32 @@ def test_peft(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
     check(model, run)
 
 
+@pytest.mark.parametrize("how", ["PeftModel", "load_adapter"])
+def test_a_trained_adapter(how: str, model: PreTrainedModel, inputs: dict[str, Tensor], tmp_path: Path) -> None:
+    """Loaded, saved again and taken off; steps before it are not those of the adapted model."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=list(ATTENTION), init_lora_weights=False, task_type="CAUSAL_LM")
+    made = peft.get_peft_model(model, config)
+    made.save_pretrained(tmp_path)
+    made.unload()
+
+    def run(model: Any) -> Any:
+        plain = model.generate(**inputs, **GREEDY)
+        if how == "PeftModel":
+            adapted = peft.PeftModel.from_pretrained(model, tmp_path)
+            adapted.save_pretrained(tmp_path / "again")
+            output = adapted.generate(**inputs, **GREEDY)
+            adapted.unload()
+        else:
+            model.load_adapter(str(tmp_path))
+            output = model.generate(**inputs, **GREEDY)
+            model.delete_adapter("default")
+        assert not torch.equal(output, plain)
+        return output
+
+    check(model, run)
+
+
 def test_torchao(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
     """Attention's weights in int8; experts stay as they are stored."""
     quantization = pytest.importorskip("torchao.quantization")

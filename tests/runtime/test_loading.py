@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import expertcast
 from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.data.inspection import inspect_model
 from expertcast.data.models import load_model
+from expertcast.data.source import ADAPTER
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
+from tests.sealed import edit_json
 
 IDS = {"input_ids": torch.tensor([[5, 9, 2, 77, 31]]), "attention_mask": torch.ones(1, 5, dtype=torch.long)}
 
@@ -125,6 +133,19 @@ def test_disk_store_is_made_once_and_again_after_a_change(tmp_path: Path) -> Non
         assert_same(greedy(offloaded, IDS, 4), greedy(load_model(path, dtype="fp32"), IDS, 4))
 
 
+def test_a_store_is_made_again_for_other_weights_of_one_size_and_time(tmp_path: Path) -> None:
+    """As in an image made with SOURCE_DATE_EPOCH, or a copy that keeps the time."""
+    path, folder = _saved("qwen3_moe", tmp_path / "model"), tmp_path / "store"
+    file, name = tmp_path / "model/model.safetensors", "model.layers.1.mlp.experts.3.down_proj.weight"
+    for factor in (1, 2):
+        tensors = load_file(file)
+        save_file({**tensors, name: tensors[name] * factor}, file, metadata={"format": "pt"})
+        os.utime(file, (1, 1))
+        caught = pytest.warns(UserWarning, match="is rebuilt") if factor > 1 else nullcontext()
+        with caught, load_offloaded(path, store="disk", store_folder=folder, slots=8) as offloaded:
+            assert_same(greedy(offloaded, IDS, 4), greedy(load_model(path), IDS, 4))
+
+
 def test_close_frees_the_experts_for_good(tmp_path: Path) -> None:
     path = _saved("gpt_oss", tmp_path / "model")
     offloaded = load_offloaded(path, slots=5)
@@ -186,6 +207,121 @@ def _one_expert_less(folder: Path) -> str:
     return _edited(folder, lambda tensors: tensors.pop("model.layers.2.mlp.experts.4.down_proj.weight"))
 
 
+LOST = [
+    "lm_head.weight",
+    "model.norm.weight",
+    "model.embed_tokens.weight",
+    "model.layers.1.mlp.gate.weight",
+    "model.layers.1.self_attn.q_proj.weight",
+    "model.layers.1.mlp.experts.3.up_proj.weight",
+    "model.layers.1.mlp.experts.7.up_proj.weight",
+]
+
+
+@pytest.mark.parametrize("load", [load_offloaded, load_model])
+def test_a_missing_weight_is_named(load: Callable[..., Any], tmp_path: Path) -> None:
+    """Whatever it belongs to; transformers would draw it at random."""
+    _saved("qwen3_moe", tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    for lost in LOST:
+        kept = {name: tensor for name, tensor in whole.items() if name != lost}
+        save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with refused(f"cannot load model '{tmp_path}': the checkpoint has no weights for {re.escape(lost)}: it"):
+            load(tmp_path, device="cpu")
+
+
+def test_an_expert_under_another_number(tmp_path: Path) -> None:
+    """As many tensors as experts, but the experts after it would move."""
+
+    def renumber(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.1.mlp.experts.8.up_proj.weight"] = tensors.pop(LOST[-2])
+
+    with refused(f"no weights for {re.escape(LOST[-2])}: it is incomplete"):
+        load_offloaded(_edited(tmp_path, renumber))
+
+
+@pytest.mark.parametrize("load", [load_offloaded, load_model])
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8])
+def test_codes_without_a_configuration(load: Callable[..., Any], codes: torch.dtype, tmp_path: Path) -> None:
+    def quantise(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if "_proj" in name]:
+            tensors[f"{name}_scale_inv"] = scale = tensors[name].abs().max().float() / 127
+            tensors[name] = (tensors[name].float() / scale).to(codes)
+
+    path = _edited(tmp_path, quantise)
+    with refused(f"cannot load model '{path}': .*_proj.weight has codes of type .*no quantization_config"):
+        load(path)
+    assert "no quantization_config" in inspect_model(path).reason
+
+
+def test_weights_that_the_model_has_no_place_for(tmp_path: Path) -> None:
+    """config.json says that attention has no biases."""
+    name = "model.layers.0.self_attn.q_proj.bias"
+    path = _edited(tmp_path, lambda tensors: tensors.update({name: torch.ones(32)}))
+    with pytest.warns(UserWarning, match=f"the model has no place for {re.escape(name)} and 0 more"):
+        load_offloaded(path, slots=8).close()
+
+
+def test_an_adapter_beside_the_model(tmp_path: Path) -> None:
+    """It is put on, as from_pretrained does."""
+    path = _saved("qwen3_moe", tmp_path)
+    _adapter(AutoModelForCausalLM.from_pretrained(path)).save_pretrained(path)
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()(**IDS).logits
+    assert torch.equal(load_model(path)(**IDS).logits, expected)
+    with load_offloaded(path, device="cpu", slots=8) as offloaded:
+        assert torch.equal(offloaded(**IDS).logits, expected)
+
+
+def _adapter(model: PreTrainedModel, *modules: str) -> Any:
+    torch.manual_seed(3)
+    names = [*modules] or ["q_proj", "v_proj"]
+    return get_peft_model(model, LoraConfig(r=4, target_modules=names, init_lora_weights=False))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\n"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("edit", "line"),
+    [
+        (lambda folder, shard: shard.write_text(POINTER), "{shard} is a git LFS pointer.*: run git lfs pull"),
+        (lambda folder, shard: (folder / INDEX).write_text(POINTER), f"{INDEX} is a git LFS pointer"),
+        (lambda folder, shard: (folder / "config.json").write_text(POINTER), "config.json is a git LFS pointer"),
+        (lambda folder, shard: shard.write_bytes(shard.read_bytes()[:999]), "{shard}, which is cut off or damaged"),
+        (lambda folder, shard: shard.unlink(), "{shard} is missing"),
+        (lambda folder, shard: (folder / INDEX).unlink(), f"and no {INDEX}: download that too"),
+        (lambda folder, shard: (folder / INDEX).write_text("{}"), f"cannot read .*{INDEX}, which is"),
+        (lambda folder, shard: (folder / "config.json").rename(folder / "a.gguf"), "but a GGUF file: use .*a.gguf"),
+        (lambda folder, shard: (folder / "config.json").rename(folder / ADAPTER), "has an adapter .* and no model"),
+        (
+            lambda folder, shard: _say(folder, quantization_config={"quant_method": "awq", "w_bit": 4}),
+            "awq, without bits",
+        ),
+        (lambda folder, shard: _say(folder, transformers_weights="a.safetensors"), "names its weights a.safetensors"),
+    ],
+)
+def test_the_file_at_fault_is_named(edit: Callable[[Path, Path], Any], line: str, tmp_path: Path) -> None:
+    _saved("qwen3_moe", tmp_path, max_shard_size="100KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    edit(tmp_path, shard)
+    for load in (load_offloaded, load_model):
+        with refused(line.format(shard=re.escape(str(shard)))):
+            load(tmp_path)
+
+
+def test_a_gguf_file_by_another_name(tmp_path: Path) -> None:
+    """Such as a blob of Ollama's."""
+    path = tmp_path / "sha256-0a1b"
+    path.write_bytes(b"GGUF" + bytes(60))
+    with refused(f"{path} is a file, and only GGUF files whose names end in .gguf are read: rename or link it"):
+        load_offloaded(path)
+
+
+def _say(folder: Path, **fields: object) -> None:
+    edit_json(folder / "config.json", lambda config: config.update(fields))
+
+
 def _misshapen(folder: Path) -> str:
     def edit(tensors: dict[str, Tensor]) -> None:
         name = "model.layers.1.mlp.experts.4.down_proj.weight"
@@ -212,10 +348,14 @@ def _truncated(folder: Path) -> str:
     [
         (str, {}, "cannot load model"),
         (_pickled, {}, "has no model.safetensors: load it with transformers and save it"),
-        (_truncated, {}, "cannot read the weights of"),
+        (_truncated, {}, "model.safetensors, which is cut off or damaged"),
         (_dense, {}, "records no router_logits"),
         (_without, {}, r"no weights for model\.layers\.2\.mlp\.experts\.down_proj: it is incomplete"),
-        (_one_expert_less, {}, r"layers\.2\.mlp\.experts\.down_proj is \[7, 32, 16\], the model's is \[8, 32, 16\]"),
+        (
+            _one_expert_less,
+            {},
+            r"no weights for model\.layers\.2\.mlp\.experts\.4\.down_proj\.weight: it is incomplete",
+        ),
         (_misshapen, {}, r"layers\.1\.mlp\.experts\.down_proj is \[1, 32, 8\], the model's is \[1, 32, 16\]"),
         (None, {"dtype": "int3"}, "unknown dtype 'int3': choose from auto, bf16"),
         (None, {"store": "tape"}, "unknown store 'tape': choose from memory, disk"),

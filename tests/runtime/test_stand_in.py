@@ -15,10 +15,12 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel, pipeline
 
+from expertcast.data.models import load_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from tests.families.models import tiny_model
-from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.faults import INPUTS, Result, still_right
 
 
@@ -143,6 +145,35 @@ def test_a_part_is_replaced(name: str, model: PreTrainedModel, expected: Result)
         with pytest.raises(ExpertcastError, match=rf"{name!r} of an MoE layer was replaced by a Module .* unload\(\)"):
             offloaded(**INPUTS)
         block.add_module(name, adapted.base_layer)
+
+
+def _held(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    accelerate.disk_offload(model, folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("line", "put"),
+    [
+        ("a DataParallel is a module around a model: pass the model inside", lambda model, _: nn.DataParallel(model)),
+        ("a Sequential is a module around a model: pass the model inside", lambda model, _: nn.Sequential(model)),
+        ("accelerate moves this model's weights while it runs: load the model without device_map", _held),
+    ],
+)
+def test_a_model_that_something_else_holds(line: str, put: Callable[[Any, Path], Any], tmp_path: Path) -> None:
+    for use in (offload, find_moe_layers):
+        with refused(line):
+            use(put(tiny_model("qwen3_moe"), tmp_path / use.__name__))
+
+
+def test_no_expert_and_one_expert(tmp_path: Path) -> None:
+    with refused("its routers choose 0 experts of 8"):
+        offload(tiny_model("qwen3_moe", num_experts_per_tok=0))
+    tiny_model("qwen3_moe", num_experts=1, num_experts_per_tok=1).save_pretrained(tmp_path)
+    expected = greedy(load_model(tmp_path), INPUTS)
+    for given in ({}, {"store": "disk"}, {"store": "disk", "in_place": True}):
+        with load_offloaded(tmp_path, device="cpu", slots=2, **given) as offloaded:
+            assert_same(greedy(offloaded, INPUTS), expected)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
