@@ -4,8 +4,7 @@ The key-value cache holds the true keys and values of the past, so only the newe
 own block runs, up to the norm before its router; norms, residuals and multipliers are therefore right in every family.
 The block reads a copy of the cache that shares the past, so nothing is written to the model's cache.
 
-A block runs in one of three ways: as the model has it, as a traced program with the same bits, or, for prefetches of
-small models, as a few folded operations that differ by rounding.
+A block runs in one of two ways: as the model has it, or as a traced program with the same bits.
 
 T tokens, B sequences, S tokens per sequence, D hidden size, L MoE layers.
 """
@@ -18,11 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import (
     Cache,
     CacheLayerMixin,
@@ -38,7 +36,6 @@ from expertcast.compat import DynamicSlidingWindowLayer
 from expertcast.data.means import adds_block
 from expertcast.data.taps import unrecorded
 from expertcast.data.tracing import Program, traced
-from expertcast.predictors.folded import norm_scale
 from expertcast.predictors.view import MoELayer, MoEView
 
 # Key-value caches: reading without writing. The class decides, because the writes of an unknown class are not known.
@@ -208,7 +205,7 @@ def ranges(numbers: Sequence[int]) -> str:
 # One block, run from its input to the norm before its router
 
 _CLOSE = 2e-2
-"""Largest error of a residual relative to its norm, both for the check of a block and for its folded operations."""
+"""Largest error of a residual relative to its norm, for the check of a block."""
 
 
 class ReachedError(Exception):
@@ -300,7 +297,7 @@ class Block:
 # after it has given the block's bits in several steps.
 
 _CHECKED = 3
-"""Steps in which a program or the folded operations are compared with the block, the first step included."""
+"""Steps in which a program is compared with the block, the first step included."""
 _AGAIN = 256
 """Steps between later comparisons, for behaviour that depends on the length of a sequence."""
 _TRIALS = 4
@@ -434,118 +431,6 @@ def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
-# A decode step of one sequence as a few operations with folded fp32 weights, for prefetches, which allow rounding. The
-# block must have the usual modules: input norm; q, k, v and o projections; optional norms of q and k; rotary positions.
-#
-# H heads of q, G of keys, C channels of a head, P tokens of the past, N = (H + 2 G) C.
-
-_MOST_BYTES = 2**21
-"""Largest size of a block's folded weights: reading larger ones takes longer than the saved operations."""
-
-
-class FoldedBlock:
-    """Folded operations of one block; the block itself runs where they do not fit."""
-
-    def __init__(self, layer: MoELayer) -> None:
-        self._function = _folded(layer)
-        self._calls = 0
-
-    def run(
-        self, hidden_BD: Tensor, past: object, other: object, kwargs: dict[str, Any], own: Callable[..., Tensor | None]
-    ) -> Tensor | None:
-        """Return the residual [B, D] before the router's norm, fp32 unless the block itself ran.
-
-        Args:
-            hidden_BD: stand-in for the block's input, fp32.
-            past: the block's cache layer.
-            other: cache layer of the latest block; it must hold at most one token more than `past`.
-            kwargs: keyword arguments of the block.
-            own: runs the block itself; takes `by_program` of :meth:`EarlyAttention.attend`.
-        """
-        positions, mask, rows = kwargs.get("position_embeddings"), kwargs.get("attention_mask"), len(hidden_BD)
-        if self._function is None or not isinstance(positions, tuple) or not isinstance(mask, Tensor | None):
-            return own()
-        if not _plain(past, rows) or not _plain(other, rows) or past.keys.shape[2] + 1 < other.keys.shape[2]:
-            return own()
-        if mask is not None and mask.shape[-1] != past.keys.shape[2] + 1:
-            return own()
-        given = hidden_BD, past.keys, past.values, *positions, mask
-        self._calls += 1
-        if self._calls % _AGAIN != 1:
-            return self._function(*given)
-        expected = own(by_program=False)
-        if expected is not None and not _near(self._function, given, expected):
-            self._function = None
-        return expected
-
-
-def _plain(past: Any, sequences: int) -> TypeGuard[DynamicLayer]:
-    """Return whether a cache layer holds all tokens of that many sequences."""
-    return type(past) is DynamicLayer and past.is_initialized and len(past.keys) == sequences
-
-
-def _near(function: Callable[..., Tensor], given: tuple[Tensor | None, ...], expected: Tensor) -> bool:
-    try:
-        found = function(*given)
-    except (RuntimeError, TypeError):  # positions of another form
-        return False
-    return bool((found - expected.view_as(found)).norm() <= _CLOSE * found.norm())
-
-
-@torch.no_grad()
-def _folded(layer: MoELayer) -> Callable[..., Tensor] | None:
-    """Fold a block's weights; None if the block has other modules or too many weights.
-
-    The function takes the input [B, D], keys and values [B, G, P, C], cos and sin of the positions [1 or B, 1, C], and
-    the mask [B, 1, 1, P + 1] or None.
-    """
-    attention, norm = getattr(layer.decoder, "self_attn", None), getattr(layer.decoder, "input_layernorm", None)
-    linear = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
-    channels, scaling = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
-    if norm is None or not all(type(each) is nn.Linear and each.bias is None for each in linear):
-        return None
-    weights = [each.weight for each in linear if each is not None]
-    scale = norm_scale(norm, layer.hidden_size, weights[0])
-    if channels is None or scaling is None or scale is None or 4 * sum(map(Tensor.numel, weights)) > _MOST_BYTES:
-        return None
-    norms = [getattr(attention, f"{name}_norm", None) for name in "qk"]
-    scales = [None if each is None else norm_scale(each, channels, weights[0]) for each in norms]
-    heads = [len(weight) // channels for weight in weights[:3]]
-    map_DN = (torch.cat(weights[:3]).float() * scale[0]).t().contiguous()
-    out_XD, floor = weights[3].float().t().contiguous(), scale[1]
-    sign_C = torch.ones(channels, device=map_DN.device)
-    sign_C[: channels // 2] = -1.0
-    own_HC = _scales(scales, heads)
-    if own_HC is None and norms != [None, None]:
-        return None
-
-    def run(
-        hidden_BD: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
-    ) -> Tensor:  # fmt: skip
-        size_B1 = torch.hypot(torch.linalg.vector_norm(hidden_BD, dim=1, keepdim=True), floor)
-        made = (torch.mm(hidden_BD, map_DN) / size_B1).view(-1, sum(heads), 1, channels)
-        both, value = made.split_with_sizes([heads[0] + heads[1], heads[2]], dim=1)
-        if own_HC is not None:
-            both = both / torch.linalg.vector_norm(both, dim=3, keepdim=True) * own_HC
-        turned = torch.roll(both, channels // 2, 3)
-        both = torch.addcmul(both * cos.unsqueeze(1), turned, (sin * sign_C).unsqueeze(1))
-        query, key = both.split_with_sizes(heads[:2], dim=1)
-        output = functional.scaled_dot_product_attention(
-            query, torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2), scale=scaling,
-            attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
-            enable_gqa=heads[0] != heads[1],
-        )  # fmt: skip
-        return torch.addmm(hidden_BD, output.view(len(hidden_BD), -1), out_XD)
-
-    return run
-
-
-def _scales(scales: list[tuple[Tensor, Tensor] | None], heads: list[int]) -> Tensor | None:
-    """Return the factors [H + G, 1, C] of normalised q and k."""
-    rows = [scale[0].expand(count, 1, -1) for scale, count in zip(scales, heads, strict=False) if scale is not None]
-    return torch.cat(rows) if len(rows) == 2 else None
-
-
 class EarlyAttention:
     """Runs blocks of a model early. Its hooks follow the model's forwards from :meth:`attach` to :meth:`close`.
 
@@ -568,8 +453,6 @@ class EarlyAttention:
         self._masked = takes_masks(model)
         self._blocks = [Block(each, kind_of(model, each.decoder), cache_index(each.decoder)) for each in view]
         self._programs = [EarlyProgram(block) for block in self._blocks]
-        self._folded: dict[int, FoldedBlock] = {}
-        """Folded operations by layer, made on first use."""
         self._latest: dict[str | None, Block] = {}
         """Latest block that the model has called, by kind."""
         self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -657,26 +540,7 @@ class EarlyAttention:
         block.written = DynamicCache()
         return args, {**kwargs, "past_key_values": block.written}
 
-    def prepare(self) -> None:
-        """Fold the weights that :meth:`attend_roughly` reads, unless they are folded already."""
-        if not self._folded:
-            self._folded = {index: FoldedBlock(block.layer) for index, block in enumerate(self._blocks)}
-
-    def attend_roughly(self, layer: int, hidden_BD: Tensor) -> Tensor | None:
-        """Do the same as :meth:`attend` for one token of each sequence, up to rounding and with fewer operations."""
-        block = self._blocks[layer]
-        latest, index = self._latest.get(block.kind), block.cache_index
-        if latest is None or latest.given is None or latest.cache_index is None or layer in self.refused:
-            return None
-        kwargs = latest.given[1]
-        pasts = getattr(kwargs.get("past_key_values"), "layers", [])
-        if not block.checked or index is None or index >= len(pasts):
-            return self.attend(layer, hidden_BD)
-        self.prepare()
-        past, other = pasts[index], pasts[latest.cache_index]
-        return self._folded[layer].run(hidden_BD, past, other, kwargs, partial(self.attend, layer, hidden_BD))
-
-    def attend(self, layer: int, hidden_TD: Tensor, *, by_program: bool = True) -> Tensor | None:
+    def attend(self, layer: int, hidden_TD: Tensor) -> Tensor | None:
         """Return the residual [T, D] before `layer`'s router norm for the block input `hidden_TD`.
 
         Call it in a decode step, after the router of the layer before. Returns None if the layer is refused, if its
@@ -686,7 +550,6 @@ class EarlyAttention:
         Args:
             layer: MoE layer.
             hidden_TD: stand-in for the input of its block.
-            by_program: whether to trace the block if it has no program yet, which takes as long as ten of its runs.
         """
         block = self._blocks[layer]
         latest = self._latest.get(block.kind)
@@ -696,7 +559,7 @@ class EarlyAttention:
         hidden_B1D = hidden_TD.unsqueeze(1)
         own = partial(self._run, block, hidden_B1D, call)
         try:
-            found = self._programs[layer].run(hidden_B1D, call, own) if by_program else own()
+            found = self._programs[layer].run(hidden_B1D, call, own)
         except Exception as error:
             if block.checked:
                 raise

@@ -190,9 +190,7 @@ class Speculator:
                 rung.hinted = count
 
     def prepare(self) -> None:
-        """Prepare decode steps: fold weights and trace programs."""
-        if self.early is not None and any(rung.hinted for rung in self.rungs):
-            self.early.prepare()
+        """Prepare decode steps: trace programs."""
         for rung in self.rungs:
             rung.prepare(self.view, self.ahead, self._check.wrong)
 
@@ -315,7 +313,7 @@ class Speculator:
         if traced.predictor.wants_early(call.layer, self.ahead):
             assert self.early is not None
             standing_TD = traced.stand_in(state)
-            found_TD = self.early.attend_roughly(call.layer + 1, standing_TD)
+            found_TD = self.early.attend(call.layer + 1, standing_TD)
             state.early_TD = standing_TD if found_TD is None else found_TD
         return traced.hint(state, self.ahead)
 

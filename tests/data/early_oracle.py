@@ -64,19 +64,16 @@ class Follower:
     Args:
         model, view, stand_in: of what, on what.
         whole: over whole texts.
-        roughly: one token's, up to rounding.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, view: MoEView, stand_in: StandIn, *, whole: bool = False, roughly: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, view: MoEView, stand_in: StandIn, *, whole: bool = False) -> None:
         self.early, self._view, self._stand_in, self._whole = (
             EarlyAttention(model, view, whole=whole),
             view,
             stand_in,
             whole,
         )
-        self._model, self._roughly = model, roughly
+        self._model = model
         self.found: list[Tensor | None] = []
         self._standing_TD = torch.empty(0)
 
@@ -86,8 +83,7 @@ class Follower:
         output_TD = self._stand_in.output(call.layer, call.router_input_TD, call.ids_TK, call.weights_TK)
         self._standing_TD = call.residual_TD.float() + output_TD
         if not self._whole and call.layer + 1 < len(self._view):
-            attend = self.early.attend_roughly if self._roughly else self.early.attend
-            self.found.append(attend(call.layer + 1, self._standing_TD))
+            self.found.append(self.early.attend(call.layer + 1, self._standing_TD))
 
     @torch.no_grad()
     def run(self, **kwargs: Any) -> list[Tensor | None]:
@@ -96,7 +92,7 @@ class Follower:
         self.early.attach()
         with (
             closing(self.early),
-            closing(RouterTaps(self._model, self._view, self._see, lambda _fresh, _ids: self.early.start())),
+            closing(RouterTaps(self._model, self._view, self._see, lambda _fresh: self.early.start())),
         ):
             self._model.base_model(**kwargs)
         return self.found

@@ -452,36 +452,6 @@ def test_how_often_a_block_runs(change: Callable[[nn.Module], None] | None, last
     assert steps[-4:] == [last] * 4
 
 
-@pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.parametrize("family", list(CONFIGS))
-def test_one_tokens_attention_up_to_rounding(family: str, sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stands for the block where it can, and the block itself runs where it cannot."""
-    model = tiny_model(family, torch.float32)
-    view = find_moe_layers(model)
-    given = ids(sequences, PROMPT + STEPS)
-
-    def run(roughly: bool) -> tuple[list[list[Tensor | None]], int]:
-        follower, ran = Follower(model, view, random_stand_in(view), roughly=roughly), [0]
-        own = follower.early.attend
-
-        def counted(layer: int, hidden_TD: Tensor, **kwargs: bool) -> Tensor | None:
-            ran[0] += 1
-            return own(layer, hidden_TD, **kwargs)
-
-        monkeypatch.setattr(follower.early, "attend", counted)
-        cache = prefilled(model, given[:, :PROMPT])
-        steps = [follower.run(input_ids=each, past_key_values=cache) for each in given[:, PROMPT:].split(1, dim=1)]
-        return steps, ran[0]
-
-    (found, calls), (expected, _) = run(True), run(False)
-    for one, other in zip(found, expected, strict=True):
-        for mine, own in zip(one, other, strict=True):
-            assert (mine is None) == (own is None)
-            assert mine is None or own is None or float((mine - own).norm()) <= 1e-4 * float(own.norm())
-    layers = sum(each is not None for each in expected[0])
-    assert calls == (2 if family in {"qwen3_moe", "mixtral"} else STEPS) * layers
-
-
 def test_a_block_that_fails_beside_the_model_is_refused() -> None:
     """The model's own run goes on, and the warning holds the error."""
     model = tiny_model("qwen3_moe")

@@ -80,7 +80,7 @@ def test_early_attention_leaves_out_layers_that_a_draft_skips(
     predictor = EarlyPredictor(EarlyConfig(stand_in_rank=3), view.shape).bind(view)
     predictor.set_stand_in(random_stand_in(view))
     found: list[bool] = []
-    attend = EarlyAttention.attend_roughly
+    attend = EarlyAttention.attend
 
     def noted(self: EarlyAttention, layer: int, hidden_TD: Tensor) -> Tensor | None:
         residual_TD = attend(self, layer, hidden_TD)
@@ -91,7 +91,7 @@ def test_early_attention_leaves_out_layers_that_a_draft_skips(
     given = {**padded(rows), "max_new_tokens": NEW, "do_sample": False}
     with offload(model, slots=SLOTS, predictor=predictor, forecasts="always") as offloaded:
         expected = offloaded.generate(**given, draft=NONE)
-        monkeypatch.setattr(EarlyAttention, "attend_roughly", noted)
+        monkeypatch.setattr(EarlyAttention, "attend", noted)
         with cycles_of(monkeypatch) as cycles:
             got = offloaded.generate(**given, draft="early_exit:layers=2", draft_length=3)
         assert torch.equal(got, expected)
