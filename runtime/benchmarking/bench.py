@@ -559,7 +559,7 @@ def bench_drafts(
     }
 
 
-class FirstToken(BaseStreamer):
+class FirstToken(BaseStreamer):  # type: ignore[misc]
     """Notes time and moved bytes when the first new token arrives, so that the prefill is left out.
 
     Args:

@@ -115,9 +115,12 @@ class Choice(Generic[P]):
 
 def _guarded(cls: type[P]) -> type[P]:
     """Return a subclass whose public methods raise an `ExpertcastError` that names the policy."""
-    methods = {name: method for name, method in inspect.getmembers(cls, inspect.isfunction) if name[0] != "_"}
-    methods["__init__"] = cls.__init__  # type: ignore[misc]
-    return type(cls.__name__, (cls,), {name: _naming(cls, method) for name, method in methods.items()})
+    methods = {
+        name: _naming(cls, method)
+        for name, method in inspect.getmembers(cls, inspect.isfunction)
+        if name == "__init__" or not name.startswith("_")
+    }
+    return type(cls.__name__, (cls,), methods)
 
 
 def _naming(cls: type[Policy], method: Callable[..., object]) -> Callable[..., object]:

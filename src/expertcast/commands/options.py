@@ -455,9 +455,10 @@ def own_policy(text: str) -> str:
     if named is None:
         return text
     from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, ROUTING
+    from expertcast.runtime.policies.base import PolicyRegistry
 
     module, name, rest = named.groups("")
-    registries = (EVICTION, PREFETCH, MISS, ROUTING, PRE_EVICTION)
+    registries: tuple[PolicyRegistry[Any], ...] = (EVICTION, PREFETCH, MISS, ROUTING, PRE_EVICTION)
     if any(module in registry.names() for registry in registries):
         return text
     found = _own_class(module, name, "policy")
