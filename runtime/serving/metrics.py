@@ -74,7 +74,9 @@ def _per_layer(name: str, text: str) -> MetricSpec:
 LAYER = {
     "requests": _per_layer("expert_requests", "Distinct experts that steps of the layer needed."),
     "hits": _per_layer("expert_hits", "Requests whose expert had a slot, arrived or in flight for a forecast."),
-    "misses": _per_layer("expert_misses", "Requests whose copy was started when the layer's routing was known, or without a forecast."),
+    "misses": _per_layer(
+        "expert_misses", "Requests whose copy began once the routing was known, or without a forecast."
+    ),
     "collisions": _per_layer("expert_collisions", "Misses of experts that were evicted earlier in the same forward."),
     "evicted": _per_layer("experts_evicted", "Experts that lost their slot to another expert."),
     "skipped": _per_layer("experts_skipped", "Experts that a lossy policy left out or replaced."),
