@@ -697,7 +697,8 @@ def make_store(
     folder, codec = config.store_folder, config.resolved_codec()
     store = DiskStore(form, folder, codec=codec, device=device, fingerprint=fingerprint)
     expanded = config.codec is None and codec == "raw" and config.experts == EXPANDED
-    if expanded and folder is not None and not store.holds(0):
+    halves = all(field.dtype.itemsize == 2 for field in form.layout.fields)  # as bitsplit needs
+    if expanded and halves and folder is not None and not store.holds(0):
         size = format_bytes(store.nbytes)
         warnings.warn(
             f"codec 'raw' writes {size} of experts to {str(folder)!r}: another codec (--codec bitsplit) writes less",

@@ -100,13 +100,10 @@ def load_offloaded(
         if shipped is not None and form is not None and config.codec == form.codec:
             config = replace(config, codec=shipped.codec)
         linear = _linear_weights(forms, sources, files) if target.type == "cpu" else {}
-        model = _load_others(skeleton, sources, files, source, linear, view).to(target)
-        # experts on the meta device: the store replaces them, and a closed model keeps them
-        _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
+        others = {name: each for name, each in skeleton.named_parameters() if name not in sources.parameters | linear}
+        held = sum(each.nbytes for each in others.values())
         for layer, layer_forms in zip(view, forms, strict=True):
             make_packed(layer.experts, layer.num_experts, layer_forms)
-            make_packed(model.get_submodule(layer.experts_name), layer.num_experts, layer_forms)
-        put_adapter(model, source)
         known = files.fingerprint() if config.store_folder is not None else ""
         fingerprint = f"{known} {skeleton.dtype} transformers {transformers.__version__}"
         if forms[0]:  # codes lie as this processor's kernel reads them
@@ -123,7 +120,15 @@ def load_offloaded(
                 _choose_file(made, config, sources, source.name)
                 made.shipped = None if shipped is None else reader.shipped
             config = replace(config, store=made, store_folder=None, in_place=False, codec="raw", experts=EXPANDED)
-            _check_memory(made, slots_for(config, made, draft_bytes(config, view)) if target.type == "cpu" else 0)
+            slots = slots_for(config, made, draft_bytes(config, view)) if target.type == "cpu" else 0
+            _check_memory(source.name, made, slots, held)
+            model = _load_others(skeleton, sources, files, source, linear, view).to(target)
+            # experts on the meta device: the store replaces them, and a closed model keeps them
+            metas = {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()}
+            _replace(model, metas)
+            for layer, layer_forms in zip(view, forms, strict=True):
+                make_packed(model.get_submodule(layer.experts_name), layer.num_experts, layer_forms)
+            put_adapter(model, source)
             return offload(model, config, observers=observers)
         except BaseException:
             made.close()
@@ -311,21 +316,29 @@ def _as_shipped(
     return None
 
 
-def _check_memory(store: ExpertStore, slots: int) -> None:
-    """Raise ExpertcastError if a store to fill, and slots in host memory, exceed the available memory."""
+def _check_memory(name: str, store: ExpertStore, slots: int, others: int) -> None:
+    """Refuse a model before its weights are loaded if what will be held exceeds the memory of this process.
+
+    Args:
+        name: name of the model.
+        store: store to fill.
+        slots: slots in host memory.
+        others: bytes of the weights beside the experts.
+
+    Raises:
+        ExpertcastError: names the parts, and the smallest number of bytes that would do.
+    """
     available = available_memory()
-    if available is None:
+    experts, block = store.nbytes if store.name == "memory" else 0, store.layout.block_bytes
+    layer = 0 if store.holds(0) else store.layer_nbytes  # of a file to write, before there are slots
+    needed = others + experts + max(slots * block, 0 if experts else layer)
+    if available is None or needed <= available:
         return
-    experts, own = store.nbytes if store.name == "memory" else 0, slots * store.layout.block_bytes
-    if experts > available:
-        raise ExpertcastError(
-            f"the experts need {experts} bytes of host memory and {available} are available: use store='disk' "
-            "(--store-folder)"
-        )
-    if experts + own > available:
-        beside = f" beside the experts' {experts}" if experts else ""
-        remedy = "store='disk'" if experts else "a smaller memory="
-        raise ExpertcastError(
-            f"{slots} slots need {own} bytes of host memory{beside} and {available} are available: give fewer slots, "
-            f"or {remedy}"
-        )
+    room, least = (available - others - experts) // block, others + max(store.top_k * block, layer)
+    remedy = f"store='disk' (--store-folder) takes {least} bytes or more" if experts else f"it takes {least} or more"
+    if room >= store.top_k and (experts or available >= least):
+        remedy = f"give slots={room} or fewer"
+    raise ExpertcastError(
+        f"{name!r} needs {needed} bytes of host memory ({others} beside the experts, {experts} for the experts, "
+        f"{slots * block} for {slots} slots) and {available} are available: {remedy}"
+    )

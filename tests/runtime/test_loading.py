@@ -393,14 +393,23 @@ def test_on_cuda(reference_tokenizer: Any) -> None:
 
 
 def test_more_experts_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 28 MB a quarter would be slots, which are host memory too."""
-    monkeypatch.setattr("expertcast.runtime.loading.available_memory", lambda: 1_000_000)
-    with pytest.raises(ExpertcastError, match="28311552 bytes of host memory and 1000000 are available: use store="):
-        load_offloaded(REFERENCE, device="cpu")
-    with pytest.raises(ExpertcastError, match="192 slots need 7077888 bytes of host memory and 1000000 are available"):
-        load_offloaded(REFERENCE, device="cpu", store="disk")
+    """Refused before any weight is loaded, with the smallest number of bytes that would do."""
+
+    def refusal(available: int, **fields: Any) -> str:
+        monkeypatch.setattr("expertcast.runtime.loading.available_memory", lambda: available)
+        with pytest.raises(ExpertcastError) as caught:
+            load_offloaded(REFERENCE, device="cpu", **fields)
+        return str(caught.value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("expertcast.runtime.loading._load_others", None)
+        line = refusal(1_000_000)
+        assert "28311552 for the experts, 7077888 for 192 slots) and 1000000 are available: store='disk'" in line
+        least = int(line.split()[-4])
+        assert f"it takes {least} or more" in refusal(least - 1, store="disk", slots=4)
+        other = least - 64 * 36864
+        assert f"({other} beside the experts, " in line
+        assert "give slots=100 or fewer" in refusal(other + 100 * 36864, store="disk")
+    monkeypatch.setattr("expertcast.runtime.loading.available_memory", lambda: least)
     with load_offloaded(REFERENCE, device="cpu", store="disk", slots=8) as offloaded:
         assert isinstance(offloaded, OffloadedModel)
-    monkeypatch.setattr("expertcast.runtime.loading.available_memory", lambda: 30_000_000)
-    with pytest.raises(ExpertcastError, match="the experts' 28311552 and 30000000 are available: give fewer slots"):
-        load_offloaded(REFERENCE, device="cpu")

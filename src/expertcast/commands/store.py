@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +11,10 @@ import torch
 
 from expertcast.commands.options import CheckpointOptions, Model, Option
 from expertcast.commands.output import Outcome, new_file
+from expertcast.data.machine import torch_dtype
+from expertcast.data.models import load_config
 from expertcast.data.packed_experts import weight_bits
+from expertcast.data.source import ModelSource
 from expertcast.predictors import ExpertcastError
 
 if TYPE_CHECKING:
@@ -72,7 +75,7 @@ class Options(CheckpointOptions):
     """In place of --store-folder, check that the experts can be read from the checkpoint's own files, without a second
     copy; other commands read them with --in-place. Also done if the disk has no room for the copy."""
     codec: Annotated[str | None, Option(metavar="CODEC", help=codecs())] = None
-    """Compression of the experts (default: bitsplit, or raw with another --experts than expanded)."""
+    """Compression of the experts (default: bitsplit for bf16 and fp16, else raw)."""
     experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
     """Form of the experts: expanded (the model's dtype), packed (codes and scales of a quantised checkpoint), int8 or
     int4 (rounded), auto (packed if a kernel takes the checkpoint's form)."""
@@ -92,7 +95,8 @@ class Options(CheckpointOptions):
 
         if self.store_folder is None and not self.in_place:
             raise ExpertcastError("give --store-folder for the packed experts, or --in-place")
-        packed = "bitsplit" if self.experts == EXPANDED else "raw"
+        dtype = torch_dtype(self.dtype)
+        packed = "bitsplit" if self.experts == EXPANDED and dtype != torch.float32 else "raw"
         return OffloadConfig(
             store="disk", store_folder=self.store_folder, codec=self.codec or (None if self.in_place else packed),
             in_place=self.in_place, experts=self.experts, cache=False,
@@ -104,6 +108,10 @@ def run(options: Options) -> Outcome:
     from expertcast.runtime.loading import load_offloaded
 
     config, given = options.configuration(), options.passed_on(options.model)
+    if options.codec is None and options.dtype == "auto":
+        found = load_config(ModelSource.of(options.model, given))
+        if torch.float32 in (found.dtype, found.get_text_config().dtype):
+            config = replace(config, codec=None if options.in_place else "raw")
     with load_offloaded(options.model, config, device="cpu", dtype=options.dtype, **given) as offloaded:
         store = offloaded.store
         place = getattr(store, "in_place", None)
