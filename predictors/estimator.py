@@ -127,8 +127,8 @@ class EstimatorConfig(RidgeConfig, EarlyConfig):
     """Inputs: `quasi_hidden` (q_l), `router_input` (s_l), `early` (the residual after early attention, through the
     target's norm), `routing` (combine weights as a row over experts), `previous` (the previous token's router logits at
     the target layer). Empty: all inputs in the traces."""
-    temperatures: Sequence[float] = (1.0,)
-    """Temperatures of the loss; short trials choose the best of several on validation."""
+    temperature: float = 1.0
+    """Temperature of the loss."""
     learning_rate: float = 3e-3
     """Peak learning rate (AdamW, warm-up and cosine)."""
     weight_decay: float = 0.01
@@ -146,7 +146,6 @@ class EstimatorConfig(RidgeConfig, EarlyConfig):
         RidgeConfig.__post_init__(self)
         EarlyConfig.__post_init__(self)
         self.inputs = ["quasi_hidden"] if self.form == "paper" else list(self.inputs)
-        self.temperatures = [float(value) for value in self.temperatures]
         if self.form not in FORMS:
             raise ExpertcastError(f"form={self.form!r}: choose from {', '.join(FORMS)}")
         named = [name for name in INPUTS if name in self.inputs]
@@ -155,12 +154,10 @@ class EstimatorConfig(RidgeConfig, EarlyConfig):
                 f"inputs={self.inputs}: name quasi_hidden, and any of {', '.join(INPUTS[1:])}, each once"
             )
         self.inputs = named  # features are concatenated in the order of INPUTS
-        if not self.temperatures or min(self.temperatures) <= 0:
-            raise ExpertcastError(f"temperatures={self.temperatures}: use at least one temperature above 0")
         check_between(self, 1, 10**12, "parameters")
         check_between(self, 1, 10**9, "step_tokens", "steps", "passes", "patience")
         check_between(self, 1e-3, 1e3, "expansion")
-        check_between(self, 1e-12, 1e3, "learning_rate")
+        check_between(self, 1e-12, 1e3, "learning_rate", "temperature")
         check_between(self, 0, 1e3, "weight_decay")
 
 

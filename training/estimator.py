@@ -45,26 +45,23 @@ class Distiller(NetworkTraining):
     Logs `loss` per step, and per validation round `recall` and `recall_per_layer/<target layer>`.
     """
 
-    def __init__(
-        self, estimator: Estimator, ahead: int, *, loss: str, temperature: float, scale_P: Tensor, steps: int
-    ) -> None:
+    def __init__(self, estimator: Estimator, ahead: int, *, loss: str, scale_P: Tensor, steps: int) -> None:
         """
         Args:
             estimator: bound estimator with its standardisation and ridge maps set.
             ahead: distance in layers.
             loss: key of `LOSSES`.
-            temperature: divides logits inside the loss.
             scale_P: divides each pair's logits before the loss (1 for the paper's form).
             steps: optimiser steps of the schedule.
         """
         super().__init__(estimator.network(ahead), estimator.config, steps)
         self._estimator = [estimator]  # a list hides it from nn.Module: only the network is trained and synchronised
-        self._ahead, self._loss, self._temperature = ahead, loss, temperature
+        self._ahead, self._loss = ahead, loss
         self.register_buffer("scale_P", scale_P.clone())
         self.recall = Recall(len(scale_P))
 
     def identity(self) -> Json:
-        return super().identity() | {"ahead": self._ahead, "loss": self._loss, "temperature": self._temperature}
+        return super().identity() | {"ahead": self._ahead, "loss": self._loss}
 
     def forecast(self, batch: TraceBatch) -> tuple[Tensor, Tensor]:
         """Return the routers' logits and the forecast logits of a batch, both [P, T, E]."""
@@ -81,7 +78,7 @@ class Distiller(NetworkTraining):
         scale_P11 = self.scale_P[:, None, None]
         estimator, y_PTE = self._estimator[0], y_PTE / scale_P11
         weight_PTE = None if estimator.config.form == "paper" else boundary_weight(y_PTE, estimator.shape.top_k)
-        loss = LOSSES[self._loss](y_PTE, z_PTE / scale_P11, self._temperature, weight_PTE)
+        loss = LOSSES[self._loss](y_PTE, z_PTE / scale_P11, self.config.temperature, weight_PTE)
         self.log("loss", loss, batch_size=len(batch))
         return loss
 
@@ -179,8 +176,6 @@ GATES = (0.0, 0.5, 1.0)
 """Candidate factors of the network's output."""
 MARGIN = 5e-4
 """Minimum gain in validation recall for which a layer pair uses more than the ridge map of `linear`."""
-TRIAL_SHARE = 8
-"""A trial of a temperature runs for 1/8 of the steps."""
 
 
 def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
@@ -296,28 +291,10 @@ def _distil(
     predictor: Estimator, source: TraceSource, options: FitOptions, ahead: int, *, loss: str, scale_P: Tensor
 ) -> Json:
     """Train the network of one distance, restore its best validation round, and return its report."""
-    config, network = predictor.config, predictor.network(ahead)
-    initial = {key: tensor.detach().clone() for key, tensor in network.state_dict().items()}
-    steps = steps_of(config, source, options)
-
-    def attempt(temperature: float, steps: int, name: str) -> Distiller:
-        network.load_state_dict(initial)
-        module = Distiller(predictor, ahead, loss=loss, temperature=temperature, scale_P=scale_P, steps=steps)
-        run(module, distillation_data(source, options, config.step_tokens), source, options, name)
-        return module
-
-    temperature, trials = config.temperatures[0], {}
-    if len(config.temperatures) > 1:
-        short = max(1, steps // TRIAL_SHARE)
-        for value in config.temperatures:
-            trials[value] = attempt(value, short, f"ahead{ahead}_trial{value:g}").best.score
-        temperature = max(trials, key=lambda value: trials[value])
-    return {
-        "loss": loss,
-        "temperature": temperature,
-        "trials": {str(value): recall for value, recall in trials.items()},
-        **attempt(temperature, steps, f"ahead{ahead}").finish(),
-    }
+    config = predictor.config
+    module = Distiller(predictor, ahead, loss=loss, scale_P=scale_P, steps=steps_of(config, source, options))
+    run(module, distillation_data(source, options, config.step_tokens), source, options, f"ahead{ahead}")
+    return {"loss": loss, **module.finish()}
 
 
 @torch.no_grad()

@@ -1,9 +1,8 @@
 """Train a network with Lightning on one rank or under torchrun, and resume a training that was killed.
 
-`expertcast train ... --out CKPT` keeps a Lightning checkpoint per training (a distance, or a trial of a temperature) in
-CKPT.partial, and removes that folder when CKPT is complete. Each validation round replaces the file atomically. A
-training resumes only with the same configuration, data and versions. On a CPU the result is bit-identical to that of an
-uninterrupted training.
+`expertcast train ... --out CKPT` keeps a Lightning checkpoint per distance in CKPT.partial, and removes that folder
+when CKPT is complete. Each validation round replaces the file atomically. A training resumes only with the same
+configuration, data and versions. On a CPU the result is bit-identical to that of an uninterrupted training.
 
 Under torchrun rank 0 writes and all ranks read, so they must share the folder.
 """

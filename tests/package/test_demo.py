@@ -1,4 +1,4 @@
-"""`expertcast demo`: the real command with too little time, and the folder that it leaves."""
+"""`expertcast demo`: the real command on few tokens, and the folder that it leaves."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.cli import build_parser, main
-from expertcast.commands import demo as pace
-from expertcast.commands.demo import Allowance, link_bandwidth, part, threads_that_help
+from expertcast.commands import demo
+from expertcast.commands.demo import link_bandwidth, threads_that_help
 from expertcast.data.traces import TraceDataset
 from expertcast.runtime.benchmarking.runs import Decoding
 from tests.package.test_cli import fails
 
 
 @pytest.mark.slow
-def test_a_demo_without_time_does_a_tenth_and_leaves_what_comes_next(
+def test_a_short_demo_leaves_what_comes_next(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--tokens", "3000", "--steps", "40", "--minutes", "0.001"]) == 0
+    monkeypatch.setattr(demo, "NEW_TOKENS", 8)
+    monkeypatch.setattr(demo, "QUALITY_TOKENS", 512)
+    assert main(["demo", "--tokens", "3000", "--steps", "4"]) == 0
     said = capsys.readouterr()
-    assert "4 steps of the estimator instead of 40" in said.err
-    assert "8 new tokens instead of 48, and 1 repetitions" in said.err
     out = tmp_path / "expertcast-demo"
     result = json.loads((out / "demo.json").read_text())
     assert result["finished"]
@@ -80,29 +80,6 @@ def test_threads() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-
-
-def test_shares_of_an_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock of its own: work takes two seconds, stages 10, 20 and 30 times as long."""
-    now = [100.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
-
-    def work() -> None:
-        now[0] += 2.0
-
-    def allowance(seconds: float) -> Allowance:
-        return Allowance(seconds, {"first": 10, "second": 20, "third": 30}, work)
-
-    assert allowance(126.0).share("first") == 1.0  # 120 seconds of work, 6 of timing it
-    half = allowance(66.0)
-    assert half.share("first") == 0.5
-    now[0] += 2.0 * 10 * 0.5  # as foreseen
-    assert half.share("second") == pytest.approx((50 - 4) / 100)
-    now[0] += 1000.0
-    assert half.share("third") == pace.LEAST
-    assert half.left_s < 0
-    assert (part(300, 0.1), part(3, 0.1), part(24, 0.5)) == (30, 1, 12)
 
 
 def test_no_link_is_absurdly_slow(reference_model: torch.nn.Module) -> None:

@@ -44,7 +44,7 @@ class Field:
 
 
 def _fields() -> Iterator[Field]:
-    for predictor in names() + names("tokens"):
+    for predictor in names():
         cls = predictor_class(predictor).config_class
         for name in settable(cls):
             if name != "ahead":
@@ -191,8 +191,8 @@ def test_types_refuse(text: str, hint: object, message: str) -> None:
 
 
 def test_numbers_are_finite_from_python_too() -> None:
-    with pytest.raises(ExpertcastError, match=r"temperatures=1\.0/nan"):
-        EstimatorConfig(temperatures=(1.0, float("nan")))
+    with pytest.raises(ExpertcastError, match=r"strengths=1\.0/nan"):
+        EstimatorConfig(strengths=(1.0, float("nan")))
     with pytest.raises(ExpertcastError, match="overfetch=inf"):
         PREFETCH.choose(TopKConfig(overfetch=float("inf")))
     assert TopK.config_class is TopKConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.results import layer_table
-from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome, folder, forecast_lines, say, write_json
 from expertcast.commands.predictors import best_on_validation, checkpoint_metrics, ledger_of, predictor_config
@@ -35,10 +34,8 @@ from expertcast.training.scoring import scored_batches
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.runs import Decoding
 
-# Number of threads, and share of the work that fits --minutes, on a slow or busy machine
+# Number of threads on a busy machine
 
-LEAST = 0.1
-"""Least share of the work, however long it takes."""
 _TRIAL_S = 0.2
 _NEARLY = 0.9
 """One thread must be this much faster to be preferred, so that the choice on a quiet machine does not vary."""
@@ -74,54 +71,16 @@ def _rate(work: Callable[[], object], threads: int) -> float:
     return done / took
 
 
-class Allowance:
-    """A limit of seconds, shared among stages.
-
-    Args:
-        seconds: limit for all stages together.
-        weights: duration of each full stage in order, in runs of `work`.
-        work: a short run that is timed before each stage, since a machine may become busy.
-    """
-
-    def __init__(self, seconds: float, weights: Mapping[str, float], work: Callable[[], object]) -> None:
-        self._end = time.monotonic() + seconds
-        self._weights, self._work = dict(weights), work
-        work()  # the first one warms up
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the limit; negative after it."""
-        return self._end - time.monotonic()
-
-    def share(self, stage: str) -> float:
-        """Return the share of a stage's work that fits the limit, :data:`LEAST` to 1; earlier stages are complete."""
-        order = list(self._weights)
-        to_come = sum(self._weights[name] for name in order[order.index(stage) :])
-        pace_s = min(_seconds(self._work) for _ in range(2))
-        return min(1.0, max(LEAST, self.left_s / (pace_s * to_come)))
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def part(count: int, share: float) -> int:
-    """Return a share of a count, at least 1."""
-    return max(1, round(count * share))
-
-
 # Last stage: a model decodes with its experts behind a slow link, in every mode
 
 SLOTS = 96
 """An eighth of the reference model's 768 experts: two tokens' worth."""
 PROMPT_TOKENS = 64
-NEW_TOKENS, FEWEST_DEPLOYED = 48, 8
+NEW_TOKENS = 48
 QUALITY_TOKENS = 6144
 WINDOW = 256
-_LEAST_S = 10.0
-"""Least time for copies in seconds, also after the limit."""
+_COPIES_S = 60.0
+"""Most seconds of copies on the emulated link, however slow the machine is."""
 
 
 def deploy(
@@ -130,7 +89,6 @@ def deploy(
     texts: list[str],
     predictor: Predictor,
     layers: list[int],
-    allowance: Allowance,
 ) -> Json:
     """Measure time, bytes, hits and perplexity of a model on unseen texts, on demand and in each mode with a predictor.
 
@@ -139,29 +97,23 @@ def deploy(
         texts: documents that no predictor learned from.
         predictor: forecasts in all modes but `on_demand`.
         layers: layers that execute their forecast in mode `hybrid`.
-        allowance: shortens the stage `deploy`.
     """
     from expertcast.runtime.benchmarking.bench import BenchSettings, benchmark, usual_runs
     from expertcast.runtime.benchmarking.runs import decode_greedily
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 
-    share = allowance.share("deploy")
-    windows_NW = text_windows(tokenizer, texts, length=WINDOW, count=part(QUALITY_TOKENS // WINDOW, share))
+    windows_NW = text_windows(tokenizer, texts, length=WINDOW, count=QUALITY_TOKENS // WINDOW)
     executed = {"speculate": QualityRun(predictor=predictor), "hybrid": QualityRun(predictor=predictor, layers=layers)}
     quality = measure_quality(model, find_moe_layers(model), {"test": windows_NW}, executed)
     prompt_ids = tokenizer(texts[0], return_tensors="pt")["input_ids"][:, :PROMPT_TOKENS]
     prompt = tokenizer.decode(prompt_ids[0])
     with threads_that_help(layer_work(model, 1)):
         resident = decode_greedily(model, prompt_ids, NEW_TOKENS)
-        share = allowance.share("deploy")
-        new_tokens = max(FEWEST_DEPLOYED, part(NEW_TOKENS, share))
-        settings = BenchSettings(new_tokens=new_tokens, repetitions=part(BenchSettings().repetitions, share))
+        settings = BenchSettings(new_tokens=NEW_TOKENS)
         ways = usual_runs(OffloadConfig(slots=SLOTS), predictor, layers)
         steps = settings.new_tokens * settings.repetitions * len(ways)
-        bandwidth = link_bandwidth(model, resident, steps, max(_LEAST_S, allowance.left_s))
-        if new_tokens < NEW_TOKENS:
-            say(f"    {new_tokens} new tokens instead of {NEW_TOKENS}, and {settings.repetitions} repetitions")
+        bandwidth = link_bandwidth(model, resident, steps, _COPIES_S)
         timed = benchmark(model, tokenizer, prompt, ways, settings, bandwidth=bandwidth)
     for name, way in timed["runs"].items():
         way["perplexity"] = quality["runs"][name if name in quality["runs"] else "exact"]["perplexity"]
@@ -215,12 +167,7 @@ def runs_table(runs: Json) -> str:
 
 
 RESULT, TRACES, CHECKPOINT, REPORT = "demo.json", "traces", "checkpoint", "report"
-WEIGHTS = {"collect": 220.0, "train": 200.0, "evaluate": 30.0, "deploy": 160.0}
-"""Duration of each stage in forwards over `PROBE_TOKENS`: somewhat less than on two quiet cores, where every stage must
-be complete."""
-PROBE_TOKENS, LAYER_TOKENS = 2048, 256
-FEWEST_TOKENS = 6000
-"""Fewer tokens leave a split without documents."""
+LAYER_TOKENS = 256
 NEXT = (
     'expertcast generate reference --prompt "It is a truth" --predictor {checkpoint} --slots 96 '
     "--bandwidth {bandwidth:.3g}",
@@ -238,8 +185,6 @@ class Options:
     """Number of tokens to collect."""
     steps: Count = 300
     """Training steps of the estimator."""
-    minutes: Annotated[float, Option(metavar="M", read=positive_number)] = 3.0
-    """Reduce every stage, to a tenth at the least, if the demo would take longer than this."""
     out: Annotated[Path, Option(metavar="DIR", read=folder)] = Path("expertcast-demo")
     """Folder for traces, checkpoint, report and demo.json; an earlier demo in it is replaced."""
 
@@ -250,15 +195,8 @@ def run(options: Options) -> Outcome:
     with exclusive(options.out):
         _clear(options.out)
         model, tokenizer = load_model(REFERENCE), load_tokenizer(REFERENCE)
-        ids_BW = torch.arange(PROBE_TOKENS).view(8, -1) % model.config.vocab_size
-
-        @torch.no_grad()
-        def forward() -> None:
-            model(input_ids=ids_BW, use_cache=False, logits_to_keep=1)
-
         with threads_that_help(layer_work(model, LAYER_TOKENS)) as threads:
-            allowance = Allowance(options.minutes * 60, WEIGHTS, forward)
-            evaluation, result = _stages(options, model, tokenizer, allowance)
+            evaluation, result = _stages(options, model, tokenizer)
         result |= {"threads": threads, "seconds": time.perf_counter() - begin, "finished": True}
         write_json(options.out / RESULT, result)
     return result, _text(options.out, evaluation, result)
@@ -278,19 +216,13 @@ def _clear(out: Path) -> None:
         shutil.rmtree(out / name, ignore_errors=True)
 
 
-def _stages(
-    options: Options, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, allowance: Allowance
-) -> tuple[Evaluation, Json]:
-    """Run the four stages, each reduced to the share that fits."""
+def _stages(options: Options, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[Evaluation, Json]:
+    """Run the four stages."""
     documents = load_documents(REFERENCE)
     say("1/4 collect: run the bundled model over text")
-    tokens = min(options.tokens, max(FEWEST_TOKENS, part(options.tokens, allowance.share("collect"))))
-    _say_less("tokens", tokens, options.tokens)
-    traces = collect(model, tokenizer, documents, options.out / TRACES, tokens=tokens)
+    traces = collect(model, tokenizer, documents, options.out / TRACES, tokens=options.tokens)
     say("2/4 train: every predictor, on the train split")
-    steps = part(options.steps, allowance.share("train"))
-    _say_less("steps of the estimator", steps, options.steps)
-    fitted = fit_many(names(), traces, {"estimator": predictor_config("estimator", [1], [f"steps={steps}"])})
+    fitted = fit_many(names(), traces, {"estimator": predictor_config("estimator", [1], [f"steps={options.steps}"])})
     say("3/4 evaluate: recall@k on the test split, documents that no predictor has seen")
     predictors = {name: made.predictor for name, made in fitted.items()}
     evaluation = evaluate(predictors, scored_batches(traces, "test"), traces.view)
@@ -303,7 +235,7 @@ def _stages(
     say("4/4 deploy: an eighth of the experts on the device, the others behind an emulated link")
     unseen = {entry["index"] for entry in traces.info["documents"] if entry["split"] == "test"}
     texts = [document.text for document in documents if document.index in unseen]
-    deployed = deploy(model, tokenizer, texts, predictors[best], layers, allowance)
+    deployed = deploy(model, tokenizer, texts, predictors[best], layers)
     scored = {**evaluation.as_dict(), "split": "test", "ledger": ledger}
     write_report(
         options.out / REPORT,
@@ -314,12 +246,13 @@ def _stages(
         title=f"Forecasts for {REFERENCE}",
         provenance=report_sources(traces, fitted),
     )
-    return evaluation, {**scored, **deployed, "deployed_predictor": best, "collected_tokens": tokens, "steps": steps}
-
-
-def _say_less(what: str, count: int, full: int) -> None:
-    if count < full:
-        say(f"    {count:,} {what} instead of {full:,}, to stay within --minutes on this machine")
+    return evaluation, {
+        **scored,
+        **deployed,
+        "deployed_predictor": best,
+        "collected_tokens": options.tokens,
+        "steps": options.steps,
+    }
 
 
 def _text(out: Path, evaluation: Evaluation, result: Json) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 
 from expertcast.commands.options import CheckpointOptions, Model, Option
-from expertcast.commands.output import Outcome, new_file
+from expertcast.commands.output import Outcome
 from expertcast.data.machine import torch_dtype
 from expertcast.data.models import load_config
 from expertcast.data.packed_experts import weight_bits
@@ -21,39 +19,6 @@ if TYPE_CHECKING:
     from expertcast.runtime.config import EXPERTS, OffloadConfig
     from expertcast.runtime.storage.codecs.lossless import ExponentHistogram
     from expertcast.runtime.storage.store import ExpertStore
-
-_LEAST = 1e-4
-"""Exponents with a smaller share of the weights are not drawn."""
-
-
-def draw_exponents(histogram: ExponentHistogram, path: Path, *, codec: str, ratio: float) -> None:
-    """Draw a bar for each exponent; the title compares the entropy bound with the codec's size.
-
-    Args:
-        histogram: exponents of some experts.
-        path: the picture, in any format that matplotlib writes.
-        codec: the codec of the store.
-        ratio: stored bytes as a share of the plain bytes.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    counts = histogram.counts.tolist()
-    total, bias = sum(counts), len(counts) // 2 - 1
-    seen = [exponent for exponent, count in enumerate(counts) if count >= _LEAST * total]
-    shares = [counts[exponent] / total for exponent in seen]
-    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
-    axis = figure.subplots()
-    axis.bar([exponent - bias for exponent in seen], [100 * share for share in shares], color="#0072B2")
-    axis.set(xlabel="exponent: weights of size 2^x and more", ylabel="share of the weights (%)")
-    axis.set_title(
-        f"{histogram.entropy:.2f} of {len(counts).bit_length() - 1} bits: {histogram.bound:.1%} of the bytes at least, "
-        f"{codec} stores {ratio:.1%}",
-        fontsize=10,
-    )
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
 
 
 def codecs() -> str:
@@ -79,8 +44,6 @@ class Options(CheckpointOptions):
     experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
     """Form of the experts: expanded (the model's dtype), packed (codes and scales of a quantised checkpoint), int8 or
     int4 (rounded), auto (packed if a kernel takes the checkpoint's form)."""
-    picture: Annotated[Path | None, Option(metavar="FILE.png", read=picture_file)] = None
-    """Draw the distribution of the weights' exponents and the compression that it allows."""
 
     def __post_init__(self) -> None:
         self.configuration()
@@ -132,25 +95,7 @@ def run(options: Options) -> Outcome:
     )
     if bound is not None:
         text += f"; the entropy bound of the exponents is {bound:.3f} (middle layer)"
-    if options.picture is not None:
-        if histogram is None:
-            raise ExpertcastError(
-                f"--picture {options.picture} needs experts in bf16 or fp16, these have another dtype: leave it out"
-            )
-        draw_exponents(histogram, options.picture, codec=str(codec), ratio=stored / store.nbytes)
-        text += f"\nwrote {options.picture}"
     return result, text
-
-
-def picture_file(text: str) -> Path:
-    """Parse the path of a picture.
-
-    Raises:
-        ArgumentTypeError: its folder is missing, or the suffix is not of a picture.
-    """
-    if Path(text).suffix not in (".png", ".svg", ".pdf"):
-        raise ArgumentTypeError(f"{text!r}: give a name that ends in .png, .svg or .pdf")
-    return new_file(text)
 
 
 def _histogram(store: ExpertStore) -> ExponentHistogram | None:
