@@ -91,6 +91,7 @@ def advice_from(found: Survey) -> Advice[PrefetchOption]:
     if on_demand.wait_s and not fit:
         reasons += _choice(on_demand, exact, chosen)
     prefetch, speed, memory_bytes = chosen is not on_demand, found.speed, found.case.slots * found.block_bytes
+    excess_s = on_demand.unexplained_s + disturbed_s
     what = f"prefetch with {chosen.predictor}, {chosen.ahead} layer{'s' * (chosen.ahead != 1)} ahead"
     return Advice(
         headline=f"advice: {what if prefetch else 'load on demand'}; expect {milliseconds(chosen.tpot_s)} per token",
@@ -115,7 +116,7 @@ def advice_from(found: Survey) -> Advice[PrefetchOption]:
         notes=f"link {speed.rate / 1e9:.3g} GB/s, {milliseconds(speed.copy_s)} per expert; {found.case.slots} of "
         f"{found.experts} experts in {memory_bytes / 1e6:.4g} MB\n"
         f"measured on demand: {milliseconds(found.tpot_s)} per token, "
-        f"{milliseconds(on_demand.unexplained_s + disturbed_s)} more than the event model"
+        f"{milliseconds(abs(excess_s))} {'more' if excess_s >= 0 else 'less'} than the event model"
         + (f"; {milliseconds(disturbed_s)} left out, since runs with forecasts computed faster" * (disturbed_s > 0)),
         left=len(on_demand.cells),
     )

@@ -246,7 +246,19 @@ class LayerFlow:
         self.residency.stats.layers[layer].skipped += len(left_out)
         first = layer * self._experts
         precision = {} if verdict is None else {first + expert: name for expert, name in verdict.precision.items()}
+        self._check(layer, ids, precision)
         return Decision(ids, weights, precision, changed=True)
+
+    def _check(self, layer: int, ids: list[list[int]], precision: Mapping[int, str]) -> None:
+        """Raise :class:`ExpertcastError` for experts that a layer lacks, or precisions that the store may lack."""
+        wrong = [expert for row in ids for expert in row if not 0 <= expert < self._experts]
+        unknown = set(precision.values()).difference((FULL, *self.policies.miss.precisions))
+        if wrong or unknown:
+            raise ExpertcastError(
+                f"routing policy {self.policies.routing.name!r} or miss policy {self.policies.miss.name!r} chose "
+                f"{', '.join(map(str, (*wrong, *unknown)))} at layer {layer}: give experts from 0 to "
+                f"{self._experts - 1} and precisions that the policy declares"
+            )
 
     def _rerouted(
         self, layer: int, held: Mapping[int, str], logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor

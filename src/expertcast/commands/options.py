@@ -464,7 +464,7 @@ def own_policy(text: str) -> str:
     found = _own_class(module, name, "policy")
     for registry in registries:
         if isinstance(found, type) and issubclass(found, registry.base):
-            return registry.register(found).name + rest
+            return f"{registry.register(found).name}{rest}"
     raise ExpertcastError(f"{module}:{name} is no policy: give a subclass of EvictionPolicy, PrefetchPolicy or others")
 
 

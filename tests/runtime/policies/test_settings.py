@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
@@ -27,11 +28,15 @@ from expertcast.runtime.policies import (
     ROUTING,
     CacheShape,
     Choice,
+    Fetch,
     Policies,
     PolicyConfig,
+    RoutingPolicy,
     TopK,
 )
+from expertcast.runtime.policies.miss import Lookup, MissDecision
 from expertcast.runtime.policies.prefetch import Candidates, LinkState, TopKConfig
+from expertcast.runtime.policies.routing import RouterOutput
 from expertcast.runtime.policies.settings import preset, published
 from expertcast.runtime.quality.policies import measure_policies
 from tests.families.models import tiny_model
@@ -107,9 +112,25 @@ class Beyond(TopK):
         return [8]
 
 
+class Coarse(Fetch):
+    name, lossy = "coarse", True
+
+    def decide(self, lookup: Lookup) -> MissDecision:
+        return MissDecision(precision=dict.fromkeys(lookup.missing(), "int3"))
+
+
+class Astray(RoutingPolicy):
+    name = "astray"
+
+    def route(self, routed: RouterOutput) -> tuple[Tensor, Tensor]:
+        return routed.ids_TK + 8, routed.weights_TK
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
+        ({"miss": Choice(Coarse, PolicyConfig())}, "miss policy 'coarse' chose int3 at layer 0"),
+        ({"routing": Choice(Astray, PolicyConfig())}, r"routing policy 'astray' .* chose \d+"),
         ({"eviction": Choice(Fails, PolicyConfig())}, r"policy 'fails' \(.*Fails\) failed in victim\(\): KeyError: 2"),
         ({"eviction": Choice(Elsewhere, PolicyConfig())}, "eviction policy 'elsewhere' evicts 1000000 for layer"),
         ({"eviction": Choice(Stubborn, PolicyConfig())}, "eviction policy 'stubborn' gives no victim for layer"),
