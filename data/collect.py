@@ -39,6 +39,8 @@ from expertcast.data.trace_writer import (
     write_stand_in,
 )
 from expertcast.data.traces import TraceDataset
+from expertcast.predictors.artefacts import digest
+from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import ExpertcastError, Json, format_bytes
 
 
@@ -49,6 +51,7 @@ def collect(
     out: Path | str,
     options: TextOptions | None = None,
     *,
+    stand_in: StandIn | None = None,
     shard_bytes: int = SHARD_BYTES,
     **fields: object,
 ) -> TraceDataset:
@@ -64,6 +67,8 @@ def collect(
         documents: the text.
         out: folder to write.
         options: amount of text and batching; default: :class:`TextOptions`.
+        stand_in: stand-in of early attention, whose rank replaces `early_rank`; None fits one. A predictor that reads
+            early attention can be scored on traces with its own stand-in only.
         shard_bytes: size of a shard in bytes, the most that a killed process loses.
         fields: fields of :class:`TextOptions` that replace those of `options`, such as `tokens`.
 
@@ -87,6 +92,8 @@ def collect(
     check_code(model)
     experts = experts_of(model)
     view = experts.view
+    if stand_in is not None:
+        fields["early_rank"] = stand_in.rank
     plan = make_plan(documents, tokenizer, options, **fields)
     check_token_ids(plan.token_ids, model.config, tokenizer)
     batch_size = plan.options.batch_size or _begun_with(folder) or experts.windows(plan.options.window)
@@ -95,7 +102,8 @@ def collect(
     columns = columns_of(view.shape, seen.logits_TLE.dtype, early=early is not None)
     stream = ActivationStream(model, view, plan.windows_of(plan.documents), batch_size=batch_size)
     kept = KeptOutputs(folder / layout.PROGRESS_FOLDER)
-    new = new_info(columns, _settings(stream, plan, share, early), plan.account(view))
+    mark = "" if stand_in is None else digest(save(stand_in.state_dict()))
+    new = new_info(columns, _settings(stream, plan, share, early), plan.account(view), mark)
     if share.rank == 0:
         if claim(folder, new, view, json.loads(model.config.to_json_string())) is None:
             write_info(folder, new)
@@ -104,7 +112,9 @@ def collect(
             start, train, rank = time.perf_counter(), plan.windows["train"], plan.options.early_rank or 0
             room = share.world == 1 and kept.nbytes(view, train, batch_size, model.dtype.itemsize) < free
             keep = kept if room else None
-            write_stand_in(folder, fit_stand_in(model, view, train, rank=rank, batch_size=batch_size, keep=keep))
+            if stand_in is None:
+                stand_in = fit_stand_in(model, view, train, rank=rank, batch_size=batch_size, keep=keep)
+            write_stand_in(folder, stand_in)
             write_info(folder, {**new, "collection_s": time.perf_counter() - start})
     wait_for_all(share)
     info = read_info(folder)
@@ -114,8 +124,10 @@ def collect(
     if not info["complete"]:
         writer = RankWriter(folder, MeanOutputs(view), rank=share.rank, columns=columns, shard_bytes=shard_bytes)
         if early is not None:
-            stand_in = read_stand_in(folder, view.shape, plan.options.early_rank or 0).to(model.device)
-            stream.early = EarlyRun(early, stand_in, dict(early.refused))
+            kept_stand_in = read_stand_in(folder, view.shape, plan.options.early_rank or 0)
+            if stand_in is not None and not kept_stand_in.equals(stand_in):
+                raise ExpertcastError(f"{folder} was begun with another stand-in: use another folder")
+            stream.early = EarlyRun(early, kept_stand_in.to(model.device), dict(early.refused))
         _run(stream, plan, share, writer, kept)
         wait_for_all(share)
         if share.rank == 0:

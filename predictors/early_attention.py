@@ -69,6 +69,11 @@ class StandIn(nn.Module):
         zeros("shared_LD", layers, hidden)
         zeros("shared_map_LRD", layers, rank, hidden, dtype=torch.bfloat16)
 
+    def equals(self, other: StandIn) -> bool:
+        """Return whether all tensors are equal."""
+        theirs = other.state_dict()
+        return all(torch.equal(tensor.cpu(), theirs[name].cpu()) for name, tensor in self.state_dict().items())
+
     def directions(self, layer: int, router_input_TD: Tensor) -> Tensor:
         """Return z = s P - c [T, R] in fp32 for inputs of a layer."""
         return router_input_TD.float() @ self.projection_LDR[layer] - self.centre_LR[layer]

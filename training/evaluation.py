@@ -10,7 +10,8 @@ model's routing. Both forms use the recorded residual. The drift of the residual
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,9 +27,10 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.baselines import Frequency, PreviousToken
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.linear import LinearConfig
-from expertcast.predictors.messages import ExpertcastError, Json, Progress
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.training.fit import fit, fit_counts
+from expertcast.training.loop import steps_of
 from expertcast.training.metrics import (
     BUDGETS,
     Calibration,
@@ -278,13 +280,19 @@ VALIDATION_SHARE = 8
 """A learning-curve point with N training tokens chooses on N / 8 validation tokens, the ratio of the splits."""
 
 
-def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 1) -> dict[str, dict[str, float]]:
+def learning_curve(
+    traces: TraceDataset, counts: Sequence[int], *, ahead: int = 1, say: Callable[[str], None] = lambda _: None
+) -> dict[str, dict[str, float]]:
     """Fit `linear` and both forms of `estimator` on growing numbers of tokens and evaluate them on the test split.
+
+    Default vectors and the stand-in of early attention are those of the whole train split at every point, since traces
+    do not hold the experts' outputs: the curve is of the maps and networks alone.
 
     Args:
         traces: traces with all splits.
         counts: numbers of training tokens.
         ahead: distance in layers.
+        say: prints the number of fits, each result and the minutes that are left.
 
     Returns:
         Mean recall@k as `{form: {str(tokens): recall}}`.
@@ -305,15 +313,27 @@ def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 
         PAPER: ("estimator", EstimatorConfig(ahead=(ahead,), form="paper", parameters=PAPER_PARAMETERS)),
     }
     curve: dict[str, dict[str, float]] = {form: {} for form in forms}
-    fits = [(count, form) for count in counts for form in forms]
-    for count, form in (bar := Progress("learning curve", unit="fit", steps=fits)):
-        options = FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE), progress=False)
+    fits = [
+        (FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE)), form)
+        for count in counts
+        for form in forms
+    ]
+    steps = [_steps(forms[form][1], traces, options) for options, form in fits]
+    say(f"learning curve: {len(fits)} fits, with at most {sum(steps):,} steps of networks")
+    start = time.perf_counter()
+    for number, (options, form) in enumerate(fits, start=1):
         name, config = forms[form]
         predictor = fit(name, traces, config=config, options=options).predictor
         evaluation = evaluate({form: predictor}, traces.batches("test", BATCH), traces.view, ahead=ahead, chained=False)
-        curve[form][str(count)] = evaluation.recall(form)
-        bar.set_postfix_str(f"{form} at {count}: {curve[form][str(count)]:.4f}", refresh=False)
+        curve[form][str(options.tokens)] = recall = evaluation.recall(form)
+        pace_s = (time.perf_counter() - start) / max(1, sum(steps[:number]))
+        left = f"; at most {pace_s * sum(steps[number:]) / 60:.1f} minutes left" if any(steps[:number]) else ""
+        say(f"{number} of {len(fits)}: {form} at {options.tokens:,} tokens has recall {recall:.4f}{left}")
     return curve
+
+
+def _steps(config: PredictorConfig, traces: TraceDataset, options: FitOptions) -> int:
+    return steps_of(config, traces, options) if isinstance(config, EstimatorConfig) else 0
 
 
 # Baselines in a checkpoint's metrics and card: recall of forecasts without training

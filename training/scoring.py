@@ -153,15 +153,12 @@ def check_stand_in(predictor: Predictor, source: TraceSource, name: str) -> None
     Raises:
         ExpertcastError: the stand-ins differ.
     """
-    own = None if source.stand_in is None else source.stand_in.state_dict()
     for part in predictor.modules():
-        if isinstance(part, StandIn) and own is not None:
-            held = part.state_dict()
-            if not all(torch.equal(tensor.cpu(), own[key].cpu()) for key, tensor in held.items()):
-                raise ExpertcastError(
-                    f"{name} was trained with another stand-in for early attention than these traces: evaluate it on "
-                    "its own traces, or with --model and --data for other text"
-                )
+        if isinstance(part, StandIn) and source.stand_in is not None and not part.equals(source.stand_in):
+            raise ExpertcastError(
+                f"{name} was trained with another stand-in for early attention than these traces: collect them again "
+                f"with --stand-in {name}"
+            )
 
 
 def mask_previous(batch: TraceBatch) -> TraceBatch:

@@ -23,6 +23,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.online import OnlineTraces
 from expertcast.data.plan import make_plan
 from expertcast.data.text import Document
+from expertcast.data.trace_writer import write_stand_in
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.early_attention import EarlyAttention, StandIn
@@ -33,6 +34,7 @@ from expertcast.training.fit import fit
 from expertcast.training.report import write_report
 from tests.data.early_oracle import oracle
 from tests.families.models import CONFIGS, tiny_model
+from tests.sealed import edit_json
 
 SETTINGS: dict[str, Any] = {"tokens": 600, "window": 32, "batch_size": 4, "early_rank": 2}
 SMALL: dict[str, Any] = {"parameters": 4000, "steps": 4, "step_tokens": 64}
@@ -141,8 +143,15 @@ def test_a_checkpoint_is_not_scored_on_early_attention_of_another_stand_in(
     for name, config in (("early_attention", None), ("hybrid", HybridConfig(candidates=["early_attention"]))):
         save_predictor(fit(name, traces, config=config).predictor, tmp_path / name, view=traces.view)
         assert list(evaluated([str(tmp_path / name)], traces)) == [name]
-        with pytest.raises(ExpertcastError, match=f"{name} was trained with another stand-in"):
+        with pytest.raises(ExpertcastError, match=f"{name} was trained with another stand-in.*--stand-in .*{name}"):
             evaluated([str(tmp_path / name)], other)
+        own = collect(model, *parts, tmp_path / f"for {name}", **SETTINGS | {"seed": 1}, stand_in=traces.stand_in)
+        assert list(evaluated([str(tmp_path / name)], own)) == [name]
+        assert own.info["id"] != other.info["id"]
+        write_stand_in(own.folder, StandIn(traces.view.shape, 2))
+        edit_json(own.folder / layout.TRACE_FILE, lambda info: info.update(complete=False))
+        with pytest.raises(ExpertcastError, match="begun with another stand-in"):
+            collect(model, *parts, own.folder, **SETTINGS | {"seed": 1}, stand_in=traces.stand_in)
 
 
 def test_early_attention_is_its_layers_router_on_the_column(traces: TraceDataset) -> None:

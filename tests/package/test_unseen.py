@@ -21,7 +21,7 @@ from expertcast.cli import build_parser, main
 from expertcast.commands import advise
 from expertcast.commands.bench_target import Target
 from expertcast.commands.options import read_options
-from expertcast.commands.predictors import QualityOptions, best_on_validation, forecast_quality
+from expertcast.commands.predictors import QualityOptions, best_on_validation, forecast_quality, quality_windows
 from expertcast.data.models import load_tokenizer
 from expertcast.data.text import bundled_ids, load_documents
 from expertcast.data.traces import TraceDataset
@@ -93,6 +93,44 @@ def test_more_of_the_same_text_scores_unseen_documents_only(
     assert recall["mean"] < leaking["recall_at_k"]["linear"]["mean"]
     printed = capsys.readouterr().out
     assert f"scored on split 'all', {found['tokens']} tokens; {len(seen)} document(s) of {tokens:,} tokens" in printed
+
+
+def test_scores_are_printed_before_what_may_fail(
+    made: Made,
+    more: TraceDataset,
+    tiny_folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And a text without a window is refused before anything is scored."""
+    command = ["eval", str(more.folder), "--predictor", "next_norm"]
+    model = ["--model", tiny_folder, "--data", REFERENCE]
+    with monkeypatch.context() as patched:
+        patched.setattr("expertcast.commands.eval.scores_ahead", None)
+        assert main([*command, *model, "--window", "9999"]) == 2
+    assert "no text has 9999 tokens" in capsys.readouterr().err
+    assert "learning curve at 999999 tokens" in fails(capsys, *command, "--curve", "999999")
+    assert main([*command, "--curve", "400"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.index("scored on split") < printed.out.index("recall@k at tokens")
+    said = [line for line in printed.err.splitlines() if "learning curve:" in line or " of 3: " in line]
+    assert said[0].startswith("learning curve: 3 fits, with at most ")
+    assert [line.partition(" has recall ")[0] for line in said[1:]] == [
+        "1 of 3: linear at 400 tokens", "2 of 3: estimator at 400 tokens",
+        "3 of 3: estimator (paper's form) at 400 tokens",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_of_other_traces_is_not_replaced(
+    made: Made, more: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "checkpoint"
+    shutil.copytree(made.checkpoint, out)
+    train = ["--predictor", "next_norm", "--out", str(out)]
+    assert f"{out} is a checkpoint of other traces" in fails(capsys, "train", str(more.folder), *train)
+    assert main(["train", str(made.traces), *train]) == 0
+    (out / files.METRICS).write_text("{")
+    assert main(["train", str(more.folder), *train]) == 0, "a damaged checkpoint may be replaced"
 
 
 def test_a_folder_with_a_predictors_name_is_not_the_predictor(
@@ -186,7 +224,10 @@ def test_validation_chooses_what_hybrid_execution_is_measured_with(
     recall = evaluate(fitted, more.batches("test", 4096), more.view).as_dict()["recall_at_k"]
     assert recall["test"]["mean"] > recall["validation"]["mean"]
     chosen = best_on_validation(fitted, more, 1)
-    found = forecast_quality(QualityOptions(quality_tokens=128), tiny_folder, fitted, 1, more, chosen)
+    options = QualityOptions(quality_tokens=128, window=32)
+    windows = quality_windows(options, tiny_folder, fitted, more)
+    assert {each.shape[1] for each in windows.values()} == {32}
+    found = forecast_quality(options, tiny_folder, fitted, 1, more, chosen, windows)
     assert [name for name in found["runs"] if "hybrid" in name] == ["hybrid execution of validation"]
 
 

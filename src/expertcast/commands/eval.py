@@ -15,7 +15,7 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.results import Table, ledger_table
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import BANDWIDTH, PREDICTOR, Count, Form, OffloadedOptions, Option, read_by
-from expertcast.commands.output import Outcome, folder
+from expertcast.commands.output import Outcome, folder, say, show
 from expertcast.commands.predictors import (
     QualityOptions,
     best_on_validation,
@@ -26,6 +26,7 @@ from expertcast.commands.predictors import (
     is_checkpoint,
     ledger_of,
     quality_table,
+    quality_windows,
     scores_ahead,
 )
 from expertcast.data.plan import ALL, SPLITS
@@ -85,6 +86,7 @@ def run(options: Options) -> Outcome:
         check_shape(options, options.model, traces.view)
     fitted = evaluated(options.predictor, traces, ahead)
     predictors = {name: made.predictor for name, made in fitted.items()}
+    texts = quality_windows(options, options.model, predictors, traces) if options.model else {}
     split = options.split or (ALL if all(map(is_checkpoint, options.predictor)) else "test")
     unseen, left_out = unseen_traces(traces, fitted, split)
     ledger = ledger_of(fitted, unseen, split, ahead[0])
@@ -97,15 +99,19 @@ def run(options: Options) -> Outcome:
     tables = [table]
     result["waiting"] = waiting(options, predictors, unseen, split, ahead[0])
     if result["waiting"]:
-        tables.append(waiting_table(result["waiting"]).text())
+        legend = f"\n{RUNG_LEGEND}" if any("/" in name for name in result["waiting"]) else ""
+        tables.append(waiting_table(result["waiting"]).text() + legend)
     tables.append(ledger_table(ledger).text())
     scored = f"scored on split {split!r}, {result['tokens']} tokens"
     tables.append("; ".join(filter(None, (scored, str(left_out)))))
+    if options.model or options.curve or options.report:
+        show("\n\n".join(tables) + "\n")  # if a later part fails, these are not lost
+        tables.clear()
     if options.model:
-        result["quality"] = forecast_quality(options, options.model, predictors, ahead[0], traces, chosen)
+        result["quality"] = forecast_quality(options, options.model, predictors, ahead[0], traces, chosen, texts)
         tables.append(quality_table(result["quality"]))
     if options.curve:
-        result["learning_curve"] = learning_curve(traces, options.curve, ahead=ahead[0])
+        result["learning_curve"] = learning_curve(traces, options.curve, ahead=ahead[0], say=say)
         tables.append(curve_table(result["learning_curve"]))
     if options.report:
         tables.append(f"wrote {_write_report(options.report, result, unseen, fitted, chosen[0])}")
@@ -228,6 +234,9 @@ def waiting_table(found: Mapping[str, Json]) -> Table:
     """Return a table with a row per predictor and rung of :func:`waiting`."""
     rows = [[name, values["recall_at_k"], 1e3 * values["wait_s"]] for name, values in found.items()]
     return Table(headings=["forecasts by", "recall@k", "ms waited per token"], rows=rows)
+
+
+RUNG_LEGEND = "predictor/forecaster: cheaper forecaster inside a predictor, which a run uses where that saves more"
 
 
 def curve_table(curve: dict[str, dict[str, float]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,6 +79,12 @@ def _shown(key: str, value: object) -> str:
         return format_bytes(value)
     text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
     return text[:97] + "..." if text is not value and len(text) > 100 else text
+
+
+def show(text: str) -> None:
+    """Print a result before the command ends; under torchrun only on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
 
 
 def say(text: str) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
+from torch import Tensor
 
 from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name
 from expertcast.checkpoints.hub import HubName
 from expertcast.checkpoints.results import LINK_LEGEND, layer_table, link_table
-from expertcast.commands.options import Count, Data, ModelOptions, Option, StoredOptions, TextColumn
+from expertcast.commands.options import COUNT, Count, Data, ModelOptions, Option, StoredOptions, TextColumn
 from expertcast.commands.output import say
 from expertcast.data.experts import experts_of
 from expertcast.data.models import load_tokenizer, meta_model
@@ -202,6 +203,8 @@ class QualityOptions(StoredOptions):
     """Column of --data that holds the text."""
     quality_tokens: Count = 8192
     """Number of tokens for --model."""
+    window: Annotated[int | None, COUNT] = None
+    """Tokens per window of that text (default: 256, and 128 or twice the prefill under lossy policies)."""
 
     def check_text(self) -> None:
         """Raise ExpertcastError for a model without text; the bundled one has its own."""
@@ -213,6 +216,32 @@ class QualityOptions(StoredOptions):
         return load_documents(self.data or REFERENCE, column=self.text_column, tokens=self.quality_tokens)
 
 
+def quality_windows(
+    options: QualityOptions, name: str, predictors: Mapping[str, Predictor], traces: TraceDataset
+) -> dict[str, Tensor]:
+    """Return windows of unseen text by domain for :func:`forecast_quality`.
+
+    Args:
+        options: the text and its length.
+        name: the model, whose tokenizer is loaded.
+        predictors: evaluated predictors, by name; documents that they learned from are left out.
+        traces: documents of their validation split are left out.
+
+    Raises:
+        ExpertcastError: no document is left, or all are shorter than a window.
+    """
+    from expertcast.runtime.quality.forecasts import text_windows
+
+    texts: dict[str, list[str]] = {}
+    chosen_by = frozenset(each.hash for each in traces.chosen("validation") if each.hash)
+    documents = unseen_text(options.documents(), predictors, chosen_by)
+    for document in sorted(documents, key=lambda document: document.domain):
+        texts.setdefault(document.domain or "text", []).append(document.text)
+    tokenizer, length = load_tokenizer(name, **options.passed_on(name)), options.window or FORECAST_WINDOW
+    count = max(1, options.quality_tokens // length // len(texts))
+    return {domain: text_windows(tokenizer, its, length=length, count=count) for domain, its in texts.items()}
+
+
 def forecast_quality(
     options: QualityOptions,
     name: str,
@@ -220,35 +249,28 @@ def forecast_quality(
     ahead: int,
     traces: TraceDataset,
     chosen: tuple[str, list[int]],
+    windows: Mapping[str, Tensor],
 ) -> Json:
     """Measure what executing forecasts costs a model, per domain (:func:`measure_quality`), on unseen documents.
 
     Each predictor is executed at all layers, and the chosen one also at the chosen layers (`hybrid`).
 
     Args:
-        options: the text and its length.
+        options: options of loading the model.
         name: the model.
         predictors: evaluated predictors, by name.
         ahead: distance in layers of their evaluation.
-        traces: documents of their validation split are left out.
+        traces: traces of the model.
         chosen: predictor and layers of :func:`best_on_validation`.
+        windows: result of :func:`quality_windows`.
 
     Raises:
         ExpertcastError: the traces are of another model.
     """
-    from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+    from expertcast.runtime.quality.forecasts import QualityRun, measure_quality
 
-    texts: dict[str, list[str]] = {}
-    chosen_by = frozenset(each.hash for each in traces.chosen("validation") if each.hash)
-    documents = unseen_text(options.documents(), predictors, chosen_by)
-    for document in sorted(documents, key=lambda document: document.domain):
-        texts.setdefault(document.domain or "text", []).append(document.text)
-    model, tokenizer = options.load(name)
+    model, _ = options.load(name)
     check_routers(view := experts_of(model).view, traces.info)
-    count = max(1, options.quality_tokens // FORECAST_WINDOW // len(texts))
-    windows = {
-        domain: text_windows(tokenizer, its, length=FORECAST_WINDOW, count=count) for domain, its in texts.items()
-    }
     runs = {f"speculate {name}": QualityRun(predictor=p, ahead=ahead) for name, p in predictors.items()}
     best, layers = chosen
     runs[f"hybrid execution of {best}"] = QualityRun(predictor=predictors[best], layers=layers, ahead=ahead)
@@ -269,8 +291,10 @@ def best_on_validation(predictors: Mapping[str, Predictor], traces: TraceDataset
     """
     from expertcast.runtime.config import OffloadConfig
 
-    if len(predictors) > 1 and not traces.token_count("validation"):
-        raise ExpertcastError(NO_VALIDATION)
+    if not traces.token_count("validation"):
+        if len(predictors) > 1:
+            raise ExpertcastError(NO_VALIDATION)
+        return next(iter(predictors)), []
     recall = validation_recall(predictors, traces, ahead, FitOptions())
     best = max(recall, key=lambda name: float(recall[name].mean()))
     return best, [
@@ -300,7 +324,7 @@ def policy_quality(
     from expertcast.runtime.quality.forecasts import text_windows
     from expertcast.runtime.quality.policies import measure_policies
 
-    length = min(max(POLICY_WINDOW, 2 * prefill), max(options.quality_tokens, 32))
+    length = options.window or min(max(POLICY_WINDOW, 2 * prefill), max(options.quality_tokens, 32))
     say(f"measuring the quality of {name} under {len(runs)} lossy sets of policies")
     predictors = {given: made.predictor for given, made in (fitted or {}).items()}
     documents = unseen_text(options.documents(), predictors)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, holds_predictor, save_predictor
 from expertcast.checkpoints.hub import HubName, NotOnHubError
 from expertcast.checkpoints.results import ledger_table
 from expertcast.commands.options import (
@@ -112,6 +113,7 @@ def _wanted(options: Options) -> tuple[str, PredictorConfig]:
 
 def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
     source = training_source(options)
+    _check_out(options.out, source)
     if options.default_vectors is not None:
         source = with_default_vectors(source, options.default_vectors)
     settings = replace(options.fit, resume_folder=resume_folder(options.out))
@@ -135,6 +137,18 @@ def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
     fitted_in = f"fitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
     text = "\n\n".join([table, ledger_table(ledger).text(), scored, fitted_in])
     return {"checkpoint": str(options.out), "training": fitted.report, **metrics}, text
+
+
+def _check_out(out: Path, source: TraceSource) -> None:
+    """Raise ExpertcastError if `out` is a complete checkpoint of other traces."""
+    before = None
+    if holds_predictor(out):
+        with suppress(ExpertcastError):  # a damaged checkpoint may be replaced
+            before = PredictorCheckpoint.open(out).config.get("training", {}).get("traces")
+    if before not in (None, source.info.get("id")):
+        raise ExpertcastError(
+            f"{out} is a checkpoint of other traces ({before}): give another --out, or remove that folder first"
+        )
 
 
 def described(source: TraceSource) -> Json:
