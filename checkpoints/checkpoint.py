@@ -33,7 +33,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from expertcast.checkpoints.card import model_card
-from expertcast.checkpoints.hub import HubName, Kind, located, push, repository_in_errors
+from expertcast.checkpoints.hub import HubName, Kind, located, push, real_folder, repository_in_errors
 from expertcast.checkpoints.provenance import check_fingerprints, fingerprints, provenance, without_folders
 from expertcast.predictors import ModelShape, MoEView, predictor_class
 from expertcast.predictors.artefacts import CLOSED, check_file, digest, open_file, read_json, seal
@@ -319,6 +319,7 @@ def replace_folder(new: Path, folder: Path) -> None:
 def recover(folder: Path) -> None:
     """Restore the old checkpoint if a save was killed between its two renames."""
     with contextlib.suppress(OSError, ValueError):  # reading the folder reports other problems
+        folder = Path(os.path.realpath(folder))
         if not os.path.lexists(folder):
             aside = folder.parent.glob(f".{glob.escape(folder.name)}.*{_OLD}")
             os.rename(max(aside, key=os.path.getmtime), folder)
@@ -504,16 +505,17 @@ def save_predictor(
         'quasi_hidden'
     """
     folder = Path(folder)
+    real = real_folder(folder)
     _refuse_foreign(folder)
     config = describe(predictor, view)
     if training is not None:
         config["training"] = training
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
+    real.parent.mkdir(parents=True, exist_ok=True)
+    temporary = real.parent / f".{real.name}.{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
         written = write_files(temporary, predictor, config, metrics or {}, where=str(folder))
-        replace_folder(temporary, folder)
+        replace_folder(temporary, real)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return replace(written, folder=folder)

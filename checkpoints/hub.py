@@ -175,6 +175,18 @@ def download(name: HubName, kind: Kind) -> Path:
     return _whole(name, kind, _recognised(name, kind))
 
 
+def real_folder(folder: Path) -> Path:
+    """Return the folder behind links, which a rename would replace.
+
+    Raises:
+        ExpertcastError: it is a mount point, which cannot be renamed.
+    """
+    real = Path(os.path.realpath(folder))
+    if os.path.ismount(real):
+        raise ExpertcastError(f"{folder} is a mount point, which cannot be replaced as a whole: use a folder in it")
+    return real
+
+
 def pull(name: HubName, kind: Kind, folder: Path, check: Callable[[Path], object]) -> None:
     """Download a repository into a folder; the folder appears only when it is complete and checked.
 
@@ -189,6 +201,7 @@ def pull(name: HubName, kind: Kind, folder: Path, check: Callable[[Path], object
     Raises:
         ExpertcastError: the folder is not empty, or the download or the check fails.
     """
+    folder = real_folder(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExpertcastError(f"{folder} exists and is not empty: use another folder")
     partial = folder.with_name(folder.name + PARTIAL)

@@ -282,7 +282,8 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path` once it is completely on disk."""
+    """Yield a file that replaces `path`, or the file behind a link, once it is completely on disk."""
+    path = Path(os.path.realpath(path))
     partial = path.with_name(path.name + PARTIAL)
     with partial.open("wb") as file:
         try:

@@ -9,6 +9,7 @@ L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -73,7 +74,7 @@ class DiskStore(ExpertStore):
         self.codec = make_codec(codec, self.layout)
         self.shipped: Callable[[int, int], Shipped] | None = None
         """Reads an expert, by layer and number, in its shipped form. If set, :meth:`fill` encodes what it returns."""
-        self._target = None if folder is None else Path(folder) / FILE_NAME
+        self._target = None if folder is None else Path(os.path.realpath(Path(folder) / FILE_NAME))
         self.path = self._target or Path(tempfile.gettempdir())
         """Path of the file. For a file without a name: the temporary folder, then a path valid in this process only."""
         self._header = Header(

@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.card import model_card
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.data.trace_writer import write_user_file
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names
 from expertcast.training.scoring import Fitted
@@ -165,6 +166,26 @@ def test_a_save_that_is_killed_between_two_renames_loses_nothing(
     save_predictor(predictor, linear, view=view)
     assert PredictorCheckpoint.open(linear).name == "router_input"
     assert [path.name for path in linear.parent.iterdir()] == [linear.name]
+
+
+def test_a_link_stays_a_link(
+    linear: Path, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset, tmp_path: Path
+) -> None:
+    """To a folder, perhaps on another disk, and to a file; a mount point cannot be replaced."""
+    link = tmp_path / "link"
+    link.symlink_to(linear)
+    predictor, view = fitted_predictors["frequency"].predictor, reference_traces.view
+    for _ in range(2):
+        assert save_predictor(predictor, link, view=view).folder == link
+        assert link.is_symlink()
+        assert PredictorCheckpoint.open(linear).name == "frequency"
+    with pytest.raises(ExpertcastError, match="/proc is a mount point, which cannot be replaced as a whole"):
+        save_predictor(predictor, "/proc", view=view)
+    file = tmp_path / "file"
+    file.symlink_to(tmp_path / "real")
+    write_user_file(file, b"new")
+    assert file.is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
 
 
 def test_a_folder_of_something_else_is_left_alone(
