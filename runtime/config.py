@@ -31,8 +31,8 @@ from expertcast.predictors.options import field_docs
 from expertcast.predictors.view import overfetched
 from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft, keeps_copies
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
-from expertcast.runtime.policies import PRESETS, Policies
-from expertcast.runtime.policies.settings import AUTO, FORECASTS, parse_policies
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.policies.settings import AUTO, FORECASTS, parse_policies, preset
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.codecs import check_codec
 from expertcast.runtime.storage.expert_file import packed_codec
@@ -460,16 +460,12 @@ class OffloadConfig:
                     "`expertcast simulate`"
                 )
             return self.policies
-        if self.policies not in PRESETS:
-            raise ExpertcastError(
-                f"unknown preset {self.policies!r}: choose from {', '.join(PRESETS)}, or give Policies(...)"
-            )
-        return PRESETS[self.policies].policies
+        return preset(self.policies).policies
 
     def resolved_predictor(self) -> str | Path | Predictor | None:
         """Return `predictor`, else the predictor of the preset."""
         if self.predictor is None and isinstance(self.policies, str):
-            return PRESETS[self.policies].predictor
+            return preset(self.policies).predictor
         return self.predictor
 
 

@@ -193,7 +193,7 @@ def preset(name: str) -> Preset:
         ExpertcastError: the name is unknown.
     """
     if name not in PRESETS:
-        raise ExpertcastError(f"unknown preset {name!r}: choose from {', '.join(PRESETS)}")
+        raise ExpertcastError(f"unknown preset {name!r}: choose from {', '.join(PRESETS)}, or give KIND=POLICY")
     return PRESETS[name]
 
 
