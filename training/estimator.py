@@ -32,7 +32,6 @@ from expertcast.training.scoring import (
     states_of,
     train_batches,
     validation_batch,
-    validation_batches,
 )
 
 # Distillation of routers into the network. The KL loss is that of Madan et al. (Speculating Experts, 2026, section 4).
@@ -93,16 +92,6 @@ class Distiller(NetworkTraining):
         for pair, value in enumerate(recall_P):
             self.log(f"recall_per_layer/{pair + self._ahead}", value)
         self.end_round(float(recall_P.mean()))
-
-
-def distillation_data(source: TraceSource, options: FitOptions, step_tokens: int) -> TrainingData[TraceBatch]:
-    """Create batches of `step_tokens` tokens: train in a new random order per pass, validation in full on each rank."""
-
-    def passing(epoch: int, generator: torch.Generator) -> Iterator[TraceBatch]:
-        seed, share = options.seed + epoch, training_share()
-        return source.batches("train", step_tokens, shuffle=True, seed=seed, max_tokens=options.tokens, share=share)
-
-    return TrainingData(passing, lambda: validation_batches(source, options, step_tokens), options.seed)
 
 
 def kl_divergence(
@@ -293,7 +282,7 @@ def _distil(
     """Train the network of one distance, restore its best validation round, and return its report."""
     config = predictor.config
     module = Distiller(predictor, ahead, loss=loss, scale_P=scale_P, steps=steps_of(config, source, options))
-    run(module, distillation_data(source, options, config.step_tokens), source, options, f"ahead{ahead}")
+    run(module, TrainingData(source, options, config.step_tokens), source, options, f"ahead{ahead}")
     return {"loss": loss, **module.finish()}
 
 

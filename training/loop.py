@@ -24,9 +24,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
 
 import lightning
 import torch
@@ -39,13 +39,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import expertcast
+from expertcast.data.batch import TraceBatch
 from expertcast.data.processes import training_share, wait_for_all
 from expertcast.data.trace_format import write_atomically
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.artefacts import digest, open_file
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
-from expertcast.training.scoring import NO_VALIDATION, FitOptions, train_tokens
+from expertcast.training.scoring import NO_VALIDATION, FitOptions, train_tokens, validation_batches
 
 log = logging.getLogger(__name__)
 
@@ -148,8 +149,6 @@ def logger_of(folder: Path | None, name: str, state: Json | None) -> TensorBoard
 
 # Base of all trainings. Steps are counted over all passes; a round is one pass over the validation split.
 
-Examples = TypeVar("Examples")
-
 WARM_UP = 0.05
 FLOOR = 0.02
 """Final learning rate as a share of the peak."""
@@ -157,16 +156,16 @@ FLOOR = 0.02
 
 @dataclass(kw_only=True)
 class BestRound:
-    """The network's weights at its best validation round, and the scores of all rounds."""
+    """The network's weights at its best validation round, and the recall of all rounds."""
 
-    score: float
-    """Score of the best round; infinitely bad before the first round."""
+    score: float = -math.inf
+    """Recall of the best round."""
     step: int = 0
     """Step of the best round."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """The network's weights at that round; empty before the first round."""
     history: list[dict[str, float]] = field(default_factory=list)
-    """Step and score of each round."""
+    """Step and recall of each round."""
 
 
 class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
@@ -178,27 +177,22 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
         steps: optimiser steps of the schedule.
     """
 
-    watched: ClassVar[str] = "recall"
-    """Name of the validation score."""
-    mode: ClassVar[str] = "max"
-    """Whether a higher (`max`) or a lower (`min`) score is better."""
-
     def __init__(self, network: nn.Module, config: EstimatorConfig, steps: int) -> None:
         super().__init__()
         self.network, self.config, self.steps = network, config, steps
-        self.best = BestRound(score=-math.inf if self.mode == "max" else math.inf)
+        self.best = BestRound()
 
     def identity(self) -> Json:
         """Return JSON values that identify the training; a training state is only used if they are equal."""
         return {"network": type(self).__name__, "config": self.config.as_dict(), "steps": self.steps}
 
-    def end_round(self, score: float) -> None:
-        """Log a validation round's score; keep the network's weights if it is the best."""
+    def end_round(self, recall: float) -> None:
+        """Log a validation round's recall; keep the network's weights if it is the best."""
         best, step = self.best, self.global_step
-        self.log(self.watched, score)
-        best.history.append({"step": step, self.watched: score})
-        if score > best.score if self.mode == "max" else score < best.score:
-            best.score, best.step = score, step
+        self.log("recall", recall)
+        best.history.append({"step": step, "recall": recall})
+        if recall > best.score:
+            best.score, best.step = recall, step
             best.tensors = {key: tensor.detach().clone() for key, tensor in self.network.state_dict().items()}
 
     def finish(self) -> Json:
@@ -236,61 +230,53 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
         self.best = BestRound(**checkpoint["best"])
 
 
-class TrainingData(lightning.LightningDataModule, Generic[Examples]):  # type: ignore[misc]
-    """Passes over the train split, each in its own order, and the validation split; resumable at any batch."""
+class TrainingData(lightning.LightningDataModule):  # type: ignore[misc]
+    """Passes over the train split, each in its own random order, and the validation split, in full on each rank.
 
-    def __init__(
-        self,
-        passing: Callable[[int, torch.Generator], Iterator[Examples]],
-        validation: Callable[[], Iterator[Examples]],
-        seed: int,
-    ) -> None:
-        """
-        Args:
-            passing: returns the batches of one pass over the train split; arguments are the number of earlier passes
-                and a random generator, which continues from pass to pass.
-            validation: returns the batches of the validation split, always in the same order.
-            seed: seed of the generator.
-        """
+    Resumable at any batch of `step_tokens` tokens.
+    """
+
+    def __init__(self, source: TraceSource, options: FitOptions, step_tokens: int) -> None:
         super().__init__()
-        self._passing, self._validation = passing, validation
-        self._generator = torch.Generator().manual_seed(seed)
-        self._begin = self._generator.get_state()
+        self._source, self._options, self._size = source, options, step_tokens
         self._epoch, self._skipped = -1, 0
 
-    def train_dataloader(self) -> DataLoader[Examples]:
+    def train_dataloader(self) -> DataLoader[TraceBatch]:
         """Return a loader that starts a new pass over the train split at each iteration."""
         return DataLoader(_Stream(self._next_pass), batch_size=None)
 
-    def val_dataloader(self) -> DataLoader[Examples]:
-        """Return a loader of the validation split."""
-        return DataLoader(_Stream(self._validation), batch_size=None)
+    def val_dataloader(self) -> DataLoader[TraceBatch]:
+        """Return a loader of the validation split, always in the same order."""
+        validation = partial(validation_batches, self._source, self._options, self._size)
+        return DataLoader(_Stream(validation), batch_size=None)
 
-    def _next_pass(self) -> Iterator[Examples]:
+    def _next_pass(self) -> Iterator[TraceBatch]:
         self._epoch += 1
-        self._begin = self._generator.get_state()
         skipped, self._skipped = self._skipped, 0
-        return islice(self._passing(self._epoch, self._generator), skipped, None)
+        options = self._options
+        batches = self._source.batches(
+            "train", self._size, shuffle=True, seed=options.seed + self._epoch, max_tokens=options.tokens,
+            share=training_share(),
+        )  # fmt: skip
+        return islice(batches, skipped, None)
 
     def state_dict(self) -> dict[str, object]:
         """Return the position in the train split."""
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        return {"epoch": self._epoch, "generator": self._begin, "batches": batches}
+        return {"epoch": self._epoch, "batches": batches}
 
     def load_state_dict(self, state_dict: Json) -> None:
         """Continue at a position; earlier batches of the same pass are drawn again and skipped."""
-        self._epoch, self._begin = state_dict["epoch"] - 1, state_dict["generator"]
-        self._skipped = state_dict["batches"]
-        self._generator.set_state(self._begin)
+        self._epoch, self._skipped = state_dict["epoch"] - 1, state_dict["batches"]
 
 
-class _Stream(IterableDataset[Examples]):
+class _Stream(IterableDataset[TraceBatch]):
     """Iterates over the result of a function, called anew for each iteration."""
 
-    def __init__(self, make: Callable[[], Iterator[Examples]]) -> None:
+    def __init__(self, make: Callable[[], Iterator[TraceBatch]]) -> None:
         self._make = make
 
-    def __iter__(self) -> Iterator[Examples]:
+    def __iter__(self) -> Iterator[TraceBatch]:
         return self._make()
 
 
@@ -340,8 +326,8 @@ class ShowSteps(Callback):  # type: ignore[misc]
             )
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
-        score = pl_module.best.history[-1][pl_module.watched]
-        self._bar.set_postfix_str(f"{pl_module.watched} {score:.4f}", refresh=False)
+        score = pl_module.best.history[-1]["recall"]
+        self._bar.set_postfix_str(f"recall {score:.4f}", refresh=False)
 
 
 class KeepSignals(Callback):  # type: ignore[misc]
@@ -355,9 +341,7 @@ class KeepSignals(Callback):  # type: ignore[misc]
             signal.signal(signal.SIGTERM, self._handler)
 
 
-def run(
-    module: NetworkTraining, data: TrainingData[Examples], source: TraceSource, options: FitOptions, name: str
-) -> None:
+def run(module: NetworkTraining, data: TrainingData, source: TraceSource, options: FitOptions, name: str) -> None:
     """Train `module` to the end of its schedule; `module.best` then has the best validation round.
 
     Args:
@@ -375,7 +359,7 @@ def run(
         # save after validation rounds: resuming from a state before one is not bit-identical
         keeping = [ModelCheckpoint(folder, name, save_on_train_epoch_end=False, enable_version_counter=False)]
         states = SealedCheckpoints(mark)
-    stopping = EarlyStopping(module.watched, mode=module.mode, patience=module.config.patience, min_delta=1e-4)
+    stopping = EarlyStopping("recall", mode="max", patience=module.config.patience, min_delta=1e-4)
     if state is not None and state["callbacks"][stopping.state_key]["wait_count"] >= stopping.patience:
         module.on_load_checkpoint(state)  # this training was complete when the process was killed
         return
