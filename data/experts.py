@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from expertcast.compat import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
-from expertcast.data.packed_experts import is_packed, iterate_plain, run_packed
+from expertcast.data.packed_experts import is_packed, iterate_plain, run_experts
 from expertcast.data.plan import WindowBatch
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
@@ -120,7 +120,7 @@ class ResidentExperts:
         with nullcontext() if inner is None else inner_activations(layer.experts, seen):
             if is_packed(layer.experts):
                 order_P = torch.sort(ids_TK.reshape(-1)).indices
-                return run_packed(layer.experts, hidden_TD, ids_TK, weights_TK, order_P)
+                return run_experts(layer.experts, hidden_TD, ids_TK, weights_TK, order_P)
             output_TD: Tensor = grouped_mm_experts_forward(layer.experts, hidden_TD, ids_TK, weights_TK)
             return output_TD
 

@@ -490,6 +490,17 @@ def run_groups(
     return combine(output_PD, weights_TK, hidden_TD.dtype)
 
 
+def products(rows_PI: Tensor, weight_SIN: Tensor, groups: Groups) -> Tensor:
+    """Return the products [P, N] of rows with their groups' weights; the rows of a group are adjacent."""
+    output_PN = rows_PI.new_empty(rows_PI.shape[0], weight_SIN.shape[-1])
+    start = 0
+    for slot, count in groups:
+        end = start + count
+        torch.mm(rows_PI[start:end], weight_SIN[slot], out=output_PN[start:end])
+        start = end
+    return output_PN
+
+
 def activated(experts: Any, rows_PN: Tensor) -> Tensor:
     """Apply the gate or activation between the two projections, by the experts' own code."""
     made: Tensor = experts._apply_gate(rows_PN) if experts.has_gate else experts.act_fn(rows_PN)
@@ -600,7 +611,7 @@ def weight_bits(view: MoEView) -> float:
 def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
     """Replace a module's matrices by empty packed ones on the same device.
 
-    The module then runs :func:`run_packed` in place of transformers' functions, whichever the model names.
+    The module then runs :func:`run_experts` in place of transformers' functions, whichever the model names.
     """
     if forms:
         experts.forward = MethodType(_run_named, experts)
@@ -615,29 +626,34 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
 
 
 def _run_named(experts: nn.Module, *args: Any) -> Tensor:
-    """Run the function that the model names; :func:`run_packed` in place of transformers' own."""
+    """Run the function that the model names; :func:`run_experts` in place of transformers' own."""
     from expertcast.compat import ALL_EXPERTS_FUNCTIONS
 
     name = experts.config._experts_implementation  # type: ignore[union-attr]
-    named = ALL_EXPERTS_FUNCTIONS.get_interface(name, run_packed)
-    output: Tensor = (run_packed if named.__module__.startswith("transformers.") else named)(experts, *args)
+    named = ALL_EXPERTS_FUNCTIONS.get_interface(name, run_experts)
+    output: Tensor = (run_experts if named.__module__.startswith("transformers.") else named)(experts, *args)
     return output
 
 
-def run_packed(
+def run_experts(
     experts: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, order_P: Tensor | None = None,
     ids: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the output [T, D] of packed experts, or of slots in place of experts.
+    """Return the output [T, D] of experts, or of slots in place of experts, with one product per group of rows.
 
     Args:
-        experts: a packed module.
+        experts: a module, packed or not; then the products are those of transformers' grouped kernel on the CPU.
         hidden_TD, ids_TK, weights_TK, order_P, ids: as for :func:`run_groups`.
     """
     up_name = "gate_up_proj" if experts.has_gate else "up_proj"
 
     def project(name: str, rows_PI: Tensor, groups: Groups, ids_P: Tensor) -> Tensor:
-        output_PN: Tensor = experts.__dict__[name].products(rows_PI, groups)
+        packed, weight = experts.__dict__.get(name), experts._parameters.get(name)
+        output_PN: Tensor
+        if packed is not None:
+            output_PN = packed.products(rows_PI, groups)
+        else:
+            output_PN = products(rows_PI, weight if experts.is_transposed else weight.transpose(-2, -1), groups)
         return output_PN.add_(experts._parameters[f"{name}_bias"][ids_P]) if experts.has_bias else output_PN
 
     def outputs(rows_PD: Tensor, groups: Groups, ids_P: Tensor) -> Tensor:

@@ -5,121 +5,21 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, S slot
 
 from __future__ import annotations
 
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import groupby
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertcast.compat import batched_mm_experts_forward, grouped_mm_experts_forward
-from expertcast.data.packed_experts import is_packed, run_packed
-from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.data.packed_experts import is_packed, products, run_experts
+from expertcast.predictors.messages import Json
 from expertcast.runtime.engine.engine import row_order
-
-# transformers' grouped kernel over slots on the CPU, with the same products as over experts.
-#
-# Rows are sorted by expert, as in the resident model: torch's CPU sort need not be stable, and where several tokens
-# share an expert its `mm` may round a row differently at another place in the group. Empty groups, which cost time on
-# the CPU, are skipped.
-#
-# The kernel's own code runs, with other functions under two of its names. A torch function mode would do the same, and
-# took 2.5 of the 18.3 ms of a small model's decode step.
-
-_LINEAR, _MULTIPLY = "_grouped_linear", "_grouped_mm"
-"""A function that the kernel calls, and one that this function calls."""
-
-
-class HostGrouped:
-    """The kernel with rows in a set order and one product per group that is not empty.
-
-    Args:
-        forward: transformers' `grouped_mm_experts_forward`.
-
-    Raises:
-        ExpertcastError: the kernel of this release of transformers is not supported.
-    """
-
-    def __init__(self, forward: Callable[..., Tensor]) -> None:
-        linear: Any = getattr(forward, "__globals__", {}).get(_LINEAR)
-        if not (_uses(forward, _LINEAR) and _uses(forward, "torch") and _uses(linear, _MULTIPLY)):
-            raise ExpertcastError(
-                f"the grouped experts kernel of transformers {transformers.__version__} is not the one that slots on "
-                "the CPU replace parts of: install another release of transformers, 5.23 to 5.x"
-            )
-        linear = _with_names(linear, {_MULTIPLY: self._multiply})
-        self._forward = _with_names(forward, {_LINEAR: linear, "torch": _Torch(self._sort)})
-        self._slots_P = self._order_P = torch.empty(0, dtype=torch.int64)
-        self._groups: list[tuple[int, int]] = []
-        """(slot, rows), in the order of the rows."""
-
-    def run(
-        self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, order_P: Tensor
-    ) -> Tensor:
-        """Return the experts' output [T, D].
-
-        Args:
-            experts, hidden_TD, slots_TK, weights_TK: arguments of the kernel, with slots in place of experts.
-            order_P: order of the token-expert pairs; pairs of one slot are adjacent.
-        """
-        self._slots_P, self._order_P = slots_TK.reshape(-1), order_P
-        return self._forward(experts, hidden_TD, slots_TK, weights_TK)
-
-    def _sort(self, ids_P: Tensor) -> tuple[Tensor, Tensor]:
-        assert ids_P.shape == self._order_P.shape
-        sorted_P = self._slots_P[self._order_P]
-        self._groups = [(slot, len(list(rows))) for slot, rows in groupby(sorted_P.tolist())]
-        return sorted_P, self._order_P
-
-    def _multiply(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        del offs
-        return products(rows, weight, self._groups)
-
-
-class _Torch:
-    """torch, but for its sort."""
-
-    def __init__(self, sort: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
-        self.sort = sort
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def _with_names(function: Callable[..., Tensor], names: dict[str, Any]) -> Callable[..., Tensor]:
-    """A copy of a function of a module that finds other things under some of the module's names."""
-    assert isinstance(function, types.FunctionType)
-    copy = types.FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
-        function.__closure__,
-    )  # fmt: skip
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-def _uses(function: object, name: str) -> bool:
-    """Whether a function is Python's own and asks its module for a name."""
-    return isinstance(function, types.FunctionType) and name in function.__code__.co_names
-
-
-def products(rows: Tensor, weight: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
-    """One product per group (slot, rows), the groups' rows one after another: [P, F] of `rows` [P, D] and `weight`
-    [S, D, F]."""
-    output = rows.new_empty(rows.shape[0], weight.shape[-1])
-    start = 0
-    for slot, count in groups:
-        end = start + count
-        torch.mm(rows[start:end], weight[slot], out=output[start:end])
-        start = end
-    return output
-
 
 # torch's `grouped_mm` over slots in place of experts: the resident model's bits, without reading values.
 #
@@ -137,9 +37,6 @@ _GROUPED_MM = tuple(
     if function is not None
 )
 """The function that transformers calls, and the one that torch's wrapper calls."""
-
-MANY_GROUPS = 32
-"""Empty groups cost about 1 us each on the CPU; telling them apart costs about as much as these."""
 
 _MOST_GROUPS = 1023
 """torch's CUDA kernel takes no more: aten/src/ATen/native/cuda/GroupMM.cu."""
@@ -262,7 +159,6 @@ class SlotKernel:
         self.forward = forward
         """transformers' kernel that runs from now on."""
         self._slots = slots
-        self._on_host = HostGrouped(grouped_mm_experts_forward)
 
     def run(
         self,
@@ -302,9 +198,13 @@ class SlotKernel:
         output = self._run(experts, rows, of_rows.unsqueeze(-1), ones, lambda: torch.arange(len(rows)))
         return output if grouped else output[pairs]
 
-    def by_expert(self, slots_TK: Tensor) -> bool:
-        """Whether the grouped kernel computes these rows in the order of their experts; else in that of their slots."""
-        return slots_TK.device.type == "cpu" and (len(slots_TK) > 1 or self._slots > MANY_GROUPS)
+    def by_expert(self, experts: nn.Module, slots_TK: Tensor) -> bool:
+        """Whether :func:`run_experts` computes these rows, in the order of their experts.
+
+        On the CPU it does so in place of transformers' grouped kernel, with the same products. There torch's sort need
+        not be stable, and where several tokens share an expert, `mm` may round a row differently at another place.
+        """
+        return is_packed(experts) or (self._grouped and slots_TK.device.type == "cpu")
 
     @property
     def _grouped(self) -> bool:
@@ -319,21 +219,16 @@ class SlotKernel:
         order: Callable[[], Tensor],
         slots: Sequence[int] | None = None,
     ) -> Tensor:
-        if is_packed(experts):
+        if self.by_expert(experts, slots_TK):
             order_P = None if len(slots_TK) == 1 else order()
-            return run_packed(experts, hidden_TD, slots_TK, weights_TK, order_P, slots)
+            return run_experts(experts, hidden_TD, slots_TK, weights_TK, order_P, slots)
         own = experts.__dict__
         before = own["num_experts"]
         own["num_experts"] = self._slots
         try:
-            between: AbstractContextManager[object] = nullcontext()
-            if self._grouped:
-                if self.by_expert(slots_TK):
-                    return self._on_host.run(experts, hidden_TD, slots_TK, weights_TK, order())
-                between = over_slots(experts, self._slots, slots_TK, slots)
-            forward = grouped_mm_experts_forward if self._grouped else self.forward
+            between = over_slots(experts, self._slots, slots_TK, slots) if self._grouped else nullcontext()
             with between:
-                return forward(experts, hidden_TD, slots_TK, weights_TK)
+                return self.forward(experts, hidden_TD, slots_TK, weights_TK)
         finally:
             own["num_experts"] = before
 

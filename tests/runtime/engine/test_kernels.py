@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -22,13 +21,11 @@ from transformers.integrations.moe import (
 )
 
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import ShippedForm, combine, make_packed, matrices, sizes_of
-from expertcast.predictors import ExpertcastError
+from expertcast.data.packed_experts import ShippedForm, combine, make_packed, matrices, run_experts, sizes_of
 from expertcast.runtime import offload
 from expertcast.runtime.engine import kernels
 from expertcast.runtime.engine import kernels as grouped
 from expertcast.runtime.engine.kernels import (
-    HostGrouped,
     SlotKernel,
     _SlotProducts,
     _SlotRanges,
@@ -103,12 +100,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(kernels, f"{name}_experts_forward", spied)
         monkeypatch.setitem(kernels._KERNELS, name, spied)
 
-    class SpiedHost(HostGrouped):
-        def run(self, *args: Any) -> Tensor:
-            calls.append("grouped_mm")
-            return super().run(*args)
-
-    monkeypatch.setattr(kernels, "HostGrouped", lambda _forward: SpiedHost(grouped_mm_experts_forward))
+    monkeypatch.setattr(kernels, "run_experts", spy("grouped_mm", run_experts))
     original = getattr(GenerationMixin, SWITCH)
     monkeypatch.setattr(GenerationMixin, SWITCH, lambda model: original(_OnGpu(model)))
     return calls
@@ -306,9 +298,7 @@ def test_the_cpu_kernel_gives_the_resident_bits(family: str, tokens: int) -> Non
     for parameter in experts.parameters(recurse=False):
         parameter.copy_(parameter[expert_of])
     order_P = torch.sort(ids_TK.reshape(-1)).indices
-    got = HostGrouped(grouped_mm_experts_forward).run(
-        experts, hidden_TD, expert_of.argsort()[ids_TK], weights_TK, order_P
-    )
+    got = run_experts(experts, hidden_TD, expert_of.argsort()[ids_TK], weights_TK, order_P if tokens > 1 else None)
     assert torch.equal(got, expected)
 
 
@@ -360,8 +350,3 @@ def test_packed_experts_follow_transformers_kernel(family: str, tokens: int, cha
         pairs = chunks.indices[own]
         output_PD[pairs] = kernel.run_pairs(experts, hidden_TD, 2, pairs, chunks.values[own])
     assert torch.equal(combine(output_PD, weights_TK, torch.bfloat16), expected)
-
-
-def test_another_kernel_of_transformers_is_refused() -> None:
-    with pytest.raises(ExpertcastError, match=f"kernel of transformers {transformers.__version__} is not the one"):
-        HostGrouped(batched_mm_experts_forward)
