@@ -30,6 +30,7 @@ from expertcast.data.trace_writer import (
     REMEDY,
     SHARD_BYTES,
     RankWriter,
+    check_disk,
     check_settings,
     claim,
     merged_progress,
@@ -41,7 +42,7 @@ from expertcast.data.trace_writer import (
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.artefacts import digest
 from expertcast.predictors.early_attention import StandIn
-from expertcast.predictors.messages import ExpertcastError, Json, format_bytes
+from expertcast.predictors.messages import ExpertcastError, Json
 
 
 def collect(
@@ -107,7 +108,8 @@ def collect(
     if share.rank == 0:
         if claim(folder, new, view, json.loads(model.config.to_json_string())) is None:
             write_info(folder, new)
-        free = _check_disk(folder, plan, row_bytes(columns))
+        line, free = check_disk(folder, plan.token_count(), row_bytes(columns))
+        print(line, file=sys.stderr)
         if early is not None and not (folder / layout.STAND_IN_FILE).exists():
             start, train, rank = time.perf_counter(), plan.windows["train"], plan.options.early_rank or 0
             room = share.world == 1 and kept.nbytes(view, train, batch_size, model.dtype.itemsize) < free
@@ -178,24 +180,6 @@ def _begun_with(folder: Path) -> int | None:
     """Return the windows per forward of the collection in the folder, if there is one."""
     begun = read_info(folder) if folder.is_dir() else None
     return None if begun is None else int(begun["settings"]["batch_size"])
-
-
-def _check_disk(folder: Path, plan: Plan, row_bytes: int) -> int:
-    """Print the estimated size, raise an error if the disk is too small, and return the bytes left over."""
-    total = plan.token_count() * row_bytes
-    there = sum(path.stat().st_size for path in folder.glob("data-*"))
-    free = shutil.disk_usage(folder).free
-    print(
-        f"{folder}: {plan.token_count('all'):,} tokens of {row_bytes:,} bytes, about {format_bytes(total)} on disk "
-        f"({format_bytes(there)} already written), {format_bytes(free)} free",
-        file=sys.stderr,
-    )
-    if total - there > free:
-        raise ExpertcastError(
-            f"the traces need {format_bytes(total - there)} more in {folder} and {format_bytes(free)} are free: "
-            "collect fewer tokens, use another disk, or train without storing traces (expertcast train MODEL --data D)"
-        )
-    return free - (total - there)
 
 
 def _finish(folder: Path, info: Json, stream: ActivationStream, plan: Plan, columns: Columns, share: Share) -> None:

@@ -34,7 +34,7 @@ from expertcast.data.trace_format import (
     shard_names,
     tensors_digest,
 )
-from expertcast.data.trace_writer import TraceWriter, claim, new_info, publish
+from expertcast.data.trace_writer import TraceWriter, check_disk, claim, new_info, publish
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.baselines import DefaultVectors, QuasiInput
@@ -157,11 +157,13 @@ class LiveTraces:
             dtype: dtype of the model, by name.
 
         Raises:
-            ExpertcastError: the folder contains other files, or traces of another model or with other settings.
+            ExpertcastError: the folder contains other files, or traces of another model or with other settings, or
+                the disk is too small for all tokens.
         """
         self.folder, self.options = folder, options
         self._columns = columns_of(view.shape, logits)
-        self._row_bytes = row_bytes(self._columns)
+        self.row_bytes = row_bytes(self._columns)
+        """Bytes of one token."""
         account = plan.account(view, [], window=options.window)
         settings = {
             "fingerprint": account["fingerprint"], "dtype": dtype, "window": options.window, "tokens": options.tokens,
@@ -169,6 +171,8 @@ class LiveTraces:
         }  # fmt: skip
         new = new_info(self._columns, settings, account, mark=str(time.time_ns()))
         found = claim(folder, new, view, config, may_change=("tokens",))
+        self.disk, _ = check_disk(folder, options.tokens, self.row_bytes)
+        """One line about the disk space that all tokens need."""
         self._info = new if found is None else {**new, "id": found["id"]}
         self.documents: list[PlannedDocument] = [] if found is None else documents_in(found)
         """Committed documents, in order of arrival."""
@@ -199,14 +203,14 @@ class LiveTraces:
         rows = min(len(document.token_T), self.left, self.options.window)
         if not rows:
             return
-        held = self._held_rows * self._row_bytes
+        held = self._held_rows * self.row_bytes
         if held >= _MOST_SHARDS * self.options.shard_bytes and document.hash in {each.hash for each in self._held}:
             return  # too few different conversations for three splits, as in a benchmark
         if not self._held:
             self._since = time.monotonic()
         cut = {name: getattr(document, name)[:rows] for name in ("token_T", "residual_TLD", "logits_TLE")}
         self._held.append(replace(document, **cut))
-        if held + rows * self._row_bytes >= self.options.shard_bytes or self._is_old() or not self.left:
+        if held + rows * self.row_bytes >= self.options.shard_bytes or self._is_old() or not self.left:
             self.commit()
 
     def commit_if_idle(self) -> None:

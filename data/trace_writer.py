@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ from expertcast.data.trace_format import (
 )
 from expertcast.predictors.artefacts import CLOSED, check_file, file_digest, parse_json, seal
 from expertcast.predictors.early_attention import StandIn
-from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.messages import ExpertcastError, Json, format_bytes
 from expertcast.predictors.view import ModelShape, MoEView
 
 if TYPE_CHECKING:
@@ -153,6 +154,32 @@ def check_settings(folder: Path, begun: TraceInfo, new: Json, may_change: Collec
             raise ExpertcastError(
                 f"{folder} has {key}={before[key]}, not {value}: use the settings of its first run, or another folder"
             )
+
+
+def check_disk(folder: Path, tokens: int, row_bytes: int) -> tuple[str, int]:
+    """Compare the size of a folder's rows with the free disk space.
+
+    Args:
+        folder: the traces, with the rows that are written already.
+        tokens: number of rows in the end.
+        row_bytes: size of a row.
+
+    Returns:
+        One line about both, and the bytes that will be left over.
+
+    Raises:
+        ExpertcastError: the disk is too small.
+    """
+    total, there = tokens * row_bytes, sum(path.stat().st_size for path in folder.glob("data-*"))
+    free = shutil.disk_usage(folder).free
+    if total - there > free:
+        raise ExpertcastError(
+            f"the traces need {format_bytes(total - there)} more in {folder} and {format_bytes(free)} are free: "
+            "collect fewer tokens, use another disk, or train without storing traces (expertcast train MODEL --data D)"
+        )
+    line = f"{folder}: {tokens:,} tokens of {row_bytes:,} bytes, about {format_bytes(total)} on disk "
+    line += f"({format_bytes(there)} already written), {format_bytes(free)} free"
+    return line, free - (total - there)
 
 
 def publish(

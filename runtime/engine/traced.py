@@ -1,7 +1,8 @@
 """Forecasts of decode steps as traced programs: the same tensor operations without Python between them.
 
 A forecast of one token is some fifty operations on a few hundred numbers: two thirds of its time is Python's. Each
-trace is of the predictor itself, for one layer and shape, and used only if it gives the predictor's own bits.
+trace is of the predictor itself, for one layer and one token, and used only if it gives the predictor's own bits. For
+several tokens the predictor itself runs: traces of each batch size would take 0.1 s each while serving, and memory.
 T tokens, E routed experts per layer, K experts per token.
 """
 
@@ -51,7 +52,7 @@ class _Program:
 
 
 class TracedForecasts:
-    """Forecasts of a predictor, bit for bit, by traces after the first calls of each shape.
+    """Forecasts of a predictor, bit for bit, by traces of single tokens after the first calls.
 
     Predictors with `traceable = False`, and those whose trace differs in the first calls, run themselves.
     """
@@ -104,7 +105,7 @@ class TracedForecasts:
         own = self._hints[key]
         if own is None:
             return None
-        if own.short or len(state.residual_TD) > 1:  # a trace of each batch size costs more than it saves
+        if own.short:
             return own(state)
         return self._run(("hint", ahead), lambda given: (own(given),), state, layer + ahead)[0]
 
@@ -128,7 +129,10 @@ class TracedForecasts:
             frozen: layer whose norm and router the function may run.
         """
         there = state.previous_logits_TLE is not None, state.early_TD is not None
-        key = kind, state.layer, len(state.residual_TD), there
+        if len(state.residual_TD) > 1:
+            with torch.no_grad():
+                return function(state)
+        key = kind, state.layer, there
         inputs = _INPUTS_OF[there](state)
         program = self._programs.get(key)
         if program is not None and not program.checks_left and program.run is not None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hmac
+import inspect
 import json
 import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +18,6 @@ from fastapi import FastAPI, HTTPException, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
@@ -27,7 +29,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
@@ -52,14 +53,17 @@ from expertcast.predictors.messages import Json, first_line
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.serving.parameters import (
     GREEDY_BELOW,
+    MOST_BODY,
     BatchSampling,
     CutStream,
     Penalties,
     Sampler,
+    Stops,
     biases,
     checked,
     cut,
-    prompts,
+    refuse_unknown,
+    shown,
 )
 from expertcast.runtime.serving.requests import Request, Requests
 
@@ -94,7 +98,7 @@ class GenerationRunner:
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._hooks = [layer.experts.register_forward_pre_hook(self._check_stop) for layer in offloaded.view]
         config = offloaded.model.config.get_text_config()
-        self._longest: int | None = getattr(config, "max_position_embeddings", None)
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
 
     def admit(self, key: str, tokens: int, config: GenerationConfig, room: int | None = None) -> Request:
         """Check a prompt's length, limit the new tokens to the remaining positions, and return the request.
@@ -110,7 +114,7 @@ class GenerationRunner:
         """
         if not tokens:
             raise HTTPException(400, "the prompt has no tokens: send some text")
-        for most, limit in ((self._longest, "the model"), (room, "--kv-tokens of this server")):
+        for most, limit in ((self.positions, "the model"), (room, "--kv-tokens of this server")):
             if most is not None:
                 if tokens >= most:
                     raise HTTPException(400, f"the prompt has {tokens} tokens, but {limit} allows at most {most - 1}")
@@ -193,19 +197,6 @@ class GenerationRunner:
             raise StoppedError(LEFT)
 
 
-class _Counted(StoppingCriteria):  # type: ignore[misc]
-    """Counts generated tokens and never stops."""
-
-    def __init__(self, request: Request, prompt_tokens: int) -> None:
-        self._request, self._prompt_tokens, self._tokens = request, prompt_tokens, 0
-        request.add_token_counter(lambda: self._tokens)
-
-    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        self._tokens = input_ids.shape[1] - self._prompt_tokens
-        self._request.note_first_token()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
 class StoppableModel:
     """Replaces the model in transformers' server, so that `generate` can be stopped."""
 
@@ -215,7 +206,7 @@ class StoppableModel:
     def generate(self, **kwargs: Any) -> Tensor:
         """Run the model's own `generate` by :meth:`GenerationRunner.run`."""
         request, prompt_tokens = self.request, kwargs["input_ids"].shape[1]
-        kwargs["stopping_criteria"] = StoppingCriteriaList([_Counted(request, prompt_tokens)])
+        kwargs["stopping_criteria"] = StoppingCriteriaList([Stops(request, kwargs["tokenizer"], prompt_tokens)])
         if any(request.penalties):
             kwargs["logits_processor"] = LogitsProcessorList([Penalties(*request.penalties, prompt_tokens)])
         return self._generating.run(request, lambda: self._model.generate(**kwargs))
@@ -225,6 +216,8 @@ class StoppableModel:
 
 MOST_AT_ONCE = 1024
 """Tokens per batch if the cache is limited, because activations take memory too."""
+_UNBATCHED = ("repetition_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens", "bad_words_ids")
+"""Options of a model's generation config that transformers' batches do not support."""
 
 
 class SequentialManager(GenerateManager):  # type: ignore[misc]
@@ -298,26 +291,20 @@ class BatchedManager(CBGenerateManager):  # type: ignore[misc]
         self._cb: ContinuousBatchingManager | None = None
 
     def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
-        """Start batching at the first request. Sampling options are left out: every request has its own sampler.
-
-        Raises:
-            HTTPException: the request has a `repetition_penalty`, which batches do not support.
-        """
-        if (gen_config.repetition_penalty or 1.0) != (model.generation_config.repetition_penalty or 1.0):
-            raise HTTPException(
-                400, "continuous batching does not support repetition_penalty: leave it out, or serve without "
-                "--continuous-batching"
-            )  # fmt: skip
-        if self._cb is None:
-            shared = copy.deepcopy(gen_config)
-            shared.do_sample, shared.sequence_bias = False, None
+        """Start batching, at the first request and again after an error. Every request has its own sampler: no other
+        request's options reach the batch."""
+        if self._cb is None or not self.is_alive():
+            shared = GenerationConfig(do_sample=False, eos_token_id=gen_config.eos_token_id)
             batching = model.init_continuous_batching(
-                generation_config=shared, continuous_batching_config=self._cb_config
+                generation_config=shared, continuous_batching_config=copy.copy(self._cb_config)
             )
             processors = batching.logit_processor
-            processors.logits_processor.append(BatchSampling(self._generating.requests.sampler))
-            processors.tensors_required += 1
-            processors.do_processing = True
+            processors.logits_processor = LogitsProcessorList([BatchSampling(self._generating.requests.sampler)])
+            processors.tensors_required, processors.do_processing = 1, True
+            batching.output_router.output_queue.put = lambda _output: None  # of requests that were cancelled
+            left_out = [name for name in _UNBATCHED if getattr(model.generation_config, name) not in (None, 0, 1.0)]
+            if left_out:
+                log.warning("batches leave out %s of the model's generation config", ", ".join(left_out))
             batching.start()
             self._cb = batching
 
@@ -333,7 +320,7 @@ class BatchedManager(CBGenerateManager):  # type: ignore[misc]
 
         def end() -> None:
             loop.call_soon_threadsafe(queue.put_nowait, _StreamError(CLOSING))
-            streamer.cancel()
+            self._cancel(request_id)
 
         request.on_abandoned(end)
         return queue, streamer
@@ -349,9 +336,8 @@ class BatchedManager(CBGenerateManager):  # type: ignore[misc]
             FailedError: the generation raised.
         """
         request = self._admit(model, inputs, gen_config, request_id)
-        answer, batching = super().generate_non_streaming(model, processor, inputs, gen_config, request_id), self._cb
-        assert batching is not None
-        request.on_abandoned(lambda: batching.cancel_request(request_id))
+        answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        request.on_abandoned(lambda: self._cancel(request_id))
         try:
             text, tokens, ids = await self._generating.await_answer(request, answer)
         except CBWorkerDeadError:
@@ -360,6 +346,12 @@ class BatchedManager(CBGenerateManager):  # type: ignore[misc]
             raise FailedError(first_line(error)) from error
         request.add_token_counter(lambda: len(ids))
         return text, tokens, ids
+
+    def _cancel(self, key: str) -> None:
+        assert self._cb is not None
+        self._cb.cancel_request(key)
+        with self._cb.output_router._lock:
+            self._cb.output_router.result_handlers.pop(key, None)
 
     def _admit(self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str) -> Request:
         request = self._generating.admit(key, len(inputs["input_ids"]), config, self._room)
@@ -396,8 +388,8 @@ class OffloadedGeneration(GenerationState):  # type: ignore[misc]
 
     @property
     def alive(self) -> bool:
-        """Whether the generating threads are alive."""
-        return self._one_by_one.alive and bool(self.is_cb_alive())
+        """Whether the thread of single generations is alive. The next request restarts the thread of batches."""
+        return self._one_by_one.alive
 
 
 # Errors in OpenAI's format
@@ -428,18 +420,20 @@ def install_error_handlers(app: FastAPI) -> None:
 
 NEW_TOKENS = 1024
 """Default limit of new tokens, the same as transformers'."""
-_OWN = ("temperature", "seed", "stop", "logit_bias", "presence_penalty", "frequency_penalty")
-"""Parameters handled here instead of by transformers' handlers."""
+_PREPARING = ThreadPoolExecutor(2, thread_name_prefix="expertcast-requests")
+"""Threads that validate, template and tokenise requests: the event loop goes on meanwhile."""
 
 
 class CheckedHandler(BaseHandler):  # type: ignore[misc]
     """Base of all handlers: validates requests and answers errors in OpenAI's format."""
 
     requests: Requests
-    chats: PreTrainedTokenizerBase | None = None
-    """The tokenizer whose chat template the route needs; None for routes without one."""
-    _unsupported: frozenset[str] = frozenset()
-    """Parameters of OpenAI's API that transformers accepts but ignores; they are refused here."""
+    most_characters: int
+    """Characters of a prompt; a longer one cannot fit the model's positions."""
+    _templated = True
+    """Whether prompts are chats."""
+    _unsupported: frozenset[str] = frozenset({"generation_config"})
+    """Parameters that transformers accepts and that are refused here."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
         """Validate and answer a request.
@@ -448,31 +442,66 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
             HTTPException: the model has no chat template, or the request is invalid.
             FailedError: the generated tool calls cannot be parsed.
         """
-        if self.chats is not None and self.chats.chat_template is None:
-            raise HTTPException(
-                400, f"{self.model_manager.force_model!r} has no chat template: send a prompt to /v1/completions"
-            )
-        body = checked(body, self._valid_params_class.__mutable_keys__ - self._unsupported)
-        request = self.requests.find(request_id)
-        request.seed = body.get("seed")  # set when the generation begins
-        request.penalties = (body.get("presence_penalty", 0), body.get("frequency_penalty", 0))
-        request.stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop", [])
-        body.setdefault("stream", False)
-        try:
-            answer: Response = await self._answer(body, request_id)
-        except (LookupError, TypeError, ValueError, TemplateError) as error:
-            if request.generated_tokens:
+        request, name = self.requests.find(request_id), self.model_manager.force_model
+        model, tokenizer = self.model_manager.model, self.model_manager.tokenizer
+        batched = self.generation_state.use_continuous_batching(model, Modality.LLM)
+        loop = asyncio.get_running_loop()
+        body, prompts, config = await loop.run_in_executor(_PREPARING, self._prepare, body, request, batched)
+        manager = self.generation_state.get_manager(name, use_cb=batched)
+        if batched:
+            manager.init_cb(model, config)
+        answers = list[Response]()
+        for ids in prompts:
+            inputs = {"input_ids": ids}
+            if not batched:
+                rows = {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}
+                inputs = BatchEncoding(rows, tensor_type="pt").to(model.device)
+            own = {
+                "request_id": request_id, "model": model, "processor": tokenizer, "model_id": name, "inputs": inputs,
+                "gen_config": copy.copy(config), "gen_manager": manager, **self._rest(body),
+            }  # fmt: skip
+            if body.get("stream"):
+                answer: StreamingResponse = self._streaming(**own)
+                answer.body_iterator = self._with_errors(answer.body_iterator, request)
+                return answer
+            try:
+                answers.append(await self._non_streaming(**own))
+            except (LookupError, TypeError, ValueError) as error:
                 raise FailedError(f"the generated text cannot be parsed: {first_line(error)}") from error
-            missing = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
-            raise HTTPException(400, f"the request is invalid: {missing}") from error
-        except HTTPException as error:
-            raise HTTPException(400 if error.status_code == 422 else error.status_code, error.detail) from error
-        if isinstance(answer, StreamingResponse):
-            answer.body_iterator = self._with_errors(answer.body_iterator, request)
-        return answer
+        return answers[0] if len(answers) == 1 else _together([json.loads(bytes(answer.body)) for answer in answers])
 
-    async def _answer(self, body: dict[str, Any], request_id: str) -> Any:
-        return await super().handle_request(body, request_id)
+    def _prepare(
+        self, body: dict[str, Any], request: Request, batched: bool
+    ) -> tuple[dict[str, Any], list[list[int]], GenerationConfig]:
+        """Return the validated parameters of a request, its prompts and its generation config.
+
+        Raises:
+            HTTPException: the request is invalid.
+        """
+        name, vocabulary = self.model_manager.force_model, self.model_manager.vocabulary
+        if self._templated and self.model_manager.tokenizer.chat_template is None:
+            raise HTTPException(400, f"{name!r} has no chat template: send a prompt to /v1/completions")
+        try:
+            body = checked(body, self._valid_params_class.__mutable_keys__ - self._unsupported)
+            if body.get("model", name) != name:
+                raise HTTPException(400, f"model={shown(body['model'])} is not served here: use {name!r}")
+            request.seed = body.get("seed")  # set when the generation begins
+            request.penalties = (body.get("presence_penalty", 0), body.get("frequency_penalty", 0))
+            request.stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop", [])
+            if batched and (any(request.penalties) or request.stops):
+                raise HTTPException(
+                    400, "continuous batching does not support stop, presence_penalty and frequency_penalty: leave "
+                    "them out, or serve without --continuous-batching"
+                )  # fmt: skip
+            prompts = [each if isinstance(each, list) else self._tokens(each) for each in self._texts(body)]
+            for ids in prompts:
+                refuse_unknown(ids, vocabulary)
+            return body, prompts, _generation_config(body, self.model_manager.model.generation_config, vocabulary)
+        except HTTPException:
+            raise
+        except Exception as error:  # a template, or a tokenizer, that this text does not suit
+            missing = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
+            raise HTTPException(400, f"the request is invalid: {missing[:150]}") from error
 
     async def _with_errors(self, parts: AsyncIterable[Any], request: Request) -> AsyncIterator[Any]:
         """Replace the error strings in transformers' streams by error objects, and note the status."""
@@ -486,77 +515,87 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
                 part = f"{begun}data: {json.dumps(error)}\n\n"
             yield part
 
-    def _build_generation_config(
-        self, body: dict[str, Any], model_generation_config: GenerationConfig, use_cb: bool = False
-    ) -> GenerationConfig:
-        """Build transformers' config, with OpenAI's sampling, biases and stop sequences. Penalties are applied
-        elsewhere.
-        """
-        theirs = {name: value for name, value in body.items() if name not in _OWN}
-        config: GenerationConfig = super()._build_generation_config(theirs, model_generation_config, use_cb=use_cb)
-        config.max_new_tokens = NEW_TOKENS if config.max_new_tokens is None else config.max_new_tokens
-        config.stop_strings = body.get("stop") or config.stop_strings
-        if "logit_bias" in body:
-            config.sequence_bias = biases(body["logit_bias"], self.model_manager.vocabulary)
-        _sample(config, body)
-        if use_cb:
-            _refuse_in_batches(config, body)
-        return config
+    def _texts(self, body: dict[str, Any]) -> list[str | list[int]]:
+        """Return the prompts of a request as texts, or as tokens if it has these."""
+        raise NotImplementedError
 
+    def _rest(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return further arguments of transformers' handler."""
+        return {"tools": body.get("tools")}
 
-def _sample(config: GenerationConfig, body: dict[str, Any]) -> None:
-    """Enable sampling if the temperature is above 0, or if only `top_p` is set."""
-    temperature = body.get("temperature")
-    if temperature is None and "top_p" not in body:
-        return
-    config.do_sample = temperature is None or temperature >= GREEDY_BELOW
-    config.temperature = None
-    if config.do_sample:
-        config.temperature = 1.0 if temperature is None else float(temperature)
-        config.top_k = config.top_k or 0  # 0 disables top_k; transformers' default is 50
-
-
-def _refuse_in_batches(config: GenerationConfig, body: dict[str, Any]) -> None:
-    refused = [name for name in ("presence_penalty", "frequency_penalty") if body.get(name)]
-    refused += ["stop"] if config.stop_strings else []
-    if refused:
-        raise HTTPException(
-            400, f"continuous batching does not support {', '.join(refused)}: leave it out, or serve without "
-            "--continuous-batching"
+    def _rendered(self, body: dict[str, Any], messages: list[Any], tools: list[Any] | None) -> str:
+        """Return a chat as text, by the model's own template: one of a request would run on this machine."""
+        tokenizer = self.model_manager.tokenizer
+        given = {"reasoning_effort": body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))}
+        options = {name: value for name, value in given.items() if value is not None}
+        options |= body.get("chat_template_kwargs", {})
+        reserved = sorted(options.keys() & inspect.signature(tokenizer.apply_chat_template).parameters)
+        if reserved:
+            raise HTTPException(400, f"chat_template_kwargs has {reserved[0]}, which only the server sets: remove it")
+        return str(
+            tokenizer.apply_chat_template(
+                self.get_processor_inputs_from_messages(messages, Modality.LLM), tools=tools,
+                add_generation_prompt=True, tokenize=False, **options,
+            )
         )  # fmt: skip
+
+    def _tokens(self, text: str) -> list[int]:
+        if len(text) > self.most_characters:
+            raise HTTPException(
+                400, f"the prompt has {len(text)} characters, but the model's longest prompts at most "
+                f"{self.most_characters}"
+            )  # fmt: skip
+        return list(self.model_manager.tokenizer(text, add_special_tokens=not self._templated)["input_ids"])
+
+
+def _generation_config(body: dict[str, Any], own: GenerationConfig, vocabulary: int) -> GenerationConfig:
+    """Return the model's generation config with a request's sampling, biases and limit of tokens."""
+    config: GenerationConfig = copy.deepcopy(own)
+    config.num_beams = config.num_return_sequences = 1
+    limits = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    config.max_new_tokens = next(filter(None, limits), max(own.max_new_tokens or 0, NEW_TOKENS))
+    if "logit_bias" in body:
+        config.sequence_bias = biases(body["logit_bias"], vocabulary)
+    if "top_p" in body:
+        config.top_p = float(body["top_p"])
+    temperature = body.get("temperature")
+    if temperature is not None or "top_p" in body:  # top_p alone samples as well
+        config.do_sample = temperature is None or temperature >= GREEDY_BELOW
+        config.temperature = None
+        if config.do_sample:
+            config.temperature = 1.0 if temperature is None else float(temperature)
+            config.top_k = config.top_k or 0  # 0 disables top_k; transformers' default is 50
+    return config
 
 
 class CheckedCompletions(CheckedHandler, CompletionHandler):  # type: ignore[misc]
     """/v1/completions. It accepts all of OpenAI's prompt forms and answers several prompts one after another."""
 
-    async def _answer(self, body: dict[str, Any], request_id: str) -> Any:
-        name, model, tokenizer = self._resolve_model(body)
-        batched = self.generation_state.use_continuous_batching(model, Modality.LLM)
-        manager = self.generation_state.get_manager(name, use_cb=batched)
-        config = self._build_generation_config(body, model.generation_config, use_cb=batched)
-        if batched:
-            manager.init_cb(model, config)
-        given = prompts(body["prompt"], self.model_manager.vocabulary)
-        tokens = [tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in given]
-        if body["stream"] and len(tokens) > 1:
-            raise HTTPException(400, f"{len(tokens)} prompts cannot be streamed: send one prompt, or leave stream out")
-        answers = []
-        for ids in tokens:
-            inputs = {"input_ids": ids}
-            if not batched:
-                rows = {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}
-                inputs = BatchEncoding(rows, tensor_type="pt").to(model.device)
-            own = request_id, model, tokenizer, name, inputs, copy.copy(config), manager, body.get("suffix")
-            if body["stream"]:
-                return self._streaming(*own)
-            answers.append(json.loads((await self._non_streaming(*own)).body))
-        choices = [{**answer["choices"][0], "index": place} for place, answer in enumerate(answers)]
-        usage = {kind: sum(answer["usage"][kind] for answer in answers) for kind in answers[0]["usage"]}
-        return JSONResponse({**answers[0], "choices": choices, "usage": usage})
+    _templated = False
+
+    def _texts(self, body: dict[str, Any]) -> list[str | list[int]]:
+        prompt = body["prompt"]
+        texts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        if body.get("stream") and len(texts) > 1:
+            raise HTTPException(400, f"{len(texts)} prompts cannot be streamed: send one prompt, or leave stream out")
+        return texts
+
+    def _rest(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"suffix": body.get("suffix")}
+
+
+def _together(answers: list[Json]) -> JSONResponse:
+    """Return the answers to several prompts as one answer with several choices."""
+    choices = [{**answer["choices"][0], "index": place} for place, answer in enumerate(answers)]
+    usage = {kind: sum(answer["usage"][kind] for answer in answers) for kind in answers[0]["usage"]}
+    return JSONResponse({**answers[0], "choices": choices, "usage": usage})
 
 
 class CheckedChats(CheckedHandler, ChatCompletionHandler):  # type: ignore[misc]
     """/v1/chat/completions"""
+
+    def _texts(self, body: dict[str, Any]) -> list[str | list[int]]:
+        return [self._rendered(body, body["messages"], body.get("tools"))]
 
     def _build_completion(self, request_id: str, content: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Cut the answer at the stop sequence: transformers' response templates parse all tokens again."""
@@ -568,7 +607,13 @@ class CheckedChats(CheckedHandler, ChatCompletionHandler):  # type: ignore[misc]
 class CheckedResponses(CheckedHandler, ResponseHandler):  # type: ignore[misc]
     """/v1/responses"""
 
-    _unsupported = frozenset({"prompt"})
+    _unsupported = frozenset({"generation_config", "prompt"})
+
+    def _texts(self, body: dict[str, Any]) -> list[str | list[int]]:
+        return [self._rendered(body, self._normalize_input(body), self._normalize_tools(body.get("tools")))]
+
+    def _rest(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"body": body, "tools": self._normalize_tools(body.get("tools"))}
 
 
 # Middleware: request ids, log lines and disconnected clients
@@ -584,24 +629,40 @@ class RequestMiddleware:
         app: the application.
         requests: the requests in flight.
         routes: paths with their own label in the metrics; other paths are labelled `other`.
+        api_key: key that every request needs, apart from /health; None: none.
     """
 
-    def __init__(self, app: ASGIApp, requests: Requests, routes: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, requests: Requests, routes: Collection[str], api_key: str | None = None) -> None:
         self._app, self._requests, self._routes = app, requests, routes
+        self._wanted = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request. Only POST requests below /v1/ are tracked."""
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if self._requests.closing:
-            refusal = JSONResponse(error_body(503, "the server is shutting down"), status_code=503)
-            await refusal(scope, receive, send)
-            return
-        headers = [(name, value) for name, value in scope["headers"] if name != _ID]
-        wanted = next((value.decode("latin-1") for name, value in scope["headers"] if name == _ID), None)
+        values, refused = dict(scope["headers"]), None
+        posted = scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        given = values.get(b"authorization", b"")
+        if self._wanted is not None and scope["path"] != "/health" and not hmac.compare_digest(given, self._wanted):
+            refused = 401, "the API key is missing or wrong: send the one that --api-key was started with"
+        elif posted and self._requests.closing:
+            refused = 503, CLOSING
+        elif int(values.get(b"content-length", 0)) > MOST_BODY:
+            refused = 413, f"the body has more than {MOST_BODY:,} bytes: send less"
+        elif posted and self._requests.full:
+            refused = 429, "too many requests are waiting: send this one later"
+        if refused is not None:
+            await JSONResponse(error_body(*refused), status_code=refused[0])(scope, receive, send)
+        elif not posted:
+            await self._app(scope, receive, send)
+        else:
+            await self._track(scope, values.get(_ID), receive, send)
+
+    async def _track(self, scope: Scope, wanted: bytes | None, receive: Receive, send: Send) -> None:
         request = self._requests.open(scope["path"] if scope["path"] in self._routes else "other", wanted)
-        headers.append((_ID, request.key.encode("latin-1")))
+        headers = [(name, value) for name, value in scope["headers"] if name != _ID]
+        headers.append((_ID, request.key.encode()))
         exchange = _Exchange(request, receive, send)
         try:
             await self._app({**scope, "headers": headers}, exchange.receive, exchange.send)
@@ -614,17 +675,24 @@ class _Exchange:
     """Messages of one HTTP request and its answer."""
 
     def __init__(self, request: Request, receive: Receive, send: Send) -> None:
-        self.status = 500
+        self.status, self._bytes = 500, 0
         self._request, self._receive, self._send = request, receive, send
         self._listening: asyncio.Task[None] | None = None
         self._answered = False
 
     async def receive(self) -> Message:
-        """Return the next message of the body, and after the body wait for the disconnect."""
+        """Return the next message of the body, and after the body wait for the disconnect.
+
+        Raises:
+            HTTPException: the body is too long.
+        """
         if self._listening is not None:
             await asyncio.shield(self._listening)
             return _LEFT
         message = await self._receive()
+        self._bytes += len(message.get("body", b""))
+        if self._bytes > MOST_BODY:  # sent in chunks, without a length
+            raise HTTPException(413)
         if message["type"] == "http.disconnect":
             self._request.abandon(left=True)
         elif not message.get("more_body", False):
@@ -635,6 +703,8 @@ class _Exchange:
         """Send a part of the answer and note its status and first token."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            rest = [(name, value) for name, value in message["headers"] if name != _ID]
+            message = {**message, "headers": [*rest, (_ID, self._request.name.encode())]}
         else:
             self._request.note_first_token()
             self._answered = self._answered or not message.get("more_body", False)

@@ -8,25 +8,50 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import reprlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeVar, get_type_hints
 from weakref import WeakValueDictionary
 
 import torch
 from fastapi import HTTPException
-from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
-from pydantic import Json as JsonText
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import PydanticSerializationError, to_json
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+)
 from typing_extensions import TypedDict
 
 from expertcast.compat import ContinuousBatchingLogitsProcessor, FutureRequestState, ReasoningText
 
+if TYPE_CHECKING:
+    from expertcast.runtime.serving.requests import Request
+
 GREEDY_BELOW = 1e-5
 """Lower temperatures mean greedy decoding: logits divided by less leave the range of float32."""
-MOST_BIAS = 100.0
-_TEXTS = ("text", "input_text", "output_text")
+MOST_BIAS, MOST_BIASES = 100.0, 1024
+MOST_STOPS, MOST_STOP = 4, 128
+"""Stop sequences of a request, and characters of each."""
+MOST_PROMPTS, MOST_TOOLS = 128, 128
+MOST_BODY = 4 << 20
+"""Bytes of a request."""
 _FORMAT = "text: structured output is not supported"
 
 
@@ -42,6 +67,27 @@ def _off(value: bool) -> bool:
     return value
 
 
+def _on(value: bool) -> bool:
+    return not _off(not value)
+
+
+def _few(biases: object) -> object:
+    if isinstance(biases, Mapping) and len(biases) > MOST_BIASES:  # before the entries: each bad one is an error object
+        raise ValueError
+    return biases
+
+
+def _begins_with_role(items: list[Any]) -> list[Any]:
+    """transformers takes a list that begins otherwise for the parts of one message."""
+    if "role" not in items[0]:
+        raise ValueError
+    return items
+
+
+_A = TypeVar("_A")
+_Some = Annotated[list[_A], Field(min_length=1, fail_fast=True)]
+
+
 class _Format(TypedDict):
     type: Literal["text"]
 
@@ -54,18 +100,60 @@ class _Tool(TypedDict):
     type: Literal["function"]
 
 
+class _Part(TypedDict):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class _Function(TypedDict):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class _Call(TypedDict):
+    function: _Function
+
+
+class _Message(TypedDict):
+    role: str
+    content: NotRequired[str | Annotated[list[_Part], Field(fail_fast=True)]]
+    tool_calls: NotRequired[Annotated[list[_Call], Field(fail_fast=True)]]
+    tool_call_id: NotRequired[str]
+
+
+class _Called(_Function):
+    call_id: str
+
+
+class _Returned(TypedDict):
+    call_id: str
+    output: str | Annotated[list[_Part], Field(fail_fast=True)]
+
+
+class _Thought(TypedDict):
+    text: str
+
+
+class _Thoughts(TypedDict):
+    content: NotRequired[Annotated[list[_Thought], Field(fail_fast=True)]]
+
+
+_Item = Annotated[
+    Annotated[_Message, Tag("message")]
+    | Annotated[_Called, Tag("function_call")]
+    | Annotated[_Returned, Tag("function_call_output")]
+    | Annotated[_Thoughts, Tag("reasoning")],
+    Discriminator(lambda item: isinstance(item, dict) and ("message" if "role" in item else item.get("type"))),
+]
 _Flag = Annotated[bool, "true or false"]
 _Off = Annotated[bool, AfterValidator(_off), "false or no value: this option is not supported"]
-_NewTokens = Annotated[int, Field(ge=1), "a whole number of 1 or more"]
+_NewTokens = Annotated[int, Field(ge=1, lt=2**31), "a whole number of 1 or more"]
 _Nothing = Annotated[None, "no value: this parameter is not supported"]
 _One = Annotated[int, Field(ge=1, le=1), "1: each request has one answer"]
 _Penalty = Annotated[float, Field(ge=-2, le=2), "a number from -2 to 2"]
+_Object = Annotated[dict[str, Any], "an object"]
 _Text = Annotated[str, "a string"]
-_Stop = Annotated[str, Field(min_length=1)]
-
-
-_A = TypeVar("_A")
-_Some = Annotated[_A, Field(min_length=1)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP)]
 
 
 class Parameters(TypedDict, total=False):
@@ -73,7 +161,8 @@ class Parameters(TypedDict, total=False):
     message.
     """
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+    model: _Text
     max_tokens: _NewTokens
     max_completion_tokens: _NewTokens
     max_output_tokens: _NewTokens
@@ -82,10 +171,12 @@ class Parameters(TypedDict, total=False):
     presence_penalty: _Penalty
     frequency_penalty: _Penalty
     stream: _Flag
-    parallel_tool_calls: _Flag
+    stream_options: _Object
+    parallel_tool_calls: Annotated[bool, AfterValidator(_on), "true or no value: one call only is not supported"]
     echo: _Off
     background: _Off
     audio: _Nothing
+    context_management: _Nothing
     conversation: _Nothing
     functions: _Nothing
     function_call: _Nothing
@@ -94,27 +185,48 @@ class Parameters(TypedDict, total=False):
     web_search_options: _Nothing
     suffix: _Text
     instructions: _Text
+    reasoning: _Object
+    reasoning_effort: _Text
+    verbosity: Annotated[Literal["medium"], "medium or no value: other lengths are not supported"]
+    truncation: Annotated[Literal["disabled"], "disabled or no value: prompts are not shortened"]
     temperature: Annotated[float, Field(ge=0, le=2), "a number from 0 to 2"]
     top_p: Annotated[float, Field(ge=0, le=1), "a number from 0 to 1"]
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), "a whole number of 64 bits"]
-    stop: Annotated[_Stop | list[_Stop], "a string or a list of strings, none of them empty"]
+    stop: Annotated[
+        _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)],
+        f"a string or a list of up to {MOST_STOPS} strings, of 1 to {MOST_STOP} characters each",
+    ]
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]],
+        BeforeValidator(_few),
+        f"an object of up to {MOST_BIASES} numbers from -100 to 100 by token",
+    ]
     logprobs: Annotated[bool, AfterValidator(_off), "no value: log probabilities are not supported"]
     top_logprobs: Annotated[int, Field(ge=0, le=0), "0: log probabilities are not supported"]
     include: Annotated[
         list[Any], AfterValidator(_without_probabilities), "a list without logprobs: they are not supported"
     ]
-    modalities: Annotated[tuple[Literal["text"]], Strict(False), '["text"]: this server writes text only']
+    modalities: Annotated[
+        list[Literal["text"]], Field(min_length=1, max_length=1), '["text"]: this server writes text only'
+    ]
     response_format: Annotated[_Format, _FORMAT]
     text: Annotated[_Written, _FORMAT]
-    tools: Annotated[list[_Tool], "a list of functions: other tools are not supported"]
-    tool_choice: Annotated[Literal["auto", "none"], "auto or none: forced calls are not supported"]
-    chat_template_kwargs: Annotated[dict[str, Any], "an object"]
-    generation_config: Annotated[JsonText[dict[str, Any]], "a string that contains a JSON object"]
-    prompt: Annotated[
-        str | _Some[list[int]] | _Some[list[str | list[int]]], "a string, a list of tokens, or a list of these"
+    tools: Annotated[
+        list[_Tool], Field(max_length=MOST_TOOLS, fail_fast=True), f"a list of functions, at most {MOST_TOOLS}"
     ]
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1), 'a list of {"role": ..., "content": ...}']
-    input: Annotated[str | list[dict[str, Any]], "a string or a list of objects"]
+    tool_choice: Annotated[Literal["auto", "none"], "auto or none: forced calls are not supported"]
+    chat_template_kwargs: _Object
+    prompt: Annotated[
+        str
+        | _Some[int]
+        | Annotated[_Some[str | Annotated[list[int], Field(fail_fast=True)]], Field(max_length=MOST_PROMPTS)],
+        f"a string, a list of tokens, or a list of up to {MOST_PROMPTS} of these",
+    ]
+    messages: Annotated[_Some[_Message], 'a list of {"role": ..., "content": text}: only text is supported']
+    input: Annotated[
+        str | _Some[_Part] | Annotated[_Some[_Item], AfterValidator(_begins_with_role)],
+        'a string or a list of {"role": ..., "content": text}: only text is supported',
+    ]
 
 
 _PARAMETERS = TypeAdapter(Parameters)
@@ -131,82 +243,90 @@ def checked(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
     Raises:
         HTTPException: status 400 and one line.
     """
-    body = {name: value for name, value in body.items() if value is not None}
-    unknown = sorted(body.keys() - set(known))
-    if unknown:
-        raise HTTPException(400, f"unknown parameter {', '.join(map(repr, unknown))}: remove it from the request")
     try:
-        _PARAMETERS.validate_python(body)
+        to_json(body)
+    except PydanticSerializationError as error:
+        odd = "UnicodeEncodeError" in str(error)
+        line = "has text that is not Unicode, half of a surrogate pair" if odd else "is nested too deeply"
+        raise HTTPException(400, f"the request {line}") from None
+    body = {name: value for name, value in body.items() if value is not None}
+    unknown = next(iter(body.keys() - set(known)), None)
+    if unknown is not None:
+        raise HTTPException(400, f"unknown parameter {shown(unknown)}: remove it from the request")
+    for name in ("messages", "input"):
+        if isinstance(body.get(name), list):
+            body[name] = [
+                {key: value for key, value in each.items() if value is not None} if isinstance(each, dict) else each
+                for each in body[name]
+            ]
+    try:
+        _PARAMETERS.validate_python(body, strict=True)
     except ValidationError as error:
-        name = str(error.errors()[0]["loc"][0])
-        raise HTTPException(400, f"{name}={_shown(body[name])} is not supported: use {_EXPECTED[name]}") from None
+        raise HTTPException(400, _fault(body, error)) from None
     if not body.get("tools") or body.get("tool_choice") == "none":
         body.pop("tools", None)
-    _read_only_text(body.get("messages", body.get("input")))
     return body
 
 
-def prompts(given: str | list[Any], vocabulary: int) -> list[str | list[int]]:
-    """Return the prompts of a completion request as a list of strings or token lists.
+def _fault(body: dict[str, Any], error: ValidationError) -> str:
+    """Name the innermost wrong value of a request, and the expected one."""
+    deepest, line = list[int](), ""
+    for each in error.errors(include_url=False, include_context=False, include_input=False):
+        name = str(each["loc"][0])
+        places, where, value = list[int](), name, body[name]
+        for key in each["loc"][1:]:  # pydantic puts the names of alternatives in between
+            if isinstance(value, list) and isinstance(key, int):
+                places, where, value = [*places, key], f"{where}[{key}]", value[key]
+            elif isinstance(value, dict) and key in value:
+                places, where, value = [*places, 0], f"{where}.{shown(key)[1:-1]}", value[key]
+        if not line or places > deepest:  # the alternative that fits longest
+            deepest, line = places, f"{where}={shown(value)} is not supported: use {_EXPECTED[name]}"
+    return line
+
+
+def biases(given: Mapping[str, float], vocabulary: int) -> dict[tuple[int, ...], float] | None:
+    """Convert a `logit_bias` to the `sequence_bias` of transformers; return None if it is empty.
 
     Raises:
         HTTPException: status 400: a token is not in the vocabulary.
     """
-    made: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    tokens = (token for each in made if isinstance(each, list) for token in each)
-    wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
-    if wrong is not None:
-        raise HTTPException(400, f"the prompt has unknown token {wrong}: use tokens from 0 to {vocabulary - 1}")
-    return made
+    refuse_unknown(map(int, given), vocabulary)
+    return {(int(token),): float(bias) for token, bias in given.items()} or None
 
 
-def biases(given: object, vocabulary: int) -> dict[tuple[int, ...], float] | None:
-    """Convert a `logit_bias` to the `sequence_bias` of transformers; return None if it is empty.
+def refuse_unknown(tokens: Iterable[int], vocabulary: int) -> None:
+    """Check that the model's embedding has all tokens.
 
     Raises:
-        HTTPException: status 400: a token is not in the vocabulary, or a bias is not a number from -100 to 100.
+        HTTPException: status 400: it lacks one. A tokenizer may have tokens that were added after training.
     """
-    if not isinstance(given, Mapping):
-        raise HTTPException(400, f"logit_bias={_shown(given)} is not an object: use an object of numbers by token")
-    made = dict[tuple[int, ...], float]()
-    for token, bias in given.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
-            raise HTTPException(400, f"logit_bias has unknown token {_shown(token)}: use 0 to {vocabulary - 1}")
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not abs(bias) <= MOST_BIAS:
-            raise HTTPException(400, f"logit_bias has {_shown(bias)} for {token}: use a number from -100 to 100")
-        made[(int(token),)] = float(bias)
-    return made or None
+    wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise HTTPException(400, f"unknown token {shown(wrong)}: the model has tokens 0 to {vocabulary - 1}")
 
 
-def _kind(value: object) -> object:
-    return value.get("type") if isinstance(value, Mapping) else value
-
-
-def _read_only_text(messages: object) -> None:
-    if not isinstance(messages, list):
-        return
-    parts = [part for message in messages for part in _parts(message)]
-    other = next((_kind(part) for part in parts if _kind(part) not in _TEXTS), None)
-    if other is not None:
-        raise HTTPException(400, f"a message has a part of type {_shown(other)}: only text is supported")
-
-
-def _parts(message: Mapping[str, Any]) -> list[Any]:
-    content = message.get("content")
-    if "role" in message and isinstance(content, list):
-        return content
-    kind = str(message.get("type", ""))
-    return [message] if "role" not in message and kind.startswith("input_") else []
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
+def shown(value: object) -> str:
+    """Return the beginning of a value's representation."""
+    text = _SHORT.repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+class _Short(reprlib.Repr):
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Cut before the keys are sorted."""
+        return super().repr_dict(dict(itertools.islice(x.items(), self.maxdict + 1)), level)
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxlong = 40
+_SHORT.maxlevel = 3
 
 
 # Sampling in batches
 
-SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "sequence_bias")
+SAMPLING = (
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "sequence_bias", "suppress_tokens",
+)  # fmt: skip
 """Options that may differ between requests of one batch."""
 _NUMBERS = itertools.count(1)
 
@@ -306,6 +426,33 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
         new_BT = input_ids[:, self._prompt_tokens :]
         counts_BV = torch.zeros_like(scores).scatter_add_(1, new_BT, torch.ones_like(new_BT, dtype=scores.dtype))
         return scores - self._frequency * counts_BV - self._presence * (counts_BV > 0)
+
+
+class Stops(StoppingCriteria):  # type: ignore[misc]
+    """Ends a generation at its first stop sequence, and counts its tokens. Each token is decoded and compared once.
+
+    Args:
+        request: the request, with its stop sequences.
+        tokenizer: the model's.
+        prompt_tokens: number of tokens before the generated ones.
+    """
+
+    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int) -> None:
+        self._request, self._tokenizer = request, tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        self._read, self._tokens = prompt_tokens, 0
+        self._stream, self._tail = DecodeStream(skip_special_tokens=False), ""
+        request.add_token_counter(lambda: self._tokens)
+
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        """Return whether the sequence is over, `[1]`."""
+        new, stops, over = input_ids[0, self._read :].tolist(), self._request.stops, False
+        self._read, self._tokens = self._read + len(new), self._tokens + len(new)
+        self._request.note_first_token()
+        for token in new if stops else ():
+            self._tail += self._stream.step(self._tokenizer, token) or ""
+            over = over or any(stop in self._tail for stop in stops)
+            self._tail = self._tail[-MOST_STOP:]
+        return torch.full((len(input_ids),), over, device=input_ids.device)
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 import uuid
@@ -16,18 +17,22 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("expertcast.serving")
+MOST_OPEN = 512
+"""Requests in flight."""
 
 
 class Request:
     """A request in flight.
 
     Args:
-        key: its id, unique among the requests in flight.
+        name: its id for the client.
         route: its path, or `other`.
     """
 
-    def __init__(self, key: str, route: str) -> None:
-        self.key, self.route = key, route
+    def __init__(self, name: str, route: str) -> None:
+        self.name, self.route = name, route
+        self.key = f"{name}-{uuid.uuid4().hex[:12]}"
+        """Unique id: that of a client may come again while a batch still has the first."""
         self.prompt_tokens = 0
         self.seed: int | None = None
         self.penalties = (0.0, 0.0)
@@ -108,16 +113,21 @@ class Requests:
         """Seconds since the shutdown began; -1 before it."""
         return -1.0 if self._closed_at is None else time.monotonic() - self._closed_at
 
-    def open(self, route: str, wanted: str | None) -> Request:
+    @property
+    def full(self) -> bool:
+        """Whether no further request is taken."""
+        return len(self._open) >= MOST_OPEN
+
+    def open(self, route: str, wanted: bytes | None) -> Request:
         """Register a new request.
 
         Args:
             route: its path, or `other`.
-            wanted: the id in the client's header; used unless another request in flight has it.
+            wanted: the id in the client's header; used if it is short and plain, since it is logged and repeated.
         """
+        plain = wanted is not None and re.fullmatch(rb"[\w.:=/+-]{1,64}", wanted) is not None
+        request = Request(wanted.decode() if wanted is not None and plain else uuid.uuid4().hex, route)
         with self._lock:
-            taken = wanted is None or wanted in self._open
-            request = Request(str(uuid.uuid4()) if taken or wanted is None else wanted, route)
             self._open[request.key] = request
         self.counts.in_flight.inc()
         return request

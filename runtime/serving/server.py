@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,6 +31,7 @@ from expertcast.runtime.serving.handlers import (
     install_error_handlers,
 )
 from expertcast.runtime.serving.metrics import metrics_app
+from expertcast.runtime.serving.parameters import MOST_BODY, shown
 from expertcast.runtime.serving.requests import Requests
 
 
@@ -46,13 +47,13 @@ class OffloadedModelManager(ModelManager):  # type: ignore[misc]
     def __init__(self, offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         super().__init__(device="cpu", model_timeout=-1)
         self.force_model = name
-        self._offloaded, self._tokenizer = offloaded, tokenizer
+        self.model, self.tokenizer = offloaded, tokenizer
         self._since = int(time.time())
 
     @property
     def vocabulary(self) -> int:
-        """Size of the model's vocabulary in tokens."""
-        return int(self._offloaded.model.config.get_text_config().vocab_size)
+        """Number of tokens of the model's embedding."""
+        return len(self.model.model.get_input_embeddings().weight)
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
@@ -64,7 +65,7 @@ class OffloadedModelManager(ModelManager):  # type: ignore[misc]
         tqdm_class: type | None = None, gguf_file: str | None = None,
     ) -> tuple[OffloadedModel, PreTrainedTokenizerBase]:  # fmt: skip
         """Return the model and its tokenizer, whatever name the client sends."""
-        return self._offloaded, self._tokenizer
+        return self.model, self.tokenizer
 
     def load_model_streaming(self, model_id_and_revision: str, gguf_file: str | None = None) -> AsyncIterator[str]:
         """Refuse: the model is loaded already.
@@ -77,6 +78,16 @@ class OffloadedModelManager(ModelManager):  # type: ignore[misc]
     def get_gen_models(self, cache_dir: str | None = None) -> list[Json]:
         """List the model."""
         return [{"id": self.force_model, "object": "model", "created": self._since, "owned_by": "expertcast"}]
+
+    async def described(self, name: str) -> Json:
+        """Return the model's entry.
+
+        Raises:
+            HTTPException: status 404: it has another name.
+        """
+        if name != self.force_model:
+            raise HTTPException(404, f"model {shown(name)} is not served here: use {self.force_model!r}")
+        return self.get_gen_models()[0]
 
     def shutdown(self) -> None:
         """Do nothing: the caller that opened the model closes it."""
@@ -98,11 +109,12 @@ class ModelServer:
         continuous_batching: run many requests at once, so that their tokens share a layer's experts; otherwise one
             by one.
         kv_tokens: with continuous batching, capacity of the shared KV cache in tokens; None: as many as fit the device.
+        api_key: key that clients must send; None: none is needed.
     """
 
     def __init__(
         self, offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, name: str, *,
-        continuous_batching: bool = False, kv_tokens: int | None = None,
+        continuous_batching: bool = False, kv_tokens: int | None = None, api_key: str | None = None,
     ) -> None:  # fmt: skip
         self.requests = Requests()
         self._generating = GenerationRunner(offloaded, self.requests)
@@ -113,10 +125,12 @@ class ModelServer:
         checked = [
             handler(manager, self._generation) for handler in (CheckedCompletions, CheckedChats, CheckedResponses)
         ]
+        positions = self._generating.positions
+        longest = max(map(len, tokenizer.get_vocab()))
         for handler in checked:
             handler.requests = self.requests
-            handler.chats = None if isinstance(handler, CheckedCompletions) else tokenizer
-        self.app = self._application(manager, *checked)
+            handler.most_characters = MOST_BODY if positions is None else positions * longest
+        self.app = self._application(manager, api_key, *checked)
         self.app.router.routes.append(
             Route("/metrics", _ExactRoute(metrics_app(offloaded, self.requests.counts, name)))
         )
@@ -148,7 +162,9 @@ class ModelServer:
         self._generating.idle(ENDS_S)
         self._generating.close()
 
-    def _application(self, manager: OffloadedModelManager, *checked: CheckedHandler) -> FastAPI:
+    def _application(
+        self, manager: OffloadedModelManager, api_key: str | None, *checked: CheckedHandler
+    ) -> FastAPI:  # fmt: skip
         completions, chats, responses = checked
         app: FastAPI = build_server(
             manager, chats, completion_handler=completions, response_handler=responses,
@@ -157,7 +173,8 @@ class ModelServer:
         )  # fmt: skip
         app.router.routes[:] = [each for each in app.router.routes if isinstance(each, Route) and each.path in ROUTES]
         app.add_api_route("/health", self._health)
-        app.add_middleware(RequestMiddleware, requests=self.requests, routes=ROUTES)
+        app.add_api_route("/v1/models/{name:path}", manager.described)
+        app.add_middleware(RequestMiddleware, requests=self.requests, routes=ROUTES, api_key=api_key)
         install_error_handlers(app)
         return app
 

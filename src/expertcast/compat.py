@@ -155,9 +155,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_no_split_modules": "Argument of accelerate's device map (benchmarking.runs).",
     },
     "transformers.cli.serving.completion:CompletionHandler": {
-        "_build_generation_config": "Generation settings of a request (serving.handlers).",
         "_non_streaming": "Answers a request at once (serving.handlers).",
-        "_resolve_model": "Model and tokenizer of a request (serving.handlers).",
         "_streaming": "Answers a request token by token (serving.handlers).",
         "_valid_params_class": "Fields that a request may have (serving.handlers).",
     },

@@ -33,7 +33,7 @@ def texts(traces: TraceDataset) -> dict[tuple[int, ...], TraceBatch]:
 def as_traffic(traces: TraceDataset, model: PreTrainedModel, folder: Path, *, known: bool = True) -> TraceDataset:
     """Live traces of the same documents, in the folder; not `known`: with hashes as if they were of other text."""
     config = json.loads(model.config.to_json_string(use_diff=False))
-    options = LiveOptions(tokens=10**6, window=10**6)
+    options = LiveOptions(tokens=10**5, window=10**6)
     made = LiveTraces(folder, traces.view, options, config=config, logits=torch.bfloat16, dtype="bfloat16")
     conversations = Conversations(load_tokenizer("reference"))
     for ids, rows in texts(traces).items():

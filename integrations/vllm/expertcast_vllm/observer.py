@@ -89,7 +89,7 @@ class PreviousTokens:
 logger = init_logger(__name__)
 
 MOST_BYTES = 256 << 20
-"""Largest memory for the rows of running requests and of documents to write."""
+"""Memory for the rows of running requests, to their ends, and of documents to write. One request may need more."""
 
 _LULL_S = 1.0
 
@@ -103,6 +103,8 @@ class _OpenRequest:
     """Position of the first collected token."""
     end: int
     """Position after the last collected token."""
+    reserved: int
+    """Bytes of all tokens that it may have."""
     rows: list[tuple[Tensor, ...]] = field(default_factory=list)
     """Token ids [T], residuals [T, L, D] and logits [T, L, E] of each forward pass."""
 
@@ -114,7 +116,8 @@ class _OpenRequest:
 class TrafficCollector:
     """Collects the first tokens of requests in bounded memory; a thread writes them.
 
-    It skips requests that begin while the memory is full, and tokens that run a second time.
+    It skips requests that begin while the memory is taken by others, and tokens that run a second time. A request that
+    has begun is collected to its end: its memory is reserved.
 
     Args:
         live: destination of the traces.
@@ -158,10 +161,17 @@ class TrafficCollector:
         own = self._open.get(part.request)
         if own is None:
             prompt = known[part.request].prompt_token_ids  # None for prompts of embeddings
-            if prompt is None or self._held >= MOST_BYTES:
+            limit = getattr(known[part.request].sampling_params, "max_tokens", None)
+            most = self._live.options.window
+            tokens = most if prompt is None or limit is None else min(most, len(prompt) + limit)
+            needed = tokens * self._live.row_bytes
+            if prompt is None or (self._held and self._held + needed > MOST_BYTES):
                 self._ended.add(part.request)
                 return None
-            own = self._open[part.request] = _OpenRequest(hash=self._hash_of(prompt), start=part.start, end=part.start)
+            self._hold(needed)
+            own = self._open[part.request] = _OpenRequest(
+                hash=self._hash_of(prompt), start=part.start, end=part.start, reserved=needed
+            )
         begin = part.rows.start + max(0, own.end - part.start)  # a preempted request runs again from its start
         end = min(part.rows.stop, begin + self._live.options.window - own.tokens)
         return slice(begin, end) if begin < end and part.start <= own.end else None
@@ -188,8 +198,7 @@ class TrafficCollector:
             rows_seen = token_T[rows], residual_RLD[first:last], logits_RLE[first:last]
             own.rows.append(tuple(each.clone() for each in rows_seen))
             own.end, first = own.end + count, last
-            self._hold(residual_RLD[:1].nbytes * count + logits_RLE[:1].nbytes * count)
-            if own.tokens >= self._live.options.window or self._held >= MOST_BYTES:
+            if own.tokens >= self._live.options.window:
                 self._end(request)
 
     def ended(self, known: Mapping[str, Any]) -> None:
@@ -211,6 +220,7 @@ class TrafficCollector:
         """End the collection of a request and queue its document."""
         own = self._open.pop(request)
         self._ended.add(request)
+        self._hold(own.tokens * self._live.row_bytes - own.reserved)
         if own.tokens:
             self._left -= own.tokens
             rows = map(torch.cat, zip(*own.rows, strict=True))
@@ -233,7 +243,7 @@ class TrafficCollector:
                 if document is None:
                     break
                 self._live.add(document)
-                self._hold(-document.residual_TLD.nbytes - document.logits_TLE.nbytes)
+                self._hold(-len(document.token_T) * self._live.row_bytes)
             self._live.commit()
         except Exception as error:  # for example a full disk, or NaN from the model
             self._failed = True
@@ -295,6 +305,7 @@ class ModelObserver:
             config=json.loads(config.hf_config.to_json_string(use_diff=False)), logits=torch.float32,
             dtype=str(config.dtype).removeprefix("torch."),
         )  # fmt: skip
+        logger.info("expertcast collects requests in %s", live.disk)
         self.collector = TrafficCollector(live, self.view.shape, Conversations(tokenizer).hash)
         return self.collector
 

@@ -185,10 +185,10 @@ def _offload_of(worker: WorkerBase) -> Any:
 
 
 def _sum_up(stats: RunStatistics) -> None:
-    total, rate = stats.total, stats.hit_rate
+    total = stats.total
     logger.info(
         "expertcast: %d experts needed, %s of them in slots, %.3g GB moved, %.3g s waited for them",
-        total.requests, "none" if rate is None else f"{rate:.1%}", total.bytes_moved / 1e9, total.waited_s,
+        total.requests, f"{stats.hit_rate:.1%}" if total.requests else "none", total.bytes_moved / 1e9, total.waited_s,
     )  # fmt: skip
 
 

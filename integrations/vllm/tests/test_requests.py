@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from expertcast_vllm import observer
 from expertcast_vllm.observer import PreviousTokens, TrafficCollector
 from expertcast_vllm.step import Part, Requests
 
@@ -83,7 +85,7 @@ def collected(
     live = LiveTraces(folder, view, made, config={}, logits=torch.float32, dtype="float32")
     collector = TrafficCollector(live, SHAPE, lambda ids: f"{ids[0]:016x}")
     names = {request for runs in steps for request, _, _ in runs}
-    known = {name: SimpleNamespace(prompt_token_ids=[int(name)]) for name in names}
+    known = {name: SimpleNamespace(prompt_token_ids=[int(name)], sampling_params=None) for name in names}
     for number, runs in enumerate(steps):
         if number == len(steps) - 1:
             known = {name: each for name, each in known.items() if name not in ended}
@@ -129,3 +131,11 @@ def test_requests_are_cut_and_one_that_ended_is_a_document(tmp_path: Path) -> No
     steps = [[("1", 0, 3), ("2", 0, 6), ("3", 0, 1)], [("2", 6, 1), ("3", 1, 1)], [("1", 3, 1), ("2", 7, 1)]]
     found = collected(tmp_path / "t", steps, ended=["3"], window=4)
     assert found == [ids(1, *range(4)), ids(2, *range(4)), ids(3, 0, 1)]
+
+
+def test_what_has_begun_is_collected_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for three requests of eight tokens, and four at once: the fourth is skipped, none is cut."""
+    rows = SHAPE.layers * (2 * 4 + 4 * SHAPE.experts) + 8
+    monkeypatch.setattr(observer, "MOST_BYTES", 3 * 8 * rows + 7)
+    steps = [[(str(name), place, 2) for name in range(1, 5)] for place in range(0, 8, 2)]
+    assert collected(tmp_path / "t", steps, window=8) == [ids(name, *range(8)) for name in (1, 2, 3)]

@@ -84,6 +84,8 @@ class Options(WarmOptions, DeploymentOptions):
     """Port to listen on; 0 chooses a free one."""
     served_name: Annotated[str | None, Option(metavar="NAME")] = None
     """Name of the model for clients (default: MODEL)."""
+    api_key: Annotated[str | None, Option(metavar="KEY")] = None
+    """Key that clients must send, as `Authorization: Bearer KEY` (default: none is needed)."""
     continuous_batching: bool = False
     """Process many requests at once, batched token by token (default: one after another)."""
     kv_tokens: Annotated[int | None, COUNT] = None
@@ -116,8 +118,9 @@ def run(options: Options) -> Outcome:
         for line in stack.enter_context(options.warmed(offloaded, tokenizer, prompts)):
             say(line)
         server = ModelServer(
-            offloaded, tokenizer, name, continuous_batching=options.continuous_batching, kv_tokens=cache
-        )
+            offloaded, tokenizer, name, continuous_batching=options.continuous_batching, kv_tokens=cache,
+            api_key=options.api_key,
+        )  # fmt: skip
         pool, store = offloaded.pool, offloaded.store
         in_slots = format_bytes(pool.count * store.layout.block_bytes)
         say(f"{pool.count} of {store.layers * store.experts} experts in slots, {in_slots}")

@@ -54,6 +54,7 @@ def test_the_predictors_own_bits(
                     assert one.dtype == other.dtype
                     assert torch.equal(one, other), name
         assert all(program.run is not None for program in traced._programs.values()), f"{name} could not be traced"
+        assert bool(traced._programs) == (tokens == 1), "no programs for each batch size of a server"
     assert [parameter.requires_grad for parameter in reference_model.parameters()] == asking
 
 

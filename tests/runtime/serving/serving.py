@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import ssl
 import threading
 import time
@@ -103,9 +104,13 @@ class Running:
         plain = httpx2.Client(verify=PLAIN)
         return OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=WAIT_S, http_client=plain)
 
-    def post(self, route: str, body: Any, timeout: float = WAIT_S) -> httpx2.Response:
-        """Send a plain HTTP request."""
-        return httpx2.post(f"{self.address}{route}", json=body, timeout=timeout, verify=PLAIN)
+    def post(self, route: str, body: Any, timeout: float = WAIT_S, **asked: Any) -> httpx2.Response:
+        """Send a plain HTTP request; JSON also with half of a surrogate pair, or with NaN."""
+        headers = {"content-type": "application/json", **asked.pop("headers", {})}
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx2.post(
+            f"{self.address}{route}", content=content, headers=headers, timeout=timeout, verify=PLAIN, **asked
+        )
 
     def get(self, route: str, **asked: Any) -> httpx2.Response:
         return httpx2.get(f"{self.address}{route}", verify=PLAIN, **asked)
@@ -113,10 +118,10 @@ class Running:
 
 @contextmanager
 def served(
-    offloaded: OffloadedModel, tokenizer: Any, *, batching: bool = False, kv_tokens: int = 4096
+    offloaded: OffloadedModel, tokenizer: Any, *, batching: bool = False, kv_tokens: int = 4096, **asked: Any
 ) -> Iterator[Running]:  # fmt: skip
     """Run expertcast's server inside this context."""
-    server = ModelServer(offloaded, tokenizer, NAME, continuous_batching=batching, kv_tokens=kv_tokens)
+    server = ModelServer(offloaded, tokenizer, NAME, continuous_batching=batching, kv_tokens=kv_tokens, **asked)
     ready, addresses = threading.Event(), list[str]()
 
     def told(address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import threading
@@ -147,24 +148,66 @@ def test_the_model_is_whole_behind_a_server_that_ended(reference_tokenizer: Any)
     assert_same(greedy(model, INPUTS), expected)
 
 
+@BOTH
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_generation_that_fails_is_told_and_the_server_goes_on(
+    batching: bool, stream: bool, offloaded: OffloadedModel, reference_tokenizer: Any
+) -> None:
+    def fail(*_args: object) -> None:
+        raise RuntimeError("the disk is gone")
+
+    body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
+    with served(offloaded, reference_tokenizer, batching=batching) as running:
+        expected = running.post("/v1/completions", body).json()["choices"]
+        for _ in range(2):
+            hook = offloaded.view[3].experts.register_forward_pre_hook(fail)
+            failed = running.post("/v1/completions", {**body, "stream": stream})
+            hook.remove()
+            assert failed.status_code == 200 if stream else failed.status_code in (500, 503)
+            assert '"type": "server_error"' in failed.text or '"type":"server_error"' in failed.text
+            assert "the disk is gone" in failed.text
+            assert running.get("/health").status_code == 200
+            assert running.post("/v1/completions", body).json()["choices"] == expected
+
+
+def test_batches_are_started_again_with_nothing_of_a_request(
     offloaded: OffloadedModel, reference_tokenizer: Any
 ) -> None:
-    beams = {"prompt": PROMPT, "generation_config": json.dumps({"num_beams": 2, "max_new_tokens": 3})}
+    """Options of the first request, and of the model, that batches cannot do."""
+    own = copy.deepcopy(offloaded.model.generation_config)
+    plain = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
     with served(offloaded, reference_tokenizer) as running:
-        with pytest.raises(openai.APIError, match="`streamer` cannot be used with beam search"):
-            list(
-                running.client().completions.create(
-                    model=NAME, prompt=PROMPT, stream=True, extra_body={"generation_config": beams["generation_config"]}
-                )
-            )
-        until(lambda: running.counted("http_requests_total", route="/v1/completions", status="500") == 1)
-        assert running.post("/v1/completions", beams).status_code == 200  # beam search works without a stream
-        bad = json.dumps({"max_new_tokens": 3, "assistant_early_exit": 99})
-        answer = running.post("/v1/completions", {"prompt": PROMPT, "generation_config": bad})
-        assert answer.status_code in (200, 500)
-        assert answer.status_code == 200 or answer.json()["error"]["type"] == "server_error"
-        assert running.post("/v1/completions", {**LONG, "max_tokens": 3}).status_code == 200
+        expected = running.post("/v1/completions", plain).json()["choices"]
+    first = int(reference_tokenizer(expected[0]["text"])["input_ids"][0])
+    try:
+        offloaded.model.generation_config.no_repeat_ngram_size = 1
+        with served(offloaded, reference_tokenizer, batching=True) as running:
+            biased = running.post("/v1/completions", {**plain, "logit_bias": {str(first): -100}}).json()["choices"]
+            assert biased != expected
+            assert running.post("/v1/completions", plain).json()["choices"] == expected
+            offloaded.model.generation_config.suppress_tokens = [first]
+            assert running.post("/v1/completions", plain).json()["choices"] == biased
+    finally:
+        offloaded.model.generation_config = own
+
+
+def test_a_name_that_comes_again(offloaded: OffloadedModel, reference_tokenizer: Any) -> None:
+    """A client's id that a batch still has, for a request whose client has left."""
+    name = {"x-request-id": "again"}
+    with served(offloaded, reference_tokenizer, batching=True) as running:
+        url = f"{running.address}/v1/completions"
+        for stream in (True, False):
+            if stream:
+                with httpx2.stream("POST", url, json={**LONG, "stream": True}, headers=name, timeout=WAIT_S) as parts:
+                    next(parts.iter_text())
+            else:
+                with pytest.raises(httpx2.TimeoutException):
+                    running.post("/v1/completions", LONG, headers=name, timeout=0.2)
+            answer = running.post("/v1/completions", {**LONG, "max_tokens": 3}, headers=name)
+            assert (answer.status_code, answer.headers["x-request-id"]) == (200, "again")
+        _quiet(running, offloaded)
+        router = running.server._generation.get_manager(NAME, use_cb=True)._cb.output_router
+        assert (router.result_handlers, router.output_queue.qsize()) == ({}, 0)
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses"])

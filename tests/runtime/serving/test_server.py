@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
 import pytest
+import torch
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.checkpoints.bundled import REFERENCE
-from expertcast.runtime import load_offloaded
+from expertcast.runtime import load_offloaded, offload
 from expertcast.runtime.serving import metrics as named
 from expertcast.runtime.serving.metrics import FAMILIES
+from tests.families.models import tiny_model
 from tests.runtime.conftest import PROMPTS
 from tests.runtime.serving.serving import (
     ASKS,
     NAME,
     TOKENS,
+    WAIT_S,
     Ask,
     Running,
     chatting,
@@ -88,7 +92,11 @@ def test_several_at_once(running: Running, expected: dict[tuple[str, str], tuple
 
 
 def test_models_and_health(running: Running) -> None:
-    assert [model.id for model in running.client().models.list()] == [NAME]
+    client = running.client()
+    (model,) = client.models.list()
+    assert client.models.retrieve(NAME) == model
+    assert model.id == NAME
+    assert running.get("/v1/models/other").status_code == running.get("/v1/models/").status_code == 404
     assert running.get("/health").json() == {"status": "ok"}
 
 
@@ -133,8 +141,11 @@ def test_nobody_unloads_the_model(running: Running, route: str) -> None:
 
 def test_a_client_gets_its_id_back(running: Running) -> None:
     body = {"prompt": PROMPTS[0], "max_tokens": 2}
-    answer = httpx2.post(f"{running.address}/v1/completions", json=body, headers={"x-request-id": "mine"}, timeout=60)
-    assert answer.headers["x-request-id"] == "mine"
+    for name in ("mine", "a-1:b.c", "two words", "x" * 65, "caf\xe9", 'a"b', ""):
+        answer = running.post("/v1/completions", body, headers={"x-request-id": name.encode("latin-1")})
+        assert (answer.headers["x-request-id"] == name) == (name in ("mine", "a-1:b.c"))
+        assert re.fullmatch(r"[\w.:-]{1,64}", answer.headers["x-request-id"])
+        assert answer.json()["id"].startswith(f"{answer.headers['x-request-id']}-")
 
 
 def test_prompts_in_every_form(running: Running, tokenizer: Any) -> None:
@@ -162,11 +173,64 @@ def test_prompts_in_every_form(running: Running, tokenizer: Any) -> None:
         assert added == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
 
 
-def test_a_body_that_is_no_json(running: Running) -> None:
-    answer = httpx2.post(
-        f"{running.address}/v1/completions", content=b"x", headers={"content-type": "application/json"}
-    )
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400)
+BODIES = {
+    b"x": 400, b"[]": 400, b"": 400, b'{"prompt": "\xff"}': 400, b'{"prompt": "\xed\xa0\x80"}': 400,
+    b'{"prompt": "\\ud800"}': 400, b'{"seed": ' + b"9" * 5000 + b"}": 400,
+    b'{"user": ' + b"[" * 900 + b"]" * 900 + b"}": 400, b'{"user": ' + b"[" * 200000 + b"]" * 200000 + b"}": 400,
+    b'{"prompt": "' + b"a" * (5 << 20) + b'"}': 413,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize(("body", "status"), BODIES.items(), ids=[str(body[:20]) for body in BODIES])
+def test_bodies_that_are_refused(route: str, body: bytes, status: int, running: Running) -> None:
+    answer = running.post(route, body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, status)
+    assert len(answer.json()["error"]["message"]) < 200
+
+
+def test_a_body_without_a_length(running: Running) -> None:
+    parts = (b"a" * (1 << 20) for _ in range(5))
+    headers = {"content-type": "application/json"}
+    assert httpx2.post(f"{running.address}/v1/completions", content=parts, headers=headers).status_code == 400
+    assert running.get("/health").status_code == 200
+
+
+def test_a_long_text_blocks_nobody(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that takes as long as it likes: other requests that need no tokenizer are answered."""
+    begun, go_on = threading.Event(), threading.Event()
+    own = PreTrainedTokenizerBase.__call__
+
+    def slow(tokenizer: Any, *args: Any, **options: Any) -> Any:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return own(tokenizer, *args, **options)
+
+    with ThreadPoolExecutor(1) as clients:
+        monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", slow)
+        answer = clients.submit(running.post, "/v1/completions", {"prompt": PROMPTS[0], "max_tokens": 2})
+        assert begun.wait(WAIT_S)
+        assert running.get("/health").json() == {"status": "ok"}
+        assert running.get("/v1/models").status_code == 200
+        go_on.set()
+        assert answer.result().status_code == 200
+
+
+def test_the_key(reference_tokenizer: Any) -> None:
+    with (
+        offload(tiny_model("qwen3_moe", torch.float32), slots=12) as offloaded,
+        served(offloaded, reference_tokenizer, api_key="secret") as running,
+    ):
+        body = {"prompt": "a", "max_tokens": 1}
+        for headers, status in (
+            ({}, 401),
+            ({"authorization": "Bearer other"}, 401),
+            ({"authorization": "Bearer secret"}, 200),
+        ):
+            assert running.post("/v1/completions", body, headers=headers).status_code == status
+            assert running.get("/v1/models", headers=headers).status_code == status
+            assert running.get("/metrics", headers=headers).status_code == status
+            assert running.get("/health", headers=headers).status_code == 200
 
 
 def test_names_and_texts_keep_prometheus_rules() -> None:
@@ -185,7 +249,8 @@ def test_names_and_texts_keep_prometheus_rules() -> None:
 
 
 ROOM = 256
-ENDLESS = '{"eos_token_id": -1}'
+ENDLESS = {"0": -100}
+"""Biases against the end of the text."""
 
 
 @pytest.mark.slow
@@ -196,7 +261,7 @@ def test_requests_that_fill_the_cache_alone_and_together(reference_tokenizer: An
     ):
 
         def ask(words: int, tokens: int = 900) -> httpx2.Response:
-            body = {"prompt": "river " * words, "max_tokens": tokens, "generation_config": ENDLESS}
+            body = {"prompt": "river " * words, "max_tokens": tokens, "logit_bias": ENDLESS}
             return server.post("/v1/completions", body)
 
         for words in (90, 126):
