@@ -158,7 +158,10 @@ class LayerFlow:
         """Whether :meth:`decide` can change the routing: then it must be called, with host copies of the routing."""
         self.reads_scores = policies.eviction.reads_scores
         """Whether :meth:`see` must be called."""
-        self._streams = residency.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
+        link = residency.link
+        self._readback = None if link.driver is None else Readback(link.driver, link.progress)
+        """On CUDA."""
+        self._streams = link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
         self.most = shape.experts
         """Largest number of a layer's experts that run at once: smaller calls of the kernel need less memory."""
         self._executed = 0
@@ -178,6 +181,12 @@ class LayerFlow:
         """Decides on the forecasts of the running decode step; None: all forecasts that are due are made."""
         self._weighs = False
         """Whether this step makes forecasts: a step without any spends no time on observing layers."""
+
+    def read(self, *tensors: Tensor) -> list[Any]:
+        """Return the values of some tensors; on CUDA after all launched work, while the link goes on."""
+        if self._readback is None:
+            return [tensor.tolist() for tensor in tensors]
+        return [pending.tolist() for pending in [self._readback.start(tensor) for tensor in tensors]]
 
     def start_pass(self, fresh: bool) -> None:
         """Start a forward; `fresh`: with new sequences."""
@@ -217,7 +226,7 @@ class LayerFlow:
 
     def see(self, layer: int, logits_TE: Tensor) -> None:
         """Pass a router's scores on to the eviction policy, if it reads them."""
-        self.policies.eviction.see_scores(layer, logits_TE.float().softmax(dim=-1).mean(dim=0).tolist())
+        self.policies.eviction.see_scores(layer, *self.read(logits_TE.float().softmax(dim=-1).mean(dim=0)))
 
     def decide(
         self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, routed: bool = True
@@ -231,12 +240,9 @@ class LayerFlow:
         """
         held = self.residency.held(layer)
         chosen = self._rerouted(layer, held, logits_TE, ids_TK, weights_TK) if self._reroutes and routed else None
-        given = ids = ids_TK.tolist()
-        if chosen is None:
-            weights = weights_TK.tolist()
-        else:
-            weights = chosen[1].tolist()
-            ids = named(chosen[0].tolist(), weights)
+        given, *own = self.read(ids_TK, *(chosen or (weights_TK,)))
+        weights = own[-1]
+        ids = given if chosen is None else named(own[0], weights)
         verdict = self._verdict(layer, logits_TE, ids, weights, held)
         if chosen is None and verdict is None:
             return Decision(ids, weights, {}, changed=False)
@@ -283,7 +289,7 @@ class LayerFlow:
         return self.policies.miss.decide(
             Lookup(
                 layer=layer, ids=ids, weights=weights, held=held, free=self.residency.free(layer),
-                probabilities=lambda: logits_TE.float().softmax(dim=-1).tolist(),
+                probabilities=lambda: self.read(logits_TE.float().softmax(dim=-1))[0],
             )
         )  # fmt: skip
 
@@ -334,7 +340,7 @@ class LayerFlow:
         wanted = Candidates(forecast, ids, weights)
         layer, policies = forecast.layer, self.policies
         if policies.eviction.reads_forecasts:
-            policies.eviction.see_forecast(layer, wanted.probability_TE.mean(dim=0).tolist())
+            policies.eviction.see_forecast(layer, *self.read(wanted.probability_TE.mean(dim=0)))
         if policies.pre_eviction.active:
             self._pre_evict(wanted)
         transfer = self._pace.transfer(layer) if self._pace is not None and self._reads_transfer else None
@@ -355,7 +361,7 @@ class LayerFlow:
         first = wanted.layer * self._experts
         predicted = {expert for row in wanted.ids for expert in row}
         resident = sum(self.residency.holds(first + expert) for expert in predicted)
-        probability_E = wanted.probability_TE.mean(dim=0).tolist()
+        (probability_E,) = self.read(wanted.probability_TE.mean(dim=0))
         target = self.policies.pre_eviction.release_target(probability_E, predicted, resident)
         self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})
         self._pre_evicted.add(wanted.layer)
@@ -502,8 +508,6 @@ class Engine:
             rungs=rungs,
         )  # fmt: skip
         self._last = shape.layers - 1
-        self._readback = None if link.driver is None else Readback(link.driver, link.progress)
-        """On CUDA."""
         self._known: dict[int, list[int]] = {}
         """Ids (flat) of forecasts by target layer, where the host has them."""
         self._plan: Plan | None = None
@@ -596,7 +600,7 @@ class Engine:
         if flow.reads_scores:
             flow.see(layer, self.speculator.executed_logits(call, executed))
         if call.tokens > 1 and flow.policies.eviction.reads_routing:
-            (rows,) = self._read(ids_TK[-PROMPT_ROWS:])
+            (rows,) = self.flow.read(ids_TK[-PROMPT_ROWS:])
             flow.policies.eviction.see_routing(layer, rows)
         if flow.decides:
             executed, ids, precision = self._decide(call, executed)
@@ -623,12 +627,6 @@ class Engine:
         names = [rung.predictor.name for rung in self.speculator.rungs] if forecasts == AUTO and useful else []
         return {name: recall.get(name) for name in names}
 
-    def _read(self, *tensors: Tensor) -> list[Any]:
-        """Return the values of some tensors; on CUDA after all launched work."""
-        if self._readback is None:
-            return [tensor.tolist() for tensor in tensors]
-        return [pending.tolist() for pending in [self._readback.start(tensor) for tensor in tensors]]
-
     def _decide(
         self, call: RouterCall, executed: tuple[Tensor, Tensor] | None
     ) -> tuple[tuple[Tensor, Tensor] | None, list[int], dict[int, str]]:
@@ -648,7 +646,7 @@ class Engine:
         back."""
         assert self._drift is not None
         if routed is None and self._drift.sampled and len(forecast) <= _FEW_IDS:
-            (routed,) = self._read(call.ids_TK.reshape(-1))
+            (routed,) = self.flow.read(call.ids_TK.reshape(-1))
         if routed is not None:
             self._drift.see(call.layer, forecast, routed)
 
@@ -672,7 +670,7 @@ class Engine:
         forecast = speculator.forecast(call, rung) if ids_TN is None else None
         self._enter("policy", call.layer)
         if ids_TN is not None:
-            (rows,) = self._read(ids_TN)
+            (rows,) = self.flow.read(ids_TN)
             if rung == own:
                 self._known[target] = [expert for row in rows for expert in row[: call.ids_TK.shape[1]]]
             flow.prefetch(target, by_rank(rows))
@@ -688,7 +686,7 @@ class Engine:
 
     def _hint(self, forecast: Forecast, *, known: bool = False) -> None:
         """Prefetch a forecast's experts; `known`: the predictor itself made it, for comparison and execution."""
-        ids, weights = self._read(forecast.topk_ids_TK, forecast.topk_weights_TK)
+        ids, weights = self.flow.read(forecast.topk_ids_TK, forecast.topk_weights_TK)
         if known:
             self._known[forecast.layer] = [expert for row in ids for expert in row]
         self.flow.hint(forecast, ids, weights)
@@ -738,13 +736,13 @@ class Engine:
         if ids_TK.numel() <= _FEW_IDS:
             pairs = None
             if ids is None:
-                (rows,) = self._read(ids_TK)
+                (rows,) = self.flow.read(ids_TK)
                 ids = [expert for row in rows for expert in row]
             distinct = [first + expert for expert in dict.fromkeys(ids)]
         else:
             ids_P = ids_TK.reshape(-1).long()
             counts_E = ids_P.new_zeros(self._experts).scatter_add_(0, ids_P, torch.ones_like(ids_P))
-            (counts,) = self._read(counts_E)  # torch.unique would keep the host from the link
+            (counts,) = self.flow.read(counts_E)  # torch.unique would keep the host from the link
             pairs = {first + expert: count for expert, count in enumerate(counts) if count}
             distinct = list(pairs)
         if self.ahead is not None:

@@ -29,7 +29,7 @@ from expertcast.runtime.links.disk import check_disk, file_of
 from expertcast.runtime.storage.coded_reader import CodedRead
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL, sectors
-from expertcast.runtime.storage.memory import HostMemory, PageLock
+from expertcast.runtime.storage.memory import Driver, HostMemory, PageLock
 from expertcast.runtime.storage.reader import PIECE, THREADS, Read
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -80,7 +80,8 @@ class CudaDiskLink(CudaLink):
         super().attach(store, pool)
         count = self._buffers_given or buffer_count(self._size, self._threads, coded=not store.addressable)
         buffer_bytes = sectors(self._size)
-        memory = HostMemory(count * buffer_bytes, PageLock() if pool.device.type == "cuda" else None)
+        lock = PageLock(driver=Driver(pool.device)) if pool.device.type == "cuda" else None
+        memory = HostMemory(count * buffer_bytes, lock)
         self._free = [memory.bytes[number * buffer_bytes :][: self._size] for number in range(count)]
         self._reads: dict[Transfer, Read | CodedRead] = {}
         """Read of each transfer that has a buffer, in the order of allocation."""

@@ -31,22 +31,31 @@ _KEPT_FREE = 1 << 20
 
 
 class Driver:
-    """Page-locks memory by torch's cudaHostRegister. Pointers and sizes are multiples of the page size."""
+    """Page-locks memory by torch's cudaHostRegister. Pointers and sizes are multiples of the page size.
+
+    Args:
+        device: the CUDA device whose context is used: no other GPU gets one.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
 
     def register(self, pointer: int, nbytes: int) -> str | None:
         """Page-lock a range. Returns None, or the driver's reason for refusing it."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = runtime.cudaHostRegister(pointer, nbytes, _PORTABLE_AND_MAPPED)
-        if int(code) == 0:
-            return None
-        self._forget_error()
+        with torch.cuda.device(self._device):
+            code = runtime.cudaHostRegister(pointer, nbytes, _PORTABLE_AND_MAPPED)
+            if int(code) == 0:
+                return None
+            self._forget_error()
         return str(runtime.cudaGetErrorString(code))
 
     def unregister(self, pointer: int) -> None:
         """Unlock the range that starts at `pointer`."""
-        if int(torch.cuda.cudart().cudaHostUnregister(pointer)) != 0:  # type: ignore[no-untyped-call]
-            self._forget_error()
+        with torch.cuda.device(self._device):
+            if int(torch.cuda.cudart().cudaHostUnregister(pointer)) != 0:  # type: ignore[no-untyped-call]
+                self._forget_error()
 
     @staticmethod
     def _forget_error() -> None:

@@ -16,7 +16,7 @@ from expertcast.data.machine import with_index
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.storage.layout import FULL, BlockLayout, ExpertsForm, device_of, expert_parameters
-from expertcast.runtime.storage.memory import HostMemory, PageLock, trim_heap
+from expertcast.runtime.storage.memory import Driver, HostMemory, PageLock, trim_heap
 from expertcast.runtime.storage.packed import PackedExperts, PackedLayout
 
 Write = Callable[[dict[str, Tensor]], None]
@@ -71,7 +71,7 @@ class ExpertStore:
             assert isinstance(view, MoEView), "a form has no device: pass the device where the model computes"
             device = device_of(view)
         self.device = with_index(device)
-        self._lock = PageLock() if lock is None and pinned else lock
+        self._lock = PageLock(driver=Driver(self.device)) if lock is None and pinned else lock
         self._memory: list[HostMemory | None] = [None] * self.layers
         self._layer_bytes: list[Tensor | None] = [None] * self.layers
         self._blocks: list[Tensor | None] = [None] * (self.layers * self.experts)

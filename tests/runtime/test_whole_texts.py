@@ -97,7 +97,7 @@ class Loads(Observer):
 
 @pytest.mark.parametrize("slots", [3, 10, 20])
 def test_each_expert_is_read_once_per_forward(slots: int, reference_tokenizer: Any) -> None:
-    """Of a batch with padding; nothing of the head is computed, and later layers' experts come early."""
+    """Of a batch with padding; nothing of the head is computed."""
     model, loads = tiny_model("qwen3_moe"), Loads()
     plan = make_plan(documents(), reference_tokenizer, tokens=800, window=24)
     model.lm_head.register_forward_pre_hook(lambda *_: pytest.fail("the head ran"))
@@ -116,7 +116,6 @@ def test_each_expert_is_read_once_per_forward(slots: int, reference_tokenizer: A
         assert total.bytes_moved == sum(loads.keys.values()) * offloaded.store.layout.block_bytes
         assert total.bytes_moved <= offloaded.store.nbytes
         assert total.requests == len(loads.keys)
-        assert total.prefetched > 0 or slots == 3
 
 
 def test_by_default_a_forward_takes_what_fits_beside_the_slots(reference_tokenizer: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
-from expertcast.runtime.policies import Policies
+from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.miss import MISS, Lookup, MissDecision, MissPolicy, RunningRank
 from expertcast.runtime.storage.layout import FULL, PRECISIONS, is_better
@@ -302,3 +303,24 @@ def test_slots_hold_what_the_books_say(miss: str, family: str, cache: bool) -> N
         if cache:  # without a cache a slot is free for every miss, and fetch_priority sees no pressure
             assert link.bytes_moved < link.copies * layout.block_bytes, "no copy was packed"
             assert len(seen) > 1, seen
+
+
+@pytest.fixture
+def only_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine takes values from the device by `LayerFlow.read` only, which moves the link meanwhile."""
+    tolist = torch.Tensor.tolist
+
+    def spied(tensor: Tensor) -> object:
+        caller = sys._getframe(1).f_code
+        assert not caller.co_filename.endswith("engine/engine.py") or caller.co_qualname.startswith("LayerFlow.read")
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", spied)
+
+
+@pytest.mark.usefixtures("only_read")
+@pytest.mark.parametrize("preset", ["specmd_2", "activeevict", "moe_apex"])
+def test_values_are_read_while_the_link_goes_on(preset: str) -> None:
+    model, policies = tiny_model("qwen3_moe"), PRESETS[preset].policies
+    with offload(model, slots=10, predictor="next_norm", policies=policies) as offloaded:
+        offloaded.generate(torch.arange(6).unsqueeze(0), max_new_tokens=4)
