@@ -181,7 +181,7 @@ def test_collect_train_eval_generate_inspect(
     assert waits == sorted(waits)
     assert waiting["hybrid"]["wait_s"] < waiting["on demand"]["wait_s"]
     assert "rung | " in (both / "README.md").read_text()
-    lossy = decoded(*forecast, "--policies", "activeevict")
+    lossy = decoded(*forecast, "--policies", "routing=budget")
     assert lossy["stats"]["skipped"] > 0  # its routing is lossy
     for target in (tiny_folder, traces, checkpoint, both):
         capsys.readouterr()
