@@ -5,9 +5,9 @@ Inputs are the dictionaries of `Evaluation.as_dict()` and of the quality harness
 
 from __future__ import annotations
 
+import base64
 import io
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib
@@ -39,8 +39,6 @@ STYLES: dict[str, tuple[str, str]] = {
     "hybrid": (BLACK, "*"),
 }
 SPARE = ((BLUE, "<"), (ORANGE, ">"), (GREEN, "p"), (PURPLE, "h"), (VERMILION, "d"), (SKY, "8"))
-LABEL_GAP = 0.048
-"""Minimum distance between two line labels, as a share of the axis."""
 
 
 def style(name: str) -> tuple[str, str]:
@@ -63,25 +61,21 @@ def plain_frame(axis: Axes) -> None:
 
 
 def named_lines(axis: Axes, series: Mapping[str, Sequence[tuple[float, float | None]]], low: float) -> None:
-    """Draw a line per predictor on an axis from `low` to 1, with labels at the right that do not overlap."""
+    """Draw a line per predictor on an axis from `low` to 1."""
     axis.set_ylim(low, 1.0 + 0.02 * (1.0 - low))
-    ends: dict[str, tuple[float, float]] = {}
     for name, points in series.items():
         known = [(x, y) for x, y in points if y is not None]
-        if not known:
-            continue
-        colour, marker = style(name)
-        xs, ys = zip(*known, strict=True)
-        axis.plot(xs, ys, color=colour, marker=marker, markersize=5, linewidth=1.5, label=name)
-        ends[name] = known[-1]
-    right = max((x for x, _ in ends.values()), default=1.0)
-    heights = spread({name: y for name, (_, y) in ends.items()}, LABEL_GAP * (1.0 - low), low, 1.0)
-    for name, height in heights.items():
-        colour, beside = style(name)[0], (1.05, (height - low) / (axis.get_ylim()[1] - low))
-        axis.text(*beside, f" {name}  ", transform=axis.transAxes, color=BLACK, fontsize=9, va="center")
-        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
-        axis.annotate("", (right, ends[name][1]), beside, textcoords="axes fraction", arrowprops=leader)
+        if known:
+            colour, marker = style(name)
+            axis.plot(*zip(*known, strict=True), color=colour, marker=marker, markersize=5, linewidth=1.5, label=name)
     plain_frame(axis)
+
+
+def legend(figure: Figure) -> None:
+    """Name every line of the figure once, below it."""
+    lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
+    named = {name: line for name, line in lines.items() if not str(name).startswith("_")}
+    figure.legend(named.values(), named, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
 
 
 def chance_line(axis: Axes, level: float) -> None:
@@ -106,58 +100,26 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def spread(heights: Mapping[str, float], gap: float, low: float, high: float) -> dict[str, float]:
-    """Move heights by the least sum of squares so that neighbours are at least `gap` apart, between `low` and `high`.
+# Inline SVG
 
-    After subtraction of the gaps this is isotonic regression: neighbours in the wrong order are pooled at their mean.
-    """
-    names = sorted(heights, key=lambda name: heights[name])
-    pools: list[tuple[float, int]] = []
-    for index, name in enumerate(names):
-        pools.append((heights[name] - index * gap, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (upper, many), (lower, few) = pools.pop(), pools.pop()
-            pools.append(((upper * many + lower * few) / (many + few), many + few))
-    bases = [min(max(base, low), high - (len(names) - 1) * gap) for base, count in pools for _ in range(count)]
-    return {name: base + index * gap for index, (name, base) in enumerate(zip(names, bases, strict=True))}
-
-
-# Inline SVG: text stays text; text, background and grid use the page's colours
-
-_COLOURS = {
-    "#000000": "var(--ink)",
-    BLACK.lower(): "var(--ink)",
-    GREY.lower(): "var(--soft)",
-    GRID.lower(): "var(--line)",
-}
 _LEAST_WIDTH = 0.75
 """Minimum width on a narrow screen, as a share of the figure's own width, so that text stays legible."""
 
 
-def inline_svg(figure: Figure, name: str, description: str) -> Markup:
-    """Return the figure as an `svg` element with a transparent background.
+def inline_svg(figure: Figure, description: str) -> Markup:
+    """Return the figure as an `img` element that holds its SVG.
 
     Args:
         figure: figure to convert.
-        name: prefix of the element's ids, so that several figures on a page do not clash.
         description: text for screen readers.
     """
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text).groups()  # type: ignore[union-attr]
-    size = f"width: {float(width):.0f}pt; max-width: 100%; min-width: {float(width) * _LEAST_WIDTH:.0f}pt"
-    named = f'role="img" aria-label="{Markup.escape(description)}"'
-    opening = f'<svg {named} viewBox="0 0 {width} {height}" style="{size}">'
-    text = opening + text[text.index(">") + 1 :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'( id="|url\(#|xlink:href="#)', rf"\g<1>{name}-", text)
-    for colour, variable in _COLOURS.items():
-        text = text.replace(colour, variable)
-    return Markup(text)
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    data = base64.b64encode(buffer.getvalue()).decode()
+    width = 72 * figure.get_figwidth()
+    size = f"width: {width:.0f}pt; max-width: 100%; min-width: {width * _LEAST_WIDTH:.0f}pt"
+    return Markup('<img alt="{}" style="{}" src="data:image/svg+xml;base64,{}">').format(description, size, data)
 
 
 LABELS = {"recall_at_k": "recall@k", "weight_covered": "router weight covered"}
@@ -194,6 +156,7 @@ def recall_by_layer(values: Json, metric: str = "recall_at_k") -> Figure:
         row[0].set_ylabel(label)
     for axis in axes[-1]:
         axis.set_xlabel("MoE layer forecast")
+    legend(figure)
     return figure
 
 
@@ -216,6 +179,7 @@ def learning_curve(curve: Curve) -> Figure:
     axis.set_xticks(ticks, [short(tick) for tick in ticks])
     axis.minorticks_off()
     axis.set(title="Recall by training tokens", xlabel="training tokens (log scale)", ylabel="mean recall@k")
+    legend(figure)
     return figure
 
 

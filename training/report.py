@@ -525,7 +525,7 @@ def page(data: Json, drawn: Mapping[str, Figure]) -> str:
         "band_class": band_class,
         "cell": cell,
         "short_cell": short_cell,
-        "picture": lambda name, description: inline_svg(drawn[name], Path(name).stem, description),
+        "picture": lambda name, description: inline_svg(drawn[name], description),
         "script": Markup((here / "report.js").read_text()),
     }
     return environment.get_template("report.html").render(**data, **shown)
@@ -536,36 +536,22 @@ def short_cell(value: Cell) -> str:
     return cell(value).removeprefix("0") if isinstance(value, float) else cell(value)
 
 
-# TensorBoard: the evaluation's figures, and the HPARAMS tab
-
-_METRICS = ("recall_at_k", "recall_at_1.5k", "recall_at_2k", "weight_covered", "exact_set")
+# TensorBoard: the evaluation's figures
 
 
-def log_evaluation(folder: Path, name: str, evaluation: Json, settings: Json) -> Path:
-    """Add an evaluation's figures and hyperparameters to TensorBoard's logs as a separate run.
+def log_evaluation(folder: Path, name: str, evaluation: Json) -> Path:
+    """Add an evaluation's figures to TensorBoard's logs as a separate run.
 
     Args:
         folder: folder of the logs.
         name: predictor in `evaluation`.
         evaluation: `Evaluation.as_dict()`.
-        settings: hyperparameters as JSON values; lists become text, None becomes "none".
 
     Returns:
-        Folder of the run, `evaluation/NAME_N` with the first free N, so that the HPARAMS tab compares trainings.
+        Folder of the run, `evaluation/NAME_N` with the first free N.
     """
     run = next(path for number in count() if not (path := folder / "evaluation" / f"{name}_{number}").exists())
-    parameters = {key: value if isinstance(value, bool | int | float | str) else _words(value)
-                  for key, value in settings.items()}  # fmt: skip
-    metrics = {f"test/{metric}": evaluation[metric][name]["mean"] for metric in _METRICS}
-    metrics["test/ece"] = evaluation["calibration"][name]["ece"]
     with SummaryWriter(str(run)) as writer:
         for file_name, figure in figures_of(evaluation, name).items():
             writer.add_figure(Path(file_name).stem, figure)
-        writer.add_hparams(parameters, metrics, run_name=".", global_step=0)
     return run
-
-
-def _words(value: object) -> str:
-    if value is None:
-        return "none"
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -130,9 +130,7 @@ def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
         save_predictor(predictor, options.out, view=source.view, metrics=metrics, training=fitted.report)
         forget(options.out)
         if options.fit.log_folder and "recall_at_k" in metrics:
-            used = {"predictor": name, "seed": options.fit.seed, "tokens": fitted.report["tokens"]}
-            settings_used = {**used, **predictor.config.as_dict()}
-            log_evaluation(options.fit.log_folder, name, metrics, settings_used)
+            log_evaluation(options.fit.log_folder, name, metrics)
     scored = f"scored on split {metrics['split']!r}, {metrics['tokens']} tokens"
     fitted_in = f"fitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
     text = "\n\n".join([table, ledger_table(ledger).text(), scored, fitted_in])
