@@ -10,16 +10,18 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from expertcast.checkpoints.provenance import fingerprints, provenance, without_folders
 from expertcast.data.text import Document, token_ids
 from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.options import validate
 from expertcast.predictors.view import MoEView
 
 if TYPE_CHECKING:
@@ -44,16 +46,19 @@ T = TypeVar("T")
 class TextOptions:
     """Amount of text and batching, for collection and online training."""
 
-    tokens: int | None = None
+    tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of text to use, from documents in an order shuffled by seed (default: all)."""
-    window: int = 256
+    window: Annotated[int, Field(ge=2)] = 256
     """Tokens per window; windows are independent sequences."""
-    batch_size: int | None = None
+    batch_size: Annotated[int, Field(ge=1)] | None = None
     """Windows per forward (default: 8; for an offloaded model, as many as need about the memory of the slots)."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of the documents."""
-    early_rank: int | None = 8
+    early_rank: Annotated[int, Field(ge=0)] | None = 8
     """Rank of the stand-in for each expert in early attention; 0: default vectors; none: no early attention."""
+
+    def __post_init__(self) -> None:
+        validate(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +182,6 @@ def make_plan(
     """
     options = replace(options or TextOptions(), **fields)  # type: ignore[arg-type]
     tokens, window = options.tokens, options.window
-    if window < 2:
-        raise ExpertcastError(f"window={window}: must be at least 2 tokens")
-    if tokens is not None and tokens < 1:
-        raise ExpertcastError(f"tokens={tokens}: must be at least 1")
     order = list(documents)
     random.Random(options.seed).shuffle(order)
     taken = _tokenise(order, tokenizer, tokens, window)

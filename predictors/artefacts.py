@@ -182,6 +182,8 @@ def check_file(path: Path, expected: str, remedy: str) -> None:
 def _object(data: bytes | str, what: str, remedy: str) -> Json:
     try:
         text = data if isinstance(data, str) else data.decode()
+        if "\\u0000" in text:
+            raise ValueError("NUL in a text")
         _check_nesting(text)
         values = json.loads(text, object_pairs_hook=_members, parse_constant=_no_number, parse_float=_finite)
         if _HALF.search(text):

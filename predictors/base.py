@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.messages import ExpertcastError, Json, first_line
-from expertcast.predictors.options import check_finite, written
+from expertcast.predictors.options import validate, written
 from expertcast.predictors.view import ModelShape, MoEView
 
 if TYPE_CHECKING:
@@ -182,8 +182,8 @@ class PredictorConfig:
     """Layer distances to forecast; each is fitted separately."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
-        self.ahead = tuple(sorted({int(value) for value in self.ahead}))
+        validate(self)
+        self.ahead = tuple(sorted(set(self.ahead)))
         if not 1 <= len(self.ahead) <= MOST_DISTANCES or not 1 <= self.ahead[0] <= self.ahead[-1] <= MOST_LAYERS:
             raise ExpertcastError(
                 f"ahead={written(self.ahead)[:60]}: give layer distances of 1 or more, such as (1, 2), "

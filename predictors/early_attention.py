@@ -10,16 +10,16 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.baselines import ThroughRouter, weighted_rows
 from expertcast.predictors.folded import Maps, router_map
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.options import check_between
 from expertcast.predictors.view import ModelShape
 
 # The stand-in for the output of a MoE layer
@@ -107,13 +107,8 @@ class StandIn(nn.Module):
 class EarlyConfig(PredictorConfig):
     """Options of predictors that read early attention."""
 
-    stand_in_rank: int | None = None
+    stand_in_rank: Annotated[int, Field(ge=0, le=MOST_RANK)] | None = None
     """Rank of the stand-in for each expert; taken from the traces if none."""
-
-    def __post_init__(self) -> None:
-        PredictorConfig.__post_init__(self)
-        if self.stand_in_rank is not None:
-            check_between(self, 0, MOST_RANK, "stand_in_rank")
 
 
 class LooksEarly(Predictor):

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,7 +25,6 @@ from expertcast.predictors.early_attention import EarlyConfig, LooksEarly, Stand
 from expertcast.predictors.folded import Maps
 from expertcast.predictors.linear import RidgeConfig
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.options import check_between
 from expertcast.predictors.view import ModelShape
 
 WIDTH_STEP = 8
@@ -108,7 +108,7 @@ def _apply(x_PTF: Tensor, map_GFE: Tensor) -> Tensor:
     return x_PTF @ map_GFE[0] if len(map_GFE) == 1 else torch.bmm(x_PTF, map_GFE)
 
 
-FORMS = ("residual", "paper")
+Count = Annotated[int, Field(ge=1, le=10**9)]
 HIDDEN_INPUTS = ("quasi_hidden", "router_input", "early")
 INPUTS = (*HIDDEN_INPUTS, "routing", "previous")
 
@@ -117,48 +117,40 @@ INPUTS = (*HIDDEN_INPUTS, "routing", "previous")
 class EstimatorConfig(RidgeConfig, EarlyConfig):
     """Size, inputs and training of an estimator."""
 
-    form: str = "residual"
+    form: Literal["residual", "paper"] = "residual"
     """`residual` adds a network to ridge regression; `paper` is the published network alone, trained with plain KL."""
-    parameters: int = 800_000
+    parameters: Annotated[int, Field(ge=1, le=10**12)] = 800_000
     """Parameter budget of the network, for each distance."""
-    expansion: float = 2.0
+    expansion: Annotated[float, Field(ge=1e-3, le=1e3)] = 2.0
     """Hidden units of the residual MLP, as a multiple of its width."""
     inputs: Sequence[str] = ()
     """Inputs: `quasi_hidden` (q_l), `router_input` (s_l), `early` (the residual after early attention, through the
     target's norm), `routing` (combine weights as a row over experts), `previous` (the previous token's router logits at
     the target layer). Empty: all inputs in the traces."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Field(ge=1e-12, le=1e3)] = 1.0
     """Temperature of the loss."""
-    learning_rate: float = 3e-3
+    learning_rate: Annotated[float, Field(ge=1e-12, le=1e3)] = 3e-3
     """Peak learning rate (AdamW, warm-up and cosine)."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.01
     """Weight decay."""
-    step_tokens: int = 512
+    step_tokens: Count = 512
     """Tokens per optimiser step (each is one example per layer pair)."""
-    steps: int = 1500
+    steps: Count = 1500
     """Maximum number of optimiser steps."""
-    passes: int = 30
+    passes: Count = 30
     """Maximum number of passes over the training tokens."""
-    patience: int = 4
+    patience: Count = 4
     """Validation rounds without improvement before training stops; a full run has twelve rounds."""
 
     def __post_init__(self) -> None:
         RidgeConfig.__post_init__(self)
-        EarlyConfig.__post_init__(self)
         self.inputs = ["quasi_hidden"] if self.form == "paper" else list(self.inputs)
-        if self.form not in FORMS:
-            raise ExpertcastError(f"form={self.form!r}: choose from {', '.join(FORMS)}")
         named = [name for name in INPUTS if name in self.inputs]
         if self.inputs and (len(named) < len(self.inputs) or "quasi_hidden" not in named):
             raise ExpertcastError(
                 f"inputs={self.inputs}: name quasi_hidden, and any of {', '.join(INPUTS[1:])}, each once"
             )
         self.inputs = named  # features are concatenated in the order of INPUTS
-        check_between(self, 1, 10**12, "parameters")
-        check_between(self, 1, 10**9, "step_tokens", "steps", "passes", "patience")
-        check_between(self, 1e-3, 1e3, "expansion")
-        check_between(self, 1e-12, 1e3, "learning_rate", "temperature")
-        check_between(self, 0, 1e3, "weight_decay")
 
 
 class Estimator(LooksEarly, QuasiInput):

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, Rou
 from expertcast.predictors.early_attention import LooksEarly, StandIn
 from expertcast.predictors.folded import Maps
 from expertcast.predictors.messages import ExpertcastError, Json
-from expertcast.predictors.options import check_between, from_values
+from expertcast.predictors.options import from_values
 from expertcast.predictors.view import ModelShape, MoEView
 
 CANDIDATES = (
@@ -34,8 +34,8 @@ CANDIDATES = (
     "early_attention",
     "estimator",
 )
-BEST, PAPER = "best", "paper"
-RULES = (BEST, PAPER)
+BEST: Final = "best"
+PAPER: Final = "paper"
 PAPER_CANDIDATES = ("quasi_hidden", "estimator")
 LOW_RECALL = 0.8
 SHARED = ("expert_LED", "shared_LD")
@@ -62,12 +62,12 @@ class HybridConfig(PredictorConfig):
 
     candidates: Sequence[str] = CANDIDATES
     """Predictors to choose from."""
-    threshold: float = 0.0
+    threshold: Annotated[float, Field(ge=0)] = 0.0
     """Minimum gain in validation recall for which a costlier predictor replaces a cheaper one at a layer."""
-    rule: str = BEST
+    rule: Literal["best", "paper"] = BEST
     """best: each layer uses the candidate with the highest recall. paper: each layer uses the first of two candidates
     (quasi_hidden, estimator), or the second where the first one's recall is low."""
-    low_recall: float = LOW_RECALL
+    low_recall: Annotated[float, Field(ge=0, le=1)] = LOW_RECALL
     """With rule=paper: validation recall below which a layer uses the second candidate. The paper gives no number; 0.8
     is this package's choice."""
     member_configs: dict[str, Json] = field(default_factory=dict)
@@ -81,8 +81,6 @@ class HybridConfig(PredictorConfig):
 
     def __post_init__(self) -> None:
         PredictorConfig.__post_init__(self)
-        if self.rule not in RULES:
-            raise ExpertcastError(f"rule={self.rule!r}: choose from {', '.join(RULES)}")
         if self.rule == PAPER and tuple(self.candidates) == CANDIDATES:
             self.candidates = PAPER_CANDIDATES
         self.candidates, self.choices = list(self.candidates), list(self.choices)
@@ -92,8 +90,6 @@ class HybridConfig(PredictorConfig):
         for name in () if self.choices else self.candidates:
             if name not in names():
                 raise ExpertcastError(f"candidates: unknown predictor {name!r}, choose from {', '.join(names())}")
-        if self.threshold < 0:
-            raise ExpertcastError(f"threshold={self.threshold}: must be 0 or more")
         strangers = {choice["predictor"] for choice in self.choices} - set(self.candidates)
         if strangers:
             raise ExpertcastError(f"choices name {sorted(strangers)}, which are not candidates: {self.candidates}")
@@ -103,7 +99,6 @@ class HybridConfig(PredictorConfig):
                 raise ExpertcastError(f"{what} names {sorted(unknown)}, which are not candidates: {self.candidates}")
 
     def _check_rule(self) -> None:
-        check_between(self, 0, 1, "low_recall")
         if self.rule == BEST and self.low_recall != LOW_RECALL:
             raise ExpertcastError(f"low_recall={self.low_recall} needs rule=paper: set both or neither")
         if self.rule == PAPER and self.threshold:

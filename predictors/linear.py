@@ -8,45 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from expertcast.predictors.base import PredictorConfig, RouterState
 from expertcast.predictors.baselines import QuasiInput
 from expertcast.predictors.folded import Maps
-from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
-
-READS = ("quasi_hidden", "router_input")
 
 
 @dataclass(kw_only=True)
 class RidgeConfig(PredictorConfig):
     """Regularisation of a ridge regression."""
 
-    strengths: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+    strengths: Annotated[Sequence[Annotated[float, Field(gt=0)]], Field(min_length=1)] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     """Ridge strengths to choose from on validation, relative to each input's variance."""
 
     def __post_init__(self) -> None:
         PredictorConfig.__post_init__(self)
-        self.strengths = [float(value) for value in self.strengths]
-        if not self.strengths or min(self.strengths) <= 0:
-            raise ExpertcastError(f"strengths={self.strengths}: use at least one ridge strength above 0, such as 1e-3")
+        self.strengths = list(self.strengths)
 
 
 @dataclass(kw_only=True)
 class LinearConfig(RidgeConfig):
     """Regularisation and input of `linear`."""
 
-    reads: str = "quasi_hidden"
+    reads: Literal["quasi_hidden", "router_input"] = "quasi_hidden"
     """Input of the regression: quasi_hidden, or router_input, which needs no default vectors."""
-
-    def __post_init__(self) -> None:
-        RidgeConfig.__post_init__(self)
-        if self.reads not in READS:
-            raise ExpertcastError(f"reads={self.reads!r}: choose from {', '.join(READS)}")
 
 
 class Linear(QuasiInput):

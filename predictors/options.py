@@ -1,6 +1,7 @@
-"""Parse and format configuration fields as text, and read the docstrings of fields.
+"""Check configurations by their types, parse and format their fields as text, and read the fields' docstrings.
 
-A configuration is a dataclass whose fields each have a default, a type hint and a docstring.
+A configuration is a dataclass whose fields each have a default, a type hint and a docstring. Limits are part of the
+type, such as `Annotated[int, Field(ge=1)]`.
 """
 
 from __future__ import annotations
@@ -8,19 +9,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import math
 import re
+import reprlib
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from typing_extensions import TypedDict
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from expertcast.predictors.artefacts import CLOSED, check_values
 from expertcast.predictors.messages import ExpertcastError
 
 if TYPE_CHECKING:
@@ -50,6 +50,39 @@ def field_docs(cls: type) -> dict[str, str]:
     return {field.name: found.get(field.name, "") for field in dataclasses.fields(cls)}
 
 
+@cache
+def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
+    config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: TypeAdapter(hints[field.name], config=config) for field in dataclasses.fields(cls)}
+
+
+_SHOULD = "Input should be "
+"""Beginning of most messages of pydantic."""
+
+
+def validate(config: DataclassInstance, *names: str) -> None:
+    """Check the fields of a dataclass by their types, and convert them, such as lists to tuples and text to numbers.
+
+    Args:
+        config: the dataclass; call this in `__post_init__`.
+        names: fields to check; default: all.
+
+    Raises:
+        ExpertcastError: names the first wrong field, its value and the allowed values.
+    """
+    adapters = _adapters(type(config))
+    for name in names or adapters:
+        value = getattr(config, name)
+        try:
+            object.__setattr__(config, name, adapters[name].validate_python(value))
+        except ValidationError as error:
+            said = dict.fromkeys(each["msg"] for each in error.errors())
+            wanted = [text.removeprefix(_SHOULD) for text in said if text.startswith(_SHOULD)]
+            expected = f"must be {' or '.join(wanted)}" if wanted else next(iter(said))
+            raise ExpertcastError(f"{name}={reprlib.repr(value)}: {expected}") from None
+
+
 def settable(cls: type) -> dict[str, object]:
     """Return the types of the fields that can be parsed from text, by name."""
     hints = typing.get_type_hints(cls)
@@ -58,6 +91,8 @@ def settable(cls: type) -> dict[str, object]:
 
 def parse_settings(words: Iterable[str], cls: type[C], what: str, given: Mapping[str, object] | None = None) -> C:
     """Create a configuration of type `cls` from `field=value` words; other fields keep their default.
+
+    A value is `none` for None, and `a/b` or `a,b` for a list.
 
     Args:
         words: `field=value` each.
@@ -75,8 +110,13 @@ def parse_settings(words: Iterable[str], cls: type[C], what: str, given: Mapping
         if not equals or name not in hints:
             known = f"options are {', '.join(hints)}, written name=value" if hints else "it has no options"
             raise ExpertcastError(f"{what} has no option {word!r}: {known}")
-        values[name] = parse_field(text, hints[name], f"{what}: {name}")
-    return cls(**values)
+        values[name] = _split(text, hints[name])
+    try:
+        made = cls(**values)
+        validate(made)  # type: ignore[arg-type]
+    except ExpertcastError as error:
+        raise ExpertcastError(f"{what}: {error}") from None
+    return made
 
 
 def parse_options(text: str, cls: type[C], what: str) -> C:
@@ -94,136 +134,48 @@ def options_text(config: DataclassInstance) -> str:
     )
 
 
-def parse_field(text: str, hint: object, what: str) -> object:
-    """Parse text as a value of a field's type.
-
-    Args:
-        text: `none` for None; tuples are written `a/b` or `a,b`.
-        hint: int, float, bool, str, a Literal, a tuple or Sequence of these, or a union of these and None.
-        what: name of the field in error messages.
-
-    Raises:
-        ExpertcastError: the text is not such a value.
-    """
-    try:
-        return _value(text, hint)
-    except (KeyError, ValueError):
-        name, expected = _expected(hint)
-        raise ExpertcastError(f"{what}={text!r} is not a valid {name}: use {expected}") from None
-
-
 def written(value: object) -> str:
-    """Format a value so that :func:`parse_field` reads it."""
+    """Format a value so that :func:`parse_settings` reads it."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return "/".join(map(written, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-def check_finite(config: DataclassInstance) -> None:
-    """Raise :class:`ExpertcastError` for nan and infinities, also in tuples and lists; range checks let nan pass."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        several = value if isinstance(value, (tuple, list)) else (value,)
-        if any(isinstance(one, float) and not math.isfinite(one) for one in several):
-            raise ExpertcastError(f"{field.name}={written(value)}: must be finite")
-
-
-def check_between(config: object, least: float, most: float, *names: str) -> None:
-    """Raise :class:`ExpertcastError` if a named field of `config` is outside `least` to `most`."""
-    for name in names:
-        value = getattr(config, name)
-        if not least <= value <= most:
-            raise ExpertcastError(f"{name}={value}: must be from {least:g} to {most:g}")
-
-
 def from_values(cls: type[C], values: Mapping[str, object], what: str, remedy: str) -> C:
-    """Create a configuration from JSON values: every field must be present, with its own type, and no other.
-
-    Args:
-        cls: the dataclass.
-        values: values by field name, lists for tuples.
-        what: name of the source in error messages.
-        remedy: end of error messages.
+    """Create a configuration from the JSON values of all its fields.
 
     Raises:
-        ExpertcastError: a field is missing, unknown, of another type, or invalid.
+        ExpertcastError: a field is missing, unknown or has a wrong value.
     """
-    checked = check_values(values, _schema(cls), what, remedy)  # type: ignore[arg-type]
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    wrong = [f"{name} is missing" for name in known if name not in values]
+    wrong += [f"unknown field {reprlib.repr(name)}" for name in values if name not in known]
+    if wrong:
+        raise ExpertcastError(f"{what}: {wrong[0]}; {remedy}")
     try:
-        return cls(**checked)
+        return cls(**values)
     except ExpertcastError as error:
-        raise ExpertcastError(f"{what}: {error}") from error
+        raise ExpertcastError(f"{what}: {error}; {remedy}") from error
 
 
-@cache
-def _schema(cls: type) -> type[dict[str, object]]:
-    hints = typing.get_type_hints(cls)
-    schema = TypedDict(cls.__name__, {field.name: hints[field.name] for field in dataclasses.fields(cls)})  # type: ignore[misc]
-    schema.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
-    return schema  # type: ignore[return-value]
-
-
-_PLAIN: dict[object, tuple[Callable[[str], object], str, str]] = {
-    bool: (lambda text: {"true": True, "false": False}[text.lower()], "bool", "true or false"),
-    int: (int, "int", "a whole number"),
-    float: (float, "float", "a number such as 0.5"),
-    str: (str, "text", "a text"),
-}
-"""Scalar types: parser, name, and description of valid text."""
-
-
-def _value(text: str, hint: object) -> object:
-    # raises KeyError or ValueError if the text does not parse
-    if hint in _PLAIN:
-        return _PLAIN[hint][0](text)
-    args = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        return {str(value): value for value in args}[text]
-    if _is_union(hint):
-        return None if text == "none" and type(None) in args else _value(text, _member(hint))
-    parts, elements = re.split("[/,]", text) if text else [], _elements(hint)
-    if elements[-1] is ...:
-        elements = elements[:1] * len(parts)
-    return tuple(_value(part, kind) for part, kind in zip(parts, elements, strict=True))
-
-
-def _expected(hint: object) -> tuple[str, str]:
-    """Return a type's name and the description of valid text."""
-    if hint in _PLAIN:
-        return _PLAIN[hint][1:]
-    if typing.get_origin(hint) is typing.Literal:
-        return "choice", "one of " + ", ".join(map(str, typing.get_args(hint)))
-    if _is_union(hint):
-        name, expected = _expected(_member(hint))
-        return name, expected + " or none" * (type(None) in typing.get_args(hint))
-    first, *others = _elements(hint)
-    each = _expected(first)[1]
-    if others == [...]:
-        return "list", f"values such as a/b or a,b, each {each}"
-    return "list", f"{len(others) + 1} values such as {'/'.join('abcdef'[: len(others) + 1])}, each {each}"
-
-
-def _is_union(hint: object) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union)
-
-
-def _member(hint: object) -> object:
-    """Return the first type of a union that can be parsed from text."""
-    return next(filter(_readable, typing.get_args(hint)))
+def _split(text: str, hint: object) -> object:
+    """Return None for `none` and parts for a list where the type has them, else the text, for pydantic to convert."""
+    if text == "none" and type(None) in typing.get_args(hint):
+        return None
+    listed = any(_elements(kind) for kind in (hint, *typing.get_args(hint)))
+    return (re.split("[/,]", text) if text else []) if listed else text
 
 
 def _elements(hint: object) -> tuple[object, ...]:
-    """Return the element types of a tuple or sequence type, with `...` for repetition; empty for other types."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        return args
-    return (*args, ...) if isinstance(origin, type) and issubclass(origin, Sequence) else ()
+    """Return the element types of a tuple or sequence type; empty for other types."""
+    origin = typing.get_origin(hint)
+    return typing.get_args(hint) if isinstance(origin, type) and issubclass(origin, Sequence) else ()
 
 
 def _readable(hint: object) -> bool:
     """Return whether values of this type can be parsed from text."""
-    if _is_union(hint):
-        return any(map(_readable, typing.get_args(hint)))
-    if _elements(hint):
-        return all(kind is ... or _readable(kind) for kind in _elements(hint))
-    return hint in _PLAIN or typing.get_origin(hint) is typing.Literal
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return any(_readable(kind) for kind in typing.get_args(hint) if kind is not type(None))
+    if elements := _elements(hint):
+        return all(kind is ... or _readable(kind) for kind in elements)
+    return hint in (bool, int, float, str) or typing.get_origin(hint) is typing.Literal

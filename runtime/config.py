@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import numbers
 import os
 import re
-import reprlib
-import types
-import typing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import JsonValue
+from pydantic import Field, InstanceOf, JsonValue
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name, recover
 from expertcast.checkpoints.hub import HubName
@@ -27,7 +23,7 @@ from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors import names as predictor_names
 from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.messages import Json, Progress, format_bytes
-from expertcast.predictors.options import field_docs
+from expertcast.predictors.options import field_docs, validate
 from expertcast.predictors.view import overfetched
 from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft, keeps_copies
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
@@ -48,70 +44,6 @@ if TYPE_CHECKING:
 # Values of options: types, plain forms for JSON, sizes
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_JSON_TYPES: dict[object, str] = {
-    str: "a text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    types.NoneType: "leave it out",
-    Policies: "Policies(...), in a file an object with a text for each kind of policy",
-}
-"""JSON values for a field of a type, in words; other types (links, stores, predictors) have none."""
-_ALIKE = {int: numbers.Integral, float: numbers.Real}
-"""Accepted types of numbers, such as those of numpy."""
-
-
-def check_types(config: object) -> None:
-    """Refuse a configuration with a value of the wrong type.
-
-    Raises:
-        ExpertcastError: names the first such field, its value and the allowed values.
-    """
-    cls: type = type(config)
-    for name, hint in typing.get_type_hints(cls).items():
-        value = getattr(config, name)
-        if not any(_is_of(kind, value) for kind in _members(hint)):
-            meaning = re.split("[:;(]", field_docs(cls)[name])[0].strip().rstrip(".")
-            raise ExpertcastError(f"{name}={reprlib.repr(value)}: give {_allowed(hint)} ({name} is: {meaning})")
-
-
-def _is_of(kind: object, value: object) -> bool:
-    if typing.get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_is_of(typing.get_args(kind)[0], element) for element in value)
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, _ALIKE.get(kind, kind))  # type: ignore[arg-type, call-overload]
-
-
-def to_plain(name: str, value: object, hint: object) -> object:
-    """Return a field's value for JSON; the field's name and type serve the message.
-
-    Raises:
-        ExpertcastError: an object, such as a link or a store, or a number that is not finite.
-    """
-    if isinstance(value, Policies):
-        return value.as_dict()
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, tuple):
-        return list(value)
-    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    what = value if isinstance(value, float) else f"a {type(value).__name__}"
-    raise ExpertcastError(f"{name} is {what}, which a file cannot hold: give {_allowed(hint)}")
-
-
-def from_plain(name: str, value: object, hint: object) -> object:
-    """Return a field's value from JSON; :func:`check_types` refuses values of the wrong type.
-
-    Raises:
-        ExpertcastError: text with NUL, or unknown policies.
-    """
-    if isinstance(value, str) and "\0" in value:
-        raise ExpertcastError(f"{name}={value!r}: give a text without NUL, which no path can have")
-    if isinstance(value, list):
-        return tuple(value)
-    return _policies(value) if isinstance(value, dict) and Policies in _members(hint) else value
 
 
 def size_bytes(memory: str | int) -> int:
@@ -153,29 +85,6 @@ def pool_bytes(text: str) -> dict[State, int]:
                 f"pools={text!r}: {size!r} is no size: give bytes, or text such as '2GB' or '512MiB'"
             ) from None
     return found
-
-
-def _members(hint: object) -> tuple[object, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
-def _allowed(hint: object) -> str:
-    """Return the JSON values for a field of this type, in words."""
-    words = []
-    for kind in _members(hint):
-        if typing.get_origin(kind) is tuple:
-            words.append(f"a list, each of it {_allowed(typing.get_args(kind)[0])}")
-        elif kind in _JSON_TYPES:
-            words.append(_JSON_TYPES[kind])
-    return " or ".join(words)
-
-
-def _policies(given: Mapping[str, object]) -> Policies:
-    kinds = list(Policies().as_dict())
-    for kind, text in given.items():
-        if kind not in kinds or not isinstance(text, str):
-            raise ExpertcastError(f"policies {kind}={text!r}: give texts by kind, of {', '.join(kinds)}")
-    return Policies(**given)  # type: ignore[arg-type]
 
 
 def named_checkpoint(given: str | Path) -> PredictorCheckpoint | None:
@@ -244,7 +153,7 @@ class OffloadConfig:
     link: str | Link = "auto"
     """auto, instant, emulated, disk (direct reads without the page cache), or cuda. auto is disk for a store on disk,
     else cuda on CUDA."""
-    policies: Policies | str | None = None
+    policies: InstanceOf[Policies] | str | None = None
     """Cache policies, text such as `eviction=lfu scope=layer`, or the name of a preset (default: lrfu, prefetch of the
     forecast experts, every miss loaded)."""
     overfetch: float = 1.0
@@ -252,13 +161,13 @@ class OffloadConfig:
     forecasts: str = AUTO
     """auto: while the model runs, choose the rung with the fastest decode steps, or no forecasts; always: all by the
     predictor itself; never. Executed forecasts are always made."""
-    ahead: int = 1
+    ahead: Annotated[int, Field(ge=1)] = 1
     """Distance in layers between a forecast and its target."""
     reach: int | None = None
     """Furthest distance in layers of prefetches while the link is idle, nearest first (default: ahead)."""
     layers: tuple[int, ...] | None = None
     """With hybrid, layers that execute their forecast (default: those with recall@k of at least min_recall)."""
-    min_recall: float = 0.9
+    min_recall: Annotated[float, Field(ge=0, le=1)] = 0.9
     """With hybrid, least recall@k, by the checkpoint, of a layer that executes its forecast."""
     true_weights: bool = False
     """Executed forecasts use the router's weights for the forecast experts."""
@@ -271,7 +180,7 @@ class OffloadConfig:
     `expertcast.runtime.drafts.kinds`). `memory` includes the experts of int4 and int8."""
     drift: bool = True
     """Measure the recall of forecasts, and warn once when it falls below the checkpoint's."""
-    refit: float = 0.0
+    refit: Annotated[float, Field(ge=0, le=MOST_REFIT_MS)] = 0.0
     """Milliseconds per token for refitting the predictor to the running text; 0: no refit."""
     store: str | ExpertStore = "memory"
     """Storage of the experts: memory (page-locked for CUDA, within a budget), or disk (a file)."""
@@ -300,7 +209,7 @@ class OffloadConfig:
         _check_choice("link", self.link, LINKS)
         _check_choice("forecasts", self.forecasts, FORECASTS)
         _check_choice("experts", self.experts, EXPERTS)
-        check_types(self)
+        validate(self)
         if self.slots is not None and self.memory is not None:
             raise ExpertcastError("give slots or memory, not both")
         if self.memory is not None:
@@ -310,12 +219,6 @@ class OffloadConfig:
             raise ExpertcastError(
                 "bandwidth and latency do not apply to a link object: leave them out, or give the name of a link"
             )
-        if self.ahead < 1:
-            raise ExpertcastError(f"ahead={self.ahead}: give a number of layers, 1 or more")
-        if not 0 <= self.min_recall <= 1:
-            raise ExpertcastError(f"min_recall={self.min_recall}: give a share of 0 to 1, such as 0.9")
-        if not 0 <= self.refit <= MOST_REFIT_MS:
-            raise ExpertcastError(f"refit={self.refit}: give milliseconds per token, 0 to {MOST_REFIT_MS:g}")
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder needs store='disk': give that too, or leave store_folder out")
         if self.store_folder == "":
@@ -390,9 +293,10 @@ class OffloadConfig:
         Raises:
             ExpertcastError: an unknown field, a value of the wrong type, or as the class.
         """
-        hints = typing.get_type_hints(cls)
-        _check_names(values, list(hints))
-        return cls.of(None, {name: from_plain(name, value, hints[name]) for name, value in values.items()})
+        policies = values.get("policies")
+        if isinstance(policies, dict):
+            values = {**values, "policies": parse_policies(f"{kind}={text}" for kind, text in policies.items())}
+        return cls.of(None, values)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -415,8 +319,17 @@ class OffloadConfig:
         Raises:
             ExpertcastError: a field is an object, such as a link or a predictor.
         """
-        hints = typing.get_type_hints(type(self))
-        return {name: to_plain(name, getattr(self, name), hint) for name, hint in hints.items()}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if isinstance(self.policies, Policies):
+            values["policies"] = self.policies.as_dict()
+        for name, value in values.items():
+            try:
+                values[name] = to_jsonable_python(value)
+            except PydanticSerializationError:
+                raise ExpertcastError(
+                    f"{name} is a {type(value).__name__}, which a file cannot hold: give text or numbers"
+                ) from None
+        return values
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file for :meth:`load`, atomically.

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from expertcast.data.batch import TraceBatch
@@ -19,6 +21,7 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import Json, with_token_progress
+from expertcast.predictors.options import validate
 from expertcast.training.metrics import Recall
 
 NO_TRAINING = "the train split is empty: collect more text"
@@ -29,12 +32,12 @@ NO_VALIDATION = "the validation split is empty: collect more text, in more docum
 class FitOptions:
     """Options of a fit: data, seed, logging and resuming. The predictor's own options are its config."""
 
-    tokens: int | None = None
+    tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of the train split to learn from; default: all. On the command line, with MODEL: tokens of text to run the
     model on, over all splits."""
-    validation_tokens: int | None = None
+    validation_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of the validation split used for selection; default: all."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of tokens and of initial weights."""
     log_folder: Path | None = None
     """Folder for TensorBoard logs; default: no logs."""
@@ -44,10 +47,7 @@ class FitOptions:
     """Folder for training states, so that a killed training can resume; default: none are saved."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "validation_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ExpertcastError(f"{name}={value}: must be at least 1")
+        validate(self)
 
 
 @dataclass(kw_only=True)

@@ -18,9 +18,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Annotated
+
+from pydantic import Field
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.options import parse_options
+from expertcast.predictors.options import parse_options, validate
 from expertcast.runtime.advising.advice import WORTH, Advice, Option
 from expertcast.runtime.drafts.costs import PRIOR_ACCEPTANCE
 from expertcast.runtime.simulation.machine import Case, check_slots
@@ -42,19 +45,15 @@ class DraftTraits:
     """
 
     name: str = "draft"
-    acceptance: float = PRIOR_ACCEPTANCE
+    acceptance: Annotated[float, Field(ge=0, le=1)] = PRIOR_ACCEPTANCE
     """Probability that a token is accepted if all tokens before it were."""
-    foreseen: float = 1.0
+    foreseen: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Fraction of the experts that the draft forecasts correctly."""
-    cost: float = 1.0
+    cost: Annotated[float, Field(ge=0)] = 1.0
     """Time of the draft's pass over one token, as a fraction of an exact token's compute time without copies."""
 
     def __post_init__(self) -> None:
-        if not (0 <= self.acceptance <= 1 and 0 <= self.foreseen <= 1 and self.cost >= 0):
-            raise ExpertcastError(
-                f"{self.name}: acceptance={self.acceptance}, foreseen={self.foreseen}, cost={self.cost}: give shares "
-                "from 0 to 1 and a cost of 0 or more"
-            )
+        validate(self)
 
     @classmethod
     def parse(cls, text: str) -> DraftTraits:

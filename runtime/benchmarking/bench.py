@@ -18,8 +18,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
@@ -28,6 +30,7 @@ from expertcast.data.machine import usable_processors
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.messages import Json
+from expertcast.predictors.options import validate
 from expertcast.runtime.benchmarking.runs import (
     BorrowedStore,
     Decoding,
@@ -296,17 +299,13 @@ class BenchSettings:
         ExpertcastError: `new_tokens` is below 2, or `repetitions` below 1.
     """
 
-    new_tokens: int = 32
+    new_tokens: Annotated[int, Field(ge=2)] = 32
     """Tokens decoded per run; the prefill gives the first one."""
-    repetitions: int = 3
+    repetitions: Annotated[int, Field(ge=1)] = 3
     """Repetitions of each run."""
 
     def __post_init__(self) -> None:
-        if self.new_tokens < 2 or self.repetitions < 1:
-            raise ExpertcastError(
-                f"new_tokens={self.new_tokens}, repetitions={self.repetitions}: use 2 or more tokens and 1 or more "
-                "repetitions"
-            )
+        validate(self)
 
 
 @dataclass(slots=True)

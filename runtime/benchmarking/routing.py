@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
@@ -21,6 +22,7 @@ from expertcast.data.plan import ALL
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, ModelShape, MoELayer, MoEView, Predictor
 from expertcast.predictors.base import Forecast, PredictorConfig, RouterState
+from expertcast.predictors.options import validate
 from expertcast.predictors.view import route_all
 
 Ids = NDArray[np.int64]
@@ -40,21 +42,16 @@ class RoutingOptions:
         ExpertcastError: a value is out of range.
     """
 
-    persistence: float = 0.3
+    persistence: Annotated[float, Field(ge=0, le=1)] = 0.3
     """Probability that an expert of a token is an expert of the next token too; the others are drawn among the rest."""
-    skew: float = 0.8
+    skew: Annotated[float, Field(ge=0)] = 0.8
     """Exponent of the Zipf distribution by which experts are drawn, in a random order per layer; 0: uniform."""
-    accuracy: float = 0.9
+    accuracy: Annotated[float, Field(ge=0, le=1)] = 0.9
     """Probability that an expert of a token is in the forecast."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("persistence", "accuracy"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ExpertcastError(f"--{name} {value} is out of range: use a probability from 0 to 1")
-        if self.skew < 0:
-            raise ExpertcastError(f"--skew {self.skew} is out of range: use 0 or more, such as 0.8")
+        validate(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import parse_options
 from expertcast.runtime.policies import Policies, PolicyConfig
-from expertcast.runtime.policies.base import Choice, number
+from expertcast.runtime.policies.base import Choice
 from expertcast.runtime.policies.miss import MISS, MissPolicy
 from expertcast.runtime.policies.routing import ROUTING
 from expertcast.runtime.storage.layout import FULL
@@ -31,9 +34,9 @@ class EarlyExitOptions:
 class AutoOptions(PolicyConfig):
     """Options of `auto`."""
 
-    longest: int = number(16, "[1, inf)")
+    longest: Annotated[int, Field(ge=1)] = 16
     """Maximum number of tokens drafted per cycle."""
-    limit_s: float | None = number(0.5, "(0, inf)")
+    limit_s: Annotated[float, Field(gt=0)] | None = 0.5
     """Maximum seconds for drafting and verifying in a cycle; does not limit drafts of one token; none: no limit."""
 
 

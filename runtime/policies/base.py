@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from abc import ABC
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, Generic, TypeVar
 
 from expertcast.predictors.base import Registry
 from expertcast.predictors.messages import ExpertcastError, first_line
-from expertcast.predictors.options import check_finite, options_text, parse_options
+from expertcast.predictors.options import options_text, parse_options, validate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,41 +30,19 @@ class CacheShape:
     """Number of layers that use these slots; None: all layers."""
 
 
-def number(default: float | None, interval: str) -> Any:
-    """Return a dataclass field for a number in an interval such as `[0, 1)`, or None."""
-    return field(default=default, metadata={"interval": interval})
-
-
-def one_of(*choices: str) -> Any:
-    """Return a dataclass field for one of several strings; the first is the default."""
-    return field(default=choices[0], metadata={"choices": choices})
-
-
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """Base class of policy configurations.
 
-    Subclasses add fields with :func:`number` and :func:`one_of`. The docstring line of each field is its help text.
+    Subclasses add fields with limits, such as `Annotated[float, Field(ge=0, lt=1)]`. The docstring of a field is its
+    help text.
 
     Raises:
-        ExpertcastError: a value lies outside its field's interval or choices.
+        ExpertcastError: a value is not of its field's type or outside its limits.
     """
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value, choices = getattr(self, each.name), each.metadata.get("choices")
-            if choices and value not in choices:
-                raise ExpertcastError(f"unknown {each.name}={value!r}: choose from {', '.join(choices)}")
-            interval = each.metadata.get("interval")
-            if interval and value is not None and not _is_within(value, interval):
-                raise ExpertcastError(f"{each.name}={value}: give a number in {interval}")
-
-
-def _is_within(value: float, interval: str) -> bool:
-    least, most = map(float, interval[1:-1].split(","))
-    return (least <= value if interval[0] == "[" else least < value) and (
-        value <= most if interval[-1] == "]" else value < most
-    )
+        validate(self)
 
 
 class Policy(ABC):
@@ -93,9 +71,6 @@ class Choice(Generic[P]):
 
     cls: type[P]
     config: PolicyConfig
-
-    def __post_init__(self) -> None:
-        check_finite(self.config)
 
     @property
     def name(self) -> str:

@@ -18,10 +18,12 @@ from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.policies.base import CacheShape, Choice, Policy, PolicyConfig, PolicyRegistry, number, one_of
+from expertcast.runtime.policies.base import CacheShape, Choice, Policy, PolicyConfig, PolicyRegistry
 from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.pools.states import State
 
@@ -434,7 +436,7 @@ class LFRU(LFU):
 class LRFUConfig(PolicyConfig):
     """Options of :class:`LRFU`."""
 
-    half_life: float = number(16.0, "[0.1, 65536]")
+    half_life: Annotated[float, Field(ge=0.1, le=65536)] = 16.0
     """Forward passes after which a use counts half. Smaller values approach LRU, larger ones LFU."""
 
 
@@ -554,7 +556,7 @@ class Score(Rescored):
 class MarkingConfig(PolicyConfig):
     """Options of :class:`Marking`."""
 
-    seed: int = number(0, "[0, inf)")
+    seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the random draws."""
 
 
@@ -603,7 +605,7 @@ class Marking(ByPriority):
 class FLDConfig(PolicyConfig):
     """Options of :class:`FLD`."""
 
-    distance: str = one_of("cyclic", "absolute")
+    distance: Literal["cyclic", "absolute"] = "cyclic"
     """`cyclic`: number of layers until the expert's layer runs again. `absolute`: difference of the layer numbers; at
     the last layer this evicts experts of the first layer just before they are needed."""
 
@@ -633,7 +635,7 @@ class FLD(ByLayer):
 class LeastStaleConfig(PolicyConfig):
     """Options of :class:`LeastStale`."""
 
-    order: str = one_of("distance", "layer")
+    order: Literal["distance", "layer"] = "distance"
     """Order within the stale and within the current experts. `distance`: first those whose layer runs again last.
     `layer`: first those of the lowest layer, as in the paper; equals LRU while the cache holds at most one pass."""
 
@@ -686,9 +688,9 @@ _MAX_WEIGHT = 1e100
 class ImportanceConfig(PolicyConfig):
     """Options of :class:`Importance`."""
 
-    alpha: float = number(0.5, "[0, 1]")
+    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Weight of past use; the forecast has 1 - alpha."""
-    gamma: float = number(0.9, "(0, 1]")
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Factor by which a use decays per step of its layer."""
 
 
@@ -818,9 +820,9 @@ class NoPreEviction(PreEviction):
 class GapConfig(PolicyConfig):
     """Options of :class:`Gap`."""
 
-    tau: float = number(0.02, "[0, 1]")
+    tau: Annotated[float, Field(ge=0, le=1)] = 0.02
     """Consecutive probabilities that differ by less than this are a tie, which frees one more slot."""
-    r_max: int = number(2, "[0, inf)")
+    r_max: Annotated[int, Field(ge=0)] = 2
     """Maximum number of slots freed because of ties."""
     literal: bool = False
     """Count every tie among the r_max gaps after the boundary, as in the paper; false: stop at the first larger gap."""

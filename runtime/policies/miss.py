@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry, number
+from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry
 from expertcast.runtime.storage.layout import FULL, PRECISIONS, is_better
 
 
@@ -147,7 +149,7 @@ class FetchPriorityConfig(PolicyConfig):
 
     levels: tuple[str, ...] = ("full", "int8", "int4")
     """Precisions, best first; important experts get the first one, and so do all experts while slots are free."""
-    percentile: float = number(60.0, "[0, 100]")
+    percentile: Annotated[float, Field(ge=0, le=100)] = 60.0
     """Percentile of the scores of recent misses from which an expert is important."""
 
     def __post_init__(self) -> None:
@@ -275,7 +277,7 @@ class Cascade(MissPolicy):
 class DropConfig(PolicyConfig):
     """Options of :class:`Drop`."""
 
-    fetched: int = number(2, "[1, inf)")
+    fetched: Annotated[int, Field(ge=1)] = 2
     """Number of heaviest experts per token that are always loaded."""
 
 
@@ -329,7 +331,7 @@ class DropCascade(Cascade):
 class SubstituteConfig(PolicyConfig):
     """Options of :class:`Substitute`."""
 
-    tolerance: float = number(0.5, "[0, 1]")
+    tolerance: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Maximum relative loss of router probability: a substitute has at least (1 - tolerance) times the probability of
     the missing expert."""
 

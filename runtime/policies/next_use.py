@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from expertcast.runtime.policies.base import CacheShape, PolicyConfig, number
+from expertcast.runtime.policies.base import CacheShape, PolicyConfig
 from expertcast.runtime.policies.eviction import NextRun, Scores
 
 Numbers = npt.NDArray[np.float64]
@@ -156,12 +158,12 @@ _MAX_HORIZON = 8
 class NextUseConfig(PolicyConfig):
     """Options of :class:`NextUse`."""
 
-    horizon: int | None = number(None, "[1, inf)")
+    horizon: Annotated[int, Field(ge=1)] | None = None
     """Number of visits of its layer within which an expert must be used (none: 1.5 times the number of tokens whose
     experts fit the cache, 1 to 8)."""
-    prior: float = number(3.0, "(0, inf)")
+    prior: Annotated[float, Field(gt=0)] = 3.0
     """Strength of the prior, which is an average of recent use, in visits."""
-    lead: float = number(0.5, "[0, inf)")
+    lead: Annotated[float, Field(ge=0)] = 0.5
     """Reduction of the log-odds of an expert whose layer runs one token later."""
 
 

@@ -11,15 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 from torch import Tensor
 
 from expertcast.predictors.base import FARTHEST, Forecast, LogOdds
 from expertcast.predictors.view import overfetched
-from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry, number, one_of
+from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry
 
 
 class Candidates:
@@ -113,7 +114,7 @@ MAX_OVERFETCH = 65_536
 class TopKConfig(PolicyConfig):
     """Options of :class:`TopK`."""
 
-    overfetch: float = number(1.0, f"[1, {MAX_OVERFETCH}]")
+    overfetch: Annotated[float, Field(ge=1, le=MAX_OVERFETCH)] = 1.0
     """Number of experts per token, as a multiple of K, rounded up; 1.0: exactly the experts that the forecast names."""
 
 
@@ -174,9 +175,9 @@ _TINY = 1e-30
 class PercentileConfig(PolicyConfig):
     """Options of :class:`Percentile`."""
 
-    percentile: float = number(80.0, "(0, 100)")
+    percentile: Annotated[float, Field(gt=0, lt=100)] = 80.0
     """Percentile of the scores at or above which experts are loaded."""
-    over: str = one_of("history", "token", "mass")
+    over: Literal["history", "token", "mass"] = "history"
     """Scores that the percentile refers to. `history`: all layers and tokens so far. `token`: the E scores of one
     token, which selects a constant number of experts. `mass`: the percentage of a token's probability to cover."""
 
@@ -350,9 +351,9 @@ def _any(p_TE: Array) -> Array:
 class ValueConfig(PolicyConfig):
     """Options of :class:`Value`."""
 
-    least: float = number(0.02, "(0, 1)")
+    least: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Probability below which an expert is never loaded."""
-    eviction: str = one_of("wrong", "always")
+    eviction: Literal["wrong", "always"] = "wrong"
     """Copies that are charged for the evicted expert. `wrong`: only copies of experts that are not used, since a miss
     evicts as well. `always`: every copy."""
 

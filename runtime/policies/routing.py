@@ -8,14 +8,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, renormalises, weights_over
-from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry, number
+from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,9 +65,9 @@ class Standard(RoutingPolicy):
 class CacheAwareConfig(PolicyConfig):
     """Options of :class:`CacheAware`."""
 
-    strength: float = number(0.2, "[0, inf)")
+    strength: Annotated[float, Field(ge=0)] = 0.2
     """Lambda: bonus of a resident expert, as a share of the mean range of the logits; 0 keeps the routing."""
-    keep: int = number(1, "[0, inf)")
+    keep: Annotated[int, Field(ge=0)] = 1
     """Number of experts per token, heaviest first, that are executed whether they are resident or not."""
 
 
@@ -137,7 +138,7 @@ def _with_guard(chosen_TK: Tensor, guard_TJ: Tensor, biased_TE: Tensor) -> Tenso
 class BudgetConfig(PolicyConfig):
     """Options of :class:`Budget`."""
 
-    k_max: int | None = number(None, "[1, inf)")
+    k_max: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of experts that a token executes (none: the model's K)."""
 
 

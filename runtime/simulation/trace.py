@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.base import Forecast, Predictor
 from expertcast.predictors.messages import ExpertcastError, with_token_progress
+from expertcast.predictors.options import validate
 from expertcast.predictors.view import ModelShape, MoEView, route_all
 from expertcast.runtime.engine.engine import LayerFlow
 
@@ -212,12 +215,15 @@ class SequenceSelection:
 
     split: str = "test"
     """Split of the documents: train, validation, test or all."""
-    tokens: int | None = None
+    tokens: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of tokens, from the start of the split."""
-    prefill: int = PREFILL
+    prefill: Annotated[int, Field(ge=1)] = PREFILL
     """Number of tokens of each document in its prefill; half of a shorter document."""
-    batch: int = 1
+    batch: Annotated[int, Field(ge=1)] = 1
     """Number of documents decoded together, until the shortest ends."""
+
+    def __post_init__(self) -> None:
+        validate(self)
 
 
 def load_trace(
@@ -236,8 +242,6 @@ def load_trace(
         ExpertcastError: a number is out of range, or there are too few documents of two tokens or more.
     """
     texts, predictors = texts or SequenceSelection(), predictors or {}
-    if texts.prefill < 1 or texts.batch < 1:
-        raise ExpertcastError(f"prefill={texts.prefill}, batch={texts.batch}: give 1 or more of both")
     for predictor in predictors.values():
         predictor.check_ahead(ahead)
     view = traces.view

@@ -109,7 +109,7 @@ def test_a_missing_file_gives_one_clear_line(linear: Path, name: str) -> None:
         ({"predictor": "o" * 9999}, r"linear/config.json: unknown predictor 'o{,40}\.\.\.o{,40}':"),
         (
             {"predictor_config": {"ahead": [1], "strengths": [0.1], "reads": "quasi_hidden", "depth": 3}},
-            "unknown field depth",
+            "unknown field 'depth'",
         ),
         ({"predictor_config": {"ahead": [1]}}, "strengths is missing"),
         (

@@ -58,7 +58,9 @@ def test_prefix_of_the_bundled_text_mixes_domains(reference_tokenizer: Any) -> N
         ({"documents": DOCUMENTS[:2]}, "only 2 "),
         ({"tokens": 20}, "only 1 "),
         ({"tokens": 0}, "tokens=0"),
-        ({"window": 1}, "window=1"),
+        ({"window": 1}, "window=1: must be greater than or equal to 2"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"seed": 10**20}, "seed=10{20}"),
     ],
 )
 def test_bad_settings_are_one_clear_line(reference_tokenizer: Any, changed: dict[str, Any], expected: str) -> None:

@@ -243,7 +243,7 @@ def test_bad_configurations_are_one_line(capsys: pytest.CaptureFixture[str], tmp
         ("{", "is not valid JSON"),
         ("[]", "is not a JSON object"),
         ('{"slot": 8}', "unknown option 'slot': choose from predictor"),
-        ('{"slots": "8"}', "slots='8': give a whole number or leave it out"),
+        ('{"slots": "eight"}', "slots='eight': must be a valid integer"),
         ('{"mode": "fast"}', "unknown mode 'fast'"),
         ('{"predictor": "nobody"}', "unknown predictor 'nobody'"),
     ):

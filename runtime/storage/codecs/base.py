@@ -23,7 +23,7 @@ import zstandard
 from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.options import check_finite, options_text
+from expertcast.predictors.options import options_text, validate
 from expertcast.runtime.storage.layout import BlockLayout
 
 # Compression of exponents: zstd, configured for entropy coding with almost no matches.
@@ -119,7 +119,7 @@ class CodecConfig:
     """Base of the codecs' configurations; subclasses add fields, each with a docstring line."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
+        validate(self)
 
 
 class Codec(ABC):

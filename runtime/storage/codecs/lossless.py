@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+import pydantic
 import torch
 from torch import Tensor
 
@@ -114,12 +116,8 @@ LOW, HIGH = 0, 1
 class BitSplitConfig(CodecConfig):
     """Division of the compressed plane into shards."""
 
-    shards: int | None = None
+    shards: Annotated[int, pydantic.Field(ge=1, le=64)] | None = None
     """Number K of shards of the compressed plane; none: one per MiB, 1 to 8."""
-
-    def __post_init__(self) -> None:
-        if self.shards is not None and not 1 <= self.shards <= 64:
-            raise ExpertcastError(f"shards={self.shards}: give a number from 1 to 64, or none")
 
 
 class BitSplit(Codec):

@@ -14,11 +14,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+import pydantic
 import torch
 from torch import Tensor
 
-from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs.base import Codec, CodecConfig, Part, Plane, Shard, shards_of
 from expertcast.runtime.storage.layout import BlockLayout, Field, aligned_bytes
 
@@ -130,14 +131,10 @@ class Fp8Config(CodecConfig):
     it, and is repeated for each row.
     """
 
-    rows: int = 128
+    rows: Annotated[int, pydantic.Field(ge=0)] = 128
     """Rows that share a scale; 0: all."""
-    columns: int = 128
+    columns: Annotated[int, pydantic.Field(ge=0)] = 128
     """Columns that share a scale; 0: all."""
-
-    def __post_init__(self) -> None:
-        if min(self.rows, self.columns) < 0:
-            raise ExpertcastError(f"rows={self.rows}, columns={self.columns}: give 0 or more")
 
 
 class Fp8(Scaled):

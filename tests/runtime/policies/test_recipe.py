@@ -89,7 +89,7 @@ def test_choices_as_text(recipe: dict[str, Any]) -> None:
         ("lur", "unknown eviction policy 'lur': choose from lru, "),
         ("lru:kept=1", "eviction policy 'lru' has no option 'kept=1': it has no options"),
         ("segmented:kept", "has no option 'kept': options are kept, written name=value"),
-        ("segmented:kept=much", "kept='much' is not a valid float"),
+        ("segmented:kept=much", "kept='much': must be a valid number"),
     ],
 )
 def test_bad_choices(recipe: dict[str, Any], text: str, message: str) -> None:
