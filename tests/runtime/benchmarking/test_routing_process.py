@@ -74,7 +74,7 @@ def test_seed_decides() -> None:
 def test_options_out_of_range() -> None:
     for options in ({"persistence": 1.1}, {"accuracy": -0.1}, {"skew": -1.0}):
         (name, value) = next(iter(options.items()))
-        with pytest.raises(ExpertcastError, match=f"--{name} {value}"):
+        with pytest.raises(ExpertcastError, match=f"{name}={value}"):
             RoutingOptions(**options)
 
 
