@@ -8,56 +8,44 @@ from typing import TYPE_CHECKING, Any
 from expertcast import UNSUPPORTED
 
 if TYPE_CHECKING:
-    from expertcast.runtime.benchmarking.bench import benchmark
-    from expertcast.runtime.config import OffloadConfig
-    from expertcast.runtime.engine.front import speculate
-    from expertcast.runtime.links.base import InstantLink, Link
-    from expertcast.runtime.links.cuda import CudaLink
-    from expertcast.runtime.links.emulated import EmulatedLink
-    from expertcast.runtime.loading import load_offloaded
-    from expertcast.runtime.offloading import OffloadedModel, offload
-    from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+    from expertcast.runtime.benchmarking.bench import benchmark as benchmark
+    from expertcast.runtime.config import OffloadConfig as OffloadConfig
+    from expertcast.runtime.engine.front import speculate as speculate
+    from expertcast.runtime.links.base import InstantLink as InstantLink
+    from expertcast.runtime.links.base import Link as Link
+    from expertcast.runtime.links.cuda import CudaLink as CudaLink
+    from expertcast.runtime.links.emulated import EmulatedLink as EmulatedLink
+    from expertcast.runtime.loading import load_offloaded as load_offloaded
+    from expertcast.runtime.offloading import OffloadedModel as OffloadedModel
+    from expertcast.runtime.offloading import offload as offload
+    from expertcast.runtime.quality.forecasts import QualityRun as QualityRun
+    from expertcast.runtime.quality.forecasts import measure_quality as measure_quality
+    from expertcast.runtime.quality.forecasts import text_windows as text_windows
 
 if UNSUPPORTED:
     raise ImportError(UNSUPPORTED)
 
-__all__ = [
-    "CudaLink",
-    "EmulatedLink",
-    "InstantLink",
-    "Link",
-    "OffloadConfig",
-    "OffloadedModel",
-    "QualityRun",
-    "benchmark",
-    "load_offloaded",
-    "measure_quality",
-    "offload",
-    "speculate",
-    "text_windows",
-]
 
-_LAZY = {
-    "CudaLink": "expertcast.runtime.links.cuda",
-    "EmulatedLink": "expertcast.runtime.links.emulated",
-    "InstantLink": "expertcast.runtime.links.base",
-    "Link": "expertcast.runtime.links.base",
-    "OffloadConfig": "expertcast.runtime.config",
-    "OffloadedModel": "expertcast.runtime.offloading",
-    "QualityRun": "expertcast.runtime.quality.forecasts",
-    "benchmark": "expertcast.runtime.benchmarking.bench",
-    "load_offloaded": "expertcast.runtime.loading",
-    "measure_quality": "expertcast.runtime.quality.forecasts",
-    "offload": "expertcast.runtime.offloading",
-    "speculate": "expertcast.runtime.engine.front",
-    "text_windows": "expertcast.runtime.quality.forecasts",
+_NAMES = {
+    "runtime.benchmarking.bench": "benchmark",
+    "runtime.config": "OffloadConfig",
+    "runtime.engine.front": "speculate",
+    "runtime.links.base": "InstantLink Link",
+    "runtime.links.cuda": "CudaLink",
+    "runtime.links.emulated": "EmulatedLink",
+    "runtime.loading": "load_offloaded",
+    "runtime.offloading": "OffloadedModel offload",
+    "runtime.quality.forecasts": "QualityRun measure_quality text_windows",
 }
+"""Public names by module."""
+_MODULE = {name: f"expertcast.{module}" for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_MODULE)
 
 
 def __getattr__(name: str) -> Any:
     """On first use: stores, links and policies need no `transformers`, which most of these do."""
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _MODULE:
+        return getattr(importlib.import_module(_MODULE[name]), name)
     raise AttributeError(f"module 'expertcast.runtime' has no attribute {name!r}")
 
 

@@ -23,17 +23,22 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
-    from expertcast.data.collect import collect
-    from expertcast.data.text import load_documents
-    from expertcast.data.traces import TraceDataset
-    from expertcast.predictors import ExpertcastError, Predictor, register
-    from expertcast.runtime.config import OffloadConfig
-    from expertcast.runtime.loading import load_offloaded
-    from expertcast.runtime.offloading import OffloadedModel, offload
-    from expertcast.runtime.policies import Policies
-    from expertcast.training.evaluation import evaluate
-    from expertcast.training.fit import fit
+    from expertcast.checkpoints.checkpoint import PredictorCheckpoint as PredictorCheckpoint
+    from expertcast.checkpoints.checkpoint import load_predictor as load_predictor
+    from expertcast.checkpoints.checkpoint import save_predictor as save_predictor
+    from expertcast.data.collect import collect as collect
+    from expertcast.data.text import load_documents as load_documents
+    from expertcast.data.traces import TraceDataset as TraceDataset
+    from expertcast.predictors import ExpertcastError as ExpertcastError
+    from expertcast.predictors import Predictor as Predictor
+    from expertcast.predictors import register as register
+    from expertcast.runtime.config import OffloadConfig as OffloadConfig
+    from expertcast.runtime.loading import load_offloaded as load_offloaded
+    from expertcast.runtime.offloading import OffloadedModel as OffloadedModel
+    from expertcast.runtime.offloading import offload as offload
+    from expertcast.runtime.policies import Policies as Policies
+    from expertcast.training.evaluation import evaluate as evaluate
+    from expertcast.training.fit import fit as fit
 
 __version__ = "0.1.0"
 UNSUPPORTED = f"expertcast runs on Linux and macOS, not on {sys.platform}: on Windows, install it in WSL"
@@ -44,50 +49,29 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     # milliseconds, and on a busy machine they keep the processor from the thread that they wait for: beside one foreign
     # process, a decode step took 4 times as long, and 1.2 times with this count. It costs nothing on a quiet machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-__all__ = [
-    "ExpertcastError",
-    "OffloadConfig",
-    "OffloadedModel",
-    "Policies",
-    "Predictor",
-    "PredictorCheckpoint",
-    "TraceDataset",
-    "__version__",
-    "collect",
-    "evaluate",
-    "fit",
-    "load_documents",
-    "load_offloaded",
-    "load_predictor",
-    "offload",
-    "register",
-    "save_predictor",
-]
 
-_LAZY = {
-    "ExpertcastError": "expertcast.predictors",
-    "OffloadConfig": "expertcast.runtime.config",
-    "OffloadedModel": "expertcast.runtime.offloading",
-    "Policies": "expertcast.runtime.policies",
-    "Predictor": "expertcast.predictors",
-    "PredictorCheckpoint": "expertcast.checkpoints.checkpoint",
-    "TraceDataset": "expertcast.data.traces",
-    "collect": "expertcast.data.collect",
-    "evaluate": "expertcast.training.evaluation",
-    "fit": "expertcast.training.fit",
-    "load_documents": "expertcast.data.text",
-    "load_offloaded": "expertcast.runtime.loading",
-    "load_predictor": "expertcast.checkpoints.checkpoint",
-    "offload": "expertcast.runtime.offloading",
-    "register": "expertcast.predictors",
-    "save_predictor": "expertcast.checkpoints.checkpoint",
+_NAMES = {
+    "checkpoints.checkpoint": "PredictorCheckpoint load_predictor save_predictor",
+    "data.collect": "collect",
+    "data.text": "load_documents",
+    "data.traces": "TraceDataset",
+    "predictors": "ExpertcastError Predictor register",
+    "runtime.config": "OffloadConfig",
+    "runtime.loading": "load_offloaded",
+    "runtime.offloading": "OffloadedModel offload",
+    "runtime.policies": "Policies",
+    "training.evaluation": "evaluate",
+    "training.fit": "fit",
 }
+"""Public names by module."""
+_MODULE = {name: f"expertcast.{module}" for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted([*_MODULE, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import expertcast` and `expertcast --help` need not load torch."""
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _MODULE:
+        return getattr(importlib.import_module(_MODULE[name]), name)
     raise AttributeError(f"module 'expertcast' has no attribute {name!r}")
 
 
