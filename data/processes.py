@@ -33,10 +33,17 @@ class Share:
 
 
 def join_ranks() -> Share:
-    """Join the gloo process group of torchrun's ranks, if any, and return this process's share."""
-    started = int(os.environ.get("WORLD_SIZE", "1")) != 1 and "MASTER_ADDR" in os.environ
-    if started and distributed.is_available() and not distributed.is_initialized():
-        distributed.init_process_group("gloo", timeout=_TIMEOUT)
+    """Join the process group of torchrun's ranks, if any, and return this process's share.
+
+    Where there is a GPU for every rank of the machine, each rank's current device becomes its own, and tensors on
+    devices are exchanged by nccl; all others by gloo.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != 1 and "MASTER_ADDR" in os.environ and distributed.is_available() and not distributed.is_initialized():
+        own_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", world)) <= torch.cuda.device_count()
+        if own_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo", timeout=_TIMEOUT)
     return training_share()
 
 
@@ -49,16 +56,14 @@ def training_share() -> Share:
 
 def wait_for_all(share: Share) -> None:
     """Wait until every rank has called this function."""
-    if share.world > 1:
-        distributed.barrier()
+    sum_over_ranks(share, [torch.zeros(1)])
 
 
 def sum_over_ranks(share: Share, tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its sum over all ranks."""
+    """Replace each tensor by its sum over all ranks, by gloo."""
     if share.world > 1:
-        device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
         for tensor in tensors:
-            total = tensor.to(device)
+            total = tensor.cpu()
             distributed.all_reduce(total)
             tensor.copy_(total)
 

@@ -180,7 +180,7 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
     predictor.to(device_of(source.view)).bind(source.view)
     if predictor.uses_previous_token:
         predictor.get_buffer("usual_LE").copy_(_usual_logits(source, options))
-    sums = {} if config.form == "paper" else gather(source, predictor.features, config.ahead, options, Estimator.name)
+    sums = {} if config.form == "paper" else gather(source, predictor.features, config, options, Estimator.name)
     report = {}
     for ahead in config.ahead:
         if config.form == "paper":  # no ridge map; plain KL on unscaled logits

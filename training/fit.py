@@ -131,7 +131,7 @@ def fit(
             f"use distances of at most {source.view.shape.layers - 1}"
         )
     join_ranks()  # under torchrun: before the documents are divided among ranks
-    start = time.perf_counter()
+    start, earlier_s = time.perf_counter(), options.earlier_s
     fitter = partial(fit_hybrid, known=known) if name == Hybrid.name else FITTERS.get(name)
     fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)
     predictor = fitted.predictor.to(device_of(source.view)).bind(source.view).eval()
@@ -146,7 +146,8 @@ def fit(
         "collection_s": source.info.get("collection_s"),
     }
     used |= {NOTE: source.info[NOTE]} if NOTE in source.info and default_vectors_holder(predictor) else {}
-    fitted.report = {**used, "seconds": time.perf_counter() - start, **fitted.report}
+    seconds = time.perf_counter() - start + options.earlier_s - earlier_s
+    fitted.report = {**used, "seconds": seconds, **fitted.report}
     return fitted
 
 

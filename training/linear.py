@@ -9,16 +9,23 @@ so s does not depend on the scale of a feature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from expertcast.data.processes import sum_over_ranks, training_share
+from expertcast.data.processes import sum_over_ranks, training_share, wait_for_all
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig, RouterState
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.predictors.messages import Json, Progress
+from expertcast.training.loop import fingerprint
 from expertcast.training.scoring import (
     NO_TRAINING,
     FitOptions,
@@ -41,7 +48,7 @@ def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions
         predictor.set_defaults(source.defaults)
     predictor.to(device_of(source.view)).bind(source.view)
     report: Json = {"strengths": {}, "validation_recall": {}}
-    for ahead, statistics in gather(source, predictor.input_vector, config.ahead, options, Linear.name).items():
+    for ahead, statistics in gather(source, predictor.input_vector, config, options, Linear.name).items():
         weight_SPFE, bias_SPE = solved = statistics.solve(config.strengths)
         recall_SP = score_maps(source, predictor.input_vector, ahead, solved, options, Linear.name)
         best_P = recall_SP.argmax(dim=0)
@@ -55,25 +62,33 @@ def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions
 
 @torch.no_grad()
 def gather(
-    source: TraceSource, features: Features, aheads: Sequence[int], options: FitOptions, name: str
+    source: TraceSource, features: Features, config: PredictorConfig, options: FitOptions, name: str
 ) -> dict[int, RidgeStatistics]:
     """Accumulate the sums for every distance in one pass over the train split, and reduce them over ranks.
+
+    With a folder for training states they are kept there, unless the disk is short of room, and a killed training reads
+    them when it resumes.
 
     Args:
         source: traces, or a running model.
         features: computes the inputs of the map.
-        aheads: distances in layers.
-        options: number of tokens.
+        config: distances in layers, and all else that the inputs depend on.
+        options: number of tokens, and the folder for training states.
         name: name of the predictor in the progress bar.
 
     Raises:
         ExpertcastError: the train split is empty.
     """
-    shape = source.view.shape
-    sums: dict[int, RidgeStatistics] = {}
+    shape, start = source.view.shape, time.perf_counter()
+    mark = fingerprint({"sums": name, "config": config.as_dict()}, source, options)
+    kept = None if options.resume_folder is None else options.resume_folder / f"{name}.safetensors"
+    sums = _read_sums(kept, mark, options, device_of(source.view))
+    wait_for_all(training_share())  # all ranks must have read the sums before rank 0 writes
+    if sums:
+        return sums
     for batch in train_batches(source, options, f"{name}: sums"):
         states = states_of(source.view, batch)
-        for ahead in aheads:
+        for ahead in config.ahead:
             for pair in range(shape.layers - ahead):
                 x_TF = features(states[pair], ahead)
                 if ahead not in sums:
@@ -83,7 +98,37 @@ def gather(
         raise ExpertcastError(NO_TRAINING)
     for statistics in sums.values():
         statistics.all_reduce()
+    if kept is not None and training_share().rank == 0:
+        _write_sums(kept, sums, {"fingerprint": mark, "seconds": str(time.perf_counter() - start)})
     return sums
+
+
+def _read_sums(path: Path | None, mark: str, options: FitOptions, device: torch.device) -> dict[int, RidgeStatistics]:
+    """Return the sums of a killed training by distance; empty if there are none with this fingerprint."""
+    if path is None or not path.is_file():
+        return {}
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            about = file.metadata()
+            if about["fingerprint"] != mark:
+                return {}
+            sums: dict[int, RidgeStatistics] = {}
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                ahead, _, name = key.partition(".")
+                setattr(sums.setdefault(int(ahead), RidgeStatistics(0, 0, 0)), name, file.get_tensor(key))
+    except (OSError, SafetensorError):
+        return {}
+    options.earlier_s += float(about["seconds"])
+    return sums
+
+
+def _write_sums(path: Path, sums: Mapping[int, RidgeStatistics], about: dict[str, str]) -> None:
+    tensors = {f"{ahead}.{name}": each for ahead, own in sums.items() for name, each in vars(own).items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if 2 * sum(each.nbytes for each in tensors.values()) < shutil.disk_usage(path.parent).free:
+        new = path.with_suffix(".new")
+        save_file(tensors, new, about)
+        os.replace(new, path)
 
 
 def score_maps(

@@ -181,6 +181,8 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
         super().__init__()
         self.network, self.config, self.steps = network, config, steps
         self.best = BestRound()
+        self.begun, self.earlier_s = time.perf_counter(), 0.0
+        """Start of this training, and seconds of the killed ones that it resumes."""
 
     def identity(self) -> Json:
         """Return JSON values that identify the training; a training state is only used if they are equal."""
@@ -224,6 +226,7 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
 
     def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         checkpoint["best"] = dict(vars(self.best))
+        checkpoint["seconds"] = time.perf_counter() - self.begun + self.earlier_s
         checkpoint["logs"] = os.path.abspath(self.logger.log_dir) if self.logger else ""
 
     def on_load_checkpoint(self, checkpoint: Json) -> None:
@@ -353,8 +356,11 @@ def run(module: NetworkTraining, data: TrainingData, source: TraceSource, option
     """
     folder, state, path, keeping, states = options.resume_folder, None, None, [], None
     if folder is not None:
-        path, mark = folder / f"{name}{ModelCheckpoint.FILE_EXTENSION}", _fingerprint(module, source, options)
+        path, mark = folder / f"{name}{ModelCheckpoint.FILE_EXTENSION}", fingerprint(module.identity(), source, options)
         state = usable_state(path, mark)
+        if state is not None:
+            module.earlier_s = state["seconds"]
+            options.earlier_s += state["seconds"]
         wait_for_all(training_share())  # all ranks must have read the state before rank 0 writes
         # save after validation rounds: resuming from a state before one is not bit-identical
         keeping = [ModelCheckpoint(folder, name, save_on_train_epoch_end=False, enable_version_counter=False)]
@@ -402,10 +408,10 @@ def _trainer(
     )
 
 
-def _fingerprint(module: NetworkTraining, source: TraceSource, options: FitOptions) -> str:
-    """Hash all that must be equal for a training to resume: configuration, data, ranks and versions."""
+def fingerprint(identity: Json, source: TraceSource, options: FitOptions) -> str:
+    """Hash all that must be equal for a training to resume: its identity, data, ranks and versions."""
     about = {
-        "training": module.identity(),
+        "training": identity,
         "data": {key: value for key, value in source.info.items() if key not in ("command", "documents")},
         "options": [options.tokens, options.validation_tokens, options.seed],
         "ranks": training_share().world,
@@ -415,7 +421,12 @@ def _fingerprint(module: NetworkTraining, source: TraceSource, options: FitOptio
 
 
 def _placement(module: lightning.LightningModule) -> dict[str, object]:
-    """Return device and strategy: the network's device; DDP with gloo or nccl for several ranks."""
+    """Return device and strategy: the network's device; for several ranks DDP over the process group of
+    :func:`join_ranks`, where each rank's network is on its own GPU or on the CPU.
+
+    Raises:
+        ExpertcastError: fewer GPUs than ranks on this machine.
+    """
     device = next(module.parameters()).device
     on_gpu = device.type == "cuda"
     world = training_share().world
@@ -423,8 +434,13 @@ def _placement(module: lightning.LightningModule) -> dict[str, object]:
     if world == 1:
         return {"accelerator": accelerator, "devices": [device.index or 0] if on_gpu else 1}
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    strategy = DDPStrategy(process_group_backend="nccl" if on_gpu else "gloo")
-    return {"accelerator": accelerator, "devices": per_node, "num_nodes": world // per_node, "strategy": strategy}
+    if on_gpu and per_node > torch.cuda.device_count():
+        raise ExpertcastError(
+            f"{per_node} ranks on {torch.cuda.device_count()} GPUs: start one for each GPU, or give --device cpu"
+        )
+    return {
+        "accelerator": accelerator, "devices": per_node, "num_nodes": world // per_node, "strategy": DDPStrategy(),
+    }  # fmt: skip
 
 
 @contextmanager

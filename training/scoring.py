@@ -45,6 +45,8 @@ class FitOptions:
     """Whether long stages show a progress bar."""
     resume_folder: Path | None = None
     """Folder for training states, so that a killed training can resume; default: none are saved."""
+    earlier_s: float = field(default=0.0, init=False, repr=False)
+    """Seconds that killed trainings spent on states which were resumed with these options."""
 
     def __post_init__(self) -> None:
         validate(self)

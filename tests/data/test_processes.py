@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from expertcast.data.processes import exclusive
+from expertcast.data.processes import exclusive, join_ranks
 from expertcast.predictors import ExpertcastError
 
 CODE = """
@@ -51,3 +52,16 @@ def test_a_folder_that_was_not_written_is_not_left(tmp_path: Path) -> None:
     with exclusive(tmp_path / "old"), exclusive(tmp_path / "other"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [(0, "gloo"), (1, "gloo"), (2, "cpu:gloo,cuda:nccl")])
+def test_each_rank_has_a_gpu_of_its_own(gpus: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one for each; what needs the GPUs themselves is called, not run."""
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "there"}.items():
+        monkeypatch.setenv(name, value)
+    called: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", called.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: called.append(backend))
+    join_ranks()
+    assert called == ([1, backend] if gpus == 2 else [backend])

@@ -120,6 +120,20 @@ def test_estimator(rows: Rows, alone: Fitted, kills: tuple[int, ...], tmp_path: 
     assert report_of(resumed) == report_of(alone)
 
 
+def test_time_and_the_pass_of_sums_are_kept(rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KilledError):
+        fit("estimator", Fatal(rows, 30), config=ESTIMATOR, options=options(tmp_path))
+    spent = {path.name: read_state(path)["seconds"] for path in tmp_path.glob("*.ckpt")}
+    assert spent
+    assert (tmp_path / "estimator.safetensors").is_file()
+    monkeypatch.setattr("expertcast.training.linear.train_batches", None)  # no second pass
+    resumed = fit("estimator", rows, config=ESTIMATOR, options=options(tmp_path))
+    assert resumed.report["seconds"] > sum(spent.values())
+    monkeypatch.undo()
+    (tmp_path / "estimator.safetensors").write_bytes(b"damaged")
+    assert_same(tensors_of(fit("estimator", rows, config=ESTIMATOR, options=options(tmp_path))), tensors_of(resumed))
+
+
 def test_a_training_that_was_stopped_early_is_not_gone_on_with(rows: Rows, tmp_path: Path) -> None:
     """A round that gains nothing ends it: a killed process finds the checkpoint of that round."""
     config = replace(ESTIMATOR, learning_rate=1e-12, patience=2)

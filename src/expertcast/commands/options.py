@@ -354,6 +354,7 @@ class ModelOptions(CheckpointOptions):
             ExpertcastError: no such model, tokenizer or device.
         """
         tokenizer = self.tokenizer(name)
+        join_ranks()  # each rank's current device is then its own
         return load_model(name, dtype=self.dtype, device=self.device_name, **self.passed_on(name)), tokenizer
 
     def tokenizer(self, name: str) -> PreTrainedTokenizerBase:
