@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
+from expertcast.data import packed_experts
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
@@ -34,7 +35,7 @@ from expertcast.training.fit import fit
 _PAIRS = (("packed", "packed", "expanded"), ("rounded", "expanded", "bf16"), ("kernel", "eager", "expanded"))
 """What, whose, against whose."""
 WINDOW = 256
-"""Tokens of a text that are read at once: fewer rows per expert than packed ones are expanded for."""
+"""Tokens of a text that are read at once."""
 
 
 @torch.no_grad()
@@ -54,6 +55,7 @@ def fidelity(name: str, tokens: int, form: str) -> Json:
     text = bundled_ids(load_tokenizer(name), tokens)
     windows = torch.tensor(text[: tokens // WINDOW * WINDOW]).view(-1, WINDOW)
     sums: dict[str, dict[str, float]] = {}
+    packed_experts.MANY_ROWS = WINDOW  # all products by ggml, none of expanded weights
     with ExitStack() as stack:
         packed, expanded = stack.enter_context(_of_gguf(model)) if form == "Q4_0" else _rounded(model, int(form[3:]))
         sides = {"bf16": (model, "grouped_mm"), "packed": (packed, None), "expanded": (expanded, "grouped_mm"),

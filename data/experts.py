@@ -120,7 +120,9 @@ class ResidentExperts:
         with nullcontext() if inner is None else inner_activations(layer.experts, seen):
             if is_packed(layer.experts):
                 order_P = torch.sort(ids_TK.reshape(-1)).indices
-                return run_experts(layer.experts, hidden_TD, ids_TK, weights_TK, order_P)
+                return run_experts(
+                    layer.experts, hidden_TD, ids_TK, weights_TK, lambda: order_P, grouped=inner is not None
+                )
             output_TD: Tensor = grouped_mm_experts_forward(layer.experts, hidden_TD, ids_TK, weights_TK)
             return output_TD
 

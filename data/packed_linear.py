@@ -1,104 +1,65 @@
-"""Linear layers whose weights stay packed in 4 or 8 bits, beside packed experts.
+"""Linear layers in ggml's block types, beside packed experts.
 
-Forms, codes and scales are those of :mod:`expertcast.data.packed_experts`, for one matrix instead of E.
-
-N outputs, I inputs, P rows.
+The blocks are those of :mod:`expertcast.data.packed_experts`, for one matrix instead of E. N outputs, I inputs, P rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from expertcast.data.packed_experts import CODES, SCALES, Coded, Coding, PackedForm
-from expertcast.data.weights.files import ComputedTensor, Part, TensorFile
+from expertcast.data import ggml
+from expertcast.data.packed_experts import BLOCKS, BlockForm, PackedMatrix, Piece
+from expertcast.data.weights.files import ComputedTensor, TensorFile
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
 
-_AT_ONCE = 2**24
-"""Weights that are packed in one call; a multiple of every number of outputs in a block of the kernel."""
-_BLOCK = 64
-"""Most outputs in a block of the kernel."""
-
 _OPERATIONS = torch.library.Library("expertcast", "FRAGMENT")  # type: ignore[no-untyped-call]
 _OPERATIONS.define(  # type: ignore[no-untyped-call]
-    "packed_product(Tensor rows, Tensor codes, Tensor scales, int bits, int group, bool symmetric) -> Tensor"
+    "packed_product(Tensor rows, Tensor blocks, str kind) -> Tensor"
 )
 
 
-def _product(rows_PI: Tensor, codes: Tensor, scales: Tensor, bits: int, group: int, symmetric: bool) -> Tensor:
-    form = PackedForm(Coding(bits, group, symmetric), codes.shape[-2], rows_PI.shape[1])
-    return form.multiply(rows_PI, codes, scales)
-
-
-_OPERATIONS.impl("packed_product", _product, "CPU")  # type: ignore[no-untyped-call]
-"""One operation of a traced program, since a trace cannot record all operations of a product."""
-
-
 class PackedLinear(nn.Module):
-    """A linear layer with the codes and scales of one packed matrix as parameters.
+    """A linear layer with the blocks of one packed matrix as a parameter.
 
     Args:
-        form: form of the matrix.
+        form: form of the matrix, of one piece.
         bias: parameter [N], or None.
         dtype: dtype of the model.
     """
 
     bias: nn.Parameter | None
 
-    def __init__(self, form: PackedForm, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+    def __init__(self, form: BlockForm, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.form, self.dtype = form, dtype
-        self.in_features, self.out_features = form.inputs, form.outputs
-        for end, (shape, kind) in form.parts().items():
-            self.register_parameter(f"weight{end}", nn.Parameter(torch.empty(shape, dtype=kind), requires_grad=False))
+        self.form, self.in_features, self.out_features = form, form.inputs, form.outputs
+        blocks = torch.empty(1, form.nbytes, dtype=torch.uint8)
+        self.register_parameter(f"weight{BLOCKS}", nn.Parameter(blocks, requires_grad=False))
         self.register_parameter("bias", bias)
+        self.__dict__["matrix"] = PackedMatrix(self, "weight", form, transposed=False, dtype=dtype)
 
     @property
     def weight(self) -> Tensor:
         """The weights [N, I] in the model's dtype, expanded anew by each read."""
-        return self.form.expand(*self._parts()).to(self.dtype)
-
-    def _parts(self) -> tuple[Tensor, Tensor]:
-        codes, scales = self._parameters[f"weight{CODES}"], self._parameters[f"weight{SCALES}"]
-        assert codes is not None
-        assert scales is not None
-        return codes, scales
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the layer, or convert its bias: the kernel needs scales in their own dtype."""
-        scales = self._parts()[1].data
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        codes = self._parts()[0]
-        self._parameters[f"weight{SCALES}"] = nn.Parameter(scales.to(codes.device), requires_grad=False)
-        return self
+        matrix: PackedMatrix = self.__dict__["matrix"]
+        return self.form.expand(matrix.blocks[0]).to(matrix.dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Multiply [..., I] by the weights in bf16; return [..., N] in the dtype of the input."""
+        """Multiply [..., I] by the weights; return [..., N] in the dtype of the input."""
         rows_PI = hidden.reshape(-1, self.in_features)
-        made: Tensor
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            made = torch.ops.expertcast.packed_product(rows_PI, *self._parts(), *self.form.coding)
+            ((kind, _),) = self.form.pieces
+            output: Tensor = torch.ops.expertcast.packed_product(rows_PI, self._parameters[f"weight{BLOCKS}"], kind)
         else:
-            made = self.form.multiply(rows_PI, *self._parts())
-        output = made.to(hidden.dtype)
+            output = self.__dict__["matrix"].product(rows_PI)
         if self.bias is not None:
-            output = output + self.bias
+            output = output.add_(self.bias)
         return output.view(*hidden.shape[:-1], self.out_features)
-
-    @torch.no_grad()
-    def fill(self, coded: Callable[[Part], Coded]) -> None:
-        """Pack the codes that `coded` returns for some outputs, a part of the matrix after the other."""
-        codes, scales = (part.unsqueeze(0) for part in self._parts())
-        step = max(_BLOCK, _AT_ONCE // self.in_features // _BLOCK * _BLOCK)
-        for first in range(0, self.out_features, step):
-            outputs = slice(first, min(first + step, self.out_features))
-            self.form.encode(coded(outputs)[None], codes[..., outputs, :], scales[:, :, outputs])
 
     def extra_repr(self) -> str:
         """Describe the layer as `nn.Linear` does, and its form."""
@@ -106,10 +67,22 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, form={self.form}"
 
 
-def linear_forms(model: PreTrainedModel, view: MoEView, weights: Mapping[str, TensorFile]) -> dict[str, PackedForm]:
+def _product(rows_PI: Tensor, blocks: Tensor, kind: str) -> Tensor:
+    outputs = blocks.shape[1] // ggml.row_bytes(kind, rows_PI.shape[1])
+    layer = PackedLinear(BlockForm((Piece(kind, outputs),), rows_PI.shape[1]), None, rows_PI.dtype)
+    layer.get_parameter(f"weight{BLOCKS}").data = blocks
+    product: Tensor = layer.__dict__["matrix"].product(rows_PI)
+    return product
+
+
+_OPERATIONS.impl("packed_product", _product, "CPU")  # type: ignore[no-untyped-call]
+"""One operation of a traced program, since a trace cannot record products of ggml."""
+
+
+def linear_forms(model: PreTrainedModel, view: MoEView, weights: Mapping[str, TensorFile]) -> dict[str, BlockForm]:
     """Return the forms of the linear layers that can stay packed, by the module's name.
 
-    Routers, experts, tied weights, and layers whose shape or form has no kernel are left out.
+    Routers, experts, tied weights, and layers that no type of ggml holds are left out.
 
     Args:
         model: the model without weights.
@@ -125,14 +98,15 @@ def linear_forms(model: PreTrainedModel, view: MoEView, weights: Mapping[str, Te
         if type(module) is not nn.Linear or module in apart or f"{name}.weight" in shared:
             continue
         if isinstance(file, ComputedTensor) and file.get_shape() == list(module.weight.shape):
-            coding, (outputs, inputs) = file.coding(), file.get_shape()
-            with suppress(ExpertcastError):  # the kernel does not take the shape
-                if coding is not None:  # zeros, also where all are 0: the kernel then reads the scales without a copy
-                    forms[name] = PackedForm(coding._replace(symmetric=False), outputs, inputs)
+            pieces = file.pieces()
+            if pieces is not None and len(pieces) == 1 and pieces[0].kind not in ggml.FLOATS:
+                with suppress(ExpertcastError):  # blocks do not divide the rows
+                    forms[name] = BlockForm(pieces, module.in_features)
     return forms
 
 
-def pack_linears(model: PreTrainedModel, forms: Mapping[str, PackedForm], weights: Mapping[str, TensorFile]) -> None:
+@torch.no_grad()
+def pack_linears(model: PreTrainedModel, forms: Mapping[str, BlockForm], weights: Mapping[str, TensorFile]) -> None:
     """Replace linear layers by packed ones, one after the other.
 
     Args:
@@ -144,9 +118,9 @@ def pack_linears(model: PreTrainedModel, forms: Mapping[str, PackedForm], weight
         module, file = model.get_submodule(name), weights[f"{name}.weight"]
         assert isinstance(module, nn.Linear)
         assert isinstance(file, ComputedTensor)
-        assert file.coded is not None
+        assert file.blocks is not None
         packed = PackedLinear(form, module.bias, module.weight.dtype).train(module.training)
-        packed.fill(file.coded)
+        form.put(file.blocks(...), packed.get_parameter(f"weight{BLOCKS}")[0])
         model.set_submodule(name, packed)
 
 

@@ -187,11 +187,11 @@ class OffloadConfig:
     store_folder: str | Path | None = None
     """With disk, the folder of the file, one per model (default: a temporary file)."""
     in_place: bool = False
-    """With disk, read the experts from the checkpoint's own files instead of a second copy; forms that a kernel reads
-    in another order are converted after each read. Also without it if the disk has no room for the copy."""
+    """With disk, read the experts from the checkpoint's own files instead of a second copy; forms that are not
+    those of memory are converted after each read. Also without it if the disk has no room for the copy."""
     experts: str = EXPANDED
-    """Form of the experts: expanded (the model's dtype); packed (codes and scales of a quantised checkpoint, in 4 or 8
-    bits); int4 or int8 (rounded); auto (on the CPU packed if a kernel takes the checkpoint's form, else expanded)."""
+    """Form of the experts: expanded (the model's dtype); packed (the blocks of a quantised checkpoint, by ggml);
+    int4 or int8 (rounded); auto (on the CPU packed if ggml has the checkpoint's form, else expanded)."""
     codec: str | None = None
     """With disk, compression of the experts: raw, bitsplit (bf16 without loss, two thirds of the bytes), or mxfp4 and
     fp8 (codes of a checkpoint in that form) (default: that of store_folder, else raw)."""
@@ -459,7 +459,7 @@ def pack_experts(view: MoEView, form: str, device: str = "cpu") -> None:
     packed, bits = bool(packed_matrices(view[0].experts)), EXPERTS_BITS.get(form)
     if form == PACKED and not packed:
         raise ExpertcastError(
-            "the experts here are expanded: give experts='int4' or 'int8'; only load_offloaded takes codes from a "
+            "the experts here are expanded: give experts='int4' or 'int8'; only load_offloaded takes blocks from a "
             "checkpoint"
         )
     if bits is None:

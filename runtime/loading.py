@@ -22,7 +22,7 @@ from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 from expertcast.data.machine import available_memory, torch_device, torch_dtype
 from expertcast.data.models import form_of, meta_model, model_of, one_line, open_weights, put_adapter
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import Form, Forms, PackedForm, ShippedForm, form_for, make_packed, matrices
+from expertcast.data.packed_experts import Forms, check_device, form_for, make_packed, matrices
 from expertcast.data.packed_linear import linear_forms, pack_linears
 from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
@@ -55,8 +55,8 @@ def load_offloaded(
         model_id: folder or hub id of a checkpoint in safetensors, in any layout of transformers, or the path of a GGUF
             file (the first part of a split one). Quantised weights (FP8, MXFP4, GPTQ, AWQ, compressed-tensors,
             bitsandbytes, GGUF) are dequantised as transformers or the library of the form does it. With `store="disk"`
-            and `codec="fp8"` or `"mxfp4"` experts are dequantised after their transfer, with `experts="packed"` never,
-            or for each product in forms without a kernel. Linear layers beside packed experts stay packed too.
+            and `codec="fp8"` or `"mxfp4"` experts are dequantised after their transfer, with `experts="packed"` never:
+            ggml multiplies by their blocks, and by those of the linear layers beside them.
         device: the device that computes. None: the CUDA device if there is one, else the CPU.
         dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None or `auto`: the dtype of the model's configuration.
         config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts stay in
@@ -99,17 +99,16 @@ def load_offloaded(
         shipped = _as_shipped(config, sources, len(view), form, source.name)
         if shipped is not None and form is not None and config.codec == form.codec:
             config = replace(config, codec=shipped.codec)
-        linear = _linear_weights(forms, sources, files) if target.type == "cpu" else {}
+        linear = _linear_weights(sources, files) if target.type == "cpu" else {}
         others = {name: each for name, each in skeleton.named_parameters() if name not in sources.parameters | linear}
         held = sum(each.nbytes for each in others.values())
         for layer, layer_forms in zip(view, forms, strict=True):
             make_packed(layer.experts, layer.num_experts, layer_forms)
         known = files.fingerprint() if config.store_folder is not None else ""
         fingerprint = f"{known} {skeleton.dtype} transformers {transformers.__version__}"
-        if forms[0]:  # codes lie as this processor's kernel reads them
+        if forms[0]:
             by_layer = [", ".join(f"{name} {each}" for name, each in own.items()) for own in forms]
-            lie = "; ".join(dict.fromkeys(by_layer))
-            fingerprint += f" {config.experts} {lie} {torch.backends.cpu.get_cpu_capability()}"
+            fingerprint += f" {config.experts} {'; '.join(dict.fromkeys(by_layer))}"
         with one_line(source.name):
             experts_form = ExpertsForm.of(view)
         made = make_store(config, experts_form, target, fingerprint)
@@ -258,45 +257,24 @@ def packed_forms(experts: str, sources: ExpertSources, view: MoEView, device: st
     if experts == PACKED or (experts == "auto" and device == "cpu"):
         try:
             forms = sources.forms()
+            for form in {form for own in forms for form in own.values()}:
+                check_device(form, device)
         except ExpertcastError as error:
             if experts == PACKED:
                 raise
             if sources.quantised:
                 warnings.warn(f"experts are expanded: {error}", stacklevel=3)
             return [{}] * len(view)
-        slow = _as_shipped_form(forms)
-        if slow is not None and device != "cpu":
-            raise ExpertcastError(f"experts {slow} are computed on the CPU only: give experts='expanded'")
-        if experts == PACKED or slow is None:
-            sources.coded = True
-            return [{name: _on(form, device) for name, form in own.items()} for own in forms]
-        warnings.warn(
-            f"experts are expanded: no kernel multiplies by them {slow}; experts='packed' takes less memory and "
-            "more time",
-            stacklevel=3,
-        )
-        return [{}] * len(view)
+        sources.as_shipped = True
+        return forms
     bits, first = EXPERTS_BITS.get(experts), view[0]
     found = {} if bits is None else matrices(first.experts, first.num_experts)
     return [{name: form_for(first.experts, matrix, bits or 0, device) for name, matrix in found.items()}] * len(view)
 
 
-def _on(form: Form, device: str) -> Form:
-    return replace(form, device=device) if isinstance(form, PackedForm) else form
-
-
-def _as_shipped_form(forms: Sequence[Forms]) -> ShippedForm | None:
-    """Return the form of a matrix that no kernel multiplies by; all layers or none have it."""
-    return next((each for each in forms[0].values() if isinstance(each, ShippedForm)), None)
-
-
-def _linear_weights(forms: Sequence[Forms], sources: ExpertSources, files: WeightFiles) -> dict[str, TensorFile]:
-    """Return the weights beside the experts that may stay packed, by full name.
-
-    None may beside expanded experts or beside experts as shipped, since these models have the expanded model's bits.
-    """
-    packed = sources.coded and _as_shipped_form(forms) is None
-    return {full: files.tensors[name] for full, name in sources.unconverted.items()} if packed else {}
+def _linear_weights(sources: ExpertSources, files: WeightFiles) -> dict[str, TensorFile]:
+    """Return the weights beside the experts that may stay packed, by full name; none beside experts in other forms."""
+    return {full: files.tensors[name] for full, name in sources.unconverted.items()} if sources.as_shipped else {}
 
 
 def _as_shipped(

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from expertcast.compat import dot_natural_key, get_checkpoint_shard_files
-from expertcast.data.packed_experts import Coded, Coding
+from expertcast.data.packed_experts import Piece
 from expertcast.data.source import ModelSource, damaged
 from expertcast.data.trace_format import read_range
 from expertcast.predictors.messages import ExpertcastError, first_line
@@ -81,10 +81,10 @@ class ComputedTensor:
     """Dtype as safetensors names it; the tensor may be read in a narrower one."""
     make: Callable[[Part], Tensor]
     """Computes some rows, or all."""
-    coding: Callable[[], Coding | None] = lambda: None
-    """Returns the coding of a quantised tensor; None if no kernel takes it."""
-    coded: Callable[[Part], Coded] | None = None
-    """Reads the codes of some rows, or all."""
+    pieces: Callable[[], tuple[Piece, ...] | None] = lambda: None
+    """Returns the types of ggml that hold the rows of a matrix; None if none does."""
+    blocks: Callable[[Part], Tensor] | None = None
+    """Reads some rows, or all, as blocks: uint8 [..., N, bytes of the longest row]."""
 
     def get_shape(self) -> list[int]:
         """Return its sizes."""

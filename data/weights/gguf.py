@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, WeightConverter, __version__
 from transformers.utils import is_gguf_available
 
@@ -35,9 +36,9 @@ from expertcast.compat import (
     is_gguf_arch_supported,
     rename_source_key,
 )
-from expertcast.data.packed_experts import Coded, Coding, rounded
+from expertcast.data import ggml
+from expertcast.data.packed_experts import Piece
 from expertcast.data.source import GGUF, Quantised, damaged
-from expertcast.data.weights.blocks import CODINGS, coded_blocks
 from expertcast.data.weights.files import ComputedTensor, FileTensor, Part, ShippedWeight, TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError
 
@@ -46,8 +47,6 @@ _UNMAPPED = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 """Sizes in a file's metadata that transformers does not read, with the configuration's fields."""
-_AGAIN = {"Q6_K": Coding(8, 32, False)}
-"""Kinds with groups smaller than the kernel's: weights are rounded again."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -70,7 +69,7 @@ class _Parameter:
     read: Callable[[_Stored, Part], Tensor]
     """Dequantises one of them."""
     convert: Callable[[list[Tensor]], Tensor]
-    """Joins the tensors' weights, or their codes, scales or zeros."""
+    """Joins the tensors' weights, or their blocks."""
     dtype: torch.dtype | None = None
     """Dtype of the weights; None: as they are read."""
 
@@ -83,54 +82,49 @@ class _Parameter:
         stored = [replace(each, rows=rows[each.name]) for each in self.stored]
         return ComputedTensor((), "F32", replace(self, stored=stored).weights)
 
-    def coding(self) -> Coding | None:
-        """Return the coding of the parameter's codes; None if they are not read."""
-        kinds = [CODINGS.get(tensor.kind.name, _AGAIN.get(tensor.kind.name)) for tensor in self.stored]
-        if None in kinds or (self._is_matrix and self._order() is None):
+    def pieces(self) -> tuple[Piece, ...] | None:
+        """Return the types of the parameter's rows; None if they are not rows of the file."""
+        kinds = [tensor.kind.name for tensor in self.stored for _ in range(tensor.rows.get_shape()[-2:][0])]
+        order = self._order()
+        if order is None or not ggml.TYPES.keys() >= set(kinds):
             return None
-        return Coding.over(kind for kind in kinds if kind is not None)
-
-    @property
-    def _is_matrix(self) -> bool:
-        return any(len(tensor.rows.get_shape()) == 2 for tensor in self.stored)
+        return tuple(Piece(kind, len(list(rows))) for kind, rows in groupby(kinds[row] for row in order.tolist()))
 
     def _order(self) -> Tensor | None:
-        """Return the row of the file for each row of the matrix; None if the conversion does more than order rows."""
-        count = self.stored[0].rows.get_shape()[0]
-        probe = torch.arange(2.0 * count).view(count, 2)
+        """Return the row of the file for each row of the parameter; None if the conversion does more than order rows.
+
+        Rows of several tensors, or of one expert of each, are numbered one after another.
+        """
+        shapes = [tensor.rows.get_shape() for tensor in self.stored]
+        if any(len(shape) not in (2, 3) for shape in shapes):
+            return None
+        probe = torch.arange(2.0 * sum(shape[-2] for shape in shapes)).view(-1, 2)
+        parts = torch.split(probe, [shape[-2] for shape in shapes])
         try:
-            made = self.convert([probe for _ in self.stored])
+            made = self.convert(
+                [part if len(shape) == 2 else part[None] for part, shape in zip(parts, shapes, strict=True)]
+            )
         except (IndexError, RuntimeError, ValueError):  # it orders columns
             return None
         order = (made.flatten()[::2] / 2).long()
-        right = made.shape == probe.shape and torch.equal(order.sort().values, torch.arange(count))
-        return order if right and torch.equal(made, probe[order]) else None
+        right = made.shape[-2:] == probe.shape and torch.equal(order.sort().values, torch.arange(len(probe)))
+        return order if right and torch.equal(made.view(-1, 2), probe[order]) else None
 
-    def _coded_matrix(self, part: Part) -> Coded:
-        order, tensor = self._order(), self.stored[0]
-        assert order is not None
-        if torch.equal(order, torch.arange(len(order))):
-            return self._coded(tensor, part)
-        return self._coded(tensor, ...)[order[part]]
+    def blocks(self, part: Part) -> Tensor:
+        """Read some rows of a matrix, or of some experts' matrices, as blocks."""
+        first = self.stored[0].rows
+        if len(first.get_shape()) == 2:
+            order = self._order()
+            assert order is not None
+            ordered = torch.equal(order, torch.arange(len(order)))
+            return _octets(first[part]) if ordered else _octets(first[...])[order[part]]
+        read = [_octets(tensor.rows[part]) for tensor in self.stored]
+        longest = max(rows.shape[-1] for rows in read)
+        return self.convert([nn.functional.pad(rows, (0, longest - rows.shape[-1])) for rows in read])
 
-    def coded(self, part: Part) -> Coded:
-        if self._is_matrix:
-            return self._coded_matrix(part)
-        coding = self.coding()
-        assert coding is not None
-        coded = [self._coded(tensor, part).fitted(coding) for tensor in self.stored]
-        zeros = [each.zeros for each in coded if each.zeros is not None]
-        return Coded(
-            coding.bits,
-            self.convert([each.codes for each in coded]),
-            self.convert([each.scales for each in coded]),
-            self.convert(zeros) if zeros else None,
-        )
 
-    def _coded(self, tensor: _Stored, part: Part) -> Coded:
-        if (again := _AGAIN.get(tensor.kind.name)) is not None:
-            return rounded(self.read(tensor, part), again.bits, again.group)
-        return coded_blocks(tensor.kind.name, tensor.rows[part])
+def _octets(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8)
 
 
 class GgufFile(WeightFiles):
@@ -160,7 +154,7 @@ class GgufFile(WeightFiles):
         self._made = made
         state = model.state_dict()
         self.tensors: dict[str, TensorFile] = {
-            name: ComputedTensor(state[name].shape, "F32", each.weights, each.coding, each.coded)
+            name: ComputedTensor(state[name].shape, "F32", each.weights, each.pieces, each.blocks)
             for name, each in made.items()
             if name in state
         }

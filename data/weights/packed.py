@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from expertcast.compat import Fp8Dequantize
-from expertcast.data.packed_experts import MIDDLE, Coded, Coding
+from expertcast.data.packed_experts import Piece
 from expertcast.data.source import AWQ, COMPRESSED, GPTQ
-from expertcast.data.weights.blocks import nibbles
+from expertcast.data.weights.blocks import block_kind, nibbles, to_blocks
 from expertcast.data.weights.files import ComputedTensor, Part, TensorFile
 from expertcast.predictors.messages import ExpertcastError
 
@@ -263,17 +263,30 @@ def _gptq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
         (code_RC, zero_RG, scale_RG), group_C = read(), index_C()
         return (code_RC.float() - zero_RG[:, group_C]).mul_(scale_RG[:, group_C])[part]
 
-    def coded(part: Part) -> Coded:
-        code_RC, zero_RG, scale_RG = read()
-        return Coded(bits, code_RC, scale_RG, (MIDDLE[bits] - zero_RG) * scale_RG)[part]
+    symmetric = settings.get("sym") is True
 
-    def coding() -> Coding | None:
+    def blocks(part: Part) -> Tensor:
+        (code_RC, zero_RG, scale_RG), middle = read(), 2 ** (bits - 1)
+        if not symmetric:
+            return to_blocks("Q4_1", code_RC, scale_RG, -zero_RG * scale_RG)[part]
+        if bool((zero_RG != middle).any()):
+            raise ExpertcastError(f"{parts.stem}.qzeros are not those of symmetric codes: give experts='expanded'")
+        if bits == 8:
+            return to_blocks("Q8_0", code_RC ^ 128, scale_RG)[part]
+        return to_blocks("Q4_0", code_RC, scale_RG)[part]
+
+    def pieces() -> tuple[Piece, ...] | None:
         # a configuration need not say that inputs are ordered by activation
         if columns % groups or not torch.equal(index_C(), ordered_C()):
             return None
-        return Coding.within(bits, columns // groups, symmetric=False)
+        return _piece(bits, columns // groups, symmetric, rows)
 
-    return ComputedTensor((rows, columns), "F32", make, coding, coded)
+    return ComputedTensor((rows, columns), "F32", make, pieces, blocks)
+
+
+def _piece(bits: int, group: int, symmetric: bool, rows: int) -> tuple[Piece, ...] | None:
+    kind = block_kind(bits, group, symmetric)
+    return None if kind is None else (Piece(kind, rows),)
 
 
 def _awq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
@@ -291,12 +304,12 @@ def _awq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
         scale_RC = scales[...].float().T.repeat_interleave(each, 1)
         return ((by_rows(codes[...]).float() - zero_RC) * scale_RC)[part]
 
-    def coded(part: Part) -> Coded:
+    def blocks(part: Part) -> Tensor:
         scale_RG = scales[...].float().T
-        return Coded(4, by_rows(codes[...]), scale_RG, (MIDDLE[4] - by_rows(zeros[...]).float()) * scale_RG)[part]
+        return to_blocks("Q4_1", by_rows(codes[...]), scale_RG, -by_rows(zeros[...]).float() * scale_RG)[part]
 
-    coding = partial(Coding.within, 4, columns // groups, symmetric=False)
-    return ComputedTensor((rows, columns), "F32", make, coding, coded)
+    pieces = partial(_piece, 4, columns // groups, False, rows)
+    return ComputedTensor((rows, columns), "F32", make, pieces, blocks)
 
 
 def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
@@ -330,20 +343,21 @@ def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
         zero = _signed(zeros[...].T, bits).T if zeros.get_dtype() == "I32" else zeros[...]
         return zero.reshape(high, wide)
 
-    def coded(part: Part) -> Coded:
+    def blocks(part: Part) -> Tensor:
         scale = scales[...].float().reshape(high, wide).expand(rows, wide)
         half = 2 ** (bits - 1)
+        if bits == 8:
+            code_RC = codes[...].view(torch.uint8) if packed is None else unpacked(codes[...], bits) ^ half
+            return to_blocks("Q8_0", code_RC, scale)[part]
         code_RC = codes[...].view(torch.uint8) + half if packed is None else unpacked(codes[...], bits)
-        middle = MIDDLE[bits] - half
-        zero = scale * (middle - (0 if zeros is None else signed_zeros().float()))
-        return Coded(bits, code_RC, scale, None if symmetric else zero)[part]
+        if zeros is None:
+            return to_blocks("Q4_0", code_RC, scale)[part]
+        return to_blocks("Q4_1", code_RC, scale, -scale * (signed_zeros().float() + half))[part]
 
-    symmetric = bits == 4 and zeros is None
+    def pieces() -> tuple[Piece, ...] | None:
+        return None if indices is not None else _piece(bits, columns // wide, zeros is None, rows)
 
-    def coding() -> Coding | None:
-        return None if indices is not None else Coding.within(bits, columns // wide, symmetric)
-
-    return ComputedTensor((rows, columns), scales.get_dtype(), make, coding, coded)
+    return ComputedTensor((rows, columns), scales.get_dtype(), make, pieces, blocks)
 
 
 def _signed(words: Tensor, bits: int) -> Tensor:

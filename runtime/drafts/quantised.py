@@ -13,24 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import RouterCall
-from expertcast.data.packed_experts import (
-    MIDDLE,
-    Coded,
-    Coding,
-    Groups,
-    PackedForm,
-    activated,
-    at_once,
-    rounded,
-    run_groups,
-)
+from expertcast.data.packed_experts import Groups, activated, at_once, run_groups
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.prefetch import Schedule
@@ -39,6 +29,39 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.storage.layout import expert_parameters
+
+# Codes of 4 bits
+
+_MIDDLE = 8
+"""Code of weight 0."""
+
+
+class Coded(NamedTuple):
+    """Matrices [..., N, I] as codes of 4 bits and a scale for each group of inputs: weight = scale * (code - 8)."""
+
+    codes: Tensor
+    """uint8 [..., N, I]"""
+    scales: Tensor
+    """float32 [..., N, J]"""
+
+    def expanded(self) -> Tensor:
+        """Return the weights, float32 [..., N, I]."""
+        codes = torch.unflatten(self.codes.to(torch.int16) - _MIDDLE, -1, (self.scales.shape[-1], -1))
+        return (codes * self.scales.unsqueeze(-1)).flatten(-2)
+
+
+def rounded(weights: Tensor, group: int) -> Coded:
+    """Round weights [..., N, I] of any float dtype to the nearest code.
+
+    A group's weight of largest magnitude becomes code 0, whatever its sign, so that every code is used. Scales are
+    rounded to bf16 first.
+    """
+    groups = torch.unflatten(weights.float(), -1, (-1, group))
+    extreme = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
+    scales = (extreme / -8).bfloat16().float()
+    codes = (groups / torch.where(scales == 0, torch.ones_like(scales), scales)).round_().add_(_MIDDLE).clamp_(0, 15)
+    return Coded(codes.to(torch.uint8).flatten(-2), scales.squeeze(-1))
+
 
 # Rounding with error compensation, one input after another: GPTQ (Frantar et al. 2022)
 #
@@ -60,11 +83,11 @@ def compensated(weights_CNI: Tensor, hessians_CII: Tensor, group: int) -> Coded:
         group: inputs that share a scale.
     """
     weights_CNI = weights_CNI.float()
-    found, plain = _one_after_another(weights_CNI, inverse_factor(hessians_CII), group), rounded(weights_CNI, 4, group)
+    found, plain = _one_after_another(weights_CNI, inverse_factor(hessians_CII), group), rounded(weights_CNI, group)
     errors = [squared_error(weights_CNI, each.expanded(), hessians_CII) for each in (found, plain)]
     better_CN1 = (errors[0] < errors[1]).unsqueeze(-1)
     codes = torch.where(better_CN1, found.codes, plain.codes)
-    return Coded(4, codes, torch.where(better_CN1, found.scales, plain.scales), None)
+    return Coded(codes, torch.where(better_CN1, found.scales, plain.scales))
 
 
 def squared_error(weights_CNI: Tensor, found_CNI: Tensor, hessians_CII: Tensor) -> Tensor:
@@ -91,7 +114,7 @@ def _one_after_another(weights_CNI: Tensor, factor_CII: Tensor, group: int) -> C
     for start in range(0, left_CNI.shape[-1], group):
         end = start + group
         block_CNG, own_CGG = left_CNI[..., start:end], factor_CII[:, start:end, start:end]
-        scale_CN = rounded(block_CNG, 4, group).scales.squeeze(-1)
+        scale_CN = rounded(block_CNG, group).scales.squeeze(-1)
         divisor_CN = torch.where(scale_CN == 0, torch.ones_like(scale_CN), scale_CN)
         errors_CNG = torch.empty_like(block_CNG)
         for place in range(group):
@@ -100,16 +123,16 @@ def _one_after_another(weights_CNI: Tensor, factor_CII: Tensor, group: int) -> C
             error_CN = (weight_CN - scale_CN * code_CN) / own_CGG[:, None, place, place]
             block_CNG[..., place + 1 :] -= error_CN.unsqueeze(-1) * own_CGG[:, None, place, place + 1 :]
             errors_CNG[..., place] = error_CN
-            codes_CNI[..., start + place] = code_CN + MIDDLE[4]
+            codes_CNI[..., start + place] = code_CN + _MIDDLE
         left_CNI[..., end:] -= errors_CNG @ factor_CII[:, start:end, end:]
         scales.append(scale_CN)
-    return Coded(4, codes_CNI, torch.stack(scales, dim=-1), None)
+    return Coded(codes_CNI, torch.stack(scales, dim=-1))
 
 
 # Products of rows with the quantised experts of a layer
 #
-# Rows are sorted by expert, and each expert is read once for all its rows. 4 bits have the form of packed experts with
-# zeros beside the scales, which the kernel reads without a copy. 8 bits have a scale for each output: torch's kernel
+# Rows are sorted by expert, and each expert is read once for all its rows. 4 bits have a zero beside each scale, as
+# torch's kernels read them. 8 bits have a scale for each output: torch's kernel
 # for these takes a fifth of the time of two 4-bit products on one row of a small expert, and no longer on large ones.
 
 Multiply: TypeAlias = Callable[..., Tensor]
@@ -154,24 +177,34 @@ def whole_matrices(weights_ENI: Tensor) -> Matrices:
     return Matrices(torch.mm, weights_ENI.mT)
 
 
-def four_bits(chunks: Iterable[Coded], shape_ENI: Sequence[int], group: int, device: torch.device) -> Matrices:
+def four_bits(chunks: Iterable[Coded], group: int, device: torch.device) -> Matrices:
     """Return matrices in 4 bits.
 
     Args:
         chunks: codes of some experts at a time, in order.
-        shape_ENI: shape of all matrices.
         group: inputs that share a scale.
         device: the device that computes.
     """
-    experts, outputs, inputs = shape_ENI
-    form = PackedForm(Coding(4, group, False), outputs, inputs, device.type)
-    codes, scales = (torch.empty(experts, *shape, dtype=dtype, device=device) for shape, dtype in form.parts().values())
-    first = 0
-    for chunk in chunks:
-        own = slice(first, first := first + len(chunk.codes))
-        form.encode(chunk, codes[own], scales[own])
+    words, pairs = [], []
+    for codes_CNI, scales_CNJ in chunks:
+        words += [_packed(codes_NI) for codes_NI in codes_CNI]
+        scales_CJN = scales_CNJ.mT.to(torch.bfloat16)
+        pairs.append(torch.stack((scales_CJN, torch.zeros_like(scales_CJN)), dim=-1))
+    kernel = torch._weight_int4pack_mm if device.type == "cuda" else torch._weight_int4pack_mm_for_cpu
 
-    return Matrices(form.product, codes, scales)
+    def multiply(rows_RI: Tensor, words: Tensor, pairs_JN2: Tensor) -> Tensor:
+        return kernel(rows_RI.contiguous(), words, group, pairs_JN2)
+
+    return Matrices(multiply, torch.stack(words), torch.cat(pairs))
+
+
+def _packed(codes_NI: Tensor) -> Tensor:
+    """Return codes of 4 bits in the order of torch's kernel on their device."""
+    if not codes_NI.is_cuda:
+        return torch._convert_weight_to_int4pack_for_cpu(codes_NI.int(), 1)
+    tiles = next(tiles for tiles in (8, 4, 2) if codes_NI.shape[1] % (16 * tiles) == 0)
+    pairs = codes_NI[:, ::2] << 4 | codes_NI[:, 1::2]  # the first code in the high bits
+    return torch._convert_weight_to_int4pack(pairs.contiguous(), tiles)
 
 
 def eight_bits(weights: Callable[[slice], Tensor], shape_ENI: Sequence[int], device: torch.device) -> Matrices:
@@ -400,10 +433,10 @@ def _made(
             made = eight_bits(weights, shape, device)
         elif calibration is None:
             step = at_once(weights_ENI)
-            chunks = (rounded(weights(slice(start, start + step)), 4, group) for start in range(0, shape[0], step))
-            made = four_bits(chunks, shape, group, device)
+            chunks = (rounded(weights(slice(start, start + step)), group) for start in range(0, shape[0], step))
+            made = four_bits(chunks, group, device)
         else:
-            made = four_bits(calibrated(weights, given, shape, group), shape, group, device)
+            made = four_bits(calibrated(weights, given, shape, group), group, device)
         return _Projection(made, views[f"{name}_bias"].to(device, copy=True) if layer.experts.has_bias else None)
 
     return projection(up_name, inputs), projection("down_proj", inner)

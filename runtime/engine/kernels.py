@@ -220,8 +220,7 @@ class SlotKernel:
         slots: Sequence[int] | None = None,
     ) -> Tensor:
         if self.by_expert(experts, slots_TK):
-            order_P = None if len(slots_TK) == 1 else order()
-            return run_experts(experts, hidden_TD, slots_TK, weights_TK, order_P, slots)
+            return run_experts(experts, hidden_TD, slots_TK, weights_TK, order, slots)
         own = experts.__dict__
         before = own["num_experts"]
         own["num_experts"] = self._slots

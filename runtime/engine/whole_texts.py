@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from expertcast.compat import grouped_mm_experts_forward
 from expertcast.data.batch import RouterCall
 from expertcast.data.experts import WINDOWS, Answer, Inner, inner_activations
-from expertcast.data.packed_experts import expanded_experts, packed_matrices
+from expertcast.data.packed_experts import expanded_experts, packed_matrices, run_experts
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, experts_digest
 from expertcast.runtime.engine.engine import Engine
@@ -159,15 +159,14 @@ class _SeenKernel(SlotKernel):
         inner = self.inner
         if inner is None:
             return super()._run(experts, hidden_TD, slots_TK, weights_TK, order, slots)
-        order_P, slots_P = order(), slots_TK.reshape(-1)
-        if self.by_expert(experts, slots_TK):
-            rows_P = slots_P if len(slots_TK) == 1 else slots_P[order_P]
-        else:
-            rows_P = slots_P.sort().values
+        order_P, slots_P, by_expert = order(), slots_TK.reshape(-1), self.by_expert(experts, slots_TK)
+        rows_P = slots_P[order_P] if by_expert else slots_P.sort().values
         found, count_G = rows_P.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
         keys = [self._pool.key_of(slot) for slot in found.tolist()]
         expert_G = torch.tensor([key % self._experts for key in keys if key is not None], device=slots_P.device)
         with inner_activations(experts, lambda inner_SI: inner(inner_SI, expert_G, count_G)):
+            if by_expert:
+                return run_experts(experts, hidden_TD, slots_TK, weights_TK, lambda: order_P, grouped=True)
             return super()._run(experts, hidden_TD, slots_TK, weights_TK, lambda: order_P, slots)
 
 

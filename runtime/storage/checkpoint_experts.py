@@ -8,27 +8,26 @@ E routed experts per layer.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, cast
+from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import Concatenate, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
+from expertcast.data import ggml
 from expertcast.data.machine import run_alone, usable_processors
 from expertcast.data.packed_experts import (
-    Coded,
-    Coding,
+    BlockForm,
     Forms,
-    PackedForm,
-    ShippedForm,
+    Piece,
     at_once,
     matrices,
     packed_matrices,
@@ -36,17 +35,8 @@ from expertcast.data.packed_experts import (
     write_packed,
 )
 from expertcast.data.source import FP8, MXFP4
-from expertcast.data.weights.blocks import CODINGS, coded_mxfp4
-from expertcast.data.weights.files import (
-    ComputedTensor,
-    HeldTensor,
-    Part,
-    ShippedWeight,
-    TensorFile,
-    WeightFiles,
-    check_complete,
-    dtype_named,
-)
+from expertcast.data.weights.blocks import mxfp4_blocks
+from expertcast.data.weights.files import ComputedTensor, Part, TensorFile, WeightFiles, check_complete
 from expertcast.data.weights.groups import Group, grouped
 from expertcast.data.weights.packed import Fp8Tensor
 from expertcast.predictors.messages import ExpertcastError
@@ -55,8 +45,8 @@ from expertcast.runtime.storage.layout import expert_parameters
 
 _MOST_READERS = 4
 """Maximum number of threads that read and convert experts."""
-_ALIGNED = 64
-"""Alignment in bytes of the tensors of a :class:`ShippedMatrix`; a multiple of the size of every dtype."""
+_MOST_PIECES = 4
+"""Largest number of types of neighbouring rows in a matrix; each is a product of its own."""
 Read = Callable[[TensorFile, Part], Tensor]
 """Reads a part of one checkpoint tensor."""
 
@@ -93,8 +83,8 @@ class ExpertSources:
         self.unconverted: dict[str, str] = {}
         """Names of such tensors that no conversion changes, by the parameter's full name."""
         self._groups: dict[str, Group] = {}
-        self.coded = False
-        """Whether packed weights are codes and scales as shipped, instead of packing dequantised weights."""
+        self.as_shipped = False
+        """Whether packed weights are the checkpoint's blocks, instead of rounded weights."""
         self._assign(grouped(model, files, quantizer))
 
     def _assign(self, groups: Mapping[str, Group]) -> None:
@@ -167,27 +157,61 @@ class ExpertSources:
     def forms(self) -> list[Forms]:
         """Return the packed form of each matrix of a quantised checkpoint, by layer and by the parameter's name.
 
-        Each layer has its own form, one that the packed kernel supports. If there is no such form for a matrix in any
-        layer, all layers keep the matrix in the form of the checkpoint.
-
         Raises:
-            ExpertcastError: the weights are plain floats, or the experts of one layer have different forms.
+            ExpertcastError: the weights are plain floats, no type of ggml holds them, or the experts of one layer have
+                different forms.
         """
-        found = {name: self._forms_of(name) for name in matrices(self._modules[0], self._experts)}
-        return [{name: forms[layer] for name, forms in found.items()} for layer in range(len(self._modules))]
+        names = matrices(self._modules[0], self._experts)
+        found: list[Forms] = [{name: self._form_of(layer, name) for name in names} for layer in range(len(self._local))]
+        if not any(piece.kind not in ggml.FLOATS for own in found for form in own.values() for piece in form.pieces):
+            raise self._in_floats(next(iter(self.parameters)))
+        return found
 
-    def _forms_of(self, name: str) -> list[PackedForm] | list[ShippedForm]:
-        groups = [self._groups_of(layer, name) for layer in range(len(self._modules))]
-        codings = [[coding for group in own for coding in self._codings(group)] for own in groups]
-        module = self._modules[0]
+    def _form_of(self, layer: int, name: str) -> BlockForm:
+        full = next(full for full, own in self._local[layer].items() if own == name)
+        module = self._modules[layer]
         outputs, inputs = sizes_of(module, matrices(module, self._experts)[name])
-        if not any(None in own for own in codings):
-            with contextlib.suppress(ExpertcastError):  # the kernel does not support the shape
-                found = [Coding.over(coding for coding in own if coding is not None) for own in codings]
-                return [PackedForm(coding, outputs, inputs) for coding in found]
-        shipped = [self._shipped(own[0]) for own in groups]
-        transposed = bool(getattr(module, "is_transposed", False))
-        return [ShippedForm(outputs, inputs, each.nbytes, transposed, each) for each in shipped]
+        groups = [self._groups[full]] if full in self._groups else self.groups(layer)
+        check_complete([] if groups else [full])
+        kinds = next((found[full] for group in groups if full in (found := self._kinds(group))), None)
+        pieces = [Piece(kind, len(list(rows))) for kind, rows in groupby(kinds or ())]
+        if kinds is None or len(kinds) != outputs or len(pieces) > _MOST_PIECES:
+            raise self._without_blocks(full)
+        return BlockForm(tuple(pieces), inputs)
+
+    def _kinds(self, group: Group) -> dict[str, list[str]]:
+        """Return the type of each row of an expert's matrices by the parameter's full name.
+
+        Numbers of types go through the conversion in place of rows.
+        """
+        if group.mxfp4:
+            return {group.target: ["MXFP4"] * self.files_of(group)[0].get_shape()[1]}
+        kinds = list(ggml.TYPES)
+
+        def read(file: TensorFile, part: Part) -> Tensor:
+            pieces = file.pieces() if isinstance(file, ComputedTensor) else None
+            if pieces is None:
+                raise self._without_blocks(group.target) if self.quantised else self._in_floats(group.target)
+            rows = torch.cat([torch.full((outputs, 1), kinds.index(kind)) for kind, outputs in pieces])
+            return rows if len(file.get_shape()) == 2 else rows.expand(self._experts, -1, -1)
+
+        found = {}
+        for full, number_EN1 in self.convert(group, None, read).items():
+            if bool((number_EN1 != number_EN1[:1]).any()):
+                raise ExpertcastError(f"experts of {full} are shipped in different forms: give experts='expanded'")
+            found[full] = [kinds[number] for number in number_EN1[0].flatten().tolist()]
+        return found
+
+    @staticmethod
+    def _without_blocks(full: str) -> ExpertcastError:
+        return ExpertcastError(f"no blocks of ggml hold {full} as it is shipped: give experts='expanded'")
+
+    @staticmethod
+    def _in_floats(full: str) -> ExpertcastError:
+        return ExpertcastError(
+            f"experts='packed' needs quantised weights, but {full} is shipped in floats: give experts='expanded', "
+            "'int4' or 'int8'"
+        )
 
     @property
     def quantised(self) -> bool:
@@ -195,46 +219,6 @@ class ExpertSources:
         groups = [group for layer in range(len(self._modules)) for group in self.groups(layer)]
         names = [name for group in groups for own in group.sources.values() for name in own]
         return any(group.mxfp4 for group in groups) or any(self._files.shipped(name) for name in names)
-
-    def _groups_of(self, layer: int, name: str) -> list[Group]:
-        full = next(full for full, own in self._local[layer].items() if own == name)
-        return [self._groups[full]] if full in self._groups else self.groups(layer)
-
-    def _codings(self, group: Group) -> list[Coding | None]:
-        if group.mxfp4:
-            return [CODINGS["MXFP4"]]
-        return [file.coding() if isinstance(file, ComputedTensor) else None for file in self.files_of(group)]
-
-    def _shipped(self, group: Group) -> ShippedMatrix:
-        if group.mxfp4 or not self.separable(group):
-            raise ExpertcastError(f"{group.target} cannot be kept in its shipped form: give experts='expanded'")
-        sizes = [_sizes(self._shipped_tensors(group, expert)) for expert in range(self._experts)]
-        if any(each != sizes[0] for each in sizes):
-            raise ExpertcastError(f"experts of {group.target} are shipped in different forms: give experts='expanded'")
-        weights = list(self._shipped_weights(group, 0))
-        return ShippedMatrix(self._model, group, weights, sizes[0], self.parameters[group.target].dtype)
-
-    def _shipped_weights(self, group: Group, expert: int) -> Iterator[tuple[str, str, ShippedWeight]]:
-        """Yield pattern, name and weight of each tensor that makes up an expert's matrix."""
-        for pattern, names in group.sources.items():
-            for name in names if len(names) == 1 else names[expert : expert + 1]:
-                if (shipped := self._files.shipped(name)) is None:
-                    raise ExpertcastError(
-                        f"experts='packed' needs quantised weights, but {name} is shipped in floats: give "
-                        "experts='expanded', 'int4' or 'int8'"
-                    )
-                yield pattern, name, shipped
-
-    def _shipped_tensors(self, group: Group, expert: int) -> list[tuple[TensorFile, Part]]:
-        """Return the file tensors that make up an expert's matrix, each with the rows of this expert."""
-        files = [file for _, _, weight in self._shipped_weights(group, expert) for file in weight.tensors.values()]
-        if group.by_expert:
-            return [(file, ...) for file in files]
-        if any(file.get_shape()[:1] != [self._experts] for file in files):
-            raise ExpertcastError(
-                f"{group.target} cannot be split by experts in its shipped form: give experts='expanded'"
-            )
-        return [(file, slice(expert, expert + 1)) for file in files]
 
     def local(self, layer: int) -> dict[str, str]:
         """Map the full names of one layer's parameters to their names in the experts module."""
@@ -284,21 +268,19 @@ class ExpertSources:
         first, last, _ = (experts or slice(None)).indices(self._experts)
         local, module = self._local[layer], self._modules[layer]
         packed = packed_matrices(module)
-        form = packed[local[group.target]].form if self.coded and local.get(group.target) in packed else None
-        if isinstance(form, ShippedForm):
-            matrix, octets = cast(ShippedMatrix, form.parameter), packed[local[group.target]].parts(views)[0]
-            for expert in range(first, last):
-                matrix.write(self._shipped_tensors(group, expert), octets[expert])
-            if first == 0:  # all experts have the same sizes
-                self._check_shape(local, group.target, [1, *matrix(octets[0]).shape], 1)
-            return {group.target}
-        made = self.convert(group, experts) if form is None else self._convert_coded(group, experts, form.coding)
+        if self.as_shipped and local.get(group.target) in packed:
+            blocks = self._convert_blocks(group, experts, packed[local[group.target]].form)
+            for full, rows in blocks.items():
+                matrix = packed[local[full]]
+                matrix.form.put(rows, views[matrix.name][first:last])
+            return set(blocks)
+        made = self.convert(group, experts)
         for full, matrices_EDF in made.items():
             self._check_shape(local, full, list(matrices_EDF.shape), last - first)
             if local[full] in packed:
-                write_packed(module, local[full], matrices_EDF, views, first)
+                write_packed(module, local[full], views, matrices_EDF, first)
             else:
-                views[local[full]][first:last].copy_(cast(Tensor, matrices_EDF))
+                views[local[full]][first:last].copy_(matrices_EDF)
         return set(made)
 
     def _check_shape(self, local: Mapping[str, str], full: str, found: list[int], experts: int) -> None:
@@ -309,24 +291,21 @@ class ExpertSources:
                 f"{'not among its experts' if shape is None else shape}: it belongs to another model"
             )
 
-    def _convert_coded(self, group: Group, experts: slice | None, coding: Coding) -> Mapping[str, Coded]:
-        """Convert like :meth:`convert`, but codes, scales and zeros separately instead of weights."""
+    def _convert_blocks(self, group: Group, experts: slice | None, form: BlockForm) -> dict[str, Tensor]:
+        """Convert like :meth:`convert`, but rows of blocks, uint8 [n, N, bytes of the longest], instead of weights."""
         if group.mxfp4:
-            octets, exponents = (file[experts or ...] for file in self.files_of(group))
-            return {group.target: coded_mxfp4(octets, exponents).mT}
-        held: dict[int, Coded] = {}
+            codes, exponents = (file[experts or ...] for file in self.files_of(group))
+            return {group.target: mxfp4_blocks(codes, exponents)}
 
-        def read(field: str, file: TensorFile, part: Part) -> Tensor:
+        def read(file: TensorFile, part: Part) -> Tensor:
             assert isinstance(file, ComputedTensor)
-            assert file.coded is not None
-            if id(file) not in held:
-                held[id(file)] = file.coded(part).fitted(coding)
-            found: Tensor = getattr(held[id(file)], field)
-            return found
+            assert file.blocks is not None
+            blocks = file.blocks(part)
+            if blocks.shape[-1] not in (ggml.row_bytes(kind, form.inputs) for kind, _ in form.pieces):
+                raise ExpertcastError(f"the checkpoint's {group.target} has rows of another length than the model's")
+            return torch.nn.functional.pad(blocks, (0, form.row_bytes - blocks.shape[-1]))
 
-        codes, scales = (self.convert(group, experts, partial(read, field)) for field in ("codes", "scales"))
-        zeros = {} if coding.symmetric else self.convert(group, experts, partial(read, "zeros"))
-        return {full: Coded(coding.bits, codes[full], scales[full], zeros.get(full)) for full in codes}
+        return self.convert(group, experts, read)
 
 
 @contextmanager
@@ -359,69 +338,6 @@ def _run_converter(
     assert converter is not None
     made = converter.convert(group.target, model=model, config=model.config)
     return {full: value[0] if isinstance(value, list) else value for full, value in made.items()}
-
-
-class _Piece(NamedTuple):
-    """Place of one tensor in an expert's bytes."""
-
-    start: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def of(self, octets: Tensor) -> Tensor:
-        return octets[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
-
-
-def _sizes(tensors: Sequence[tuple[TensorFile, Part]]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of the part that is read of each tensor."""
-    sizes = []
-    for file, part in tensors:
-        shape = file.get_shape()
-        sizes.append((tuple(shape if part is ... else [1, *shape[1:]]), dtype_named(file.get_dtype())))
-    return sizes
-
-
-class ShippedMatrix:
-    """Shipped form of one matrix of an expert: the bytes of its checkpoint tensors, one after another.
-
-    A call with these bytes, uint8 [nbytes], returns the weights [N, I], converted as in the expanded model.
-
-    Args:
-        model: the model without weights.
-        group: group of the matrix.
-        weights: pattern, name and weight of each tensor of the first expert.
-        sizes: shape and dtype of each file tensor of these weights, in order.
-        dtype: the model's dtype.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, group: Group, weights: Sequence[tuple[str, str, ShippedWeight]],
-        sizes: Sequence[tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        self._model, self._group, self._weights, self._dtype = model, group, weights, dtype
-        self._pieces: list[_Piece] = []
-        self.nbytes = 0
-        """Bytes of one expert."""
-        for shape, each in sizes:
-            self._pieces.append(_Piece(self.nbytes, shape, each))
-            self.nbytes = -(-(self.nbytes + self._pieces[-1].nbytes) // _ALIGNED) * _ALIGNED
-
-    def write(self, tensors: Sequence[tuple[TensorFile, Part]], octets: Tensor) -> None:
-        """Write one expert's tensors into `octets`, uint8 [nbytes]."""
-        octets.zero_()
-        for piece, (file, part) in zip(self._pieces, tensors, strict=True):
-            piece.of(octets).copy_(file[part])
-
-    def __call__(self, octets: Tensor) -> Tensor:
-        pieces, reads = iter(self._pieces), []
-        for pattern, name, weight in self._weights:
-            joined = weight.join({own: HeldTensor(next(pieces).of(octets)) for own in weight.tensors})
-            reads.append((pattern, name, partial(_read, joined, ..., self._dtype)))
-        return _run_converter(self._model, self._group, reads)[self._group.target][0]
 
 
 def _read(tensor: TensorFile, part: Part, dtype: torch.dtype) -> Tensor:

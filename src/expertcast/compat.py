@@ -73,8 +73,12 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         "get_gguf_conversion_mapping": "Conversions from GGUF tensors to parameters (weights.gguf).",
         "is_gguf_arch_supported": "Whether transformers reads a GGUF architecture (weights.gguf).",
     },
-    "transformers.integrations.gguf.dequant": {"GGML_BLOCK": "Block sizes of GGUF types (weights.gguf)."},
-    "transformers.integrations.gguf.kernels": {"dequantize_blocks": "Decodes GGUF blocks (weights.gguf)."},
+    "transformers.integrations.gguf.dequant": {
+        "GGML_BLOCK": "Block sizes of GGUF types (weights.gguf, packed_experts)."
+    },
+    "transformers.integrations.gguf.kernels": {
+        "dequantize_blocks": "Decodes GGUF blocks (weights.gguf, packed_experts)."
+    },
     "transformers.integrations.moe": {
         "ALL_EXPERTS_FUNCTIONS": "Registry of experts' forwards, to which expertcast adds its own (data, engine).",
         "batched_mm_experts_forward": "transformers' kernel for few tokens (engine.kernels).",
@@ -105,11 +109,11 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_push_field": "Keeps a field of a header (weights.gguf).",
     },
     "torch": {
-        "_convert_weight_to_int4pack": "Packs 4-bit weights for CUDA (data.packed_experts).",
-        "_convert_weight_to_int4pack_for_cpu": "Packs 4-bit weights for the CPU (data.packed_experts).",
+        "_convert_weight_to_int4pack": "Packs 4-bit weights for CUDA (drafts.quantised).",
+        "_convert_weight_to_int4pack_for_cpu": "Packs 4-bit weights for the CPU (drafts.quantised).",
         "_grouped_mm": "The product inside transformers' kernel, replaced by one that skips empty groups (kernels).",
-        "_weight_int4pack_mm": "Product with 4-bit weights on CUDA (data.packed_experts).",
-        "_weight_int4pack_mm_for_cpu": "Product with 4-bit weights on the CPU (data.packed_experts).",
+        "_weight_int4pack_mm": "Product with 4-bit weights on CUDA (drafts.quantised).",
+        "_weight_int4pack_mm_for_cpu": "Product with 4-bit weights on the CPU (drafts.quantised).",
         "_weight_int8pack_mm": "Product with 8-bit weights on the CPU (drafts.quantised).",
     },
     "torch:Tensor": {"_base": "Tensor that a view was made of (data.moe_layers)."},

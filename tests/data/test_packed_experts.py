@@ -1,9 +1,9 @@
-"""Matrices as codes and scales: as the kernel reads them, and as checkpoints ship them."""
+"""Matrices in ggml's block types: products, expanded weights, and blocks written from other formats' codes."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,233 +11,218 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.data import packed_experts
-from expertcast.data.packed_experts import CODES, MIDDLE, SCALES, Coded, Coding, PackedForm, rounded
-from expertcast.data.weights.blocks import CODINGS, coded_blocks, coded_mxfp4
+from expertcast.compat import dequantize_blocks
+from expertcast.data import ggml, packed_experts
+from expertcast.data.packed_experts import BlockForm, Piece
+from expertcast.data.weights.blocks import mxfp4_blocks, to_blocks
 from expertcast.predictors import ExpertcastError
-from tests.data import cuda_kernel
 
 _EXPERTS = 3
+_SCALES = {
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ1_M": (54,),
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "MXFP4": (),
+}  # fmt: skip
+"""First bytes of the fp16 numbers in a block, (0,) for others."""
+_ERROR = {"F32": 1e-6, "F16": 1e-3, "BF16": 6e-3}
+"""Largest relative error of a product; of quantised types that of inputs in 8 bits."""
 
 
-def _packed(coded: Coded, form: PackedForm) -> tuple[Tensor, Tensor]:
-    """Codes and scales of all experts."""
-    parts = {end: torch.empty(len(coded.codes), *shape, dtype=dtype) for end, (shape, dtype) in form.parts().items()}
-    form.encode(coded, parts[CODES], parts[SCALES])
-    return parts[CODES], parts[SCALES]
+def _random(kind: str, outputs: int = 48, inputs: int = 512, experts: int = _EXPERTS) -> Tensor:
+    """Random blocks with small scales, uint8 [E, N, row bytes]."""
+    draw = np.random.default_rng(outputs)
+    _, elements, nbytes = ggml.TYPES[kind]
+    if kind in ggml.FLOATS:
+        numbers = torch.randn(experts, outputs, inputs, generator=torch.Generator().manual_seed(0))
+        return numbers.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]).view(torch.uint8)
+    blocks = draw.integers(256, size=(experts, outputs, inputs // elements, nbytes), dtype=np.uint8)
+    for at in _SCALES.get(kind, (0,)):
+        scales = draw.uniform(0.01, 0.02, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = draw.integers(120, 128, size=blocks.shape[:-1])
+    return torch.from_numpy(blocks).flatten(-2)
 
 
-def _form(coded: Coded, bits: int, group: int, symmetric: bool) -> PackedForm:
-    return PackedForm(Coding(bits, group, symmetric), *coded.shape[-2:])
+def _weights(kind: str, blocks: Tensor) -> Tensor:
+    """By the package gguf, float32 [E, N, I]."""
+    gguf: Any = pytest.importorskip("gguf")
+    stored = gguf.GGMLQuantizationType[kind]
+    given = blocks.view({"F32": torch.float32, "F16": torch.float16}.get(kind, torch.uint8)).numpy()
+    return torch.from_numpy(np.array(gguf.dequantize(given, stored), dtype=np.float32))
 
 
-def _random(bits: int, outputs: int, inputs: int = 64, group: int = 32, symmetric: bool = False) -> Coded:
-    draw = torch.Generator().manual_seed(outputs)
-    codes = torch.randint(1 << bits, (_EXPERTS, outputs, inputs), dtype=torch.uint8, generator=draw)
-    scales, zeros = torch.randn(2, _EXPERTS, outputs, inputs // group, generator=draw)
-    return Coded(bits, codes, scales, None if symmetric else zeros)
+def _product(kind: str, blocks: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    own = ggml.Matrices.of(kind, blocks.flatten(1), 0, blocks.shape[1], rows.shape[-1])
+    return ggml.product(own, rows, ids).clone()
 
 
-@pytest.mark.parametrize("outputs", [16, 32, 48, 64, 96, 208])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_order_is_that_of_torch(bits: int, outputs: int) -> None:
-    """Of all experts in one call; 8 bits are the high halves, then the low ones."""
-    coded = _random(bits, outputs)
-    codes, _ = _packed(coded, _form(coded, bits, 32, False))
-    halves = [coded.codes] if bits == 4 else [coded.codes >> 4, coded.codes & 15]
-    for place, half in enumerate(halves):
-        for expert in range(_EXPERTS):
-            own = codes[expert] if bits == 4 else codes[expert, place]
-            expected = torch._convert_weight_to_int4pack_for_cpu(half[expert].int(), 1)
-            assert torch.equal(own.flatten(), expected.flatten())
+@pytest.mark.parametrize("kind", ggml.TYPES)
+def test_products_are_those_of_the_dequantised_weights(kind: str) -> None:
+    """Within the rounding of inputs to 8 bits; expanded weights exactly, as gguf has them."""
+    blocks = _random(kind)
+    weights = _weights(kind, blocks)
+    assert torch.equal(ggml.dequantise(kind, blocks), weights)
+    draw = torch.Generator().manual_seed(0)
+    for tokens, top_k, given in ((1, 1, 1), (1, 2, 1), (5, 2, 1), (3, 2, 2), (70, 1, 1)):
+        rows = torch.randn(tokens, given, 512, generator=draw)
+        ids = torch.randint(_EXPERTS, (tokens, top_k), generator=draw)
+        found = _product(kind, blocks, rows, ids)
+        expected = torch.einsum("tkni,tki->tkn", weights[ids].double(), rows.expand(-1, top_k, -1).double())
+        assert found.shape == (tokens, top_k, 48)
+        assert (found - expected).norm() <= _ERROR.get(kind, 0.012) * expected.norm()
 
 
-@pytest.fixture(params=["bf16", "fp32"])
-def wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of many rows as on a processor with and without bf16 in oneDNN, in several parts."""
-    monkeypatch.setattr(packed_experts, "WIDE", {"bf16": torch.bfloat16, "fp32": torch.float32}[request.param])
-    monkeypatch.setattr(packed_experts, "MANY_ROWS", {4: 20, 8: 20})
-    monkeypatch.setattr(packed_experts, "_PART", 70 * 64)
-    monkeypatch.setattr(packed_experts, "_PIECE", 40 * 64)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (7, 32), (48, 96), (33, 256), (16, 1024)])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "MXFP4", "Q4_K", "IQ2_XXS"])
+def test_sizes(kind: str, outputs: int, inputs: int) -> None:
+    """Any number of outputs, and inputs that are whole blocks; others are refused."""
+    if inputs % ggml.TYPES[kind].elements:
+        with pytest.raises(ExpertcastError, match=rf"{inputs} inputs cannot be packed as {kind}.* give experts='exp"):
+            BlockForm((Piece(kind, outputs),), inputs)
+        return
+    blocks, rows = _random(kind, outputs, inputs), torch.randn(2, 1, inputs)
+    found = _product(kind, blocks, rows, torch.tensor([[2], [0]]))[:, 0]
+    for expert, row, own in zip((2, 0), rows, found, strict=True):
+        weights = _weights(kind, blocks)[expert]
+        most = weights.abs().sum(1) * row.abs().max() / 254  # half a step of 8 bits for each input
+        assert ((own - weights @ row[0]).abs() <= 1.1 * most).all()
 
 
-@pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize("rows", [1, 7, 30])
-@pytest.mark.parametrize("outputs", [96, 208])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_products(bits: int, symmetric: bool, outputs: int, rows: int) -> None:
-    """The kernel's, near those of the expanded weights."""
-    coded = _random(bits, outputs, symmetric=symmetric)
-    form = _form(coded, bits, 32, symmetric)
-    codes, scales = _packed(coded, form)
-    rows_PI = torch.randn(rows, 64).bfloat16()
-    for expert in range(_EXPERTS):
-        expected = rows_PI.float() @ form.expand(codes[expert], scales[expert]).float().T
-        found = form.multiply(rows_PI, codes[expert], scales[expert]).float()
-        assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+def test_a_rows_result_depends_on_nothing_else() -> None:
+    """Not on other rows, threads, or the place and distance of the matrices: also at addresses of no alignment."""
+    blocks, rows = _random("Q4_K", outputs=17), torch.randn(40, 1, 512)
+    ids = torch.randint(_EXPERTS, (40, 2))
+    expected = _product("Q4_K", blocks, rows, ids)
+    assert torch.equal(
+        torch.cat([_product("Q4_K", blocks, rows[i : i + 1], ids[i : i + 1]) for i in range(40)]), expected
+    )
+    assert torch.equal(_product("Q4_K", blocks, rows.expand(-1, 2, -1), ids), expected)
+    pool = torch.zeros(5, blocks[0].numel() + 999, dtype=torch.uint8)
+    for start in (0, 7, 256):
+        pool[1:4, start : start + blocks[0].numel()] = blocks.flatten(1)
+        slots = ggml.Matrices.of("Q4_K", pool, start, 17, 512)
+        assert torch.equal(ggml.product(slots, rows, ids + 1), expected)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(_product("Q4_K", blocks, rows, ids), expected)
+        assert torch.equal(_product("Q4_K", blocks.repeat(1, 9, 1), rows, ids)[..., 17:34], expected)
+    finally:
+        torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)])
-def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device on which forms for CUDA compute."""
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-        return "cuda"
-    cuda_kernel.stand_in(monkeypatch)
-    return "cpu"
+def test_threads_and_modes_have_memory_of_their_own() -> None:
+    blocks, rows = _random("Q8_0"), torch.randn(64, 1, 512)
+    ids = torch.randint(_EXPERTS, (64, 2))
+    expected = _product("Q8_0", blocks, rows, ids)
+
+    def run(mode: Any) -> bool:
+        with mode():
+            return all(torch.equal(_product("Q8_0", blocks, rows, ids), expected) for _ in range(20))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(run, [torch.inference_mode, torch.no_grad, torch.enable_grad] * 3))
+    assert _product("Q8_0", blocks, rows.requires_grad_(), ids).requires_grad is False
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "group"), [(48, 32, 32), (32, 192, 64), (16, 256, 256)])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_products_for_cuda(bits: int, symmetric: bool, outputs: int, inputs: int, group: int, cuda: str) -> None:
-    """Packed on the host, multiplied on the device: any number of rows, and the weights that the CPU's form has."""
-    coded = _random(bits, outputs, inputs, group, symmetric)
-    form = replace(_form(coded, bits, group, symmetric), device="cuda")
-    codes, scales = _packed(coded, form)
-    for expert, weights_NI in enumerate(coded.expanded()):
-        expanded = form.expand(codes[expert], scales[expert])
-        assert expanded.device.type == "cpu"
-        assert (expanded.float() - weights_NI).abs().max() <= 0.02 * weights_NI.abs().max()
-        for rows in (1, 500):
-            rows_PI = torch.randn(rows, inputs).bfloat16()
-            found = form.multiply(rows_PI.to(cuda), codes[expert].to(cuda), scales[expert].to(cuda)).cpu().float()
-            expected = rows_PI.float() @ expanded.float().T
-            assert (found - expected).abs().max() < 0.02 * expected.abs().max()
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_many_rows_in_float32_are_rounded_once(bits: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are not rounded to bf16: only the results are."""
-    monkeypatch.setattr(packed_experts, "WIDE", torch.float32)
-    coded = rounded(torch.randn(1, 96, 512, generator=torch.Generator().manual_seed(0)), bits, 32)
-    form = _form(coded, bits, 32, symmetric and bits == 4)
-    codes, scales = _packed(coded, form)
-    rows_PI = torch.randn(packed_experts.MANY_ROWS[bits], 512).bfloat16()
-    expected = rows_PI.double() @ coded.expanded()[0].double().T
-    found = form.multiply(rows_PI, codes[0], scales[0])
-    assert ((found.double() - expected).abs() <= expected.abs() * 2**-7.99 + 1e-4).all()
-
-
-def test_memory_of_inference_mode_serves_other_calls() -> None:
-    """Calls under `inference_mode` and `no_grad` share it."""
-    coded = _random(4, 48, symmetric=True)
-    form = _form(coded, 4, 32, True)
-    codes, scales = _packed(coded, form)
-
-    def products() -> list[Tensor]:
-        torch.manual_seed(0)
-        return [form.multiply(torch.randn(rows, 64), codes[0], scales[0]) for rows in (1, 400)]
-
-    def run() -> list[Tensor]:
-        with torch.inference_mode():
-            products()
-        with torch.no_grad():
-            return products()
-
-    with ThreadPoolExecutor(1) as thread:  # which has no memory yet
-        assert all(map(torch.equal, thread.submit(run).result(), products()))
-
-
-def _within_bf16(form: PackedForm, coded: Coded) -> None:
-    """What is packed stands for the weights but for scales and zeros, and in the end weights, that are bf16."""
-    codes, scales = _packed(coded, form)
-    steps = (coded.codes.int() - MIDDLE[coded.bits]).abs().unflatten(-1, (coded.scales.shape[-1], -1))
-    zeros = torch.zeros_like(coded.scales) if coded.zeros is None else coded.zeros
-    most = (steps * coded.scales.abs().unsqueeze(-1) + zeros.abs().unsqueeze(-1)).flatten(-2)
-    for expert, expected in enumerate(coded.expanded()):
-        found = form.expand(codes[expert], scales[expert]).float()
-        assert ((found - expected).abs() <= most[expert] * 2**-6.9 + 1e-37).all()
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group", [32, 256])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_rounding(bits: int, group: int, symmetric: bool) -> None:
-    """No further than half a step from the weights, and packed without a further error; a row of zeros stays so."""
-    weights = torch.randn(_EXPERTS, 32, 512, generator=torch.Generator().manual_seed(0)) + (not symmetric)
-    weights[0, 3] = 0
-    coded = rounded(weights.bfloat16(), bits, group)
-    assert coded.codes.max() == (1 << bits) - 1
-    error = (coded.expanded() - weights.bfloat16().float()).unflatten(-1, (-1, group)).abs().amax(-1)
-    # what the range has too little of after its ends are bf16, or of 4 bits at the side that has 7 codes
-    assert (error <= coded.scales.abs() * (1.01 if bits == 4 else 1.5)).all()
-    assert error.mean() < 0.6 * coded.scales.abs().mean()
-    assert not coded.expanded()[0, 3].any()
-    form = _form(coded, bits, group, bits == 4)
-    codes, scales = _packed(coded, form)
-    for expert in range(_EXPERTS):
-        assert torch.equal(form.expand(codes[expert], scales[expert]), coded.expanded()[expert].bfloat16())
-
-
-@pytest.mark.parametrize(("outputs", "inputs", "group"), [(24, 64, 32), (32, 48, 32), (32, 64, 16), (32, 64, 512)])
-def test_what_the_kernel_does_not_take(outputs: int, inputs: int, group: int) -> None:
-    with pytest.raises(ExpertcastError, match=r"cannot be packed in 4 bits .* give experts='expanded'"):
-        PackedForm(Coding(4, group, True), outputs, inputs)
+def test_what_would_end_the_process_is_refused() -> None:
+    blocks, rows = _random("Q4_0"), torch.randn(1, 1, 512)
+    for ids in ([[3]], [[-1]], [[2**31 + 1]]):
+        with pytest.raises(ExpertcastError, match="out of range: there are 3"):
+            _product("Q4_0", blocks, rows, torch.tensor(ids))
+    assert _product("Q4_0", blocks, torch.empty(0, 1, 512), torch.empty(0, 2, dtype=torch.long)).shape == (0, 2, 48)
 
 
 @pytest.mark.parametrize(
-    ("own", "wider"),
+    ("files", "line"),
     [
-        (Coding(4, 128, True), Coding(4, 32, True)),
-        (Coding(4, 128, True), Coding(4, 128, False)),
-        (Coding(4, 64, True), Coding(8, 32, True)),
-        (Coding(4, 64, False), Coding(8, 32, False)),
-        (Coding(8, 256, True), Coding(8, 64, False)),
+        ([], r"cannot be used \(no library ggml-base\): pip install '\.\[ggml\]'"),
+        (["libggml-base.so", "libggml-cpu.so"], r"cannot be used .*: pip install '\.\[ggml\]'"),
     ],
 )
-def test_a_wider_coding_holds_the_same_weights(own: Coding, wider: Coding) -> None:
-    coded = _random(own.bits, 16, 256, own.group, own.symmetric)
-    fitted = coded.fitted(wider)
-    assert Coding.over([wider, own]) == wider
-    assert (fitted.bits, fitted.scales.shape[-1], fitted.zeros is None) == (wider.bits, 256 // wider.group, wider[2])
-    assert torch.equal(fitted.expanded(), coded.expanded())
+def test_another_library(files: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"no library")
+    monkeypatch.setenv(ggml.FOLDER, str(tmp_path))
+    ggml._library.cache_clear()
+    with pytest.raises(ExpertcastError, match=line):
+        ggml.check()
+    monkeypatch.setattr(ggml, "VERSION", "0.19")
+    monkeypatch.delenv(ggml.FOLDER)
+    with pytest.raises(ExpertcastError, match=r"ggml 0\..* is not 0\.19"):
+        ggml.check()
+    monkeypatch.setattr(ggml.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ExpertcastError, match=r"ggml, which is not installed: pip install '\.\[ggml\]'"):
+        ggml.check()
 
 
-# Blocks of GGUF and MXFP4
-
-_MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-"""Kinds with a second float."""
+# Forms of several pieces, and many rows
 
 
-def _all_scales(kind: str, size: int) -> np.ndarray:
-    """Random blocks uint8 [48, B, size] with every finite fp16 number (every exponent) as scale: zeros, subnormals,
-    negative ones."""
-    draw = np.random.default_rng(0)
-    if kind == "MXFP4":
-        scales = np.arange(252, dtype=np.uint8)[:, None]  # larger ones overflow
-    else:
-        patterns = np.arange(1 << 16, dtype=np.uint16)
-        patterns = patterns[np.isfinite(patterns.view(np.float16))][: -(-63488 // 48) * 48]
-        scales = patterns[:: 8 if size > 34 else 1].copy().view(np.uint8).reshape(-1, 2)
-    count = len(scales) // 48 * 48 or len(scales)
-    blocks = draw.integers(256, size=(count, size), dtype=np.uint8)
-    blocks[:, : scales.shape[1]] = scales[:count]
-    if kind in _MINIMA:
-        blocks[:, 2:4] = draw.permutation(scales[:count])
-    return blocks.reshape(-1, 16, count // 16 // (3 if count % 48 == 0 else 1) * size)
+_MIXED = BlockForm((Piece("Q4_0", 16), Piece("Q6_K", 40)), 512)
 
 
-@pytest.mark.parametrize("kind", CODINGS)
-def test_blocks_are_those_of_gguf(kind: str) -> None:
-    """Exactly where the arithmetic is the same; with a minimum but for float32's rounding. Packed but for bf16's."""
-    gguf: Any = pytest.importorskip("gguf")
-    stored = gguf.GGMLQuantizationType[kind]
-    octets = _all_scales(kind, gguf.GGML_QUANT_SIZES[stored][1])
-    expected = torch.from_numpy(gguf.dequantize(octets, stored))
-    coded = coded_blocks(kind, torch.from_numpy(octets))
-    assert (coded.bits, 32, coded.zeros is None) == CODINGS[kind]
-    found = coded.expanded()
-    if coded.zeros is None or kind == "Q8_0":
-        assert torch.equal(found, expected)
-    else:
-        most = (16 * coded.scales.abs() + coded.zeros.abs()).repeat_interleave(32, -1)
-        assert ((found - expected).abs() <= most * 2**-22).all()
-    _within_bf16(_form(coded, *CODINGS[kind]), coded)
-    _within_bf16(_form(coded, 8, 32, False), coded)
+def _octets(form: BlockForm) -> Tensor:
+    return torch.cat([_random(kind, outputs).flatten(1) for kind, outputs in form.pieces], dim=1)
+
+
+def test_pieces() -> None:
+    """Rows of several types lie one after another."""
+    octets = _octets(_MIXED)
+    weights = torch.cat([_weights(kind, _random(kind, outputs)) for kind, outputs in _MIXED.pieces], dim=1)
+    assert octets.shape == (_EXPERTS, _MIXED.nbytes)
+    assert (str(_MIXED), _MIXED.outputs) == ("Q4_0 and Q6_K", 56)
+    assert all(torch.equal(_MIXED.expand(own), expected) for own, expected in zip(octets, weights, strict=True))
+    rows = torch.zeros(_EXPERTS, 56, _MIXED.row_bytes, dtype=torch.uint8)
+    for (_, own), place in zip(_MIXED.split(octets), (slice(16), slice(16, 56)), strict=True):
+        rows[:, place, : own.shape[-1]] = own
+    again = torch.zeros_like(octets)
+    _MIXED.put(rows, again)
+    assert torch.equal(again, octets)
+
+
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32])
+def test_many_rows(wide: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expanded piece by piece, as on a processor with and without bf16 in oneDNN."""
+    monkeypatch.setattr(packed_experts, "WIDE", wide)
+    monkeypatch.setattr(packed_experts, "_PIECE", 7 * 512)
+    octets, rows = _octets(_MIXED)[0], torch.randn(100, 512)
+    expected = rows.double() @ _MIXED.expand(octets).double().T
+    error = (_MIXED.multiply(rows, octets) - expected).norm() / expected.norm()
+    assert error < {torch.bfloat16: 5e-3, torch.float32: 1e-6}[wide]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q8_0", "Q6_K"])
+def test_expanded_on_other_devices(kind: str) -> None:
+    """By torch's operations: nearly the same weights."""
+    rows = _random(kind)[0]
+    found = dequantize_blocks(rows, ggml.TYPES[kind].number, 48, 512, torch.float32)
+    assert torch.allclose(found, ggml.dequantise(kind, rows), rtol=1e-5, atol=1e-6)
+    form = BlockForm((Piece(kind, 48),), 512)
+    packed_experts.check_device(form, "cuda")
+    with pytest.raises(ExpertcastError, match="MXFP4 are computed on the CPU only: give experts='expanded'"):
+        packed_experts.check_device(BlockForm((Piece("MXFP4", 48),), 512), "cuda")
+
+
+# Blocks of other formats
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_blocks_of_codes(kind: str, group: int) -> None:
+    """The weights exactly, but for minima that fp16 does not hold."""
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randint(256 if kind == "Q8_0" else 16, (48, 256), dtype=torch.uint8, generator=draw)
+    scales = torch.randn(48, 256 // group, generator=draw).half().float()
+    minima = torch.randn(48, 256 // group, generator=draw).half().float() if kind == "Q4_1" else None
+    numbers = codes.view(torch.int8).float() if kind == "Q8_0" else codes.float() - (8 if kind == "Q4_0" else 0)
+    expected = numbers * scales.repeat_interleave(group, 1)
+    if minima is not None:
+        expected += minima.repeat_interleave(group, 1)
+    found = ggml.dequantise(kind, to_blocks(kind, codes, scales, minima))
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6) if minima is not None else torch.equal(found, expected)
+    with pytest.raises(ExpertcastError, match="outside of fp16"):
+        to_blocks(kind, codes, scales * 1e6, minima)
 
 
 def test_mxfp4_of_safetensors() -> None:
@@ -245,11 +230,16 @@ def test_mxfp4_of_safetensors() -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     draw = torch.Generator().manual_seed(0)
-    blocks = torch.randint(256, (_EXPERTS, 32, 4, 16), dtype=torch.uint8, generator=draw)
-    scales = torch.randint(100, 140, (_EXPERTS, 32, 4), dtype=torch.uint8, generator=draw)
-    coded = coded_mxfp4(blocks, scales)
-    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).mT
-    assert torch.equal(coded.expanded().bfloat16(), expected)
-    form = _form(coded, *CODINGS["MXFP4"])
-    codes, packed = _packed(coded, form)
-    assert all(torch.equal(form.expand(codes[expert], packed[expert]), expected[expert]) for expert in range(_EXPERTS))
+    codes = torch.randint(256, (_EXPERTS, 32, 4, 16), dtype=torch.uint8, generator=draw)
+    scales = torch.randint(1, 240, (_EXPERTS, 32, 4), dtype=torch.uint8, generator=draw)
+    found = ggml.dequantise("MXFP4", mxfp4_blocks(codes, scales))
+    assert torch.equal(found.bfloat16(), convert_moe_packed_tensors(codes, scales, dtype=torch.bfloat16).mT)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("Q4_0", 0.1), ("Q4_K", 0.08), ("Q8_0", 0.01)])
+def test_rounding(kind: str, most: float) -> None:
+    weights = torch.randn(4, 512, generator=torch.Generator().manual_seed(0))
+    weights[1] = 0
+    found = ggml.dequantise(kind, ggml.quantise(kind, weights.bfloat16()))
+    assert (found - weights).norm() < most * weights.norm()
+    assert not found[1].any()

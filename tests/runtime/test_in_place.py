@@ -23,7 +23,7 @@ from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.gguf_files import tiny, write
 from tests.runtime.quantised import IDS, fp8, mxfp4
-from tests.runtime.test_packed_experts import AS_SHIPPED, FORMS
+from tests.runtime.test_packed_experts import FORMS
 
 PLAIN, CONVERTED = True, False
 PACKED = {"dtype": "bf16", "experts": "packed"}
@@ -40,7 +40,7 @@ def gguf(kind: str, folder: Path) -> str:
     return str(folder / "model.gguf")
 
 
-CHECKPOINTS: dict[str, tuple[Made, dict[str, Any], bool | None]] = {
+CHECKPOINTS: dict[str, tuple[Made, dict[str, Any], bool]] = {
     "a tensor per expert": (partial(saved, "qwen3_moe"), {}, PLAIN),
     "a tensor per expert, in shards": (partial(saved, "mixtral", max_shard_size="60KB"), {}, PLAIN),
     "a tensor per layer, with biases": (partial(saved, "gpt_oss"), {}, PLAIN),
@@ -50,10 +50,12 @@ CHECKPOINTS: dict[str, tuple[Made, dict[str, Any], bool | None]] = {
     "gguf in fp16": (partial(gguf, "F16"), {"dtype": "fp16"}, PLAIN),
     "gguf, dequantised": (partial(gguf, "Q4_0"), {"dtype": "bf16"}, CONVERTED),
     "rounded": (partial(gguf, "F16"), {"dtype": "bf16", "experts": "int4"}, CONVERTED),
-    **{f"packed {form}": (make, PACKED, CONVERTED) for form, (make, _) in FORMS.items()},
-    **{f"as shipped {form}": (make, PACKED, None) for form, make in AS_SHIPPED.items()},
+    **{
+        f"packed {form}": (make, PACKED, CONVERTED if form.startswith(("mxfp4", "gptq")) else PLAIN)
+        for form, (make, _) in FORMS.items()
+    },
 }  # fmt: skip
-"""Writer of a checkpoint, options, and whether its bytes are those of the blocks (None: of a part)."""
+"""Writer of a checkpoint, options, and whether its bytes are those of the blocks."""
 
 
 def in_place(offloaded: Any) -> ExpertsInPlace:
@@ -77,10 +79,7 @@ def test_same_bits_as_a_packed_store(form: str, tmp_path: Path) -> None:
             for layer, there in enumerate(views):
                 assert all(torch.equal(view, there[name]) for name, view in own.store.views(layer).items())
             found = set(in_place(own)._plain)
-    if plain is not None:
-        assert found == {plain}
-    else:  # the state of nf4 is read as JSON, so that no random bytes stand for it
-        assert (PLAIN in found) == ("nf4" not in form)
+    assert found == {plain}
 
 
 @pytest.mark.parametrize("plain", [True, False])

@@ -40,12 +40,14 @@ def words(codes: np.ndarray, bits: int) -> Tensor:
 
 
 def gptq(
-    bits: int = 4, older: bool = True, reorder: bool = False, indices: bool = True, group: int = GROUP
-) -> Callable[[Tensor], Made]:
+    bits: int = 4, older: bool = True, reorder: bool = False, indices: bool = True, group: int = GROUP,
+    symmetric: bool = False,
+) -> Callable[[Tensor], Made]:  # fmt: skip
     """What packs a weight as GPTQ does; `older`: zeros are stored less one."""
 
     def make(weight_RC: Tensor) -> Made:
         code_RC, zero_RG, scale_RG, group_C = _drawn(weight_RC, bits, torch.float16, reorder, group)
+        zero_RG = np.full_like(zero_RG, 2 ** (bits - 1)) if symmetric else zero_RG
         stored_GR = (zero_RG.T - older) % 2**bits
         tensors = {"qweight": words(code_RC, bits).T, "qzeros": words(stored_GR, bits), "scales": scale_RG.T}
         if indices:

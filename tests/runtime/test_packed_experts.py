@@ -1,4 +1,4 @@
-"""Weights of quantised checkpoints held as their codes and scales: the same bits offloaded and resident."""
+"""Weights of quantised checkpoints held as blocks of ggml: the same bits offloaded and resident."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from expertcast.data import ggml
 from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import expanded_experts, make_packed, packed_matrices
+from expertcast.data.packed_experts import Piece, expanded_experts, make_packed, packed_matrices
 from expertcast.data.packed_linear import PackedLinear, other_bytes
 from expertcast.data.source import ModelSource
 from expertcast.data.weights.files import ComputedTensor, SafetensorsFiles
@@ -51,31 +52,36 @@ def _weight(make: Callable[[Tensor], Made], settings: dict[str, Any], folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "coding"),
+    ("make", "settings", "kind"),
     [
-        (gptq(group=32), _settings("gptq"), (4, 32, False)),
-        (gptq(group=64, older=False), _settings("gptq", checkpoint_format="gptq_v2"), (4, 64, False)),
-        (gptq(group=128, indices=False), _settings("gptq"), (4, 128, False)),
-        (gptq(8, group=128), _settings("gptq", 8), (8, 128, False)),
-        (gptq(group=768), _settings("gptq", desc_act=True), (4, 256, False)),  # one group has no order
-        (partial(awq, group=64), _settings("awq"), (4, 64, False)),
-        (compressed(group=32), _settings("compressed-tensors"), (4, 32, True)),
-        (compressed(group=128, symmetric=False), _settings("compressed-tensors"), (4, 128, False)),
-        (compressed(4, channel=True, plain=True), _settings("compressed-tensors"), (4, 256, True)),
-        (compressed(8, channel=True), _settings("compressed-tensors", 8), (8, 256, False)),
-        (compressed(8, channel=True, symmetric=False, plain=True), _settings("compressed-tensors", 8), (8, 256, False)),
+        (gptq(group=32), _settings("gptq"), "Q4_1"),
+        (gptq(group=64, older=False), _settings("gptq", checkpoint_format="gptq_v2"), "Q4_1"),
+        (gptq(group=128, indices=False), _settings("gptq"), "Q4_1"),
+        (gptq(group=32, symmetric=True), _settings("gptq", sym=True), "Q4_0"),
+        (gptq(8, group=128, symmetric=True), _settings("gptq", 8, sym=True), "Q8_0"),
+        (gptq(group=768), _settings("gptq", desc_act=True), "Q4_1"),  # one group has no order
+        (partial(awq, group=64), _settings("awq"), "Q4_1"),
+        (compressed(group=32), _settings("compressed-tensors"), "Q4_0"),
+        (compressed(group=128, symmetric=False), _settings("compressed-tensors"), "Q4_1"),
+        (compressed(4, channel=True, plain=True), _settings("compressed-tensors"), "Q4_0"),
+        (compressed(8, channel=True), _settings("compressed-tensors", 8), "Q8_0"),
+        (compressed(8, group=64, plain=True), _settings("compressed-tensors", 8), "Q8_0"),
     ],
 )
-def test_codes_are_those_of_the_weights(
-    make: Callable[[Tensor], Made], settings: dict[str, Any], coding: tuple[int, int, bool], tmp_path: Path
+def test_blocks_are_those_of_the_weights(
+    make: Callable[[Tensor], Made], settings: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
-    """Exactly, in the dtype in which weights are read."""
+    """Exactly, in the dtype in which weights are read, but for minima that fp16 does not hold."""
     with _weight(make, settings, tmp_path) as file:
-        assert file.coding() == coding
-        assert file.coded is not None
+        assert file.pieces() == (Piece(kind, 48),)
+        assert file.blocks is not None
         for part in (..., slice(7, 20)):
             weights = file[part]
-            assert torch.equal(file.coded(part).expanded().to(weights.dtype), weights)
+            found = ggml.dequantise(kind, file.blocks(part).contiguous())
+            if kind == "Q4_1":
+                assert (found - weights.float()).abs().max() < 2**-8 * weights.float().abs().max()
+            else:
+                assert torch.equal(found.to(weights.dtype), weights)
 
 
 @pytest.mark.parametrize(
@@ -83,15 +89,22 @@ def test_codes_are_those_of_the_weights(
     [
         (gptq(group=16), _settings("gptq")),
         (gptq(2, group=32), _settings("gptq", 2)),
+        (gptq(8, group=32), _settings("gptq", 8)),
         (gptq(group=32, reorder=True), _settings("gptq", desc_act=True)),
         (compressed(group=32, reorder=True), _settings("compressed-tensors")),
+        (compressed(8, channel=True, symmetric=False, plain=True), _settings("compressed-tensors", 8)),
     ],
 )
-def test_codes_that_the_kernel_does_not_take(
-    make: Callable[[Tensor], Made], settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_codes_that_no_block_holds(make: Callable[[Tensor], Made], settings: dict[str, Any], tmp_path: Path) -> None:
     with _weight(make, settings, tmp_path) as file:
-        assert file.coding() is None
+        assert file.pieces() is None
+
+
+def test_zeros_that_the_configuration_does_not_tell(tmp_path: Path) -> None:
+    with _weight(gptq(group=32), _settings("gptq", sym=True), tmp_path) as file:
+        assert file.blocks is not None
+        with pytest.raises(ExpertcastError, match=r"x\.qzeros are not those of symmetric codes: give experts='expand"):
+            file.blocks(...)
 
 
 # Whole models
@@ -113,20 +126,27 @@ def _packed_once(make: Any, inner: int = 32, **settings: Any) -> Callable[[Path]
 
 
 _MIXED = {"blk__0__ffn_down_exps__weight": "Q6_K"}
-_INT4, _INT4_ZEROS = "int4, groups of 32, symmetric", "int4, groups of 32, with zeros"
-_INT8, _INT8_ZEROS = "int8, groups of 32, symmetric", "int8, groups of 32, with zeros"
 FORMS: dict[str, tuple[Callable[[Path], str], list[tuple[str, str]]]] = {
-    "Q4_0": (_gguf("Q4_0"), [(_INT4, _INT4)] * 2),
-    "Q8_0": (_gguf("Q8_0"), [(_INT8_ZEROS, _INT8_ZEROS)] * 2),
-    "Q4_K_M": (_gguf("Q4_K", **_MIXED), [(_INT4_ZEROS, _INT8_ZEROS), (_INT4_ZEROS, _INT4_ZEROS)]),
+    "Q4_0": (_gguf("Q4_0"), [("Q4_0", "Q4_0")] * 2),
+    "Q8_0": (_gguf("Q8_0"), [("Q8_0", "Q8_0")] * 2),
+    "Q2_K": (_gguf("Q2_K"), [("Q2_K", "Q2_K")] * 2),
+    "Q4_K_M": (_gguf("Q4_K", **_MIXED), [("Q4_K", "Q6_K"), ("Q4_K", "Q4_K")]),
     "gate and up of two kinds": (
         _gguf("Q4_0", blk__1__ffn_up_exps__weight="Q5_0"),
-        [(_INT4, _INT4), (_INT8, _INT4)],
+        [("Q4_0", "Q4_0"), ("Q4_0 and Q5_0", "Q4_0")],
     ),
-    "mxfp4": (partial(mxfp4, hidden_size=64), [(_INT8, _INT8)] * 4),
+    "some experts in floats": (
+        _gguf("Q4_0", blk__0__ffn_down_exps__weight="F16", blk__1__ffn_down_exps__weight="BF16"),
+        [("Q4_0", "F16"), ("Q4_0", "BF16")],
+    ),
+    "mxfp4": (partial(mxfp4, hidden_size=64), [("MXFP4", "MXFP4")] * 4),
     "gptq": (
         _packed_once(gptq(group=32), quant_method="gptq", bits=4, group_size=32),
-        [(_INT4_ZEROS, _INT4_ZEROS)] * 2,
+        [("Q4_1", "Q4_1")] * 2,
+    ),
+    "gptq, symmetric": (
+        _packed_once(gptq(group=32, symmetric=True), quant_method="gptq", bits=4, group_size=32, sym=True),
+        [("Q4_0", "Q4_0")] * 2,
     ),
 }
 """Writer of a checkpoint, and the packed forms of gate_up_proj and down_proj, by layer."""
@@ -224,8 +244,8 @@ def _of_family(family: str, kind: str, architecture: str | None = None) -> Calla
     return make
 
 
-_HYBRID = {"linear_attn.in_proj_qkv", "linear_attn.in_proj_z"}
-"""Without the output projection, whose columns GGUF orders in another way, and projections to few outputs."""
+_HYBRID = {f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "a", "b")}
+"""Without the output projection, whose columns GGUF orders in another way."""
 LINEARS: dict[str, tuple[Callable[[Path], str], set[str]]] = {
     "qwen3_moe": (_of_family("qwen3_moe", "Q4_0"), {*_ATTENTION, "lm_head"}),
     "qwen2_moe": (_of_family("qwen2_moe", "Q4_1"), {*_ATTENTION, *_SHARED, "lm_head"}),
@@ -236,7 +256,7 @@ LINEARS: dict[str, tuple[Callable[[Path], str], set[str]]] = {
     "head in Q6_K": (_gguf("Q4_K", output__weight="Q6_K"), {*_ATTENTION - {"self_attn.o_proj"}, "lm_head"}),
     "keys in Q2_K": (
         _gguf("Q4_K", **{f"blk__{layer}__attn_k__weight": "Q2_K" for layer in range(2)}),
-        {"self_attn.q_proj", "self_attn.v_proj", "lm_head"},
+        {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "lm_head"},
     ),
     "gptq": (_packed_once(gptq(group=32), quant_method="gptq", bits=4, group_size=32), _ATTENTION),
     "awq": (_packed_once(partial(awq, group=32), quant_method="awq", bits=4, group_size=32), _ATTENTION),
@@ -272,17 +292,17 @@ def test_linear_layers_stay_packed(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "architecture", "exact"),
-    [("qwen3_moe", None, 9), ("qwen2_moe", None, 15), ("qwen3_5_moe_text", "qwen35moe", 13)],
+    [("qwen3_moe", None, 9), ("qwen2_moe", None, 15), ("qwen3_5_moe_text", "qwen35moe", 15)],
 )
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_codes_of_gguf_matrices(family: str, architecture: str | None, exact: int, kind: str, tmp_path: Path) -> None:
+def test_blocks_of_gguf_matrices(family: str, architecture: str | None, exact: int, kind: str, tmp_path: Path) -> None:
     """Those of linear layers stand for the dequantised weights exactly, in whichever order the file has their rows."""
     path, model = tmp_path / "model.gguf", tiny(family)
     write(path, model, kind, architecture)
-    _same_codes(path, model, exact)
+    _same_blocks(path, model, exact)
 
 
-def test_codes_of_permuted_rows(tmp_path: Path) -> None:
+def test_blocks_of_permuted_rows(tmp_path: Path) -> None:
     """Files of architecture llama have the rows of queries and keys in another order."""
     path = tmp_path / "model.gguf"
     config = LlamaConfig(
@@ -308,25 +328,30 @@ def test_codes_of_permuted_rows(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    _same_codes(path, model, 8)
+    _same_blocks(path, model, 8)
 
 
-def _same_codes(path: Path, model: PreTrainedModel, count: int) -> None:
+def _same_blocks(path: Path, model: PreTrainedModel, count: int) -> None:
     found = 0
     with GgufFile([str(path)], model, torch.float32) as files:
         for name, module in model.named_modules():
             file = files.tensors.get(f"{name}.weight")
-            if isinstance(module, torch.nn.Linear) and isinstance(file, ComputedTensor) and file.coding() is not None:
-                assert file.coded is not None
+            if isinstance(module, torch.nn.Linear) and isinstance(file, ComputedTensor) and file.pieces():
+                assert file.blocks is not None
+                ((kind, outputs),) = file.pieces() or ()
                 weights = file[...]
-                assert torch.equal(file.coded(...).expanded(), weights), name
-                assert torch.equal(file.coded(slice(8, 24)).expanded(), weights[8:24]), name
-                found += len(weights) % 16 == 0
+                if kind == "F32":
+                    continue
+                assert outputs == len(weights)
+                for part in (..., slice(8, 24)):
+                    dequantised = ggml.dequantise(kind, file.blocks(part).contiguous())
+                    assert torch.allclose(dequantised, weights[part], rtol=1e-6, atol=1e-7), name
+                found += 1
     assert found == count
 
 
 def test_conversion_to_the_models_own_dtype(tmp_path: Path) -> None:
-    """As pipelines do it; scales keep theirs."""
+    """As pipelines do it; blocks stay."""
     path = _gguf("Q8_0")(tmp_path)
     with load_offloaded(path, device="cpu", slots=6, experts="packed", dtype="fp32") as offloaded:
         expected = greedy(offloaded, IDS, 3)
@@ -349,45 +374,41 @@ def _compressed_fp8(strategy: str, block: tuple[int, int] | None = None) -> Call
 
 
 _BNB: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-_OTHER_KINDS = {"blk__0__ffn_down_exps__weight": "Q4_K", "blk__1__ffn_up_exps__weight": "Q3_K"}
-AS_SHIPPED: dict[str, Callable[[Path], str]] = {
+WITHOUT_BLOCKS: dict[str, Callable[[Path], str]] = {
     "fp8 in blocks": partial(fp8, "qwen3_moe"),
-    "fp8, exponents as scales": partial(fp8, "mixtral", scale_fmt="ue8m0"),
     "fp8, one scale": partial(fp8, "mixtral", block=None),
     "compressed fp8, channels": _compressed_fp8("channel"),
-    "compressed fp8, blocks": _compressed_fp8("block", (8, 16)),
-    "Q2_K": _gguf("Q2_K"),
-    "Q3_K": _gguf("Q3_K"),
-    "Q2_K, other kinds in some layers": _gguf("Q2_K", **_OTHER_KINDS),
     "gptq by activation order": _act_order(said=True),
     "gptq by an order that the configuration does not tell": _act_order(said=False),
     "gptq in 2 bits": _packed_once(gptq(2, group=32), quant_method="gptq", bits=2, group_size=32),
     "gptq in groups of 8": _packed_once(gptq(), quant_method="gptq", bits=4, group_size=8),
     "nf4": _packed_once(four_bits(), **_BNB),
-    "nf4, nested": _packed_once(four_bits(nested=True), **_BNB),
 }
-"""Checkpoints in forms without a kernel."""
+"""Checkpoints in forms that no type of ggml holds."""
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("form", AS_SHIPPED)
-def test_as_shipped_has_the_bits_of_the_expanded_model(form: str, dtype: str, tmp_path: Path) -> None:
-    path = AS_SHIPPED[form](tmp_path)
-    expanded = load_model(path, dtype=dtype)
-    expanded.set_experts_implementation("grouped_mm")
-    expected = greedy(expanded, IDS, 4)
-    sizes = []
-    options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "slots": 6}
-    for own in ({"experts": "expanded"}, {"experts": "packed"}, {"experts": "packed", "store": "disk"}):
-        with load_offloaded(path, **options, **own) as offloaded:
-            assert_same(greedy(offloaded, IDS, 4), expected)
-            sizes.append(offloaded.store.layout.block_bytes)
-    assert sizes[1] == sizes[2] < sizes[0]
-    with load_offloaded(path, **options, experts="packed") as offloaded:
-        forms = {str(each.form) for each in packed_matrices(offloaded.view[0].experts).values()}
-        assert any("as shipped" in each for each in forms)
-    with pytest.warns(UserWarning, match="experts='packed' takes less memory"):
-        load_offloaded(path, **options, experts="auto").close()
+@pytest.mark.parametrize("form", WITHOUT_BLOCKS)
+def test_forms_without_blocks(form: str, tmp_path: Path) -> None:
+    """Refused in one line; `auto` expands them and says so."""
+    path = WITHOUT_BLOCKS[form](tmp_path)
+    with pytest.raises(ExpertcastError, match=r"no blocks of ggml hold .*: give experts='expanded'"):
+        load_offloaded(path, device="cpu", slots=6, experts="packed")
+    with pytest.warns(UserWarning, match=r"experts are expanded: no blocks of ggml"):
+        offloaded = load_offloaded(path, device="cpu", slots=6, experts="auto")
+    with offloaded:
+        assert not packed_matrices(offloaded.view[0].experts)
+
+
+def test_without_ggml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`packed` is refused with the remedy; `auto` expands, in one line with the remedy."""
+    path = _gguf("Q4_0")(tmp_path)
+    monkeypatch.setenv(ggml.FOLDER, str(tmp_path))
+    ggml._library.cache_clear()
+    for experts in ("packed", "int4"):
+        with pytest.raises(ExpertcastError, match=r"no library ggml-base.*: pip install '\.\[ggml\]'"):
+            load_offloaded(path, device="cpu", slots=6, experts=experts)
+    with pytest.warns(UserWarning, match=r"experts are expanded: ggml in .*: pip install '\.\[ggml\]'"):
+        load_offloaded(path, device="cpu", slots=6, experts="auto").close()
 
 
 def test_made_once(tmp_path: Path) -> None:
@@ -423,8 +444,8 @@ def test_what_is_not_packed(make: Callable[[Path], str], tmp_path: Path, recwarn
 
 def test_experts_in_several_forms(tmp_path: Path) -> None:
     """Some experts of a layer in 8 bits: refused, and expanded by `auto` with a warning."""
-    makers = {"experts.3.": gptq(8, group=32, reorder=True), "": gptq(group=32, reorder=True)}
-    path = _packed_once(makers, quant_method="gptq", bits=4, group_size=32, dynamic={})(tmp_path)
+    makers = {"experts.3.": gptq(8, group=32, symmetric=True), "": gptq(group=32, symmetric=True)}
+    path = _packed_once(makers, quant_method="gptq", bits=4, group_size=32, sym=True, dynamic={})(tmp_path)
     with pytest.raises(ExpertcastError, match=r"different forms: give experts='expanded'"):
         load_offloaded(path, device="cpu", slots=6, experts="packed")
     with pytest.warns(UserWarning, match="experts are expanded"):
@@ -436,9 +457,9 @@ def test_experts_in_several_forms(tmp_path: Path) -> None:
 
 def test_forms_that_the_cpu_alone_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused for CUDA before anything is read."""
-    path = _gguf("Q2_K")(tmp_path)
+    path = _gguf("Q5_0")(tmp_path)
     monkeypatch.setattr(loading, "torch_device", torch.device)
-    with pytest.raises(ExpertcastError, match=r"as shipped.* on the CPU only: give experts='expanded'"):
+    with pytest.raises(ExpertcastError, match=r"in Q5_0 are computed on the CPU only: give experts='expanded'"):
         load_offloaded(path, device="cuda", slots=6, experts="packed")
 
 

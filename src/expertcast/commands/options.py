@@ -386,8 +386,8 @@ class StoredOptions(ModelOptions):
     in_place: bool = False
     """Run the model offloaded from the checkpoint's own files, without packed experts."""
     experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
-    """Form of the experts: expanded (the model's dtype), packed (codes and scales of a quantised checkpoint), int8 or
-    int4 (rounded), auto (packed if a kernel takes the checkpoint's form). All but expanded run the model offloaded."""
+    """Form of the experts: expanded (the model's dtype), packed (blocks of a quantised checkpoint, by ggml), int8 or
+    int4 (rounded), auto (packed if ggml has the checkpoint's form). All but expanded run the model offloaded."""
 
     def opener(self, name: str) -> Callable[[OffloadConfig], OffloadedModel] | None:
         """Return a function from a configuration to the offloaded model `name`; None without --store-folder, --in-place

@@ -42,8 +42,8 @@ class Options(CheckpointOptions):
     codec: Annotated[str | None, Option(metavar="CODEC", help=codecs())] = None
     """Compression of the experts (default: bitsplit for bf16 and fp16, else raw)."""
     experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
-    """Form of the experts: expanded (the model's dtype), packed (codes and scales of a quantised checkpoint), int8 or
-    int4 (rounded), auto (packed if a kernel takes the checkpoint's form)."""
+    """Form of the experts: expanded (the model's dtype), packed (blocks of a quantised checkpoint, by ggml), int8 or
+    int4 (rounded), auto (packed if ggml has the checkpoint's form)."""
 
     def __post_init__(self) -> None:
         self.configuration()

@@ -13,9 +13,9 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime import OffloadConfig, load_offloaded
 from expertcast.runtime.advising.forms import FormOption, advise_forms, form_sizes
 from tests.families.models import tiny_model
-from tests.runtime.test_packed_experts import AS_SHIPPED, FORMS
+from tests.runtime.test_packed_experts import FORMS
 
-MAKERS = {name: make for name, (make, _) in FORMS.items()} | {name: AS_SHIPPED[name] for name in ("Q3_K", "nf4")}
+MAKERS = {name: make for name, (make, _) in FORMS.items()}
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -15,7 +15,6 @@ from transformers.integrations.moe import batched_mm_experts_forward
 
 import expertcast
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import Coded, rounded
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.drafts.quantised import (
     BITS,
@@ -23,12 +22,14 @@ from expertcast.runtime.drafts.quantised import (
     DAMPING,
     ENOUGH,
     Calibration,
+    Coded,
     Matrices,
     QuantisedExperts,
     compensated,
     eight_bits,
     four_bits,
     group_of,
+    rounded,
     squared_error,
 )
 from expertcast.runtime.storage.disk_store import DiskStore
@@ -60,10 +61,10 @@ def test_outputs(family: str, precision: str, dtype: torch.dtype) -> None:
     """One token and several, within the rounding of bf16."""
     _, view = _wide(family, dtype)
     quantised = QuantisedExperts.of(view, resident_views(view), precision)
-    rounded = rounded_experts(view[2], BITS[precision])
+    by_hand = rounded_experts(view[2], BITS[precision])
     for tokens in (1, 3, 8):
         hidden, ids, weights = step(tokens, 128, 8, 2, seed=tokens)
-        expected = batched_mm_experts_forward(rounded, hidden, ids, weights)
+        expected = batched_mm_experts_forward(by_hand, hidden, ids, weights)
         found = quantised.run(view[2], hidden.to(dtype), ids, weights.to(dtype))
         assert found.dtype == dtype
         assert distance(found, expected) < 0.012
@@ -199,7 +200,7 @@ def test_a_group_by_hand() -> None:
     0.5 / 0.375 = 1.33 -> 1, 2.9 / 0.375 = 7.73 -> 8, of which 4 bits have 7. The second group's extreme is +2: scale
     2 / -8 = -0.25; 2 is -8 of it, -1.9 / -0.25 = 7.6 -> 8 -> 7, 0.3 / -0.25 = -1.2 -> -1. Zeros: scale 0."""
     weights = torch.tensor([[-3.0, 1.1, 0.5, 2.9, 2.0, -1.9, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0]])
-    coded = rounded(weights, 4, 4)
+    coded = rounded(weights, 4)
     assert (coded.codes.int() - 8).tolist() == [[-8, 3, 1, 7, -8, 7, -1, 0, 0, 0, 0, 0]]
     assert coded.scales.tolist() == [[0.375, -0.25, 0.0]]
     assert coded.expanded().tolist() == [[-3.0, 1.125, 0.375, 2.625, 2.0, -1.75, 0.25, 0, 0, 0, 0, 0]]
@@ -216,8 +217,8 @@ def _matrices(weights_ENI: Tensor, bits: int, device: torch.device = CPU) -> Mat
     weights_ENI = weights_ENI.to(device)
     if bits == 8:
         return eight_bits(lambda experts: weights_ENI[experts], weights_ENI.shape, device)
-    chunks = (rounded(weights_ENI[first : first + 2], 4, group) for first in range(0, len(weights_ENI), 2))
-    return four_bits(chunks, weights_ENI.shape, group, device)
+    chunks = (rounded(weights_ENI[first : first + 2], group) for first in range(0, len(weights_ENI), 2))
+    return four_bits(chunks, group, device)
 
 
 @pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)])
@@ -249,8 +250,8 @@ def test_every_code_comes_back() -> None:
     """Rows of the identity give the weights themselves: all 16 codes, and 255, with a scale of 1/4."""
     eye = torch.eye(64, dtype=torch.bfloat16)
     codes = torch.arange(32 * 64).view(1, 32, 64)
-    four = Coded(4, codes.remainder(16).to(torch.uint8), torch.full((1, 32, 1), 0.25), None)
-    found = four_bits([four], (1, 32, 64), 64, CPU).products(eye, [(0, 64)])
+    four = Coded(codes.remainder(16).to(torch.uint8), torch.full((1, 32, 1), 0.25))
+    found = four_bits([four], 64, CPU).products(eye, [(0, 64)])
     assert torch.equal(found.float(), four.expanded()[0].T)
     weights = (codes.remainder(255) - 127) * 0.25
     weights[:, :, 0] = 127 * 0.25
@@ -289,7 +290,7 @@ def test_as_the_textbook_has_it(group: int) -> None:
     weights = torch.randn(2, 10, 12, generator=torch.Generator().manual_seed(1))
     hessians = torch.stack([(rows := _inputs(40, 12, seed)).T @ rows for seed in (2, 3)])
     found = compensated(weights, hessians, group).expanded()
-    nearest = rounded(weights, 4, group).expanded()
+    nearest = rounded(weights, group).expanded()
     better = 0
     for expert in range(2):
         for output in range(10):
@@ -306,7 +307,7 @@ def test_by_hand() -> None:
     when the first is 0, the second takes its .4 and is rounded to 1, .2 too much."""
     rows = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0)) @ torch.tensor([[1.0, 0, 0], [0, 1, 1]])
     weights, hessians = torch.tensor([[[-8.0, 0.4, 0.4]]]), (rows.T @ rows)[None]
-    assert rounded(weights, 4, 3).expanded().tolist() == [[[-8.0, 0.0, 0.0]]]
+    assert rounded(weights, 3).expanded().tolist() == [[[-8.0, 0.0, 0.0]]]
     assert compensated(weights, hessians, 3).expanded().tolist() == [[[-8.0, 0.0, 1.0]]]
 
 
@@ -317,7 +318,7 @@ def test_no_output_is_worse_than_rounded_to_nearest(rows: int) -> None:
     given = _inputs(rows, 96, rows)
     hessian = (given.T @ given)[None]
     error = {}
-    for name, coded in (("calibrated", compensated(weights, hessian, 32)), ("nearest", rounded(weights, 4, 32))):
+    for name, coded in (("calibrated", compensated(weights, hessian, 32)), ("nearest", rounded(weights, 32))):
         error[name] = (given.double() @ (weights - coded.expanded())[0].double().T).square().sum(dim=0)
     assert bool((error["calibrated"] <= error["nearest"] * (1 + 1e-4)).all())
     assert float(error["calibrated"].sum()) < 0.7 * float(error["nearest"].sum())
@@ -327,6 +328,6 @@ def test_inputs_that_tell_nothing_round_to_nearest() -> None:
     """Uncorrelated inputs of the same size leave nothing to make good; no inputs at all count as those."""
     weights = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
     hessians = torch.stack((torch.eye(32) * 3, torch.zeros(32, 32)))
-    found, expected = compensated(weights, hessians, 32), rounded(weights, 4, 32)
+    found, expected = compensated(weights, hessians, 32), rounded(weights, 32)
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.scales, expected.scales)

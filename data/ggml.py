@@ -1,0 +1,424 @@
+"""Products with matrices in ggml's block types, by the kernels of llama.cpp: the binding of package `libggml-python`.
+
+    bytes of a matrix [N, I]    uint8 [N, row bytes]: rows of blocks, as a GGUF file has them
+
+Memory of torch is used in place: a graph of ggml refers to the matrices where they lie, its inputs and outputs to
+memory of the calling thread. Graphs are built once per matrix and number of rows. ggml ends the process if a graph is
+wrong, so types, sizes and ids are checked here first.
+
+E matrices (experts or slots), N outputs, I inputs, T tokens, K matrices of a token, A inputs of a token: 1 or K.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import math
+import os
+import threading
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from expertcast.predictors.messages import ExpertcastError
+
+VERSION = "0.20"
+"""Releases of ggml whose functions and types are those declared here."""
+FOLDER = "EXPERTCAST_GGML"
+"""Environment variable: a folder with another build of ggml's libraries."""
+_REMEDY = "pip install '.[ggml]' in the checkout"
+
+
+class BlockType(NamedTuple):
+    """One of ggml's types of numbers."""
+
+    number: int
+    """Value of `ggml_type`."""
+    elements: int
+    """Numbers in a block."""
+    nbytes: int
+    """Bytes of a block."""
+
+
+TYPES = {
+    "F32": BlockType(0, 1, 4), "F16": BlockType(1, 1, 2), "BF16": BlockType(30, 1, 2),
+    "Q4_0": BlockType(2, 32, 18), "Q4_1": BlockType(3, 32, 20), "Q5_0": BlockType(6, 32, 22),
+    "Q5_1": BlockType(7, 32, 24), "Q8_0": BlockType(8, 32, 34), "MXFP4": BlockType(39, 32, 17),
+    "Q2_K": BlockType(10, 256, 84), "Q3_K": BlockType(11, 256, 110), "Q4_K": BlockType(12, 256, 144),
+    "Q5_K": BlockType(13, 256, 176), "Q6_K": BlockType(14, 256, 210), "IQ1_S": BlockType(19, 256, 50),
+    "IQ1_M": BlockType(29, 256, 56), "IQ2_XXS": BlockType(16, 256, 66), "IQ2_XS": BlockType(17, 256, 74),
+    "IQ2_S": BlockType(22, 256, 82), "IQ3_XXS": BlockType(18, 256, 98), "IQ3_S": BlockType(21, 256, 110),
+    "IQ4_NL": BlockType(20, 32, 18), "IQ4_XS": BlockType(23, 256, 136),
+}  # fmt: skip
+"""Types by their names in GGUF files."""
+FLOATS = ("F32", "F16", "BF16")
+"""Types that are not quantised."""
+
+
+def row_bytes(kind: str, inputs: int) -> int:
+    """Return the bytes of a row of `inputs` numbers, whole blocks."""
+    own = TYPES[kind]
+    return inputs // own.elements * own.nbytes
+
+
+# The library
+
+_MOST_THREADS = 512
+_INT32 = 26
+
+
+class _InitParams(Structure):
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
+
+
+class _PoolParams(Structure):
+    _fields_ = (
+        ("cpumask", c_bool * _MOST_THREADS), ("n_threads", c_int), ("prio", c_int), ("poll", c_uint32),
+        ("strict_cpu", c_bool), ("paused", c_bool),
+    )  # fmt: skip
+
+
+class _Traits(Structure):
+    _fields_ = (
+        ("type_name", c_char_p), ("blck_size", c_int64), ("blck_size_interleave", c_int64), ("type_size", c_size_t),
+        ("is_quantized", c_bool), ("to_float", ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64)),
+        ("from_float_ref", c_void_p),
+    )  # fmt: skip
+
+
+_BASE: dict[str, tuple[Any, ...]] = {
+    "ggml_version": (c_char_p,),
+    "ggml_type_size": (c_size_t, c_int),
+    "ggml_blck_size": (c_int64, c_int),
+    "ggml_get_type_traits": (POINTER(_Traits), c_int),
+    "ggml_quantize_chunk": (c_size_t, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    "ggml_init": (c_void_p, _InitParams),
+    "ggml_free": (None, c_void_p),
+    "ggml_tensor_overhead": (c_size_t,),
+    "ggml_graph_overhead_custom": (c_size_t, c_size_t, c_bool),
+    "ggml_new_tensor_1d": (c_void_p, c_void_p, c_int, c_int64),
+    "ggml_new_tensor_2d": (c_void_p, c_void_p, c_int, c_int64, c_int64),
+    "ggml_new_tensor_3d": (c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64),
+    "ggml_view_3d": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t),
+    "ggml_mul_mat_id": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_new_graph_custom": (c_void_p, c_void_p, c_size_t, c_bool),
+    "ggml_build_forward_expand": (None, c_void_p, c_void_p),
+    "ggml_backend_cpu_buffer_from_ptr": (c_void_p, c_void_p, c_size_t),
+    "ggml_backend_buffer_free": (None, c_void_p),
+    "ggml_backend_tensor_alloc": (c_int, c_void_p, c_void_p, c_void_p),
+    "ggml_backend_view_init": (c_int, c_void_p),
+    "ggml_backend_graph_compute": (c_int, c_void_p, c_void_p),
+    "ggml_backend_free": (None, c_void_p),
+    "ggml_threadpool_params_init": (None, POINTER(_PoolParams), c_int),
+}
+"""Result and arguments of the functions of ggml's base library that are called here."""
+_CPU: dict[str, tuple[Any, ...]] = {
+    "ggml_backend_cpu_init": (c_void_p,),
+    "ggml_backend_cpu_set_n_threads": (None, c_void_p, c_int),
+    "ggml_backend_cpu_set_threadpool": (None, c_void_p, c_void_p),
+    "ggml_threadpool_new": (c_void_p, POINTER(_PoolParams)),
+    "ggml_threadpool_free": (None, c_void_p),
+}
+"""Result and arguments of those of its library for processors."""
+
+
+class _Library:
+    """Functions of ggml by their names without `ggml_`.
+
+    Raises:
+        ExpertcastError: ggml is not installed, or another release.
+    """
+
+    def __init__(self) -> None:
+        folder = _folder()
+        try:
+            base = ctypes.CDLL(str(_file(folder, "ggml-base")), mode=ctypes.RTLD_GLOBAL)
+            cpu = ctypes.CDLL(str(_file(folder, "ggml-cpu")))
+            for library, declared in ((base, _BASE), (cpu, _CPU)):
+                for name, (result, *arguments) in declared.items():
+                    function = getattr(library, name)
+                    function.restype, function.argtypes = result, arguments
+                    self.__dict__[name.removeprefix("ggml_")] = function
+        except (OSError, AttributeError) as error:
+            raise ExpertcastError(f"ggml in {str(folder)!r} cannot be used ({error}): {_REMEDY}") from error
+        version = self.version().decode()
+        sizes = all(
+            (self.blck_size(number), self.type_size(number)) == (elements, nbytes)
+            for number, elements, nbytes in TYPES.values()
+        )
+        if not version.startswith(f"{VERSION}.") or not sizes:
+            raise ExpertcastError(f"ggml {version} in {str(folder)!r} is not {VERSION}: {_REMEDY}")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(name)
+
+
+def _folder() -> Path:
+    given = os.environ.get(FOLDER)
+    if given:
+        return Path(given)
+    spec = importlib.util.find_spec("libggml")
+    if spec is None or not spec.submodule_search_locations:
+        raise ExpertcastError(f"packed experts run on ggml, which is not installed: {_REMEDY}")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _file(folder: Path, name: str) -> Path:
+    for pattern in (f"lib{name}.so", f"lib{name}.dylib", f"{name}.dll", f"lib{name}.so.*"):
+        for found in folder.rglob(pattern):
+            return found
+    raise OSError(f"no library {name}")
+
+
+_library = cache(_Library)
+
+
+def check() -> None:
+    """Check that ggml is there.
+
+    Raises:
+        ExpertcastError: it is not; the message names the remedy.
+    """
+    _library()
+
+
+# Rows to blocks and back
+
+
+def quantise(kind: str, weights: Tensor) -> Tensor:
+    """Round weights [..., I] of any float dtype, on the CPU; return uint8 [..., row bytes]."""
+    own, inputs = TYPES[kind], weights.shape[-1]
+    assert inputs % own.elements == 0
+    rows = weights.detach().float().contiguous()
+    blocks = torch.empty(*rows.shape[:-1], row_bytes(kind, inputs), dtype=torch.uint8)
+    if rows.numel():
+        count = rows.numel() // inputs
+        _library().quantize_chunk(own.number, rows.data_ptr(), blocks.data_ptr(), 0, count, inputs, None)
+    return blocks
+
+
+def dequantise(kind: str, blocks: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the numbers of rows of blocks, contiguous uint8 [..., row bytes] on the CPU, as float32 [..., I].
+
+    Args:
+        kind: a name of `TYPES`.
+        blocks: the rows.
+        out: contiguous memory of the result; None: new memory.
+    """
+    own = TYPES[kind]
+    assert blocks.is_contiguous()
+    shape = (*blocks.shape[:-1], blocks.shape[-1] // own.nbytes * own.elements)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32)
+    assert out.shape == shape
+    assert out.is_contiguous()
+    if kind == "F32":
+        out.copy_(blocks.view(torch.float32))
+    elif out.numel():
+        traits = _library().get_type_traits(own.number).contents
+        traits.to_float(blocks.data_ptr(), out.data_ptr(), out.numel())
+    return out
+
+
+# Products
+
+_GRAPHS = 4096
+"""Most graphs of a thread: two for each layer and number of rows that comes again."""
+_NODES = 8
+_SMALL = 1 << 20
+"""Products of fewer weights by numbers run on one thread: waking others takes longer."""
+_ALIGNED = 32
+"""Alignment in bytes of memory that ggml takes."""
+
+
+class _Backend:
+    """ggml's backend for processors, with a pool of threads that sleep between two graphs."""
+
+    def __init__(self, threads: int) -> None:
+        library = _library()
+        self.threads, self._library = threads, library
+        params = _PoolParams()
+        library.threadpool_params_init(byref(params), threads)
+        params.poll = 0  # threads that spin would take the processors that torch computes on
+        self._pool = library.threadpool_new(byref(params))
+        self._backend = library.backend_cpu_init()
+        library.backend_cpu_set_threadpool(self._backend, self._pool)
+
+    def compute(self, graph: int, threads: int) -> None:
+        self._library.backend_cpu_set_n_threads(self._backend, threads)
+        status = self._library.backend_graph_compute(self._backend, graph)
+        if status:
+            raise ExpertcastError(f"ggml has no memory for a product (status {status}): give fewer tokens at once")
+
+    def __del__(self) -> None:
+        if self._pool is not None:
+            self._library.backend_free(self._backend)
+            self._library.threadpool_free(self._pool)
+
+    def forget(self) -> None:
+        """Leave the threads to a parent process, whose they are."""
+        self._pool = None
+
+
+class Matrices(NamedTuple):
+    """Some matrices of one type in memory, at equal distances."""
+
+    kind: str
+    """A name of `TYPES`."""
+    address: int
+    """Address of the first matrix."""
+    experts: int
+    """E"""
+    stride: int
+    """Bytes from one matrix to the next."""
+    outputs: int
+    """N"""
+    inputs: int
+    """I"""
+
+    @classmethod
+    def of(cls, kind: str, octets: Tensor, start: int, outputs: int, inputs: int) -> Matrices:
+        """Return the matrices that begin at byte `start` of each row of uint8 [E, bytes], on the CPU.
+
+        The caller keeps the memory.
+        """
+        (count, nbytes), (stride, step) = octets.shape, octets.stride()
+        assert octets.dtype == torch.uint8
+        assert octets.device.type == "cpu"
+        assert step == 1
+        assert start + outputs * row_bytes(kind, inputs) <= nbytes
+        return cls(kind, octets.data_ptr() + start, count, stride, outputs, inputs)
+
+
+class _Graph:
+    """One product as a graph of ggml.
+
+    Args:
+        matrices: its matrices.
+        rows: float32 [T, A, I], contiguous.
+        ids: int32 [T, K], contiguous.
+        output: float32 [T, K, N], contiguous.
+    """
+
+    def __init__(self, matrices: Matrices, rows: Tensor, ids: Tensor, output: Tensor) -> None:
+        self._library = library = _library()
+        self._rows, self._ids, self._output = rows, ids, output
+        self._numbers = ids.numpy()
+        kind, address, self._count, stride, outputs, inputs = matrices
+        (number, elements, nbytes), width = TYPES[kind], row_bytes(kind, inputs)
+        (tokens, given, _), top_k = rows.shape, ids.shape[1]
+        self.small = output.numel() * inputs < _SMALL
+        """Whether one thread computes it."""
+        self._buffers: list[int] = []
+        overhead = library.graph_overhead_custom(_NODES, False) + _NODES * library.tensor_overhead()
+        self._context = context = library.init(_InitParams(overhead, None, True))
+        start = address % _ALIGNED  # memory that ggml takes is aligned, a view of it need not be
+        blocks = -(-(start + (self._count - 1) * stride + outputs * width) // nbytes)
+        whole = library.new_tensor_1d(context, number, blocks * elements)
+        self._place(whole, address - start, blocks * nbytes)
+        weights = library.view_3d(context, whole, inputs, outputs, self._count, width, stride, start)
+        library.backend_view_init(weights)
+        row = library.new_tensor_3d(context, 0, inputs, given, tokens)
+        self._place(row, rows.data_ptr(), rows.nbytes)
+        places = library.new_tensor_2d(context, _INT32, top_k, tokens)
+        self._place(places, ids.data_ptr(), ids.nbytes)
+        made = library.mul_mat_id(context, weights, row, places)
+        self._place(made, output.data_ptr(), output.nbytes)
+        self._graph = library.new_graph_custom(context, _NODES, False)
+        library.build_forward_expand(self._graph, made)
+
+    def _place(self, tensor: int, address: int, nbytes: int) -> None:
+        buffer = self._library.backend_cpu_buffer_from_ptr(address, nbytes)
+        self._buffers.append(buffer)
+        self._library.backend_tensor_alloc(buffer, tensor, address)
+
+    def run(self, backend: _Backend, rows: Tensor, ids: Tensor) -> Tensor:
+        self._rows.copy_(rows)
+        self._ids.copy_(ids)
+        if not 0 <= self._numbers.min() <= self._numbers.max() < self._count:
+            raise ExpertcastError(f"an expert's number is out of range: there are {self._count}")
+        backend.compute(self._graph, 1 if self.small else backend.threads)
+        return self._output
+
+    def __del__(self) -> None:
+        for buffer in self._buffers:
+            self._library.backend_buffer_free(buffer)
+        self._library.free(self._context)
+
+
+class _Thread(threading.local):
+    """Backend, graphs and their memory of one thread."""
+
+    def __init__(self) -> None:
+        self.backend: _Backend | None = None
+        self.graphs: dict[tuple[object, ...], _Graph] = {}
+        self.memory: dict[str, Tensor] = {}
+
+    def take(self, *needed: tuple[str, tuple[int, ...], torch.dtype]) -> list[Tensor]:
+        """Return memory by name, shape and dtype, which all graphs of the thread share."""
+        sizes = {name: dtype.itemsize * math.prod(shape) for name, shape, dtype in needed}
+        with torch.inference_mode(False):
+            for name, nbytes in sizes.items():
+                if name not in self.memory or self.memory[name].numel() < nbytes:
+                    self.graphs.clear()  # they refer to the former memory
+                    self.memory[name] = torch.empty(max(2 * nbytes, 1 << 16), dtype=torch.uint8)
+            return [self.memory[name][: sizes[name]].view(dtype).view(shape) for name, shape, dtype in needed]
+
+
+_THREAD = _Thread()
+
+
+def _after_fork() -> None:
+    if _THREAD.backend is not None:
+        _THREAD.backend.forget()
+    _THREAD.backend = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def product(matrices: Matrices, rows: Tensor, ids: Tensor) -> Tensor:
+    """Multiply rows by matrices; a row's result does not depend on the other rows, or on the number of threads.
+
+    Args:
+        matrices: the matrices.
+        rows: [T, A, I] of any float dtype, on the CPU.
+        ids: numbers of the matrices of each token, [T, K].
+
+    Returns:
+        float32 [T, K, N], in memory that this thread's next product overwrites.
+
+    Raises:
+        ExpertcastError: ids out of range, or ggml is not installed.
+    """
+    key = (matrices, rows.shape, ids.shape)
+    thread = _THREAD
+    graph = thread.graphs.get(key)
+    if graph is None:
+        (tokens, given, inputs), (also, top_k) = rows.shape, ids.shape
+        kind, _, count, _, outputs, width = matrices
+        assert given in (1, top_k)
+        assert also == tokens
+        assert inputs == width
+        assert inputs % TYPES[kind].elements == 0
+        assert rows.device.type == "cpu"
+        if not (tokens and top_k and outputs and count):
+            return torch.empty(tokens, top_k, outputs)
+        memory = thread.take(
+            ("rows", tuple(rows.shape), torch.float32), ("ids", (tokens, top_k), torch.int32),
+            ("output", (tokens, top_k, outputs), torch.float32),
+        )  # fmt: skip
+        graph = thread.graphs[key] = _Graph(matrices, *memory)
+        if len(thread.graphs) > _GRAPHS:
+            del thread.graphs[next(iter(thread.graphs))]  # the oldest
+    threads = torch.get_num_threads()
+    if thread.backend is None or thread.backend.threads != threads:
+        thread.backend = None
+        thread.backend = _Backend(threads)
+    return graph.run(thread.backend, rows.detach(), ids)
