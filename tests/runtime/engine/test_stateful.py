@@ -32,6 +32,7 @@ from hypothesis.stateful import (
 )
 
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors import ExpertcastError
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.emulated import EmulatedLink
@@ -462,5 +463,5 @@ def test_broken_rules_are_seen(broken: type[Any]) -> None:
         make_link = logged(broken if issubclass(broken, Link) else SteppedLink)
         policy_class = broken if issubclass(broken, EvictionPolicy) else LoggedPolicy
 
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, ExpertcastError, KeyError)):
         run_state_machine_as_test(Broken, settings=settings(PROFILE, max_examples=600, phases=[Phase.generate]))
