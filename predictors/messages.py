@@ -45,6 +45,25 @@ def first_line(error: Exception) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
+_EXTRAS = {
+    "lightning": "train", "torchmetrics": "train", "tensorboard": "train", "datasets": "train", "matplotlib": "report",
+    "accelerate": "report",
+}  # fmt: skip
+"""Extra that brings a package, by its name."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> ExpertcastError:
+    """Return the error that names the extra of a missing package.
+
+    Raises:
+        ModuleNotFoundError: `error` itself, if no extra brings the package.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package not in _EXTRAS:
+        raise error
+    return ExpertcastError(f"{package} is not installed: pip install '.[{_EXTRAS[package]}]' in the checkout")
+
+
 # Results and tables
 
 Json: TypeAlias = dict[str, Any]

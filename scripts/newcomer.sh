@@ -14,7 +14,7 @@ python=$work/venv/bin/python
 # torch's pin must be known before anything asks for torch: the constraints come with the first run of pip
 "$python" -m pip wheel --disable-pip-version-check -q --no-deps -w "$work" "$work/source"
 "$python" -m pip install --disable-pip-version-check -q -c "$root/constraints.txt" \
-    "$(echo "$work"/expertcast-*.whl)[eval]" peft torchao fastapi uvicorn openai pytest
+    "$(echo "$work"/expertcast-*.whl)[all,eval]" peft torchao fastapi uvicorn openai pytest
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
 (cd "$work" && "$work/venv/bin/expertcast" demo)
 cd "$root"

@@ -75,7 +75,7 @@ def legend(figure: Figure) -> None:
     """Name every line of the figure once, below it."""
     lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
     named = {name: line for name, line in lines.items() if not str(name).startswith("_")}
-    figure.legend(named.values(), named, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
+    figure.legend(named.values(), map(str, named), loc="outside lower left", ncols=4, frameon=False, fontsize=9)
 
 
 def chance_line(axis: Axes, level: float) -> None:

@@ -71,7 +71,10 @@ __all__ = sorted([*_MODULE, "__version__"])
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import expertcast` and `expertcast --help` need not load torch."""
     if name in _MODULE:
-        return getattr(importlib.import_module(_MODULE[name]), name)
+        try:
+            return getattr(importlib.import_module(_MODULE[name]), name)
+        except ModuleNotFoundError as error:
+            raise importlib.import_module("expertcast.predictors.messages").missing_extra(error) from error
     raise AttributeError(f"module 'expertcast' has no attribute {name!r}")
 
 

@@ -190,13 +190,19 @@ def _status(words: Sequence[str]) -> int:
     command = next((word for word in words if not word.startswith("-")), "")
     _set_quiet()
     _refuse_early(command, words)
-    args = build_parser(command).parse_args(words)
-    from expertcast.predictors.messages import ExpertcastError
-
     try:
+        args = build_parser(command).parse_args(words)
         if text := _run(_module(args.command), args):
             print(text, flush=True)
-    except ExpertcastError as error:
+    except ModuleNotFoundError as error:
+        from expertcast.predictors.messages import missing_extra
+
+        return _failed(str(missing_extra(error)), 2)
+    except ValueError as error:
+        from expertcast.predictors.messages import ExpertcastError
+
+        if not isinstance(error, ExpertcastError):
+            raise
         return _failed(str(error), 2)
     except BrokenPipeError:
         # Python flushes standard output at exit, which would fail again

@@ -91,6 +91,23 @@ def test_commands_import_the_runtime_when_they_run() -> None:
     assert run("-c", code).stderr == ""
 
 
+@pytest.mark.parametrize(("package", "extra", "command"), [
+    ("lightning", "train", "train traces --predictor linear --out checkpoint"),
+    ("matplotlib", "report", "eval traces --predictor linear"),
+])  # fmt: skip
+def test_a_missing_extra_is_one_line(package: str, extra: str, command: str) -> None:
+    """From the command line and from Python. Loading, generating and serving need no extra."""
+    line = f"{package} is not installed: pip install '.[{extra}]' in the checkout"
+    without = f"import sys; sys.modules[{package!r}] = None\n"
+    done = run("-c", f"{without}from expertcast.cli import main; sys.exit(main({command.split()}))")
+    assert (done.returncode, done.stderr) == (2, f"expertcast: {line}\n")
+    gone = "sys.modules.update(dict.fromkeys(('accelerate', 'datasets', 'lightning', 'torchmetrics', 'matplotlib')))\n"
+    needed = "import expertcast.commands.generate, expertcast.commands.store; from expertcast import load_offloaded"
+    assert run("-c", f"import sys; {gone}{needed}").stderr == ""
+    if package == "lightning":
+        assert run("-c", f"{without}import expertcast; expertcast.fit").stderr.splitlines()[-1].endswith(line)
+
+
 @pytest.fixture
 def old_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release.transformers, "__version__", "5.19.0")
