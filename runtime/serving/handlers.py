@@ -11,6 +11,8 @@ import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -33,8 +35,6 @@ from transformers import (
 )
 
 from expertcast.compat import (
-    X_REQUEST_ID,
-    BaseGenerateManager,
     BaseHandler,
     CBGenerateManager,
     CBStreamer,
@@ -43,7 +43,6 @@ from expertcast.compat import (
     CompletionHandler,
     DirectStreamer,
     GenerateManager,
-    GenerationState,
     Modality,
     ResponseHandler,
     _GenerationCancelled,
@@ -73,6 +72,7 @@ log = logging.getLogger("expertcast.serving")
 ABORT_AFTER_S = 1.0
 """At shutdown a batch's forward pass is aborted after this many seconds."""
 CLOSING, LEFT = "the server is shutting down", "the client has disconnected"
+TOO_LONG = f"the body has more than {MOST_BODY:,} bytes: send less"
 A = TypeVar("A")
 
 
@@ -97,8 +97,7 @@ class GenerationRunner:
         self._current: Request | None = None
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._hooks = [layer.experts.register_forward_pre_hook(self._check_stop) for layer in offloaded.view]
-        config = offloaded.model.config.get_text_config()
-        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        self._positions = _positions(offloaded)
 
     def admit(self, key: str, tokens: int, config: GenerationConfig, room: int | None = None) -> Request:
         """Check a prompt's length, limit the new tokens to the remaining positions, and return the request.
@@ -114,7 +113,7 @@ class GenerationRunner:
         """
         if not tokens:
             raise HTTPException(400, "the prompt has no tokens: send some text")
-        for most, limit in ((self.positions, "the model"), (room, "--kv-tokens of this server")):
+        for most, limit in ((self._positions, "the model"), (room, "--kv-tokens of this server")):
             if most is not None:
                 if tokens >= most:
                     raise HTTPException(400, f"the prompt has {tokens} tokens, but {limit} allows at most {most - 1}")
@@ -258,11 +257,6 @@ class SequentialManager(GenerateManager):  # type: ignore[misc]
         text, tokens, ids = await self._generating.await_answer(stoppable.request, answer)
         return cut(text, stoppable.request.stops), tokens, ids
 
-    @property
-    def alive(self) -> bool:
-        """Whether the generating thread is alive."""
-        return bool(self._thread._thread.is_alive())
-
     def _stoppable(
         self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str
     ) -> StoppableModel:
@@ -365,31 +359,36 @@ class BatchedManager(CBGenerateManager):  # type: ignore[misc]
             self._cb.stop(block=True, timeout=2, hard_stop=True)
 
 
-class OffloadedGeneration(GenerationState):  # type: ignore[misc]
-    """Chooses between one-by-one generation and continuous batching.
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The model behind all routes."""
 
-    Args:
-        generating: runs and stops the generations.
-        continuous_batching: whether to batch, if the model supports it.
-        kv_tokens: as for :class:`BatchedManager`.
-    """
+    model: OffloadedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    """Its name for clients."""
+    requests: Requests
+    manager: SequentialManager | BatchedManager
+    since: int = field(default_factory=lambda: int(time.time()))
 
-    def __init__(self, generating: GenerationRunner, *, continuous_batching: bool, kv_tokens: int | None) -> None:
-        super().__init__(continuous_batching=continuous_batching)
-        self._one_by_one = SequentialManager(generating)
-        self._batched = BatchedManager(generating, kv_tokens)
+    @cached_property
+    def vocabulary(self) -> int:
+        """Number of tokens of the model's embedding."""
+        return len(self.model.model.get_input_embeddings().weight)
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
-        """Return the manager; there is one of each kind for all model names."""
-        if not use_cb:
-            return self._one_by_one
-        self._cb_manager = self._batched
-        return self._batched
+    @cached_property
+    def most_characters(self) -> int:
+        """Characters of a prompt; a longer one cannot fit the model's positions."""
+        positions = _positions(self.model)
+        return MOST_BODY if positions is None else positions * max(map(len, self.tokenizer.get_vocab()))
 
-    @property
-    def alive(self) -> bool:
-        """Whether the thread of single generations is alive. The next request restarts the thread of batches."""
-        return self._one_by_one.alive
+    def entry(self) -> Json:
+        """Return the model's entry in the list of models."""
+        return {"id": self.name, "object": "model", "created": self.since, "owned_by": "expertcast"}
+
+
+def _positions(offloaded: OffloadedModel) -> int | None:
+    return getattr(offloaded.model.config.get_text_config(), "max_position_embeddings", None)
 
 
 # Errors in OpenAI's format
@@ -427,38 +426,36 @@ _PREPARING = ThreadPoolExecutor(2, thread_name_prefix="expertcast-requests")
 class CheckedHandler(BaseHandler):  # type: ignore[misc]
     """Base of all handlers: validates requests and answers errors in OpenAI's format."""
 
-    requests: Requests
-    most_characters: int
-    """Characters of a prompt; a longer one cannot fit the model's positions."""
-    _templated = True
-    """Whether prompts are chats."""
     _unsupported: frozenset[str] = frozenset({"generation_config"})
     """Parameters that transformers accepts and that are refused here."""
+    _templated = True
+    """Whether prompts are chats."""
 
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
+    def __init__(self, served: Served) -> None:
+        super().__init__(served, None)
+        self._served = served
+        self._batched = isinstance(served.manager, BatchedManager)
+
+    async def answer(self, http: HttpRequest, body: dict[str, Any]) -> Response:
         """Validate and answer a request.
 
         Raises:
             HTTPException: the model has no chat template, or the request is invalid.
             FailedError: the generated tool calls cannot be parsed.
         """
-        request, name = self.requests.find(request_id), self.model_manager.force_model
-        model, tokenizer = self.model_manager.model, self.model_manager.tokenizer
-        batched = self.generation_state.use_continuous_batching(model, Modality.LLM)
-        loop = asyncio.get_running_loop()
-        body, prompts, config = await loop.run_in_executor(_PREPARING, self._prepare, body, request, batched)
-        manager = self.generation_state.get_manager(name, use_cb=batched)
-        if batched:
-            manager.init_cb(model, config)
+        request, served, loop = http.scope[REQUEST], self._served, asyncio.get_running_loop()
+        body, prompts, config = await loop.run_in_executor(_PREPARING, self._prepare, body, request)
+        served.manager.init_cb(served.model, config)
         answers = list[Response]()
         for ids in prompts:
             inputs = {"input_ids": ids}
-            if not batched:
+            if not self._batched:
                 rows = {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}
-                inputs = BatchEncoding(rows, tensor_type="pt").to(model.device)
+                inputs = BatchEncoding(rows, tensor_type="pt").to(served.model.device)
             own = {
-                "request_id": request_id, "model": model, "processor": tokenizer, "model_id": name, "inputs": inputs,
-                "gen_config": copy.copy(config), "gen_manager": manager, **self._rest(body),
+                "request_id": request.key, "model": served.model, "processor": served.tokenizer, "inputs": inputs,
+                "model_id": served.name, "gen_config": copy.copy(config), "gen_manager": served.manager,
+                **self._rest(body),
             }  # fmt: skip
             if body.get("stream"):
                 answer: StreamingResponse = self._streaming(**own)
@@ -471,15 +468,15 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
         return answers[0] if len(answers) == 1 else _together([json.loads(bytes(answer.body)) for answer in answers])
 
     def _prepare(
-        self, body: dict[str, Any], request: Request, batched: bool
+        self, body: dict[str, Any], request: Request
     ) -> tuple[dict[str, Any], list[list[int]], GenerationConfig]:
         """Return the validated parameters of a request, its prompts and its generation config.
 
         Raises:
             HTTPException: the request is invalid.
         """
-        name, vocabulary = self.model_manager.force_model, self.model_manager.vocabulary
-        if self._templated and self.model_manager.tokenizer.chat_template is None:
+        name, vocabulary = self._served.name, self._served.vocabulary
+        if self._templated and self._served.tokenizer.chat_template is None:
             raise HTTPException(400, f"{name!r} has no chat template: send a prompt to /v1/completions")
         try:
             body = checked(body, self._valid_params_class.__mutable_keys__ - self._unsupported)
@@ -488,7 +485,7 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
             request.seed = body.get("seed")  # set when the generation begins
             request.penalties = (body.get("presence_penalty", 0), body.get("frequency_penalty", 0))
             request.stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop", [])
-            if batched and (any(request.penalties) or request.stops):
+            if self._batched and (any(request.penalties) or request.stops):
                 raise HTTPException(
                     400, "continuous batching does not support stop, presence_penalty and frequency_penalty: leave "
                     "them out, or serve without --continuous-batching"
@@ -496,7 +493,7 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
             prompts = [each if isinstance(each, list) else self._tokens(each) for each in self._texts(body)]
             for ids in prompts:
                 refuse_unknown(ids, vocabulary)
-            return body, prompts, _generation_config(body, self.model_manager.model.generation_config, vocabulary)
+            return body, prompts, _generation_config(body, self._served.model.generation_config, vocabulary)
         except HTTPException:
             raise
         except Exception as error:  # a template, or a tokenizer, that this text does not suit
@@ -507,7 +504,7 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
         """Replace the error strings in transformers' streams by error objects, and note the status."""
         async for part in parts:
             begun, failed, message = part.partition('data: {"error": "')
-            status = 503 if self.requests.closing else 500
+            status = 503 if self._served.requests.closing else 500
             if failed or '"type":"response.failed"' in part:
                 request.failed = status
             if failed:
@@ -525,7 +522,7 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
 
     def _rendered(self, body: dict[str, Any], messages: list[Any], tools: list[Any] | None) -> str:
         """Return a chat as text, by the model's own template: one of a request would run on this machine."""
-        tokenizer = self.model_manager.tokenizer
+        tokenizer = self._served.tokenizer
         given = {"reasoning_effort": body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))}
         options = {name: value for name, value in given.items() if value is not None}
         options |= body.get("chat_template_kwargs", {})
@@ -540,12 +537,12 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
         )  # fmt: skip
 
     def _tokens(self, text: str) -> list[int]:
-        if len(text) > self.most_characters:
+        if len(text) > self._served.most_characters:
             raise HTTPException(
                 400, f"the prompt has {len(text)} characters, but the model's longest prompts at most "
-                f"{self.most_characters}"
+                f"{self._served.most_characters}"
             )  # fmt: skip
-        return list(self.model_manager.tokenizer(text, add_special_tokens=not self._templated)["input_ids"])
+        return list(self._served.tokenizer(text, add_special_tokens=not self._templated)["input_ids"])
 
 
 def _generation_config(body: dict[str, Any], own: GenerationConfig, vocabulary: int) -> GenerationConfig:
@@ -599,7 +596,7 @@ class CheckedChats(CheckedHandler, ChatCompletionHandler):  # type: ignore[misc]
 
     def _build_completion(self, request_id: str, content: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Cut the answer at the stop sequence: transformers' response templates parse all tokens again."""
-        content = cut(content, self.requests.find(request_id).stops)
+        content = cut(content, self._served.requests.find(request_id).stops)
         made: dict[str, Any] = super()._build_completion(request_id, content, *args, **kwargs)
         return made
 
@@ -618,7 +615,7 @@ class CheckedResponses(CheckedHandler, ResponseHandler):  # type: ignore[misc]
 
 # Middleware: request ids, log lines and disconnected clients
 
-_ID = X_REQUEST_ID.encode()
+_ID, REQUEST = b"x-request-id", "expertcast.request"
 _LEFT: Message = {"type": "http.disconnect"}
 
 
@@ -649,7 +646,7 @@ class RequestMiddleware:
         elif posted and self._requests.closing:
             refused = 503, CLOSING
         elif int(values.get(b"content-length", 0)) > MOST_BODY:
-            refused = 413, f"the body has more than {MOST_BODY:,} bytes: send less"
+            refused = 413, TOO_LONG
         elif posted and self._requests.full:
             refused = 429, "too many requests are waiting: send this one later"
         if refused is not None:
@@ -661,11 +658,9 @@ class RequestMiddleware:
 
     async def _track(self, scope: Scope, wanted: bytes | None, receive: Receive, send: Send) -> None:
         request = self._requests.open(scope["path"] if scope["path"] in self._routes else "other", wanted)
-        headers = [(name, value) for name, value in scope["headers"] if name != _ID]
-        headers.append((_ID, request.key.encode()))
         exchange = _Exchange(request, receive, send)
         try:
-            await self._app({**scope, "headers": headers}, exchange.receive, exchange.send)
+            await self._app({**scope, REQUEST: request}, exchange.receive, exchange.send)
         finally:
             exchange.end()
             self._requests.close(request, exchange.status)
@@ -692,7 +687,7 @@ class _Exchange:
         message = await self._receive()
         self._bytes += len(message.get("body", b""))
         if self._bytes > MOST_BODY:  # sent in chunks, without a length
-            raise HTTPException(413)
+            raise HTTPException(413, TOO_LONG)
         if message["type"] == "http.disconnect":
             self._request.abandon(left=True)
         elif not message.get("more_body", False):
@@ -703,8 +698,7 @@ class _Exchange:
         """Send a part of the answer and note its status and first token."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            rest = [(name, value) for name, value in message["headers"] if name != _ID]
-            message = {**message, "headers": [*rest, (_ID, self._request.name.encode())]}
+            message = {**message, "headers": [*message["headers"], (_ID, self._request.name.encode())]}
         else:
             self._request.note_first_token()
             self._answered = self._answered or not message.get("more_body", False)

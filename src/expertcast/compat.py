@@ -31,22 +31,15 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     },
     "transformers.cli.serving.chat_completion": {"ChatCompletionHandler": "Base of /v1/chat/completions (serving)."},
     "transformers.cli.serving.completion": {"CompletionHandler": "Base of /v1/completions (serving)."},
-    "transformers.cli.serving.model_manager": {"ModelManager": "Base of the server's single model (serving)."},
     "transformers.cli.serving.response": {"ResponseHandler": "Base of /v1/responses (serving)."},
-    "transformers.cli.serving.server": {"build_server": "Makes the FastAPI application (serving)."},
-    "transformers.cli.serving.systemone": {"SystemOneHandler": "Argument of build_server (serving)."},
-    "transformers.cli.serving.transcription": {"TranscriptionHandler": "Argument of build_server (serving)."},
     "transformers.cli.serving.utils": {
-        "X_REQUEST_ID": "Header that carries a request's id (serving).",
-        "BaseGenerateManager": "Type of the managers below (serving).",
         "BaseHandler": "Base of all handlers of requests (serving).",
         "CBGenerateManager": "Base of the manager with continuous batching (serving).",
         "CBStreamer": "Stream of one request in a batch (serving).",
         "CBWorkerDeadError": "Raised when the batching thread has died (serving).",
         "DirectStreamer": "Stream of a request that runs alone (serving).",
         "GenerateManager": "Base of the manager that runs one request at a time (serving).",
-        "GenerationState": "Chooses between the two managers (serving).",
-        "Modality": "Names text models for GenerationState (serving).",
+        "Modality": "Names text models (serving).",
         "ReasoningText": "A piece of a stream that is reasoning (serving).",
         "_GenerationCancelled": "Ends a stream whose client has left (serving).",
         "_StreamError": "Carries an error through a stream (serving).",
@@ -163,7 +156,14 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_streaming": "Answers a request token by token (serving.handlers).",
         "_valid_params_class": "Fields that a request may have (serving.handlers).",
     },
-    "transformers.cli.serving.utils:GenerationState": {"_cb_config": "Settings of continuous batching (serving)."},
+    "transformers.cli.serving.response:ResponseHandler": {
+        "_normalize_input": "Chat of an input (serving.handlers).",
+        "_normalize_tools": "Tools in the form of chats (serving.handlers).",
+    },
+    "transformers.cli.serving.utils:CBGenerateManager": {"_cb_config": "Settings of continuous batching (serving)."},
+    "transformers.generation.continuous_batching.continuous_api:OutputRouter": {
+        "_lock": "Guards the callbacks of requests, from which cancelled ones are removed (serving).",
+    },
     "transformers.integrations.finegrained_fp8:Fp8Dequantize": {
         "_dequantize_one": "Decodes one FP8 matrix (weights.packed).",
     },
@@ -183,21 +183,14 @@ if TYPE_CHECKING:
     from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin, MtpCache
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
-    from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
-    from transformers.cli.serving.server import build_server
-    from transformers.cli.serving.systemone import SystemOneHandler
-    from transformers.cli.serving.transcription import TranscriptionHandler
     from transformers.cli.serving.utils import (
-        X_REQUEST_ID,
-        BaseGenerateManager,
         BaseHandler,
         CBGenerateManager,
         CBStreamer,
         CBWorkerDeadError,
         DirectStreamer,
         GenerateManager,
-        GenerationState,
         Modality,
         ReasoningText,
         _GenerationCancelled,

@@ -206,7 +206,7 @@ def test_a_name_that_comes_again(offloaded: OffloadedModel, reference_tokenizer:
             answer = running.post("/v1/completions", {**LONG, "max_tokens": 3}, headers=name)
             assert (answer.status_code, answer.headers["x-request-id"]) == (200, "again")
         _quiet(running, offloaded)
-        router = running.server._generation.get_manager(NAME, use_cb=True)._cb.output_router
+        router = running.server.served.manager._cb.output_router
         assert (router.result_handlers, router.output_queue.qsize()) == ({}, 0)
 
 

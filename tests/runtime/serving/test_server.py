@@ -192,7 +192,7 @@ def test_bodies_that_are_refused(route: str, body: bytes, status: int, running: 
 def test_a_body_without_a_length(running: Running) -> None:
     parts = (b"a" * (1 << 20) for _ in range(5))
     headers = {"content-type": "application/json"}
-    assert httpx2.post(f"{running.address}/v1/completions", content=parts, headers=headers).status_code == 400
+    assert httpx2.post(f"{running.address}/v1/completions", content=parts, headers=headers).status_code == 413
     assert running.get("/health").status_code == 200
 
 
