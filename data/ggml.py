@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -308,7 +309,7 @@ class _Graph:
     def __init__(self, matrices: Matrices, rows: Tensor, ids: Tensor, output: Tensor) -> None:
         self._library = library = _library()
         self._rows, self._ids, self._output = rows, ids, output
-        self._numbers = ids.numpy()
+        self._numbers = ids.numpy().view(np.uint32)
         kind, address, self._count, stride, outputs, inputs = matrices
         (number, elements, nbytes), width = TYPES[kind], row_bytes(kind, inputs)
         (tokens, given, _), top_k = rows.shape, ids.shape[1]
@@ -337,11 +338,14 @@ class _Graph:
         self._buffers.append(buffer)
         self._library.backend_tensor_alloc(buffer, tensor, address)
 
-    def run(self, backend: _Backend, rows: Tensor, ids: Tensor) -> Tensor:
+    def run(self, backend: _Backend, rows: Tensor, ids: Tensor | None) -> Tensor:
         self._rows.copy_(rows)
-        self._ids.copy_(ids)
-        if not 0 <= self._numbers.min() <= self._numbers.max() < self._count:
-            raise ExpertcastError(f"an expert's number is out of range: there are {self._count}")
+        if ids is None:
+            self._ids.zero_()
+        else:
+            self._ids.copy_(ids)
+            if self._numbers.max() >= self._count:  # negative ones are large
+                raise ExpertcastError(f"an expert's number is out of range: there are {self._count}")
         backend.compute(self._graph, 1 if self.small else backend.threads)
         return self._output
 
@@ -383,13 +387,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def product(matrices: Matrices, rows: Tensor, ids: Tensor) -> Tensor:
+def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None) -> Tensor:
     """Multiply rows by matrices; a row's result does not depend on the other rows, or on the number of threads.
 
     Args:
         matrices: the matrices.
         rows: [T, A, I] of any float dtype, on the CPU.
-        ids: numbers of the matrices of each token, [T, K].
+        ids: numbers of the matrices of each token, [T, K]; None: the first one, K = 1.
 
     Returns:
         float32 [T, K, N], in memory that this thread's next product overwrites.
@@ -397,14 +401,15 @@ def product(matrices: Matrices, rows: Tensor, ids: Tensor) -> Tensor:
     Raises:
         ExpertcastError: ids out of range, or ggml is not installed.
     """
-    key = (matrices, rows.shape, ids.shape)
+    top_k = 1 if ids is None else ids.shape[1]
+    key = (matrices, rows.shape, top_k)
     thread = _THREAD
     graph = thread.graphs.get(key)
     if graph is None:
-        (tokens, given, inputs), (also, top_k) = rows.shape, ids.shape
+        tokens, given, inputs = rows.shape
         kind, _, count, _, outputs, width = matrices
         assert given in (1, top_k)
-        assert also == tokens
+        assert ids is None or len(ids) == tokens
         assert inputs == width
         assert inputs % TYPES[kind].elements == 0
         assert rows.device.type == "cpu"

@@ -244,6 +244,7 @@ class PackedMatrix:
         self.form, self.transposed = form, transposed
         self.name = name + BLOCKS
         """Name of the parameter that holds the blocks."""
+        self._place, self._matrices = (0, 0, 0), list[ggml.Matrices]()
         ends = list(accumulate(form.nbytes_of(piece) for piece in form.pieces))
         self._pieces = [
             (piece.kind, start, (piece.outputs, form.inputs))
@@ -266,11 +267,15 @@ class PackedMatrix:
         """Device of the blocks."""
         return self.blocks.device
 
-    def by_ggml(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Multiply rows [T, 1, I] or [T, K, I] by the matrices `ids` [T, K]; return float32 [T, K, N], which the next
-        product overwrites."""
+    def by_ggml(self, rows: Tensor, ids: Tensor | None) -> Tensor:
+        """Multiply rows [T, 1, I] or [T, K, I] by the matrices `ids` [T, K] (None: the first one); return float32
+        [T, K, N], which the next product overwrites."""
         blocks = self.blocks
-        pieces = [ggml.Matrices.of(kind, blocks, start, *size) for kind, start, size in self._pieces]
+        place = blocks.data_ptr(), blocks.shape[0], blocks.stride(0)
+        if self._place != place:
+            self._matrices = [ggml.Matrices.of(kind, blocks, start, *size) for kind, start, size in self._pieces]
+            self._place = place
+        pieces = self._matrices
         if len(pieces) == 1:
             return ggml.product(pieces[0], rows, ids)
         return torch.cat([ggml.product(piece, rows, ids).clone() for piece in pieces], dim=-1)
@@ -278,7 +283,7 @@ class PackedMatrix:
     def product(self, rows_PI: Tensor) -> Tensor:
         """Multiply rows [P, I] by the first matrix; return new [P, N] in the rows' dtype."""
         if len(rows_PI) < self.form.many_rows:
-            made = self.by_ggml(rows_PI.unsqueeze(1), torch.zeros(len(rows_PI), 1, dtype=torch.int32)).squeeze(1)
+            made = self.by_ggml(rows_PI.unsqueeze(1), None).squeeze(1)
         else:
             made = self.form.multiply(rows_PI, self.blocks[0])
         return torch.empty(made.shape, dtype=rows_PI.dtype).copy_(made)

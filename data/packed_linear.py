@@ -1,4 +1,4 @@
-"""Linear layers in ggml's block types, beside packed experts.
+"""Linear layers and embeddings in ggml's block types, beside packed experts.
 
 The blocks are those of :mod:`expertcast.data.packed_experts`, for one matrix instead of E. N outputs, I inputs, P rows.
 """
@@ -24,23 +24,19 @@ _OPERATIONS.define(  # type: ignore[no-untyped-call]
 )
 
 
-class PackedLinear(nn.Module):
-    """A linear layer with the blocks of one packed matrix as a parameter.
+class PackedModule(nn.Module):
+    """A layer with the blocks of one packed matrix as a parameter.
 
     Args:
         form: form of the matrix, of one piece.
-        bias: parameter [N], or None.
         dtype: dtype of the model.
     """
 
-    bias: nn.Parameter | None
-
-    def __init__(self, form: BlockForm, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+    def __init__(self, form: BlockForm, dtype: torch.dtype) -> None:
         super().__init__()
-        self.form, self.in_features, self.out_features = form, form.inputs, form.outputs
+        self.form = form
         blocks = torch.empty(1, form.nbytes, dtype=torch.uint8)
         self.register_parameter(f"weight{BLOCKS}", nn.Parameter(blocks, requires_grad=False))
-        self.register_parameter("bias", bias)
         self.__dict__["matrix"] = PackedMatrix(self, "weight", form, transposed=False, dtype=dtype)
 
     @property
@@ -48,6 +44,40 @@ class PackedLinear(nn.Module):
         """The weights [N, I] in the model's dtype, expanded anew by each read."""
         matrix: PackedMatrix = self.__dict__["matrix"]
         return self.form.expand(matrix.blocks[0]).to(matrix.dtype)
+
+    def extra_repr(self) -> str:
+        """Describe the layer's sizes and form."""
+        return f"{self.form.inputs} x {self.form.outputs}, form={self.form}"
+
+
+class PackedEmbedding(PackedModule):
+    """An embedding whose rows are expanded when they are looked up."""
+
+    def __init__(self, form: BlockForm, dtype: torch.dtype) -> None:
+        super().__init__(form, dtype)
+        self.num_embeddings, self.embedding_dim = form.outputs, form.inputs
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids, [..., I] in the model's dtype."""
+        matrix: PackedMatrix = self.__dict__["matrix"]
+        ((kind, rows),) = self.form.split(matrix.blocks[0])
+        return ggml.dequantise(kind, rows[ids]).to(matrix.dtype)
+
+
+class PackedLinear(PackedModule):
+    """A linear layer.
+
+    Args:
+        form, dtype: as for the base.
+        bias: parameter [N], or None.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, form: BlockForm, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__(form, dtype)
+        self.in_features, self.out_features = form.inputs, form.outputs
+        self.register_parameter("bias", bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Multiply [..., I] by the weights; return [..., N] in the dtype of the input."""
@@ -60,11 +90,6 @@ class PackedLinear(nn.Module):
         if self.bias is not None:
             output = output.add_(self.bias)
         return output.view(*hidden.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        """Describe the layer as `nn.Linear` does, and its form."""
-        bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, form={self.form}"
 
 
 def _product(rows_PI: Tensor, blocks: Tensor, kind: str) -> Tensor:
@@ -80,7 +105,7 @@ _OPERATIONS.impl("packed_product", _product, "CPU")  # type: ignore[no-untyped-c
 
 
 def linear_forms(model: PreTrainedModel, view: MoEView, weights: Mapping[str, TensorFile]) -> dict[str, BlockForm]:
-    """Return the forms of the linear layers that can stay packed, by the module's name.
+    """Return the forms of the linear layers and embeddings that can stay packed, by the module's name.
 
     Routers, experts, tied weights, and layers that no type of ggml holds are left out.
 
@@ -95,19 +120,19 @@ def linear_forms(model: PreTrainedModel, view: MoEView, weights: Mapping[str, Te
     forms = {}
     for name, module in model.named_modules():
         file = weights.get(f"{name}.weight")
-        if type(module) is not nn.Linear or module in apart or f"{name}.weight" in shared:
+        if type(module) not in (nn.Linear, nn.Embedding) or module in apart or f"{name}.weight" in shared:
             continue
         if isinstance(file, ComputedTensor) and file.get_shape() == list(module.weight.shape):
             pieces = file.pieces()
             if pieces is not None and len(pieces) == 1 and pieces[0].kind not in ggml.FLOATS:
                 with suppress(ExpertcastError):  # blocks do not divide the rows
-                    forms[name] = BlockForm(pieces, module.in_features)
+                    forms[name] = BlockForm(pieces, file.get_shape()[1])
     return forms
 
 
 @torch.no_grad()
 def pack_linears(model: PreTrainedModel, forms: Mapping[str, BlockForm], weights: Mapping[str, TensorFile]) -> None:
-    """Replace linear layers by packed ones, one after the other.
+    """Replace linear layers and embeddings by packed ones, one after the other.
 
     Args:
         model: the model, whose layers' own weights are not read.
@@ -116,10 +141,14 @@ def pack_linears(model: PreTrainedModel, forms: Mapping[str, BlockForm], weights
     """
     for name, form in forms.items():
         module, file = model.get_submodule(name), weights[f"{name}.weight"]
-        assert isinstance(module, nn.Linear)
         assert isinstance(file, ComputedTensor)
         assert file.blocks is not None
-        packed = PackedLinear(form, module.bias, module.weight.dtype).train(module.training)
+        packed: PackedModule
+        if isinstance(module, nn.Linear):
+            packed = PackedLinear(form, module.bias, module.weight.dtype)
+        else:
+            packed = PackedEmbedding(form, module.weight.dtype)  # type: ignore[arg-type, union-attr]
+        packed.train(module.training)
         form.put(file.blocks(...), packed.get_parameter(f"weight{BLOCKS}")[0])
         model.set_submodule(name, packed)
 

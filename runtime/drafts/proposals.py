@@ -374,7 +374,7 @@ class MtpHeads:
             raise ExpertcastError(
                 f"a {type(model).__name__} has no heads for later tokens (num_mtp_layers): choose another draft"
             )
-        device = model.get_input_embeddings().weight.device
+        device = model.device
         try:
             self.model = MtpModel.from_pretrained(model, device_map={"": device}).eval()
         except (OSError, RuntimeError, ValueError) as error:

@@ -374,7 +374,7 @@ class Served:
     @cached_property
     def vocabulary(self) -> int:
         """Number of tokens of the model's embedding."""
-        return len(self.model.model.get_input_embeddings().weight)
+        return int(self.model.model.get_input_embeddings().num_embeddings)
 
     @cached_property
     def most_characters(self) -> int:

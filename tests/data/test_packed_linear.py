@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from expertcast.data import ggml
 from expertcast.data.packed_experts import MANY_ROWS, BlockForm, Piece
-from expertcast.data.packed_linear import PackedLinear
+from expertcast.data.packed_linear import PackedEmbedding, PackedLinear
 from expertcast.data.tracing import traced
 
 
@@ -40,6 +40,15 @@ def test_outputs(kind: str, dtype: torch.dtype) -> None:
     for found, expected in held:  # the next product does not overwrite them
         assert found.shape == expected.shape
         assert torch.allclose(found.float(), expected, atol=0.2, rtol=0.02)
+
+
+def test_an_embedding() -> None:
+    """Rows of the expanded weights, for ids of any shape."""
+    _, weights = _layer("Q8_0")
+    layer = PackedEmbedding(BlockForm((Piece("Q8_0", 112),), 64), torch.bfloat16)
+    layer.get_parameter("weight_blocks").data.copy_(_layer("Q8_0")[0].get_parameter("weight_blocks"))
+    for ids in (torch.tensor(7), torch.tensor([[3, 111], [0, 3]]), torch.empty(1, 0, dtype=torch.long)):
+        assert torch.equal(layer(ids), weights.bfloat16()[ids])
 
 
 def test_copies_and_conversions_leave_the_blocks() -> None:

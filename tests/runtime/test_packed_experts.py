@@ -18,7 +18,7 @@ from expertcast.data import ggml
 from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import Piece, expanded_experts, make_packed, packed_matrices
-from expertcast.data.packed_linear import PackedLinear, other_bytes
+from expertcast.data.packed_linear import PackedEmbedding, PackedLinear, PackedModule, other_bytes
 from expertcast.data.source import ModelSource
 from expertcast.data.weights.files import ComputedTensor, SafetensorsFiles
 from expertcast.data.weights.gguf import GgufFile
@@ -156,7 +156,9 @@ def _resident(path: str, offloaded: OffloadedModel, dtype: str) -> tuple[PreTrai
     """The model whose modules hold all packed experts and linear layers, and the one with expanded weights."""
     packed, plain = load_model(path, dtype=dtype), load_model(path, dtype=dtype)
     for name, module in _linears(offloaded).items():
-        own = PackedLinear(module.form, packed.get_submodule(name).bias, packed.dtype)
+        replaced, own = packed.get_submodule(name), PackedEmbedding(module.form, packed.dtype)
+        if isinstance(module, PackedLinear):
+            own = PackedLinear(module.form, replaced.bias, packed.dtype)
         own.load_state_dict(module.state_dict())
         packed.set_submodule(name, own)
     for layer in find_moe_layers(packed):
@@ -167,8 +169,8 @@ def _resident(path: str, offloaded: OffloadedModel, dtype: str) -> tuple[PreTrai
     return packed, plain
 
 
-def _linears(offloaded: OffloadedModel) -> dict[str, PackedLinear]:
-    return {name: each for name, each in offloaded.model.named_modules() if isinstance(each, PackedLinear)}
+def _linears(offloaded: OffloadedModel) -> dict[str, PackedModule]:
+    return {name: each for name, each in offloaded.model.named_modules() if isinstance(each, PackedModule)}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -223,6 +225,7 @@ def _near(offloaded: OffloadedModel, plain: PreTrainedModel) -> None:
 # Linear layers beside the experts
 
 _ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
+_ENDS = {"lm_head", "model.embed_tokens"}
 _SHARED = {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
 
 
@@ -247,16 +250,16 @@ def _of_family(family: str, kind: str, architecture: str | None = None) -> Calla
 _HYBRID = {f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "a", "b")}
 """Without the output projection, whose columns GGUF orders in another way."""
 LINEARS: dict[str, tuple[Callable[[Path], str], set[str]]] = {
-    "qwen3_moe": (_of_family("qwen3_moe", "Q4_0"), {*_ATTENTION, "lm_head"}),
-    "qwen2_moe": (_of_family("qwen2_moe", "Q4_1"), {*_ATTENTION, *_SHARED, "lm_head"}),
+    "qwen3_moe": (_of_family("qwen3_moe", "Q4_0"), {*_ATTENTION, *_ENDS}),
+    "qwen2_moe": (_of_family("qwen2_moe", "Q4_1"), {*_ATTENTION, *_SHARED, *_ENDS}),
     "qwen3_5_moe": (
-        _of_family("qwen3_5_moe_text", "Q8_0", "qwen35moe"), {*_ATTENTION, *_SHARED, *_HYBRID, "lm_head"},
+        _of_family("qwen3_5_moe_text", "Q8_0", "qwen35moe"), {*_ATTENTION, *_SHARED, *_HYBRID, *_ENDS},
     ),
     "tied head": (_tied, _ATTENTION),
-    "head in Q6_K": (_gguf("Q4_K", output__weight="Q6_K"), {*_ATTENTION - {"self_attn.o_proj"}, "lm_head"}),
+    "head in Q6_K": (_gguf("Q4_K", output__weight="Q6_K"), {*_ATTENTION - {"self_attn.o_proj"}, *_ENDS}),
     "keys in Q2_K": (
         _gguf("Q4_K", **{f"blk__{layer}__attn_k__weight": "Q2_K" for layer in range(2)}),
-        {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "lm_head"},
+        {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", *_ENDS},
     ),
     "gptq": (_packed_once(gptq(group=32), quant_method="gptq", bits=4, group_size=32), _ATTENTION),
     "awq": (_packed_once(partial(awq, group=32), quant_method="awq", bits=4, group_size=32), _ATTENTION),
@@ -266,12 +269,12 @@ LINEARS: dict[str, tuple[Callable[[Path], str], set[str]]] = {
         _ATTENTION - {"self_attn.q_proj"},
     ),
 }  # fmt: skip
-"""Writer of a checkpoint, and the linear layers that stay packed."""
+"""Writer of a checkpoint, and the linear layers and embeddings that stay packed."""
 
 
 @pytest.mark.parametrize("form", LINEARS)
 def test_linear_layers_stay_packed(form: str, tmp_path: Path) -> None:
-    """Each near its weights; routers and embeddings are the checkpoint's; experts in other forms expand them all."""
+    """Each near its weights; routers are the checkpoint's; experts in other forms expand them all."""
     make, expected = LINEARS[form]
     path = make(tmp_path)
     options: dict[str, Any] = {"device": "cpu", "slots": 6, "dtype": "bf16"}
