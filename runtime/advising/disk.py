@@ -28,13 +28,13 @@ from expertcast.runtime.advising.survey import TraceObserver, without_copies
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
-from expertcast.runtime.links.virtual import StoredExperts
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.planner import plans
 from expertcast.runtime.pools.ranks import rank_model
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
 from expertcast.runtime.recording.recorder import LayerTimes, Recorder, layer_times
+from expertcast.runtime.simulation.link import StoredExperts
 from expertcast.runtime.simulation.machine import Case, Machine, no_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Trace

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from expertcast.predictors.messages import ExpertcastError, Json
-from expertcast.runtime.links.virtual import StoredExperts, VirtualDisk, VirtualLink
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.recording.recorder import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics, share
+from expertcast.runtime.simulation.link import StoredExperts, VirtualDisk, VirtualLink
 from expertcast.runtime.storage.layout import FULL
 
 

@@ -16,12 +16,12 @@ import torch
 
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
-from expertcast.runtime.links.virtual import VirtualDisk
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.belady import Belady, bypass_misses
 from expertcast.runtime.policies.eviction import PROMPT_ROWS, Eviction, PoolEviction, layer_shares
 from expertcast.runtime.recording.recorder import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.simulation.link import VirtualDisk
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, check_slots
 from expertcast.runtime.simulation.trace import ForecastSource, Forward, Trace, request_order
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field

@@ -51,8 +51,8 @@ from expertcast.training.unseen import unseen_traces
 
 if TYPE_CHECKING:
     from expertcast.runtime.config import OffloadConfig
-    from expertcast.runtime.links.virtual import StoredExperts
     from expertcast.runtime.policies import Policies
+    from expertcast.runtime.simulation.link import StoredExperts
     from expertcast.runtime.simulation.machine import Case, Machine
     from expertcast.runtime.simulation.trace import SequenceSelection
     from expertcast.runtime.storage.layout import BlockLayout
@@ -215,7 +215,7 @@ class MachineOptions:
         if self.codec is None:
             return None
         from expertcast.runtime.config import pool_bytes
-        from expertcast.runtime.links.virtual import StoredExperts
+        from expertcast.runtime.simulation.link import StoredExperts
         from expertcast.runtime.storage.codecs import make_codec
 
         block_bytes, codec = layout.block_bytes, make_codec(self.codec, layout)

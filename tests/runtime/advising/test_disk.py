@@ -26,7 +26,7 @@ from expertcast.runtime.advising.disk import (
     stored_experts,
 )
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.links.virtual import StoredExperts
+from expertcast.runtime.simulation.link import StoredExperts
 from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import ExpertFile

@@ -24,12 +24,12 @@ from expertcast.runtime.engine import traced as traced_forecasts
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.engine.forecasting import RECALL, ForecastGovernor
-from expertcast.runtime.links.virtual import VirtualLink
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.settings import FORECASTS
 from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.simulation.link import VirtualLink
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from tests.families.models import tiny_model

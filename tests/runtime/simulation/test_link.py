@@ -9,8 +9,8 @@ import torch
 
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.links.virtual import StoredExperts, VirtualDisk, VirtualLink
 from expertcast.runtime.pools.states import State
+from expertcast.runtime.simulation.link import StoredExperts, VirtualDisk, VirtualLink
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 
