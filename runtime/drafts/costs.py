@@ -41,6 +41,14 @@ class Cycle:
     """Seconds of the exact pass, including its waiting."""
     waited_s: float = 0.0
     """Seconds that the exact pass waited for copies."""
+    needed: int = 0
+    """Number of experts that the layers of the exact pass needed."""
+    covered: int = 0
+    """Number of these that had a slot when their layer was reached, arrived or on their way."""
+    waited_bytes: int = 0
+    """Bytes of the others, whose copies began only then."""
+    matches: Sequence[int] = (0, 0, 0)
+    """:attr:`.prefetch.Schedule.matches`"""
     growth: tuple[int, ...] = ()
     """Number of new experts by position (:attr:`.prefetch.LookaheadBuffer.growth`); shorter than n without routing."""
     emitted: float = 1.0

@@ -239,7 +239,7 @@ class DraftedDecoding:
             logits = self._propose(draft, choice, cycle)
         cycle.growth = tuple(schedule.buffer.growth[: cycle.drafted])
         verified = perf_counter()
-        waited_s = self._residency.stats.waited_s
+        waited_s, before_verifying = self._residency.stats.waited_s, self._requests()
         if cycle.drafted:
             schedule.verify()
         logits_BNV = self._feed.run(begin, settled + cycle.drafted, cycle.drafted + 1)
@@ -252,10 +252,23 @@ class DraftedDecoding:
         end = perf_counter()
         cycle.verify_s, cycle.seconds = end - verified, end - start
         cycle.waited_s = self._residency.stats.waited_s - waited_s
+        cycle.needed, cycle.covered, misses = (
+            after - then for after, then in zip(self._requests(), before_verifying, strict=True)
+        )
+        cycle.waited_bytes, cycle.matches = misses * self._residency.pool.layout.block_bytes, schedule.matches
         rows = [row for row, length in enumerate(before) if length < sequences.most]
         cycle.emitted = sum(sequences.known[row] - before[row] for row in rows) / max(1, len(rows))
         self._governor.observe(cycle)
         self._tally.observe(cycle)
+
+    def _requests(self) -> tuple[int, int, int]:
+        """Return the requests, hits and misses of all layers so far."""
+        layers = self._residency.stats.layers
+        return (
+            sum(each.requests for each in layers),
+            sum(each.hits for each in layers),
+            sum(each.misses for each in layers),
+        )
 
     def _write(self, draft: PassDraft, choice: Choice, cycle: Cycle) -> Tensor | None:
         """Draft with passes of the model, one token per pass.

@@ -122,12 +122,14 @@ class Drafter:
     def report(self) -> Json:
         """Return the entry `drafts` of the run's report, or an empty dict before the first drafted generation.
 
-        It has the device memory of all drafts in bytes and :meth:`.governor.Governor.report` by number of sequences.
+        It has the device memory of all drafts in bytes, :meth:`.governor.Governor.report` by number of sequences, and
+        :meth:`.governor.DraftCount.as_dict` by draft since the offload began.
         """
         if not self.governors:
             return {}
         reports = {str(batch): governor.report() for batch, governor in self.governors.items()}
-        return {"drafts": {"memory_bytes": sum(self.memory.values()), "by_sequences": reports}}
+        counts = {name: count.as_dict() for name, count in self.tally.by_draft.items()}
+        return {"drafts": {"memory_bytes": sum(self.memory.values()), "by_sequences": reports, "by_draft": counts}}
 
     def reset(self) -> None:
         """Forget all measurements of the governors."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from expertcast.predictors.messages import Json
 from expertcast.runtime.drafts.costs import KEEP_SECONDS, Choice, Cycle, DraftModel, VerificationTimes
 from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer
 from expertcast.runtime.recording.learning import HOPE, OUTLIER, RunningMean, Trials
+from expertcast.runtime.recording.statistics import share
 
 _MIN_SECONDS = 1e-9
 
@@ -25,6 +26,34 @@ class DraftCount:
     """Number of drafted tokens that were verified, without those that were settled before."""
     accepted: int = 0
     """Number of drafted tokens that were accepted."""
+    needed: int = 0
+    """Number of experts that the layers of verifications needed."""
+    covered: int = 0
+    """Number of these that had a slot when their layer was reached, arrived or on their way."""
+    waited_bytes: int = 0
+    """Bytes of the others, whose copies began only then."""
+    matches: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """Routing of draft and verification: pairs of a position and a layer with the same experts in the same order, with
+    the same set, and all."""
+
+    def as_dict(self) -> Json:
+        """Return the counts with `acceptance`, `coverage` (covered / needed) and `accepted_per_waited_byte`.
+
+        `hard`, `soft` and `mismatch` are shares of the routing: the same experts in the same order, in another order,
+        and other experts (MoE-SpeQ). Shares of nothing are None.
+        """
+        hard, exact, pairs = self.matches
+        return {
+            "cycles": self.cycles,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance": share(self.accepted, self.drafted),
+            "coverage": share(self.covered, self.needed),
+            "accepted_per_waited_byte": share(self.accepted, self.waited_bytes),
+            "hard": share(hard, pairs),
+            "soft": share(exact - hard, pairs),
+            "mismatch": share(pairs - exact, pairs),
+        }
 
 
 class Tally:
@@ -39,6 +68,10 @@ class Tally:
             return
         count = self.by_draft.setdefault(cycle.draft, DraftCount())
         count.cycles += 1
+        count.needed += cycle.needed
+        count.covered += cycle.covered
+        count.waited_bytes += cycle.waited_bytes
+        count.matches = [a + b for a, b in zip(count.matches, cycle.matches, strict=True)]
         for known, kept in cycle.judged:
             count.drafted += cycle.drafted - known
             count.accepted += kept - known

@@ -20,6 +20,7 @@ import math
 from collections.abc import Container, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from expertcast.data.batch import RouterCall
 from expertcast.predictors.view import ModelShape
@@ -86,6 +87,11 @@ class LookaheadBuffer:
         return found
 
 
+def _ordered(call: RouterCall) -> Tensor:
+    """Return the chosen experts [T, K] by falling weight."""
+    return call.ids_TK.gather(1, call.weights_TK.argsort(dim=1, descending=True, stable=True))
+
+
 CONFIDENT = 0.5
 """Minimum combine weight of a confident entry, as a multiple of the mean weight 1 / K of its token."""
 _PRIMING, _GUIDED = 0.5, 1.0
@@ -107,6 +113,11 @@ class Schedule:
         self._layers, self._experts = shape.layers, shape.experts
         self.buffer = LookaheadBuffer(residency.pool.count)
         """Experts of the current cycle."""
+        self._drafted: list[list[Tensor]] = [[] for _ in range(shape.layers)]
+        """By layer: experts [B * columns, K] of each draft pass of the current cycle, by falling weight."""
+        self.matches = [0, 0, 0]
+        """Pairs of a position and a layer in this cycle: those where draft and exact pass choose the same experts in
+        the same order, the same set, and all."""
         self._confident: list[list[int]] = [[] for _ in range(shape.layers)]
         self._rest: list[list[int]] = [[] for _ in range(shape.layers)]
         self._nearest = shape.layers
@@ -125,6 +136,9 @@ class Schedule:
         """Start a cycle."""
         self.stop()
         self.buffer.clear()
+        self.matches = [0, 0, 0]
+        for drafted in self._drafted:
+            drafted.clear()
 
     def draft(self, position: int) -> None:
         """Start the draft pass that feeds a position (0: the first)."""
@@ -158,13 +172,29 @@ class Schedule:
 
     def routed(self, call: RouterCall) -> None:
         """Add the experts of a draft pass's layer to the buffer."""
+        if self.verifies:
+            self._compare(call)
         if self.position is None:
             return
+        self._drafted[call.layer].append(_ordered(call))
         if self._link.driver is None:
             self._put(self.position, call.layer, call.ids_TK.tolist(), call.weights_TK.tolist())
             self.load()
         else:
             self._waiting.append(call)
+
+    def _compare(self, call: RouterCall) -> None:
+        """Compare the exact pass with the draft at the positions that both ran, all but the last of each row."""
+        drafted, top_k = self._drafted[call.layer], call.ids_TK.shape[1]
+        rows = len(call.ids_TK) - sum(map(len, drafted))
+        if not drafted or rows <= 0:
+            return
+        drafted_BNK = torch.cat([each.view(rows, -1, top_k) for each in drafted], dim=1)
+        exact_BNK = _ordered(call).view(rows, -1, top_k)[:, :-1]
+        hard_BN = (drafted_BNK == exact_BNK).all(dim=2)
+        exact_set_BN = (drafted_BNK.sort(dim=2).values == exact_BNK.sort(dim=2).values).all(dim=2)
+        found = torch.stack([hard_BN.sum(), exact_set_BN.sum()]).tolist()
+        self.matches = [a + b for a, b in zip(self.matches, [*found, hard_BN.numel()], strict=True)]
 
     def reached(self, layer: int, keys: Sequence[int]) -> None:
         """Cancel loads of a layer that the exact pass has reached, except those of `keys`."""

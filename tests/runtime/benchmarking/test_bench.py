@@ -349,7 +349,12 @@ def test_memory_is_for_slots_and_draft_together(model: PreTrainedModel) -> None:
 def test_a_configuration_says_what_generate_drafts_with(model: PreTrainedModel) -> None:
     with expertcast.offload(model, slots=6, draft="resident") as offloaded:
         drafted = offloaded.generate(IDS, max_new_tokens=8, do_sample=False)
-        assert "resident" in offloaded.stats.as_dict()["drafts"]["by_sequences"]["1"]["drafts"]
+        report = offloaded.stats.as_dict()["drafts"]
+        assert "resident" in report["by_sequences"]["1"]["drafts"]
+        count = report["by_draft"]["resident"]
+        assert count["hard"] + count["soft"] + count["mismatch"] == pytest.approx(1)
+        assert 0 < count["hard"] < 1
+        assert 0 < count["coverage"] <= 1
         plain = offloaded.generate(IDS, max_new_tokens=8, do_sample=False, draft="none")
     assert torch.equal(drafted, plain)
     with pytest.raises(ExpertcastError, match="verified by the exact model"):

@@ -453,6 +453,13 @@ def test_the_tally_counts_by_draft() -> None:
         "int4": DraftCount(cycles=2, drafted=8 + 2, accepted=5 + 1),
         "resident": DraftCount(cycles=1, drafted=2, accepted=0),
     }
+    count = DraftCount()
+    assert set(count.as_dict().values()) == {0, None}
+    count = DraftCount(drafted=8, accepted=6, needed=40, covered=30, waited_bytes=120, matches=[5, 7, 10])
+    assert {name: value for name, value in count.as_dict().items() if isinstance(value, float)} == {
+        "acceptance": 0.75, "coverage": 0.75, "accepted_per_waited_byte": 0.05,
+        "hard": 0.5, "soft": 0.2, "mismatch": 0.3,
+    }  # fmt: skip
 
 
 def _cycle(draft: str | None, n: int, accepted: int = 0, growth: tuple[int, ...] = ()) -> Cycle:

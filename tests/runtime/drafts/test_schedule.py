@@ -38,9 +38,14 @@ def made(slots: int, link: ManualLink | None = None) -> tuple[Schedule, ExpertCa
 
 def route(schedule: Schedule, layer: int, ids: list[int], weights: list[float]) -> None:
     """One token's routing in a draft."""
+    routed(schedule, layer, [ids], [weights])
+
+
+def routed(schedule: Schedule, layer: int, ids: list[list[int]], weights: list[list[float]]) -> None:
+    """Routing of several tokens."""
     call = object.__new__(RouterCall)
     for name, value in (
-        ("layer", layer), ("ids_TK", torch.tensor([ids])), ("weights_TK", torch.tensor([weights])),
+        ("layer", layer), ("ids_TK", torch.tensor(ids)), ("weights_TK", torch.tensor(weights)),
     ):  # fmt: skip
         object.__setattr__(call, name, value)
     schedule.routed(call)
@@ -209,3 +214,21 @@ def test_what_is_loaded_ahead_does_not_miss(draft: str) -> None:
     assert torch.equal(found[True][0], found[False][0])
     assert found[True][1] < found[False][1]
     assert found[True][2] > found[False][2]
+
+
+def test_routing_of_draft_and_verification_is_compared() -> None:
+    """Two drafted tokens of two sequences; the last position runs in the verification only."""
+    schedule, _, _ = made(24)
+    schedule.begin()
+    for position, ids in enumerate(([[1, 2], [3, 4]], [[5, 6], [1, 2]])):
+        schedule.draft(position)
+        routed(schedule, 0, ids, [[0.6, 0.4]] * 2)
+        schedule.drafted()
+    schedule.verify()
+    exact = [[2, 1], [6, 5], [7, 0], [4, 3], [1, 3], [7, 0]]
+    weights = [[0.4, 0.6], [0.7, 0.3], [0.5, 0.5], [0.9, 0.1], [0.8, 0.2], [0.5, 0.5]]
+    routed(schedule, 0, exact, weights)
+    routed(schedule, 1, exact, weights)  # a layer that the draft left out
+    assert schedule.matches == [1, 3, 4]
+    schedule.begin()
+    assert schedule.matches == [0, 0, 0]
