@@ -27,7 +27,7 @@ TRACES, ESTIMATOR, FREE = "traces", "estimator", "quasi_hidden"
 STORE, CONFIG, DATA = "store", "config", "data"
 PACKED_STORE = "packed_store"
 QUANTISED = "gguf", "gguf_k", "gptq", "awq", "compressed", "fp8"
-"""Checkpoints whose experts stay packed. Their files have no digests."""
+"""Checkpoints whose experts stay packed, but for FP8. Their files have no digests."""
 ARTEFACTS = (TRACES, ESTIMATOR, FREE, STORE, CONFIG, DATA, PACKED_STORE, *QUANTISED)
 CONFIG_FILE = "offload.json"
 GGUF_FILE = "model.gguf"
@@ -113,7 +113,7 @@ def make_quantised(made: Path, seed: int) -> None:
     for name, (pack, settings) in packed.items():
         folder, _ = checkpoint(made / f"{name}.both", pack, sizes, **settings)
         Path(folder).rename(made / name)
-    fp8("qwen3_moe", made / "fp8", **sizes)  # FP8, and Q2_K below, are held as they are shipped
+    fp8("qwen3_moe", made / "fp8", **sizes)
     for name, kind, other, width in (("gguf", "Q4_0", "Q8_0", 64), ("gguf_k", "Q2_K", "Q4_K", 256)):
         (made / name).mkdir()
         model = tiny("qwen3_moe", hidden_size=width, moe_intermediate_size=width, vocab_size=260)
@@ -130,7 +130,8 @@ def _run_quantised(folder: Path, **options: Any) -> Any:
     from expertcast.runtime.loading import load_offloaded
 
     model = folder / GGUF_FILE if folder.name.startswith("gguf") else folder
-    with load_offloaded(model, device="cpu", dtype="bf16", experts="packed", slots=6, **options) as offloaded:
+    options["experts"] = "expanded" if folder.name == "fp8" else "packed"
+    with load_offloaded(model, device="cpu", dtype="bf16", slots=6, **options) as offloaded:
         written = offloaded.generate(
             torch.tensor([[5, 9, 2, 77, 31]]), attention_mask=torch.ones(1, 5, dtype=torch.long), max_new_tokens=2,
             do_sample=False, return_dict_in_generate=True, output_logits=True,

@@ -98,24 +98,6 @@ class ComputedTensor:
         return self.make(part)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """A tensor in memory, in place of one of a checkpoint."""
-
-    tensor: Tensor
-
-    def get_shape(self) -> list[int]:
-        """Return its sizes."""
-        return list(self.tensor.shape)
-
-    def get_dtype(self) -> str:
-        """Return its dtype as safetensors names it."""
-        return _NAMES[self.tensor.dtype]
-
-    def __getitem__(self, part: Part) -> Tensor:
-        return self.tensor[part]
-
-
 class _InMemory(threading.local):
     """Ranges of files that are in memory, by file name and first byte, for reads of the running thread."""
 
@@ -195,16 +177,6 @@ class FileTensor:
         return torch.frombuffer(read, dtype=torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class ShippedWeight:
-    """A quantised weight as its checkpoint ships it."""
-
-    tensors: Mapping[str, TensorFile]
-    """Tensors of the files that make up the weight, by name."""
-    join: Callable[[Mapping[str, TensorFile]], TensorFile]
-    """Makes the weight of such tensors."""
-
-
 Join: TypeAlias = Callable[[Mapping[str, TensorFile]], dict[str, TensorFile]]
 """Tensors of a checkpoint by name to its weights by name."""
 
@@ -231,24 +203,20 @@ class WeightFiles(ExitStack):
         self._stored, self._names, self._joiner = self.tensors, sorted(self.tensors), joiner
         self.tensors = joiner(self.tensors)
 
-    def shipped(self, name: str) -> ShippedWeight | None:
-        """Return the tensors of the files that make up a quantised weight; None for plain floats."""
-        if self._joiner is None:
-            return None
+    def quantised(self, name: str) -> bool:
+        """Return whether a weight is none of the files' tensors of plain floats."""
+        return self._joiner is not None and self.tensors[name] is not self._stored.get(name)
+
+    def stored(self, name: str) -> list[TensorFile]:
+        """Return the tensors of the files that make up a weight."""
+        if self._joiner is None or not self.quantised(name):
+            return [self.tensors[name]]
         stem = name.removesuffix(".weight")
         first = bisect_left(self._names, stem)
         near = itertools.takewhile(lambda each: each.startswith(stem), itertools.islice(self._names, first, None))
         found = {each: self._stored[each] for each in near if each[len(stem) :][:1] in ("", ".", "_")}
-        joiner, joined = self._joiner, self._joiner(found)
-        if joined[name] is found.get(name):
-            return None
-        own = {each: tensor for each, tensor in found.items() if joined.get(each) is not tensor}
-        return ShippedWeight(own, lambda tensors: joiner(tensors)[name])
-
-    def stored(self, name: str) -> list[TensorFile]:
-        """Return the tensors of the files that make up a weight."""
-        shipped = self.shipped(name)
-        return [self.tensors[name]] if shipped is None else list(shipped.tensors.values())
+        joined = self._joiner(found)
+        return [tensor for each, tensor in found.items() if joined.get(each) is not tensor]
 
     @property
     def dtype(self) -> torch.dtype:

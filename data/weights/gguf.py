@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -39,7 +39,7 @@ from expertcast.compat import (
 from expertcast.data import ggml
 from expertcast.data.packed_experts import Piece
 from expertcast.data.source import GGUF, Quantised, damaged
-from expertcast.data.weights.files import ComputedTensor, FileTensor, Part, ShippedWeight, TensorFile, WeightFiles
+from expertcast.data.weights.files import ComputedTensor, FileTensor, Part, TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError
 
 _UNMAPPED = {
@@ -76,11 +76,6 @@ class _Parameter:
     def weights(self, part: Part) -> Tensor:
         made = self.convert([self.read(tensor, part) for tensor in self.stored])
         return made if self.dtype is None else made.to(self.dtype)
-
-    def of(self, rows: Mapping[str, TensorFile]) -> TensorFile:
-        """Return the parameter that other rows of the same kinds make."""
-        stored = [replace(each, rows=rows[each.name]) for each in self.stored]
-        return ComputedTensor((), "F32", replace(self, stored=stored).weights)
 
     def pieces(self) -> tuple[Piece, ...] | None:
         """Return the types of the parameter's rows; None if they are not rows of the file."""
@@ -170,12 +165,8 @@ class GgufFile(WeightFiles):
         file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
         return {each.name: _Stored(each.name, _rows(file, each), each.tensor_type) for each in _tensors(path)}
 
-    def shipped(self, name: str) -> ShippedWeight | None:
-        """Return the tensors of the file that make up a parameter; None where one is plain floats."""
-        made = self._made[name]
-        if any(each.kind.name in _FLOATS for each in made.stored):
-            return None
-        return ShippedWeight({each.name: each.rows for each in made.stored}, made.of)
+    def quantised(self, name: str) -> bool:
+        return any(each.kind.name not in _FLOATS for each in self._made[name].stored)
 
     def _in_files(self) -> Iterator[FileTensor]:
         rows = (each.rows for made in self._made.values() for each in made.stored)

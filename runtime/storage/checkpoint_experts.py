@@ -218,7 +218,7 @@ class ExpertSources:
         """Whether the checkpoint has any quantised expert weight."""
         groups = [group for layer in range(len(self._modules)) for group in self.groups(layer)]
         names = [name for group in groups for own in group.sources.values() for name in own]
-        return any(group.mxfp4 for group in groups) or any(self._files.shipped(name) for name in names)
+        return any(group.mxfp4 for group in groups) or any(map(self._files.quantised, names))
 
     def local(self, layer: int) -> dict[str, str]:
         """Map the full names of one layer's parameters to their names in the experts module."""
