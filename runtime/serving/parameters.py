@@ -49,7 +49,8 @@ GREEDY_BELOW = 1e-5
 MOST_BIAS, MOST_BIASES = 100.0, 1024
 MOST_STOPS, MOST_STOP = 4, 128
 """Stop sequences of a request, and characters of each."""
-MOST_PROMPTS, MOST_TOOLS = 128, 128
+MOST_PROMPTS, MOST_TOOLS, MOST_MESSAGES = 128, 128, 4096
+"""Messages are bounded because a template may look at all of them for each."""
 MOST_BODY = 4 << 20
 """Bytes of a request."""
 _FORMAT = "text: structured output is not supported"
@@ -222,10 +223,15 @@ class Parameters(TypedDict, total=False):
         | Annotated[_Some[str | Annotated[list[int], Field(fail_fast=True)]], Field(max_length=MOST_PROMPTS)],
         f"a string, a list of tokens, or a list of up to {MOST_PROMPTS} of these",
     ]
-    messages: Annotated[_Some[_Message], 'a list of {"role": ..., "content": text}: only text is supported']
+    messages: Annotated[
+        _Some[_Message], Field(max_length=MOST_MESSAGES),
+        f'a list of up to {MOST_MESSAGES} {{"role": ..., "content": text}}: only text is supported',
+    ]  # fmt: skip
     input: Annotated[
-        str | _Some[_Part] | Annotated[_Some[_Item], AfterValidator(_begins_with_role)],
-        'a string or a list of {"role": ..., "content": text}: only text is supported',
+        str
+        | _Some[_Part]
+        | Annotated[_Some[_Item], Field(max_length=MOST_MESSAGES), AfterValidator(_begins_with_role)],
+        f'a string or a list of up to {MOST_MESSAGES} {{"role": ..., "content": text}}: only text is supported',
     ]
 
 

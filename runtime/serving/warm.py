@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
+from expertcast.data.models import check_token_ids
 from expertcast.data.trace_writer import write_user_file
 from expertcast.predictors.artefacts import CLOSED, SEAL, read_bytes, read_json, seal
 from expertcast.predictors.messages import ExpertcastError
@@ -172,6 +173,9 @@ def warm(offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, prompts:
 
     Returns:
         Number of tokens.
+
+    Raises:
+        ExpertcastError: a token has no embedding.
     """
     model = offloaded.model
     most = min(_MOST_TOKENS, getattr(model.config.get_text_config(), "max_position_embeddings", None) or _MOST_TOKENS)
@@ -179,6 +183,7 @@ def warm(offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, prompts:
     tokens = 0
     for prompt in prompts:
         ids_1T = tokenizer(prompt, return_tensors="pt")["input_ids"][:, :most].to(model.device)
+        check_token_ids(ids_1T, model.config, tokenizer)
         if ids_1T.shape[1]:
             with torch.inference_mode():
                 offloaded(input_ids=ids_1T, use_cache=False, **last)

@@ -92,6 +92,8 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((CHAT,), {"modalities": ["text", "audio"]}, "modalities"),
     ((CHAT,), {"functions": [{"name": "now"}]}, "functions=[{'name': 'now'}]"),
     ((CHAT,), {"messages": []}, "messages=[]"),
+    ((CHAT,), {"messages": [{"role": "user", "content": "a"}] * 4097}, "up to 4096"),
+    ((RESPONSES,), {"input": [{"role": "user", "content": "a"}] * 4097}, "up to 4096"),
     ((CHAT,), {"messages": "hello"}, "messages='hello'"),
     ((CHAT,), {"messages": [{"content": "a"}]}, "messages[0]={'content': 'a'}"),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
@@ -72,6 +73,16 @@ def test_prompts_run_with_early_attention(reference_tokenizer: Any, reference_tr
     with load_offloaded("reference", slots=192, predictor=predictor, forecasts="always") as offloaded:
         assert warm(offloaded, reference_tokenizer, ["In the beginning"]) > 0
         assert offloaded.pool.resident()
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks(reference_tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(reference_tokenizer)
+    tokenizer.add_tokens(["<|tool|>"])
+    with (
+        offload(tiny_model("qwen3_moe"), slots=12) as offloaded,
+        refused(r"token 4096 \(<\|tool\|>\) has no embedding"),
+    ):
+        warm(offloaded, tokenizer, ["Use <|tool|> now"])
 
 
 @pytest.mark.parametrize(
