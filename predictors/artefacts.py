@@ -107,15 +107,6 @@ def parse_json(data: bytes | str, schema: type[T], what: str, remedy: str) -> T:
     return parsed
 
 
-def check_values(values: Mapping[str, object], schema: type[T], what: str, remedy: str) -> T:
-    """Check JSON values like :func:`parse_json`, without a digest; lists become tuples where the schema has tuples."""
-    try:
-        checked: T = _adapter(schema).validate_json(json.dumps(values))
-    except ValidationError as error:
-        raise ExpertcastError(f"{what}: {_first(error)}; {remedy}") from None
-    return checked
-
-
 def seal(values: Mapping[str, object]) -> Json:
     """Return a copy of a JSON object with a `digest` of its fields."""
     return {**values, SEAL: _seal_of(values)}

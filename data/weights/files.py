@@ -40,17 +40,6 @@ _NUMBERS = ("BOOL", "I16", "U16", "I32", "U32", "I64", "U64")
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Return the torch dtype of safetensors' name.
-
-    Raises:
-        ExpertcastError: torch has none.
-    """
-    if (found := _DTYPES.get(name)) is None:
-        raise ExpertcastError(f"tensors of type {name!r} are not read")
-    return found
-
-
 _MOST_HEADER = 2**26
 """Bytes of a header that a fingerprint covers at most."""
 _SAMPLE, _MOST_SAMPLES, _AT_ONCE = 4096, 2**15, 512
