@@ -370,10 +370,11 @@ _POINTER = b"version https://git-lfs"
 
 
 def _starts(file: str | Path, octets: bytes) -> bool:
-    if not os.path.isfile(file):
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(len(octets)) == octets
+    except OSError:  # it is none, or may not be read
         return False
-    with open(file, "rb") as opened:
-        return opened.read(len(octets)) == octets
 
 
 def damaged(path: str | Path, error: Exception) -> ExpertcastError:
