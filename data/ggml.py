@@ -138,7 +138,7 @@ class _Library:
     def __init__(self) -> None:
         folder = _folder()
         try:
-            base = ctypes.CDLL(str(_file(folder, "ggml-base")), mode=ctypes.RTLD_GLOBAL)
+            base = ctypes.CDLL(str(_file(folder, "ggml-base")))  # first, since the other needs it
             cpu = ctypes.CDLL(str(_file(folder, "ggml-cpu")))
             for library, declared in ((base, _BASE), (cpu, _CPU)):
                 for name, (result, *arguments) in declared.items():
@@ -203,21 +203,11 @@ def quantise(kind: str, weights: Tensor) -> Tensor:
     return blocks
 
 
-def dequantise(kind: str, blocks: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the numbers of rows of blocks, contiguous uint8 [..., row bytes] on the CPU, as float32 [..., I].
-
-    Args:
-        kind: a name of `TYPES`.
-        blocks: the rows.
-        out: contiguous memory of the result; None: new memory.
-    """
+def dequantise(kind: str, blocks: Tensor) -> Tensor:
+    """Return the numbers of rows of blocks, contiguous uint8 [..., row bytes] on the CPU, as float32 [..., I]."""
     own = TYPES[kind]
     assert blocks.is_contiguous()
-    shape = (*blocks.shape[:-1], blocks.shape[-1] // own.nbytes * own.elements)
-    if out is None:
-        out = torch.empty(shape, dtype=torch.float32)
-    assert out.shape == shape
-    assert out.is_contiguous()
+    out = torch.empty(*blocks.shape[:-1], blocks.shape[-1] // own.nbytes * own.elements, dtype=torch.float32)
     if kind == "F32":
         out.copy_(blocks.view(torch.float32))
     elif out.numel():
@@ -370,7 +360,7 @@ class _Thread(threading.local):
             for name, nbytes in sizes.items():
                 if name not in self.memory or self.memory[name].numel() < nbytes:
                     self.graphs.clear()  # they refer to the former memory
-                    self.memory[name] = torch.empty(max(2 * nbytes, 1 << 16), dtype=torch.uint8)
+                    self.memory[name] = torch.empty(max(nbytes * 5 // 4, 1 << 20), dtype=torch.uint8)
             return [self.memory[name][: sizes[name]].view(dtype).view(shape) for name, shape, dtype in needed]
 
 
