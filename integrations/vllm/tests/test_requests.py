@@ -135,7 +135,7 @@ def test_requests_are_cut_and_one_that_ended_is_a_document(tmp_path: Path) -> No
 
 def test_what_has_begun_is_collected_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for three requests of eight tokens, and four at once: the fourth is skipped, none is cut."""
-    rows = SHAPE.layers * (2 * 4 + 4 * SHAPE.experts) + 8
+    rows = SHAPE.layers * (2 * 4 + 4 * SHAPE.experts) + 12
     monkeypatch.setattr(observer, "MOST_BYTES", 3 * 8 * rows + 7)
     steps = [[(str(name), place, 2) for name in range(1, 5)] for place in range(0, 8, 2)]
     assert collected(tmp_path / "t", steps, window=8) == [ids(name, *range(8)) for name in (1, 2, 3)]

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from expertcast_vllm.step import SPLIT_AT, Step, check_config, groups, running_step, without_padding
+from expertcast_vllm.step import SPLIT_AT, Step, check_config, groups, running_step
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from expertcast.predictors.messages import ExpertcastError
 
 
-def during(metadata: dict[str, Any] | None, padding: torch.Tensor | None = None) -> Any:
-    context = ForwardContext(no_compile_layers={}, attn_metadata=metadata, slot_mapping={}, is_padding=padding)  # type: ignore[arg-type]
+def during(metadata: dict[str, Any] | None) -> Any:
+    context = ForwardContext(no_compile_layers={}, attn_metadata=metadata, slot_mapping={})  # type: ignore[arg-type]
     return override_forward_context(context)
 
 
@@ -58,14 +58,6 @@ def test_trial_runs_are_over_nobodys_tokens() -> None:
 def test_a_backend_that_says_nothing_is_refused() -> None:
     with during({"layer": SimpleNamespace(block_table=1)}), pytest.raises(ExpertcastError, match="SimpleNamespace"):
         running_step()
-
-
-def test_padding_is_the_first_row_again() -> None:
-    rows = torch.arange(8).view(4, 2)
-    with during({}, torch.tensor([False, False, True, True, True])):
-        assert without_padding(rows).tolist() == [[0, 1], [2, 3], [0, 1], [0, 1]]
-    with during({}):
-        assert without_padding(rows) is rows
 
 
 def test_each_token_is_in_one_group_whose_experts_fit() -> None:
