@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from expertcast_vllm import observer
+from expertcast_vllm import observer, offload
 from expertcast_vllm.observer import PreviousTokens, TrafficCollector
 from expertcast_vllm.step import Part, Requests
 
@@ -18,6 +18,7 @@ from expertcast.data.live import LiveOptions, LiveTraces
 from expertcast.data.trace_format import read_info
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
+from expertcast.runtime.recording.statistics import RunStatistics
 
 SHAPE = ModelShape(layers=2, experts=4, top_k=1, hidden=4)
 Run = tuple[str, int, int]
@@ -139,3 +140,14 @@ def test_what_has_begun_is_collected_to_its_end(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(observer, "MOST_BYTES", 3 * 8 * rows + 7)
     steps = [[(str(name), place, 2) for name in range(1, 5)] for place in range(0, 8, 2)]
     assert collected(tmp_path / "t", steps, window=8) == [ids(name, *range(8)) for name in (1, 2, 3)]
+
+
+def test_a_run_without_requests_has_no_hit_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = list[str]()
+    monkeypatch.setattr(offload.logger, "info", lambda line, *values: lines.append(line % values))
+    statistics = RunStatistics(2)
+    offload._sum_up(statistics)
+    statistics.total.requests = statistics.layers[0].requests = 4
+    statistics.total.hits = statistics.layers[0].hits = 1
+    offload._sum_up(statistics)
+    assert ["none of them" in lines[0], "25.0% of them" in lines[1]] == [True, True]
