@@ -147,6 +147,12 @@ def torch_dtype(name: str) -> torch.dtype | None:
     return names[name]
 
 
+def native_dtype() -> torch.dtype:
+    """Return bf16 if a GPU is there or the processor multiplies in it, else float32."""
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # type: ignore[no-untyped-call]
+    return torch.bfloat16 if native or torch.cuda.is_available() else torch.float32
+
+
 def torch_device(device: str | torch.device | None) -> torch.device:
     """Return a device with its index; default: the current CUDA device if there is one, else the CPU.
 
@@ -178,3 +184,10 @@ def free_memory(device: torch.device) -> int | None:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     return available_memory() if device.type == "cpu" else None
+
+
+def process_memory(device: torch.device) -> int:
+    """Return the bytes that this process has on a device; 0 if the system does not report it."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return 1024 * _fields(Path("/proc/self/status")).get("VmRSS:", 0)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, InstanceOf, JsonValue
@@ -110,9 +111,9 @@ STORES = ("memory", "disk")
 _ON_DISK = ("disk", "checkpoint")
 """Names of stores whose experts are in files."""
 MOST_REFIT_MS = 1000.0
-EXPANDED, PACKED = "expanded", "packed"
+EXPANDED, PACKED, BY_FORM = "expanded", "packed", "auto"
 EXPERTS_BITS = {"int8": 8, "int4": 4}
-EXPERTS = (EXPANDED, PACKED, *EXPERTS_BITS, "auto")
+EXPERTS = (BY_FORM, EXPANDED, PACKED, *EXPERTS_BITS)
 LINKS = ("auto", "instant", "emulated", "disk", "cuda")
 
 
@@ -140,10 +141,13 @@ class OffloadConfig:
     mode: str = "exact"
     """exact: forecasts only prefetch experts; speculate: layers execute them; hybrid: some layers do."""
     slots: int | None = None
-    """Number of slots (default: a quarter of all experts; without a cache, those of a token at three layers)."""
+    """Number of slots (default: as many as fit `memory`; `offload` of a model in memory: a quarter of all experts;
+    without a cache: those of a token at three layers)."""
     memory: str | int | None = None
-    """Device memory for experts instead of slots: bytes, or text such as 2GB. It includes buffers that decoding on the
-    CPU needs."""
+    """Memory of the whole process on the device that computes: bytes, or text such as 8GB. Experts get what all else
+    leaves (default: the memory that is free, less a reserve)."""
+    context: Annotated[int, Field(ge=1)] = 4096
+    """Longest sequence in tokens, for whose keys, values and activations memory is reserved."""
     cache: bool = True
     """Keep experts until their slot is needed; false frees a slot as soon as its layer has run."""
     bandwidth: float | None = None
@@ -183,15 +187,16 @@ class OffloadConfig:
     refit: Annotated[float, Field(ge=0, le=MOST_REFIT_MS)] = 0.0
     """Milliseconds per token for refitting the predictor to the running text; 0: no refit."""
     store: str | ExpertStore = "memory"
-    """Storage of the experts: memory (page-locked for CUDA, within a budget), or disk (a file)."""
+    """Storage of the experts: memory (page-locked for CUDA, within a budget; if they do not fit, `load_offloaded` reads
+    them from the checkpoint's own files), or disk (a file)."""
     store_folder: str | Path | None = None
     """With disk, the folder of the file, one per model (default: a temporary file)."""
     in_place: bool = False
     """With disk, read the experts from the checkpoint's own files instead of a second copy; forms that are not
     those of memory are converted after each read. Also without it if the disk has no room for the copy."""
-    experts: str = EXPANDED
-    """Form of the experts: expanded (the model's dtype); packed (the blocks of a quantised checkpoint, by ggml);
-    int4 or int8 (rounded); auto (on the CPU packed if ggml has the checkpoint's form, else expanded)."""
+    experts: str = BY_FORM
+    """Form of the experts: auto (on the CPU packed if ggml has the checkpoint's form, else expanded); expanded (the
+    model's dtype); packed (the blocks of a quantised checkpoint, by ggml); int4 or int8 (rounded)."""
     codec: str | None = None
     """With disk, compression of the experts: raw, bitsplit (bf16 without loss, two thirds of the bytes), or mxfp4 and
     fp8 (codes of a checkpoint in that form) (default: that of store_folder, else raw)."""
@@ -233,7 +238,7 @@ class OffloadConfig:
                 raise ExpertcastError(
                     f"codec={self.codec!r} needs store='disk' (--store-folder): give that too, or leave the codec out"
                 )
-        if self.experts != EXPANDED:
+        if self.experts not in (EXPANDED, BY_FORM):
             self._check_packed()
         if self.reach is not None and self.reach < self.ahead:
             raise ExpertcastError(f"reach={self.reach} is nearer than ahead={self.ahead}: give a larger one, or none")
@@ -242,7 +247,7 @@ class OffloadConfig:
             raise ExpertcastError(f"router_free runs no routers, and {with_what} needs them: give one of the two")
         if pool_bytes(self.pools):
             self._check_pools()
-        check_draft(self.draft, packed=self.experts not in (EXPANDED, "auto"))
+        check_draft(self.draft, packed=self.experts not in (EXPANDED, BY_FORM))
         if self.draft != NONE and (self.mode != "exact" or self.resolved_policies().lossy):
             raise ExpertcastError(
                 f"draft={self.draft!r} is verified by the exact model: leave mode and lossy policies out"
@@ -268,7 +273,7 @@ class OffloadConfig:
         if self.codec not in (None, "raw"):
             raise ExpertcastError(f"codec {self.codec!r} does not store experts={self.experts!r}: leave the codec out")
         miss = self.resolved_policies().miss
-        if self.experts != "auto" and keeps_copies(miss):
+        if keeps_copies(miss):
             raise ExpertcastError(
                 f"miss {miss.name!r} keeps copies in fewer bits, no smaller than experts={self.experts!r}: choose "
                 "another policy"
@@ -353,6 +358,12 @@ class OffloadConfig:
         if self.codec is None and self.store_folder is not None:
             return packed_codec(Path(self.store_folder)) or "raw"
         return self.codec or "raw"
+
+    def resolved_experts(self) -> str:
+        """Return `experts`; expanded for `auto` beside a codec, and beside copies of experts in fewer bits."""
+        copies = self.draft in QUANTISED or keeps_copies(self.resolved_policies().miss)
+        expanded = self.experts == BY_FORM and (copies or self.resolved_codec() != "raw")
+        return EXPANDED if expanded else self.experts
 
     def resolved_policies(self) -> Policies:
         """Return the policies, those of a preset, or the default ones.
@@ -471,41 +482,58 @@ def pack_experts(view: MoEView, form: str, device: str = "cpu") -> None:
 
 
 def draft_bytes(config: OffloadConfig, view: MoEView) -> int:
-    """Return the bytes of `memory` that the configured draft needs; 0 without `memory`."""
-    if config.memory is None or config.draft not in QUANTISED:
+    """Return the bytes that the configured draft needs on the device."""
+    if config.draft not in QUANTISED:
         return 0
     from expertcast.runtime.drafts.quantised import expected_bytes
 
     return expected_bytes(view, config.draft)
 
 
-def slots_for(config: OffloadConfig, store: ExpertStore, drafts: int = 0) -> int:
-    """Return the number of slots by `slots`, `memory`, or else `cache` and `overfetch`; at most one per expert.
+def memory_beside(config: OffloadConfig, store: ExpertStore, beside: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes beside the slots, each with its name: `beside`, decoding and pools."""
+    own = {"decoding": _decoding_bytes(store), f"pools={config.pools!r}": sum(pool_bytes(config.pools).values())}
+    return {name: nbytes for name, nbytes in {**beside, **own}.items() if nbytes}
+
+
+def listed(parts: Mapping[str, int]) -> str:
+    """Return named numbers of bytes in words."""
+    return ", ".join(f"{nbytes} bytes for {name}" for name, nbytes in parts.items() if nbytes)
+
+
+def slots_for(
+    config: OffloadConfig, store: ExpertStore, beside: Mapping[str, int] = MappingProxyType({}), room: int | None = None
+) -> int:
+    """Return the number of slots by `slots`, `memory`, `room`, or else `cache` and `overfetch`; at most one per expert.
 
     Args:
         config: the options.
-        store: holds the experts; threads that decode for it on the CPU work in a part of `memory`.
-        drafts: bytes of `memory` that drafts need.
+        store: holds the experts; threads that decode for it on the CPU work in a part of the memory.
+        beside: bytes of the memory for other uses, each with its name.
+        room: memory without `slots` and `memory`; None: a quarter of the experts.
 
     Raises:
-        ExpertcastError: too few slots for one token.
+        ExpertcastError: too few slots for one token; names the smallest number of bytes that would do.
     """
     slots, top_k, everything = config.slots, store.top_k, store.layers * store.experts
-    if config.memory is not None:
-        block_bytes, decoding = store.layout.block_bytes, _decoding_bytes(store)
-        pools = sum(pool_bytes(config.pools).values())
-        slots = (size_bytes(config.memory) - drafts - decoding - pools) // block_bytes
+    budget = room if config.memory is None else size_bytes(config.memory)
+    # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
+    least = top_k + 2 * overfetched(config.overfetch, top_k, store.experts)
+    if slots is None and budget is not None:
+        block_bytes, parts = store.layout.block_bytes, memory_beside(config, store, beside)
+        slots = (budget - sum(parts.values())) // block_bytes
         if slots < top_k:
-            beside = f" beside pools={config.pools!r}" if config.pools else ""
-            beside += f" beside {drafts} bytes for draft={config.draft!r}" if drafts else ""
-            beside += f" beside {decoding} bytes for decoding" if decoding else ""
-            raise ExpertcastError(
-                f"memory={config.memory!r} holds {max(0, slots)} experts of {block_bytes} bytes{beside}, one token "
-                f"needs {top_k}: give {top_k * block_bytes} bytes or more{beside}"
+            given = (
+                f"{budget} bytes of free memory hold" if config.memory is None else f"memory={config.memory!r} holds"
             )
+            words = f" beside {listed(parts)}" if parts else ""
+            raise ExpertcastError(
+                f"{given} {max(0, slots)} experts of {block_bytes} bytes{words}; one token "
+                f"needs {top_k}: give {sum(parts.values()) + top_k * block_bytes} bytes or more"
+            )
+        if config.memory is None and not config.cache:
+            slots = min(slots, least)
     elif slots is None:
-        # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
-        least = top_k + 2 * overfetched(config.overfetch, top_k, store.experts)
         slots = max(least, everything // 4) if config.cache else least
     if slots < top_k:
         raise ExpertcastError(
@@ -605,9 +633,9 @@ def make_store(
 
     folder, codec = config.store_folder, config.resolved_codec()
     store = DiskStore(form, folder, codec=codec, device=device, fingerprint=fingerprint)
-    expanded = config.codec is None and codec == "raw" and config.experts == EXPANDED
+    unnamed = config.codec is None and codec == "raw"
     halves = all(field.dtype.itemsize == 2 for field in form.layout.fields)  # as bitsplit needs
-    if expanded and halves and folder is not None and not store.holds(0):
+    if unnamed and halves and folder is not None and not store.holds(0):
         size = format_bytes(store.nbytes)
         warnings.warn(
             f"codec 'raw' writes {size} of experts to {str(folder)!r}: another codec (--codec bitsplit) writes less",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,18 @@ from torch import Tensor, nn
 from transformers import Mxfp4Config, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
-from expertcast.data.machine import available_memory, torch_device, torch_dtype
+from expertcast.data.machine import torch_device, torch_dtype
 from expertcast.data.models import form_of, meta_model, model_of, one_line, open_weights, put_adapter
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import Forms, check_device, form_for, make_packed, matrices
+from expertcast.data.packed_experts import BlockForm, Forms, check_device, form_for, make_packed, matrices
 from expertcast.data.packed_linear import linear_forms, pack_linears
 from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, draft_bytes, make_store, slots_for
+from expertcast.runtime.config import BY_FORM, EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, make_store
 from expertcast.runtime.offloading import OffloadedModel, offload
+from expertcast.runtime.plan import Plan, context_bytes, fits_memory
 from expertcast.runtime.recording.recorder import Observer, check_observers
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources, Shipped, ShippedExperts
 from expertcast.runtime.storage.disk_store import DiskStore
@@ -45,6 +46,7 @@ def load_offloaded(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     observers: Sequence[Observer] = (),
+    on_plan: Callable[[str], None] | None = None,
     **fields: object,
 ) -> OffloadedModel:
     """Load a model into its offloaded form without ever holding it whole.
@@ -58,8 +60,12 @@ def load_offloaded(
             and `codec="fp8"` or `"mxfp4"` experts are dequantised after their transfer, with `experts="packed"` never:
             ggml multiplies by their blocks, and by those of the linear layers beside them.
         device: the device that computes. None: the CUDA device if there is one, else the CPU.
-        dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None or `auto`: the dtype of the model's configuration.
-        config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts stay in
+        dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None or `auto`: the dtype of the model's configuration,
+            or for a quantised GGUF file bf16 where the processor multiplies in it, else float32.
+        on_plan: called with a line about memory, slots and reads before any weight is loaded.
+        config, observers, fields: as for :func:`expertcast.offload`. Without `slots` and `memory` experts take the free
+            memory, less a reserve. Experts that do not fit into memory are read from the checkpoint's own files. With
+            `store="disk"` the packed experts stay in
             `store_folder`, and a later load of the same files reuses them. `fields` also takes options of
             `from_pretrained` on files and model: `revision`, `subfolder`, `token`, `cache_dir`, `local_files_only`,
             `trust_remote_code`, `gguf_file`, `attn_implementation` and others.
@@ -74,7 +80,7 @@ def load_offloaded(
 
     Example:
         >>> import expertcast
-        >>> with expertcast.load_offloaded("reference", memory="20MB", dtype="bf16") as offloaded:
+        >>> with expertcast.load_offloaded("reference", memory="20GB", dtype="bf16") as offloaded:
         ...     offloaded.model.dtype
         torch.bfloat16
     """
@@ -95,13 +101,16 @@ def load_offloaded(
         dequantizer = mxfp4_dequantizer(form.settings) if form and mxfp4 else None
         with one_line(source.name):
             sources = ExpertSources(skeleton, view, files, dequantizer)
-            forms = packed_forms(config.experts, sources, view, target.type)
+            forms = packed_forms(config.resolved_experts(), sources, view, target.type)
         shipped = _as_shipped(config, sources, len(view), form, source.name)
         if shipped is not None and form is not None and config.codec == form.codec:
             config = replace(config, codec=shipped.codec)
         linear = _linear_weights(sources, files) if target.type == "cpu" else {}
-        others = {name: each for name, each in skeleton.named_parameters() if name not in sources.parameters | linear}
-        held = sum(each.nbytes for each in others.values())
+        with one_line(source.name):
+            linears = linear_forms(skeleton, view, linear)
+        beside = _other_weights(skeleton, sources, linears) | context_bytes(
+            config, skeleton.config, view, skeleton.dtype
+        )
         for layer, layer_forms in zip(view, forms, strict=True):
             make_packed(layer.experts, layer.num_experts, layer_forms)
         known = files.fingerprint() if config.store_folder is not None else ""
@@ -114,14 +123,23 @@ def load_offloaded(
         made = make_store(config, experts_form, target, fingerprint)
         reader = _Reader(sources, len(view), source.name, shipped)
         try:
+            if made.name == "memory" and not fits_memory(config, made, beside):
+                made = _in_place(made, config, sources, source.name)
             made.source = reader
             if isinstance(made, DiskStore):
                 _choose_file(made, config, sources, source.name)
                 made.shipped = None if shipped is None else reader.shipped
-            config = replace(config, store=made, store_folder=None, in_place=False, codec="raw", experts=EXPANDED)
-            slots = slots_for(config, made, draft_bytes(config, view)) if target.type == "cpu" else 0
-            _check_memory(source.name, made, slots, held)
-            model = _load_others(skeleton, sources, files, source, linear, view).to(target)
+            plan = Plan.of(
+                config, made, beside, name=source.name, form=f"{_words(forms)}, computed in {skeleton.dtype}",
+                loading=0 if made.holds(0) else made.layer_nbytes,
+            )  # fmt: skip
+            if on_plan is not None:
+                on_plan(str(plan))
+            config = replace(
+                config, store=made, store_folder=None, in_place=False, codec="raw", experts=EXPANDED, slots=plan.slots,
+                memory=None,
+            )  # fmt: skip
+            model = _load_others(skeleton, sources, files, source, linear, linears).to(target)
             # experts on the meta device: the store replaces them, and a closed model keeps them
             metas = {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()}
             _replace(model, metas)
@@ -180,6 +198,8 @@ def _choose_file(store: DiskStore, config: OffloadConfig, sources: ExpertSources
         ExpertcastError: the experts cannot be read in place.
     """
     full = ""
+    if store.in_place is not None:
+        return
     if not config.in_place:
         if store.holds(0):
             return
@@ -204,7 +224,7 @@ def _choose_file(store: DiskStore, config: OffloadConfig, sources: ExpertSources
 
 def _load_others(
     skeleton: PreTrainedModel, sources: ExpertSources, files: WeightFiles, source: ModelSource,
-    linear: Mapping[str, TensorFile], view: MoEView,
+    linear: Mapping[str, TensorFile], forms: Mapping[str, BlockForm],
 ) -> PreTrainedModel:  # fmt: skip
     """Load everything but the experts to the CPU by transformers' own loading, and then the packed linear layers.
 
@@ -214,10 +234,8 @@ def _load_others(
     Args:
         skeleton, sources, files, source: the model without weights, and where its weights are.
         linear: weights of linear layers that may stay packed, by full name.
-        view: the model's MoE layers.
+        forms: forms of those that do, by the module's name.
     """
-    with one_line(source.name):
-        forms = linear_forms(skeleton, view, linear)
     state: dict[str, Tensor | TensorFile] = {other: files.tensors[other] for other in sources.others}
     absent = dict(sources.parameters)
     absent |= {sources.unconverted[f"{name}.weight"]: skeleton.get_parameter(f"{name}.weight") for name in forms}
@@ -254,7 +272,7 @@ def packed_forms(experts: str, sources: ExpertSources, view: MoEView, device: st
     Raises:
         ExpertcastError: `packed`, and the checkpoint has plain floats or a form that cannot be packed.
     """
-    if experts == PACKED or (experts == "auto" and device == "cpu"):
+    if experts == PACKED or (experts == BY_FORM and device == "cpu"):
         try:
             forms = sources.forms()
             for form in {form for own in forms for form in own.values()}:
@@ -294,29 +312,33 @@ def _as_shipped(
     return None
 
 
-def _check_memory(name: str, store: ExpertStore, slots: int, others: int) -> None:
-    """Refuse a model before its weights are loaded if what will be held exceeds the memory of this process.
+def _other_weights(
+    skeleton: PreTrainedModel, sources: ExpertSources, linears: Mapping[str, BlockForm]
+) -> dict[str, int]:
+    packed = {f"{name}.weight" for name in linears} | sources.parameters.keys()
+    others = sum(each.nbytes for name, each in skeleton.named_parameters() if name not in packed)
+    return {"weights beside the experts": others + sum(form.nbytes for form in linears.values())}
 
-    Args:
-        name: name of the model.
-        store: store to fill.
-        slots: slots in host memory.
-        others: bytes of the weights beside the experts.
 
-    Raises:
-        ExpertcastError: names the parts, and the smallest number of bytes that would do.
+def _words(forms: Sequence[Forms]) -> str:
+    found = dict.fromkeys(str(form) for own in forms for form in own.values())
+    return f"packed as {', '.join(found)}" if found else EXPANDED
+
+
+def _in_place(memory: ExpertStore, config: OffloadConfig, sources: ExpertSources, name: str) -> ExpertStore:
+    """Return a store of the checkpoint's own files, for experts that do not fit into memory.
+
+    The store in memory is returned if another option needs it, or if the experts cannot be read in place.
     """
-    available = available_memory()
-    experts, block = store.nbytes if store.name == "memory" else 0, store.layout.block_bytes
-    layer = 0 if store.holds(0) else store.layer_nbytes  # of a file to write, before there are slots
-    needed = others + experts + max(slots * block, 0 if experts else layer)
-    if available is None or needed <= available:
-        return
-    room, least = (available - others - experts) // block, others + max(store.top_k * block, layer)
-    remedy = f"store='disk' (--store-folder) takes {least} bytes or more" if experts else f"it takes {least} or more"
-    if room >= store.top_k and (experts or available >= least):
-        remedy = f"give slots={room} or fewer"
-    raise ExpertcastError(
-        f"{name!r} needs {needed} bytes of host memory ({others} beside the experts, {experts} for the experts, "
-        f"{slots * block} for {slots} slots) and {available} are available: {remedy}"
-    )
+    if config.store != "memory" or config.link != "auto" or config.latency:
+        return memory
+    form = ExpertsForm(shape=memory.shape, layout=memory.layout, model_id=name)
+    disk = replace(config, store="disk", in_place=True)
+    made = make_store(disk, form, memory.device, "")
+    assert isinstance(made, DiskStore)
+    try:
+        _choose_file(made, disk, sources, name)
+    except ExpertcastError as error:
+        warnings.warn(f"experts stay in memory: {error}", stacklevel=3)
+        return memory
+    return made

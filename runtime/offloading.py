@@ -25,7 +25,6 @@ from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.config import (
     EXPERTS_BITS,
     OffloadConfig,
-    draft_bytes,
     make_link,
     make_store,
     pack_experts,
@@ -39,11 +38,12 @@ from expertcast.runtime.engine.front import in_use, refuse_offloaded, refuse_sha
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.forecasters import Forecasters, make_forecasters
 from expertcast.runtime.links.base import Link
+from expertcast.runtime.plan import context_bytes, parts_beside
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.policies.eviction import Eviction, PoolEviction
 from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.recording.recorder import Observer, Observers, check_observers
-from expertcast.runtime.storage.layout import ExpertsForm, device_of
+from expertcast.runtime.storage.layout import ExpertsForm, device_of, expert_parameters
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -389,7 +389,13 @@ def offload(
     for line in remarks(config):
         warnings.warn(line, stacklevel=2)
     store = make_store(config, ExpertsForm.of(view), device)
-    slots = slots_for(config, store, draft_bytes(config, view))
+    beside: dict[str, int] = {}
+    if config.memory is not None:
+        freed = sum(
+            part.nbytes for layer in view for part in expert_parameters(layer.experts, layer.num_experts).values()
+        )
+        beside = parts_beside(config, store, context_bytes(config, model.config, view, model.dtype), freed)
+    slots = slots_for(config, store, beside)
     return OffloadedModel(
         model,
         config,

@@ -37,6 +37,7 @@ from expertcast.compat import (
     rename_source_key,
 )
 from expertcast.data import ggml
+from expertcast.data.machine import native_dtype
 from expertcast.data.packed_experts import Piece
 from expertcast.data.source import GGUF, Quantised, damaged
 from expertcast.data.weights.files import ComputedTensor, FileTensor, Part, TensorFile, WeightFiles
@@ -282,7 +283,13 @@ def gguf_form(paths: list[str], name: str) -> Quantised:
 
 
 def complete_config(config: PretrainedConfig, paths: list[str]) -> None:
-    """Complete the configuration that transformers makes of a GGUF file, or of its first part."""
+    """Complete the configuration that transformers makes of a GGUF file, or of its first part.
+
+    Quantised files have no dtype of their own: bf16 is faster where the processor multiplies in it, and takes half the
+    memory.
+    """
+    if config.dtype is None and {tensor.tensor_type.name for tensor in _tensors(paths[0])} - _FLOATS.keys():
+        config.dtype = native_dtype()
     metadata = _metadata(paths[0])
     for end, name in _UNMAPPED.items():
         size = metadata.get(f"{metadata['general.architecture']}.{end}")

@@ -38,7 +38,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_collect(where: str, tiny_folder: str, store_folder: str, tiny_traces: TraceDataset, tmp_path: Path) -> None:
     """From a packed folder, whose own codec is found, and from memory."""
     packed = sorted(Path(store_folder).iterdir())
-    given = ["--store-folder", store_folder, "--memory", "60kB"] if where == "disk" else ["--slots", "9"]
+    given = ["--store-folder", store_folder, "--slots", "9"] if where == "disk" else ["--slots", "9"]
     out = tmp_path / "traces"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "load_model", None)  # the whole model is never loaded
@@ -68,7 +68,7 @@ def test_eval(tiny_folder: str, store_folder: str, tiny_traces: TraceDataset, tm
     plain = ran(tmp_path, "", *command)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "load_model", None)
-        offloaded = ran(tmp_path, "", *command, "--store-folder", store_folder, "--memory", "50kB")
+        offloaded = ran(tmp_path, "", *command, "--store-folder", store_folder, "--memory", "20GB")
     assert offloaded["quality"] == plain["quality"]
     assert plain["quality"]["runs"]["speculate early_attention"]["kl"] > 0
 

@@ -89,7 +89,7 @@ def test_attention(trusted: str, tmp_path: Path) -> None:
         given: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": True, "device": "cpu"}
         made = (
             ModelOptions(**given), OffloadedOptions(slots=6, **given),
-            OffloadedOptions(memory="60kB", store_folder=str(tmp_path), **given),
+            OffloadedOptions(slots=9, store_folder=str(tmp_path), **given),
         )  # fmt: skip
         for options in made:
             model, _ = options.load(trusted)

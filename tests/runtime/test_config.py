@@ -54,6 +54,7 @@ def _field_values() -> dict[str, st.SearchStrategy[Any]]:
         "link": st.sampled_from(LINKS),
         "forecasts": st.sampled_from(FORECASTS),
         "ahead": st.integers(1, 2**63),
+        "context": st.integers(1, 2**63),
         "layers": st.none() | st.lists(_COUNT).map(tuple),
         "min_recall": st.floats(0, 1) | st.integers(0, 1),
         "true_weights": st.booleans(),

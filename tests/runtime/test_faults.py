@@ -693,7 +693,7 @@ def test_experts_function_outside_an_offload() -> None:
     ("arguments", "line"),
     [
         ({"slots": 3}, "slots=3 is fewer than the 4 experts one token needs: give slots=4"),
-        ({"memory": "100KB"}, "memory='100KB' holds 2 experts of 36864 bytes, one token needs 4: give 147456 bytes"),
+        ({"memory": "100KB"}, "memory='100KB' holds 0 experts of 36864 bytes beside "),
         ({"memory": "lots"}, "memory='lots' is no size"),
         ({"memory": "1GB", "slots": 8}, "slots or memory, not both"),
         ({"mode": "fast"}, "unknown mode 'fast': choose from exact, speculate, hybrid"),
@@ -703,7 +703,7 @@ def test_experts_function_outside_an_offload() -> None:
         ({"predictor": "quasi_hidden"}, "'quasi_hidden' must be trained"),
         ({"predictor": "oracle"}, "unknown predictor 'oracle'"),
         ({"predictor": "next_norm", "ahead": 2}, "layers ahead, not 2"),
-        ({"predictor": "next_norm", "overfetch": 0.5}, "overfetch='0.5': must be greater than or equal to 1"),
+        ({"predictor": "next_norm", "overfetch": 0.5}, "overfetch=0.5: give a number in"),
         ({"link": "telepathy"}, "unknown link 'telepathy'"),
         ({"link": "cuda"}, "link 'cuda' needs a model on CUDA"),
         ({"link": "instant", "bandwidth": 1e9}, "bandwidth"),
@@ -737,8 +737,8 @@ def test_defaults_and_memory(reference_model: PreTrainedModel) -> None:
         assert offloaded.pool.count == 12 * 64 // 4
     with offload(reference_model, cache=False, overfetch=1.5) as offloaded:
         assert offloaded.pool.count == 4 + 2 * 6
-    with offload(reference_model, memory="1MiB") as offloaded:
-        assert offloaded.pool.count == 2**20 // 36864
+    with offload(reference_model, memory="20GB") as offloaded:
+        assert offloaded.pool.count == 12 * 64
         assert isinstance(offloaded.link, InstantLink)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from expertcast.cli import main
+from expertcast.data import machine
 from expertcast.data.inspection import inspect_model
+from expertcast.data.machine import native_dtype
 from expertcast.data.models import form_of, load_config, load_model, load_tokenizer, meta_model, open_weights
+from expertcast.data.packed_experts import is_packed
 from expertcast.data.source import ModelSource
 from expertcast.data.weights.gguf import _header, _read_header
 from expertcast.predictors import ExpertcastError
@@ -54,13 +58,13 @@ def _by_transformers(path: Path, dtype: torch.dtype | None = None) -> PreTrained
     ],
 )
 def test_weights(family: str, kind: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """In float32 unless another dtype is named, as transformers; inspect says the same of it."""
+    """In the processor's dtype unless another one is named; inspect says the same of it."""
     path = tmp_path / "model.gguf"
     write(path, tiny(family), kind)
     resident = _by_transformers(path, dtype)
     store = "disk" if kind in ("Q4_0", "F16") else "memory"
-    with load_offloaded(path, device="cpu", dtype=dtype, slots=6, store=store) as offloaded:
-        assert offloaded.model.dtype == resident.dtype == (dtype or torch.float32)
+    with load_offloaded(path, device="cpu", dtype=dtype, slots=6, store=store, experts="expanded") as offloaded:
+        assert offloaded.model.dtype == resident.dtype == (dtype or native_dtype())
         same_weights(offloaded, resident)
         assert_same(greedy(offloaded, IDS, 4), greedy(resident, IDS, 4))
     loaded = dict(load_model(path).named_parameters())
@@ -78,8 +82,8 @@ def test_an_architecture_with_converters(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(path, tiny("qwen3_5_moe_text"), kind, "qwen35moe")
     resident = _by_transformers(path, None if kind == "Q8_0" else torch.float16)
-    with load_offloaded(path, device="cpu", slots=6) as offloaded:
-        assert offloaded.model.dtype == resident.dtype == (torch.float32 if kind == "Q8_0" else torch.float16)
+    with load_offloaded(path, device="cpu", slots=6, experts="expanded") as offloaded:
+        assert offloaded.model.dtype == resident.dtype == (native_dtype() if kind == "Q8_0" else torch.float16)
         same_weights(offloaded, resident)
 
 
@@ -107,7 +111,7 @@ def test_one_of_several_files_in_a_folder(tmp_path: Path) -> None:
     """`gguf_file` names it; the configuration and weights are its own."""
     write(tmp_path / "a.gguf", tiny("qwen3_moe"), "Q8_0")
     write(tmp_path / "b.gguf", tiny("qwen2_moe"), "Q8_0")
-    with load_offloaded(tmp_path, gguf_file="b.gguf", device="cpu", slots=6) as offloaded:
+    with load_offloaded(tmp_path, gguf_file="b.gguf", device="cpu", slots=6, experts="expanded") as offloaded:
         assert type(offloaded.model).__name__ == "Qwen2MoeForCausalLM"
         same_weights(offloaded, _by_transformers(tmp_path / "b.gguf"))
 
@@ -124,7 +128,7 @@ def test_experts_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
         return real(data, kind)
 
     monkeypatch.setattr(gguf, "dequantize", counted)
-    with load_offloaded(path, device="cpu", slots=6):
+    with load_offloaded(path, device="cpu", slots=6, experts="expanded"):
         pass
     assert max(sizes) == 1
     assert sum(sizes) == 2 * 8 * 3
@@ -222,3 +226,32 @@ def test_a_header_is_read_once_and_without_its_vocabulary(tmp_path: Path) -> Non
     for name, field in whole.fields.items():
         if len(field.data) <= 1024:
             assert short.fields[name].contents() == field.contents()
+
+
+def test_a_file_runs_without_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed, in the memory that is free, from its own blocks, with a plan that is said before any weight is read."""
+    path, plans = tmp_path / "model.gguf", list[str]()
+    write(path, tiny("qwen3_moe"), "Q4_0")
+    with load_offloaded(path, device="cpu", experts="expanded", on_plan=plans.append) as offloaded:
+        assert offloaded.pool.count == offloaded.store.layers * offloaded.store.experts
+    with load_offloaded(path, device="cpu", on_plan=plans.append) as offloaded:
+        expected, everything = greedy(offloaded, IDS, 4), offloaded.pool.count
+        assert offloaded.store.name == "memory"
+        assert is_packed(offloaded.view[0].experts)
+    monkeypatch.setattr(machine, "available_memory", lambda: 1000)
+    with pytest.raises(
+        ExpertcastError, match=r"1000 bytes of free memory hold 0 experts .* give \d+ bytes or"
+    ) as caught:
+        load_offloaded(path, device="cpu", on_plan=plans.append)
+    least = int(re.search(r"give (\d+)", str(caught.value))[1])  # type: ignore[index]
+    with pytest.raises(ExpertcastError, match=f"give {least} bytes or more"):
+        load_offloaded(path, device="cpu", on_plan=plans.append, memory=None, context=4096)
+    monkeypatch.setattr(machine, "available_memory", lambda: least)
+    with load_offloaded(path, device="cpu", on_plan=plans.append) as offloaded:
+        assert offloaded.store.name == "checkpoint"
+        assert offloaded.pool.count == offloaded.store.top_k < everything
+        assert_same(greedy(offloaded, IDS, 4), expected)
+    assert [path] == list(tmp_path.iterdir())
+    assert ["expanded" in plans[0], "packed as Q4_0, computed in" in plans[1]] == [True, True]
+    assert f"2 of {everything} in slots" in plans[2]
+    assert "in the checkpoint's own files; a token reads about" in plans[2]

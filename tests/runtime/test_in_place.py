@@ -48,7 +48,8 @@ CHECKPOINTS: dict[str, tuple[Made, dict[str, Any], bool]] = {
     "fp8, dequantised": (partial(fp8, "qwen3_moe"), {}, CONVERTED),
     "mxfp4, dequantised": (mxfp4, {}, CONVERTED),
     "gguf in fp16": (partial(gguf, "F16"), {"dtype": "fp16"}, PLAIN),
-    "gguf, dequantised": (partial(gguf, "Q4_0"), {"dtype": "bf16"}, CONVERTED),
+    "gguf": (partial(gguf, "Q4_0"), {}, PLAIN),
+    "gguf, dequantised": (partial(gguf, "Q4_0"), {"dtype": "bf16", "experts": "expanded"}, CONVERTED),
     "rounded": (partial(gguf, "F16"), {"dtype": "bf16", "experts": "int4"}, CONVERTED),
     **{
         f"packed {form}": (make, PACKED, CONVERTED if form.startswith(("mxfp4", "gptq")) else PLAIN)

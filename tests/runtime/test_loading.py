@@ -396,7 +396,7 @@ def test_more_experts_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before any weight is loaded, with the smallest number of bytes that would do."""
 
     def refusal(available: int, **fields: Any) -> str:
-        monkeypatch.setattr("expertcast.runtime.loading.available_memory", lambda: available)
+        monkeypatch.setattr("expertcast.data.machine.available_memory", lambda: available)
         with pytest.raises(ExpertcastError) as caught:
             load_offloaded(REFERENCE, device="cpu", **fields)
         return str(caught.value)
@@ -404,12 +404,12 @@ def test_more_experts_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr("expertcast.runtime.loading._load_others", None)
         line = refusal(1_000_000)
-        assert "28311552 for the experts, 7077888 for 192 slots) and 1000000 are available: store='disk'" in line
-        least = int(line.split()[-4])
-        assert f"it takes {least} or more" in refusal(least - 1, store="disk", slots=4)
-        other = least - 64 * 36864
-        assert f"({other} beside the experts, " in line
-        assert "give slots=100 or fewer" in refusal(other + 100 * 36864, store="disk")
-    monkeypatch.setattr("expertcast.runtime.loading.available_memory", lambda: least)
-    with load_offloaded(REFERENCE, device="cpu", store="disk", slots=8) as offloaded:
+        assert "1000000 bytes of free memory hold 0 experts of 36864 bytes beside " in line
+        least = int(re.findall(r"give (\d+) bytes or more", line)[0])
+        assert f"give {least} bytes or more" in refusal(least - 1)
+        assert f"it takes {least} or more" in refusal(least - 1, slots=4)
+        assert "give slots=103 or fewer" in refusal(least + 99 * 36864, slots=200)
+    monkeypatch.setattr("expertcast.data.machine.available_memory", lambda: least)
+    with load_offloaded(REFERENCE, device="cpu") as offloaded:
+        assert offloaded.store.name == "checkpoint"
         assert isinstance(offloaded, OffloadedModel)

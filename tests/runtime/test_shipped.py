@@ -157,7 +157,7 @@ def test_mxfp4(dtype: torch.dtype, tmp_path: Path) -> None:
     resident = mxfp4_resident(path, dtype)
     expected = greedy(resident, IDS, 4)
     for options in ({}, {"store": "disk", "codec": "raw"}, {"store": "disk", "codec": "mxfp4"}):
-        with load_offloaded(path, device="cpu", dtype=dtype, slots=6, **options) as offloaded:
+        with load_offloaded(path, device="cpu", dtype=dtype, slots=6, experts="expanded", **options) as offloaded:
             same_weights(offloaded, resident)
             assert_same(greedy(offloaded, IDS, 4), expected)
     assert isinstance(offloaded.store, DiskStore)
@@ -353,5 +353,5 @@ def test_one_verdict_on_what_is(make: Callable[[Path], str], form: str, tmp_path
     assert (report.supported, report.shipped) == (True, form)
     assert report.dtype == (f"{form}, computed in bfloat16" if form else "bfloat16")
     assert report.loaded.startswith("dequantised while loading; " if form else "unchanged")
-    with load_offloaded(path, device="cpu", slots=6) as offloaded:
+    with load_offloaded(path, device="cpu", slots=6, experts="expanded") as offloaded:
         assert offloaded.store.layout.block_bytes >= report.expert_bytes

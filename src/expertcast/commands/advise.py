@@ -300,18 +300,25 @@ def _run_for_disk(
 
     The function loads from the store if there is one, and otherwise offloads the loaded model or shape.
     """
+    from expertcast.runtime.config import size_bytes, slots_for
     from expertcast.runtime.loading import load_offloaded
     from expertcast.runtime.offloading import offload
+    from expertcast.runtime.storage.expert_file import FILE_NAME, read_header
 
     name, config, tokens = options.target, replace(options.offload, experts=options.experts_form), options.prompt_tokens
     if codec is not None and not options.random:
         given = options.passed_on(name)
+        if config.memory is not None:
+            slots = size_bytes(config.memory) // read_header(folder / FILE_NAME).block_bytes
+            config = replace(config, slots=slots, memory=None)
         config = replace(config, store="disk", store_folder=str(folder), codec=codec)
         ids_1T = torch.tensor([bundled_ids(load_tokenizer(name, **given), tokens, frozenset())])
         return partial(load_offloaded, name, config, device="cpu", dtype=options.dtype, **given), ids_1T, None, None
     target = Target.load(options)
     process = target.routing_process(tokens, options.new_tokens) if options.replay is None else None
     config = replace(config, experts="expanded", store=target.store, link="instant", bandwidth=None)
+    if config.memory is not None:
+        config = replace(config, slots=slots_for(config, target.store), memory=None)
     return partial(offload, target.model, config), target.prompt(tokens), process, weight_bits(target.view)
 
 

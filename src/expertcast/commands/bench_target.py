@@ -28,7 +28,6 @@ from expertcast.commands.options import (
     Given,
     ModelOptions,
     Option,
-    StoredOptions,
     read_by,
 )
 from expertcast.commands.output import say
@@ -47,11 +46,13 @@ if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.runs import BorrowedStore
     from expertcast.runtime.config import EXPERTS, OffloadConfig
 
+_EXPANDED = "expanded"
+"""Default form of the experts."""
 DEFAULT_PREDICTOR = "next_norm"
 """Predictor for models with their own routing; it needs no training."""
 _OFFLOAD = Fields(
     slots=COUNT,
-    memory=Option(metavar="BYTES"),
+    memory=Option(metavar="BYTES", help="here for slots alone"),
     bandwidth=BANDWIDTH,
     latency=Option(metavar="S", read=not_negative),
     link=Option(metavar="NAME", help="auto is cuda on a GPU; on the CPU emulated, by advise only with a speed"),
@@ -129,7 +130,7 @@ class TargetOptions(ModelOptions):
     @property
     def experts_form(self) -> str:
         """Form of the experts."""
-        return self.experts or StoredOptions.experts
+        return self.experts or _EXPANDED
 
     @property
     def random(self) -> bool:
@@ -256,7 +257,10 @@ class Target:
 
     def config(self, link: Json) -> OffloadConfig:
         """Return the configuration that all runs over a link share; the experts are packed already."""
-        return replace(self.options.offload, store=self.store, link=link["link"], bandwidth=link.get("bandwidth"))
+        from expertcast.runtime.config import slots_for
+
+        config = replace(self.options.offload, store=self.store, link=link["link"], bandwidth=link.get("bandwidth"))
+        return config if config.memory is None else replace(config, slots=slots_for(config, self.store), memory=None)
 
     def heading(self, process: RoutingProcess | None) -> Json:
         """Describe the target, the hardware and the routing."""
@@ -293,7 +297,7 @@ def _load_model(options: TargetOptions) -> PreTrainedModel:
 
     name = options.target
     try:
-        if options.experts_form != StoredOptions.experts:
+        if options.experts_form != _EXPANDED:
             return loaded_model(options.offloaded(name, OffloadConfig(experts=options.experts_form, cache=False)))
         return load_model(name, dtype=options.dtype, **options.passed_on(name))
     except ExpertcastError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -65,6 +65,8 @@ class Options(DeploymentOptions):
 
 def run(options: Options) -> Outcome:
     """Load the model offloaded, print the continuation word by word, and return timing and statistics."""
+    from expertcast.runtime.config import OffloadConfig
+
     config = options.configuration()
     if options.draft_length is not None and config.draft == "none":
         raise ExpertcastError(f"--draft-length {options.draft_length} needs a draft: give --draft too, or leave it out")
@@ -78,6 +80,8 @@ def run(options: Options) -> Outcome:
     check_token_ids(
         inputs["input_ids"], load_config(ModelSource.of(options.model, options.passed_on(options.model))), tokenizer
     )
+    if config.context == OffloadConfig.context:
+        config = replace(config, context=inputs["input_ids"].shape[1] + options.new_tokens)
     inputs = inputs.to(options.device_name)
     with options.offloaded(options.model, config) as offloaded:
         if options.seed is not None:

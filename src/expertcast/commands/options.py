@@ -17,6 +17,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
@@ -369,7 +370,10 @@ class ModelOptions(CheckpointOptions):
         """
         from expertcast.runtime.loading import load_offloaded
 
-        return load_offloaded(name, config, device=self.device_name, dtype=self.dtype, **self.passed_on(name))
+        os.environ.setdefault(*_FEW_KERNELS)
+        shown = partial(print, file=sys.stderr, flush=True)
+        given = self.passed_on(name)
+        return load_offloaded(name, config, device=self.device_name, dtype=self.dtype, on_plan=shown, **given)
 
 
 _FEW_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
@@ -385,9 +389,9 @@ class StoredOptions(ModelOptions):
     """Run the model offloaded from a folder of packed experts, for models larger than memory."""
     in_place: bool = False
     """Run the model offloaded from the checkpoint's own files, without packed experts."""
-    experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
-    """Form of the experts: expanded (the model's dtype), packed (blocks of a quantised checkpoint, by ggml), int8 or
-    int4 (rounded), auto (packed if ggml has the checkpoint's form). All but expanded run the model offloaded."""
+    experts: Annotated[str, Option(choices=EXPERTS)] = "auto"
+    """Form of the experts: auto (packed if ggml has the checkpoint's form), expanded (the model's dtype), packed
+    (blocks of a quantised checkpoint, by ggml), int8 or int4 (rounded). All but auto run the model offloaded."""
 
     def opener(self, name: str) -> Callable[[OffloadConfig], OffloadedModel] | None:
         """Return a function from a configuration to the offloaded model `name`; None without --store-folder, --in-place
@@ -409,9 +413,9 @@ class OffloadedOptions(StoredOptions):
     """Options of loading a model that may run offloaded."""
 
     slots: Annotated[int | None, COUNT] = None
-    """Run the model offloaded with this many experts on the device (default with --store-folder: a quarter of all)."""
+    """Run the model offloaded with this many experts on the device (default: as many as fit --memory)."""
     memory: Annotated[str | None, Option(metavar="BYTES")] = None
-    """Run the model offloaded with this much device memory for experts, such as 2GB; activations need as much again."""
+    """Run the model offloaded in this much memory of the device, such as 8GB (default: what is free)."""
     codec: Annotated[str | None, Option(metavar="CODEC")] = None
     """Compression of the experts in --store-folder (default: that of the folder, else raw)."""
 
@@ -426,7 +430,6 @@ class OffloadedOptions(StoredOptions):
             return super().load(name)
         from expertcast.runtime.config import OffloadConfig
 
-        os.environ.setdefault(*_FEW_KERNELS)
         config = OffloadConfig(
             slots=self.slots, memory=self.memory, store="disk" if self.store_folder or self.in_place else "memory",
             store_folder=self.store_folder, in_place=self.in_place, codec=self.codec, experts=self.experts,
@@ -498,6 +501,7 @@ class DeploymentOptions(ModelOptions):
             mode=Option(choices=MODES),
             slots=COUNT,
             memory=Option(metavar="BYTES"),
+            context=COUNT,
             store_folder=Option(metavar="DIR", help="implies a store on disk, for models larger than memory"),
             in_place=Option(),
             codec=Option(metavar="CODEC"),

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,6 +110,8 @@ def run(options: Options) -> Outcome:
     logging.getLogger("expertcast.serving").setLevel(logging.INFO)
     name = options.served_name or options.model
     cache = options.kv_tokens or (KV_TOKENS if options.device_name == "cpu" else None)
+    if options.continuous_batching and cache is not None:
+        config = replace(config, context=max(cache, config.context))
     with ExitStack() as stack:
         listening = stack.enter_context(listen(options.host, options.port))
         tokenizer = options.tokenizer(options.model)

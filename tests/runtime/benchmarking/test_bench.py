@@ -338,7 +338,7 @@ def test_memory_is_for_slots_and_draft_together(model: PreTrainedModel) -> None:
 
     def slots(**fields: Any) -> int:
         config = OffloadConfig(**fields)
-        return slots_for(config, store, draft_bytes(config, view))
+        return slots_for(config, store, {f"draft={config.draft!r}": draft_bytes(config, view)})
 
     assert slots(memory=9 * block + draft, draft="int4") == 9
     assert slots(memory=9 * block) == 9

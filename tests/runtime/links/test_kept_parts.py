@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import InstantLink, OffloadConfig, offload
+from expertcast.runtime.config import slots_for
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
@@ -143,11 +144,11 @@ def test_memory_is_for_slots_and_for_decoding(codec: str, tmp_path: Path, monkey
     model = _model()
     block = BlockLayout.of(find_moe_layers(model)).block_bytes
     decoding, memory = 4 * block // 2 // (3 if "shards" in codec else 1), 20 * block
-    options = {"store": "disk", "store_folder": tmp_path, "codec": codec, "memory": memory}
-    with offload(model, **options) as offloaded:  # type: ignore[arg-type]
-        assert offloaded.pool.nbytes == memory - -(-decoding // block) * block
-    with pytest.raises(ExpertcastError, match=f"memory={2 * block} holds .* beside {decoding} bytes for decoding"):
-        offload(model, **options | {"memory": 2 * block})  # type: ignore[arg-type]
+    with offload(model, store="disk", store_folder=tmp_path, codec=codec) as offloaded:
+        slots = slots_for(OffloadConfig(memory=memory), offloaded.store)
+        assert slots * block == memory - -(-decoding // block) * block
+        with pytest.raises(ExpertcastError, match=f"memory={2 * block} holds .* beside {decoding} bytes for decoding"):
+            slots_for(OffloadConfig(memory=2 * block), offloaded.store)
 
 
 def test_a_forward_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_refusals() -> None:
         offload(model, store="disk", codec="bitsplit", pools="C=1GB", link="instant")
     with pytest.raises(ExpertcastError, match="pool C has 9 bytes, but one expert takes"):
         offload(model, store="disk", codec="bitsplit", pools="C=9")
-    with pytest.raises(ExpertcastError, match="beside pools='C=1GB'"):
+    with pytest.raises(ExpertcastError, match="bytes for pools='C=1GB'"):
         offload(model, store="disk", codec="bitsplit", pools="C=1GB", memory="1GB")
     with offload(model, store="disk", codec="bitsplit", link=InstantLink()) as offloaded:
         assert offloaded.link.pools is None
