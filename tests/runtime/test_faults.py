@@ -703,7 +703,7 @@ def test_experts_function_outside_an_offload() -> None:
         ({"predictor": "quasi_hidden"}, "'quasi_hidden' must be trained"),
         ({"predictor": "oracle"}, "unknown predictor 'oracle'"),
         ({"predictor": "next_norm", "ahead": 2}, "layers ahead, not 2"),
-        ({"predictor": "next_norm", "overfetch": 0.5}, "overfetch=0.5: give a number in"),
+        ({"predictor": "next_norm", "overfetch": 0.5}, "overfetch='0.5': must be greater than or equal to 1"),
         ({"link": "telepathy"}, "unknown link 'telepathy'"),
         ({"link": "cuda"}, "link 'cuda' needs a model on CUDA"),
         ({"link": "instant", "bandwidth": 1e9}, "bandwidth"),

@@ -299,7 +299,7 @@ def test_the_cpu_kernel_gives_the_resident_bits(family: str, tokens: int) -> Non
     for parameter in experts.parameters(recurse=False):
         parameter.copy_(parameter[expert_of])
     order_P = torch.sort(ids_TK.reshape(-1)).indices
-    got = run_experts(experts, hidden_TD, expert_of.argsort()[ids_TK], weights_TK, order_P if tokens > 1 else None)
+    got = run_experts(experts, hidden_TD, expert_of.argsort()[ids_TK], weights_TK, lambda: order_P)
     assert torch.equal(got, expected)
 
 
