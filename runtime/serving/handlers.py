@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 from fastapi import FastAPI, HTTPException, Response
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -411,7 +410,6 @@ def install_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
 
     install(StarletteHTTPException, lambda error: (error.status_code, str(error.detail)))
-    install(RequestValidationError, lambda error: (400, f"the body is not a JSON object: {error.errors()[0]['msg']}"))
     install(StoppedError, lambda error: (503, str(error)))
     install(CBWorkerDeadError, lambda error: (503, first_line(error)))
     install(FailedError, lambda error: (500, f"the generation failed: {error}"))
@@ -420,7 +418,7 @@ def install_error_handlers(app: FastAPI) -> None:
 NEW_TOKENS = 1024
 """Default limit of new tokens, the same as transformers'."""
 _PREPARING = ThreadPoolExecutor(2, thread_name_prefix="expertcast-requests")
-"""Threads that validate, template and tokenise requests: the event loop goes on meanwhile."""
+"""Threads that parse, validate, template and tokenise requests: the event loop goes on meanwhile."""
 
 
 class CheckedHandler(BaseHandler):  # type: ignore[misc]
@@ -436,7 +434,7 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
         self._served = served
         self._batched = isinstance(served.manager, BatchedManager)
 
-    async def answer(self, http: HttpRequest, body: dict[str, Any]) -> Response:
+    async def answer(self, http: HttpRequest) -> Response:
         """Validate and answer a request.
 
         Raises:
@@ -444,7 +442,10 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
             FailedError: the generated tool calls cannot be parsed.
         """
         request, served, loop = http.scope[REQUEST], self._served, asyncio.get_running_loop()
-        body, prompts, config = await loop.run_in_executor(_PREPARING, self._prepare, body, request)
+        if "json" not in http.headers.get("content-type", ""):  # a page in a browser may send other types anywhere
+            raise HTTPException(400, "send the body with Content-Type: application/json")
+        text = await http.body()
+        body, prompts, config = await loop.run_in_executor(_PREPARING, self._prepare, text, request)
         served.manager.init_cb(served.model, config)
         answers = list[Response]()
         for ids in prompts:
@@ -467,9 +468,7 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
                 raise FailedError(f"the generated text cannot be parsed: {first_line(error)}") from error
         return answers[0] if len(answers) == 1 else _together([json.loads(bytes(answer.body)) for answer in answers])
 
-    def _prepare(
-        self, body: dict[str, Any], request: Request
-    ) -> tuple[dict[str, Any], list[list[int]], GenerationConfig]:
+    def _prepare(self, text: bytes, request: Request) -> tuple[dict[str, Any], list[list[int]], GenerationConfig]:
         """Return the validated parameters of a request, its prompts and its generation config.
 
         Raises:
@@ -479,7 +478,7 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
         if self._templated and self._served.tokenizer.chat_template is None:
             raise HTTPException(400, f"{name!r} has no chat template: send a prompt to /v1/completions")
         try:
-            body = checked(body, self._valid_params_class.__mutable_keys__ - self._unsupported)
+            body = checked(text, self._valid_params_class.__mutable_keys__ - self._unsupported)
             if body.get("model", name) != name:
                 raise HTTPException(400, f"model={shown(body['model'])} is not served here: use {name!r}")
             request.seed = body.get("seed")  # set when the generation begins

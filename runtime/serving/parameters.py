@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import reprlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -239,16 +240,22 @@ _PARAMETERS = TypeAdapter(Parameters)
 _EXPECTED = {name: hint.__metadata__[-1] for name, hint in get_type_hints(Parameters, include_extras=True).items()}
 
 
-def checked(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
+def checked(text: bytes, known: Iterable[str]) -> dict[str, Any]:
     """Validate a request. Return it without null values, and without tools if none may be called.
 
     Args:
-        body: the request.
+        text: the request as JSON.
         known: parameters of the route.
 
     Raises:
         HTTPException: status 400 and one line.
     """
+    try:
+        body = json.loads(text)
+        if not isinstance(body, dict):
+            raise ValueError
+    except (ValueError, RecursionError):
+        raise HTTPException(400, "the body is not a JSON object, or is nested too deeply") from None
     try:
         to_json(body)
     except PydanticSerializationError as error:

@@ -189,6 +189,13 @@ def test_bodies_that_are_refused(route: str, body: bytes, status: int, running: 
     assert len(answer.json()["error"]["message"]) < 200
 
 
+def test_a_page_in_a_browser_cannot_ask(running: Running) -> None:
+    """It may send this type to any address without being asked itself."""
+    answer = running.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"content-type": "text/plain"})
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
 def test_a_body_without_a_length(running: Running) -> None:
     parts = (b"a" * (1 << 20) for _ in range(5))
     headers = {"content-type": "application/json"}
