@@ -185,6 +185,10 @@ class ExpertCache:
         """Whether the expert has a slot, even if it is still in flight."""
         return key in self._slots
 
+    def is_ready(self, key: int) -> bool:
+        """Whether the expert has a slot, and was not loaded early with most of its layer."""
+        return key in self._slots and key not in self._streamed
+
     def is_prefetched_for(self, layer: int) -> bool:
         """Whether a pending forecast has requested experts of a layer."""
         return layer in self._forecasts

@@ -38,7 +38,7 @@ from expertcast.runtime.engine.forecasting import (
 )
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.driver import Readback
-from expertcast.runtime.policies.eviction import PROMPT_ROWS
+from expertcast.runtime.policies.eviction import MOST, PROMPT_ROWS
 from expertcast.runtime.policies.miss import Lookup, MissDecision
 from expertcast.runtime.policies.prefetch import Candidates, NoPrefetch, by_rank
 from expertcast.runtime.policies.routing import RouterOutput, Standard
@@ -108,8 +108,9 @@ def rewritten(
 
 # The flow, which the simulator shares
 
-_MOST = 0.75
-"""Share of its experts that a layer must run for the next layer's to be loaded before its routing is known."""
+
+def _pieces(keys: list[int], size: int) -> list[list[int]]:
+    return [keys[start : start + size] for start in range(0, len(keys), size)]
 
 
 @dataclass(slots=True)
@@ -164,6 +165,8 @@ class LayerFlow:
         self._streams = link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
         self.most = shape.experts
         """Largest number of a layer's experts that run at once: smaller calls of the kernel need less memory."""
+        self._few = max(shape.top_k, shape.experts // 8)
+        """Experts that are loaded at a time where others take their slots at once."""
         self._executed = 0
         """Experts of the running layer."""
         self._whole = True
@@ -311,7 +314,7 @@ class LayerFlow:
                 self._pace.used(layer, experts)
                 self.policies.prefetch.see_routing(layer, experts)
         self._executed = len(keys)
-        chunks = self._chunked(keys, limit)
+        chunks = self._chunked(layer, keys)
         self._whole = len(chunks) == 1
         self._missing, self._found, self._chunks_left = 0, 0, len(chunks)
         self.request(layer, chunks[0], precision)
@@ -326,14 +329,23 @@ class LayerFlow:
         if self.governor is not None and not self._chunks_left:
             self.governor.requested(layer, self._missing, self._found)
 
-    def _chunked(self, keys: list[int], limit: int) -> list[list[int]]:
-        """Split keys into chunks of half the slots: one loads while another computes; held experts come first."""
-        limit = min(limit, self.most)
-        if len(keys) <= limit:
+    def _chunked(self, layer: int, keys: list[int]) -> list[list[int]]:
+        """Split a layer's keys into chunks of at most half the slots: one loads while another computes.
+
+        Experts that are there come first. In a scan without free slots for the others, these take turns in a few.
+        """
+        limit = min(self.residency.limit(layer), self.most)
+        scans = self.policies.eviction.by_layer[layer].scans
+        if len(keys) <= limit and not scans:
             return [keys]
-        keys = sorted(keys, key=lambda key: (not self.residency.holds(key), key))
-        size = max(1, limit // 2)
-        return [keys[start : start + size] for start in range(0, len(keys), size)]
+        ready = [key for key in sorted(keys) if self.residency.is_ready(key)]
+        others = sorted(set(keys).difference(ready))
+        size = few = max(1, limit // 2)
+        if scans and len(others) > max(self._few, self.residency.free(layer)):
+            few = min(size, self._few)
+        elif len(keys) <= limit:
+            return [keys]
+        return [*_pieces(ready, size), *_pieces(others, few)]
 
     def hint(self, forecast: Forecast, ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> None:
         """Act on a forecast for a later layer, with its ids and weights (T rows of K) on the host."""
@@ -370,12 +382,14 @@ class LayerFlow:
         """Load a chunk of the next layer's experts after the last chunk of a layer that runs most of its experts, as in
         prefills: the next layer runs most of its own, too."""
         following = layer + 1
-        if not self._streams or self._executed < _MOST * self._experts or layer == self._last:
+        if not self._streams or self._executed < MOST * self._experts or layer == self._last:
             return
         if self.residency.is_prefetched_for(following):
             return
         keys = list(range(following * self._experts, (following + 1) * self._experts))
-        self.residency.prefetch(self._chunked(keys, self.residency.limit(following))[0], streamed=True)
+        chunks = self._chunked(following, keys)
+        missing = (chunk for chunk in chunks if not self.residency.holds(chunk[-1]))
+        self.residency.prefetch(next(missing, chunks[0]), streamed=True)
 
     def choose(self, target: int, own: int) -> int | None:
         """Return the rung for the forecast of a layer that does not execute it; None: no forecast is made.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -84,6 +85,37 @@ def test_prefill_in_chunks(reference_model: PreTrainedModel, reference_tokenizer
     assert torch.equal(got_sequences, sequences)
     for own, other in zip(got_logits, logits, strict=True):
         torch.testing.assert_close(own.float(), other.float(), rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+@pytest.mark.parametrize("options", [{}, {"bandwidth": 2e9}, {"predictor": "router_input", "bandwidth": 2e9}])
+@torch.no_grad()
+def test_a_prompt_of_all_experts_moves_those_that_have_no_slot(share: float, options: dict[str, Any]) -> None:
+    """And a few more, that gave the first ones their slots. Decode steps after it find what they found before."""
+    model = tiny_model("qwen3_moe", num_hidden_layers=8, num_experts=32)
+    everything, text = 8 * 32, torch.randint(0, 100, (1, 340), generator=torch.Generator().manual_seed(0))
+
+    def outputs() -> Iterator[Tensor]:
+        for _ in range(3):
+            output = model(text[:, :300])
+            yield output.logits
+            for token in text[0, 300:]:
+                output = model(token.view(1, 1), past_key_values=output.past_key_values)
+                yield output.logits
+
+    expected, found = list(outputs()), [(0, 0, 0)]
+    with offload(model, slots=int(share * everything), **options) as offloaded:
+        for place, logits in enumerate(outputs()):
+            assert torch.equal(logits, expected[place])
+            if place % 41 in (0, 40):
+                total = offloaded.stats.total
+                found.append((total.requests, total.hits, total.misses))
+    counts = [[now - then for then, now in zip(*pair, strict=True)] for pair in pairwise(found)]
+    first, second, third = counts[::2]
+    assert first[0] == second[0] == third[0] > 0.95 * everything
+    assert max(second[2], third[2]) <= (1.05 - share) * everything
+    hits = [hits / requests for requests, hits, _ in counts[1::2]]
+    assert min(hits[1:]) > hits[0] - 0.02
 
 
 def test_trained_predictors(

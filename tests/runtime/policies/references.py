@@ -31,6 +31,13 @@ class History:
     experts: int
     events: Sequence[Sequence[int]] = ()
     """Future events, for offline policies."""
+    slots: int = 0
+    fresh: bool = False
+    """Whether the running step reads a prompt."""
+    scans: bool = False
+    """Whether the running layer needs more than its share of the slots, in a prompt or with most of its experts."""
+    passing: set[int] = field(default_factory=set)
+    """Experts that such a layer loaded when its share or all slots were full, and that no other has used since."""
     time: int = 0
     forward: int = 0
     layer: int = 0
@@ -64,8 +71,13 @@ class History:
         self.accessed[key] = (self.time, self.forward)
         self.event_of[key] = self.event
         self.wanted.pop(key, None)
+        held = sum(other // self.experts == key // self.experts for other in self.residents)
+        full = held > self.slots / self.layers or len(self.residents) >= self.slots
+        (self.passing.add if self.scans and full else self.passing.discard)(key)
 
     def use(self, keys: Sequence[int]) -> None:
+        if not self.scans:
+            self.passing.difference_update(keys)
         for key in keys:
             self.time += 1
             self.accessed[key] = (self.time, self.forward)
@@ -79,8 +91,9 @@ class History:
             self.time += 1
             self.wanted[key] = (self.time, self.forward)
 
-    def start_layer(self, layer: int) -> None:
+    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
         self.layer = layer
+        self.scans = len(keys) > max(self.slots / self.layers, 0 if self.fresh else 0.75 * self.experts)
         self.event += 1
         self.steps[layer] = self.steps.get(layer, 0) + 1
 
@@ -119,7 +132,7 @@ def lfru(history: History, key: int) -> tuple[float, ...]:
 
 
 def lrfu(history: History, key: int) -> tuple[float, ...]:
-    uses = sum(2 ** (at / 2) for at in history.used_at.get(key, []))
+    uses = 0.0 if key in history.passing else sum(2 ** (at / 2) for at in history.used_at.get(key, []))
     return (round(uses, 9), history.inserted[key])
 
 

@@ -291,7 +291,7 @@ class Storm:
         self.slots = choose.randint(1, self.layers * self.experts)
         shape = CacheShape(layers=self.layers, experts=self.experts, top_k=1, slots=self.slots)
         self.policy = EVICTION.choose(name).make(shape)
-        self.history = History(layers=self.layers, experts=self.experts)
+        self.history = History(layers=self.layers, experts=self.experts, slots=self.slots)
         self.check = check
         self.orderly = isinstance(self.policy, Belady)
         """The future is known: nothing is cut short."""
@@ -304,7 +304,8 @@ class Storm:
             self.history.events = [keys for forward in forwards for keys in forward]
             self.policy.set_future(self.history.events)
         for forward in forwards:
-            self.policy.start_pass(fresh=False)
+            self.history.fresh = self.choose.random() < 0.3
+            self.policy.start_pass(self.history.fresh)
             self.history.forward += 1
             for layer, keys in enumerate(forward):
                 if not self.orderly and self.choose.random() < 0.05:
@@ -325,7 +326,7 @@ class Storm:
             policy.see_scores(layer, probability_E)
             history.see_scores(layer, probability_E)
         policy.start_layer(layer, keys)
-        history.start_layer(layer)
+        history.start_layer(layer, keys)
         self._bring_in(keys, set(keys))
         others = [key for key in range(self.layers * self.experts) if key not in keys]
         if policy.reads_forecasts and choose.random() < 0.7:

@@ -53,6 +53,8 @@ def prompt_ids(reference_tokenizer: Any) -> torch.Tensor:
 RUNS = {
     "lru": (Policies(eviction="lru"), 60),
     "prefill in chunks": (Policies(eviction="lru", scope="layer"), 72),
+    "prompt of more than the slots": (Policies(), 100),
+    "prompt of more than a layer's slots": (Policies(scope="layer"), 72),
     "lfu": (Policies(eviction="lfu"), 190),
     "score": (Policies(eviction="score"), 120),
     "drop": (Policies(eviction="least_stale", miss="drop"), 100),

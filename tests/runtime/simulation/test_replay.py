@@ -91,7 +91,7 @@ def test_a_cache_in_bytes_against_its_slowest_form(policy: str) -> None:
         for number, keys in enumerate(events):
             layer = number % routing.layers
             history.forward += layer == 0
-            history.start_layer(layer)
+            history.start_layer(layer, keys)
             missing = [key for key in keys if key not in history.residents]
             misses, bytes_moved = misses + len(missing), bytes_moved + sum(size[key] for key in missing)
             for key in missing:
