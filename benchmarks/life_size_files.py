@@ -1,26 +1,42 @@
-"""Files of life size with random weights, written in pieces, in less than 1 GB of memory.
+"""Files of life size, written in pieces, in less than 1 GB of memory.
 
-    python -m benchmarks.life_size_files FOLDER
+    python -m benchmarks.life_size_files FOLDER [--kind KIND]
 
-writes `qwen3-30b-a3b-Q4_0.gguf`: 48 layers of 128 experts, hidden size 2048, 151,936 tokens and their merges, 17 GB.
+    Q4_0, Q4_K_M  a GGUF file of Qwen3-30B-A3B's shape with random weights: 48 layers of 128 experts, hidden size 2048,
+                  151,936 tokens and their merges, 17 GB
+    safetensors   Qwen3-30B-A3B in bf16 as published: 18,867 tensors in 16 shards, 61 GB
+    deepseek-v3   DeepSeek-V3 in FP8 as published: 92,000 tensors in 163 shards, 688 GB
+
+The safetensors are sparse: headers, then holes that read as zeros and take no room on the disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gguf
 import numpy as np
+import torch
+from transformers import AutoConfig, PretrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from benchmarks.disk_files import EMBEDDING, LATER_ATTENTION
+from expertcast.data.models import meta_model
 from expertcast.runtime.benchmarking.shapes import SHAPES, STD
 
 KINDS = ("Q4_0", "Q4_K_M")
 """Q4_K_M: experts in Q4_K, their down projections in Q6_K in every second layer, the head in Q6_K; the rest is Q4_K."""
+SPARSE = {"safetensors": ("qwen3-30b-a3b", 16), "deepseek-v3": ("deepseek-v3-fp8", 163)}
+"""Folder and number of shards of the kinds in safetensors."""
+_SIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+_BLOCK = 128
+"""Rows, and columns, of FP8 weights that share a scale."""
 _DEVIATIONS = {"Q4_0": 4.61, "Q4_K": 131.0, "Q6_K": 592.0}
 """Standard deviation of a weight with uniformly random codes, divided by the block's scale."""
 _PIECE = 64 << 20
@@ -156,19 +172,105 @@ def vocabulary(size: int) -> tuple[list[str], list[str]]:
     raise AssertionError
 
 
+Stored = tuple[str, str, list[int]]
+"""Name, dtype and shape of a tensor in safetensors."""
+
+
+def published(config: PretrainedConfig, fp8: bool) -> list[Stored]:
+    """Return a model's tensors as they are published: one tensor for each matrix of each expert.
+
+    Args:
+        config: the model's configuration.
+        fp8: matrices in the layers are FP8 with scales, and a layer for the prediction of the next token but one follows.
+    """
+    found: list[Stored] = []
+    for name, tensor in meta_model(config, torch.bfloat16).state_dict().items():
+        shape = list(tensor.shape)
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            kept = not fp8 or len(shape) != 2 or ".layers." not in name or stem.endswith(".gate")
+            dtype = "F32" if tensor.dtype == torch.float32 else "BF16" if kept else "F8_E4M3"
+            found.append((name, dtype, shape))
+            continue
+        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+        rows = [shape[1] // len(parts), shape[2]]
+        names = [f"{stem}.{expert}.{part}.weight" for expert in range(shape[0]) for part in parts]
+        found += [(each, "F8_E4M3" if fp8 else "BF16", rows) for each in names]
+    if fp8:
+        layers, hidden = int(config.num_hidden_layers), int(config.hidden_size)
+        own, extra = f"model.layers.{layers}.", f"model.layers.{layers - 1}."
+        found += [(name.replace(extra, own), *rest) for name, *rest in found if name.startswith(extra)]  # type: ignore[misc]
+        wide = [int(config.vocab_size), hidden]
+        found += [(f"{own}{name}.weight", "BF16", wide) for name in ("embed_tokens", "shared_head.head")]
+        found += [(f"{own}{name}.weight", "BF16", [hidden]) for name in ("enorm", "hnorm", "shared_head.norm")]
+        found.append((f"{own}eh_proj.weight", "BF16", [hidden, 2 * hidden]))
+        scaled = [(name, shape) for name, dtype, shape in found if dtype == "F8_E4M3"]
+        found += [(f"{name}_scale_inv", "F32", [-(-size // _BLOCK) for size in shape]) for name, shape in scaled]
+    return sorted(found, key=lambda each: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", each[0])])
+
+
+def write_sparse(folder: Path, config: PretrainedConfig, shards: int, fp8: bool = False) -> None:
+    """Write a checkpoint in safetensors whose weights are holes, so that it takes as much of the disk as its headers.
+
+    Args:
+        folder: destination; its config.json appears last.
+        config: the model's configuration.
+        shards: number of files, about equal in size.
+        fp8: as for :func:`published`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = published(config, fp8)
+    sizes = [math.prod(shape) * _SIZES[dtype] for _, dtype, shape in tensors]
+    total, before = sum(sizes), 0
+    parts: list[dict[str, dict[str, object]]] = [{} for _ in range(shards)]
+    ends, names = [0] * shards, [f"model-{part + 1:05}-of-{shards:06}.safetensors" for part in range(shards)]
+    index: dict[str, str] = {}
+    for (name, dtype, shape), nbytes in zip(tensors, sizes, strict=True):
+        part = min(before * shards // total, shards - 1)
+        parts[part][name] = {"dtype": dtype, "shape": shape, "data_offsets": [ends[part], ends[part] + nbytes]}
+        index[name], ends[part], before = names[part], ends[part] + nbytes, before + nbytes
+    for path, part, end in zip(names, parts, ends, strict=True):
+        header = json.dumps(part).encode()
+        header += b" " * (-len(header) % 8)
+        with (folder / path).open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(file.tell() + end)
+    written = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(written))
+    described = {**config.to_dict(), "dtype": "bfloat16"}
+    if fp8:
+        section = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        described["quantization_config"] = {**section, "weight_block_size": [_BLOCK, _BLOCK]}
+    (folder / "config.json").write_text(json.dumps(described, indent=2))
+
+
+def make(folder: Path, kind: str, layers: int | None = None) -> Path:
+    """Write the file or folder of a kind if it is missing; return its path."""
+    cut = "" if layers is None else f"-{layers}-layers"
+    if kind in SPARSE:
+        name, shards = SPARSE[kind]
+        path = folder / f"{name}{cut}"
+        if not (path / "config.json").exists():
+            fp8 = kind == "deepseek-v3"
+            dense = {} if layers is None else {"num_hidden_layers": layers + 3}
+            config = AutoConfig.for_model("deepseek_v3", **dense) if fp8 else SHAPES["qwen3-30b-a3b"].config(layers)
+            write_sparse(path, config, shards, fp8)
+        return path
+    path = folder / f"qwen3-30b-a3b{cut}-{kind}.gguf"
+    if not path.exists():
+        write(path, kind, layers)
+    return path
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the files that are missing."""
+    """Write the files of a kind if they are missing."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.life_size_files", description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", choices=KINDS, default="Q4_0")
-    parser.add_argument("--layers", type=int, help="the first so many layers (default: all 48)")
+    parser.add_argument("--kind", choices=(*KINDS, *SPARSE), default="Q4_0")
+    parser.add_argument("--layers", type=int, help="the first so many layers (default: all)")
     args = parser.parse_args(arguments)
     args.folder.mkdir(parents=True, exist_ok=True)
-    layers = "" if args.layers is None else f"-{args.layers}-layers"
-    path = args.folder / f"qwen3-30b-a3b{layers}-{args.kind}.gguf"
-    if not path.exists():
-        write(path, args.kind, args.layers)
-    print(path)
+    print(make(args.folder, args.kind, args.layers))
     return 0
 
 
