@@ -86,9 +86,9 @@ class Cage:
 
 
 def drop_cached(folders: Iterable[Path]) -> None:
-    """Drop the cached pages of all files in some folders, except pages that a process maps."""
+    """Drop the cached pages of all files in some folders (or of single files), except pages that a process maps."""
     for folder in folders:
-        for path in folder.rglob("*"):
+        for path in (folder, *folder.rglob("*")):
             if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())  # dirty pages cannot be dropped
@@ -157,7 +157,7 @@ def run(
         folder: a folder on the disk to throttle.
         memory: limit in bytes for the child and the pages of its files; None: no limit.
         rate: disk limit in bytes per second once the child has loaded; None: no limit.
-        cold: folders whose files leave the page cache before the start and again once the child has loaded.
+        cold: files, or folders whose files, leave the page cache before the start and again once the child has loaded.
         python: Python interpreter of the child.
 
     Returns:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from benchmarks.disk_files import EMBEDDING, LATER_ATTENTION
+from expertcast.compat import dot_natural_key
 from expertcast.data.models import meta_model
 from expertcast.runtime.benchmarking.shapes import SHAPES, STD
 
@@ -181,7 +181,7 @@ def published(config: PretrainedConfig, fp8: bool) -> list[Stored]:
 
     Args:
         config: the model's configuration.
-        fp8: matrices in the layers are FP8 with scales, and a layer for the prediction of the next token but one follows.
+        fp8: matrices in the layers are FP8 with scales, and a layer that predicts the next token but one follows.
     """
     found: list[Stored] = []
     for name, tensor in meta_model(config, torch.bfloat16).state_dict().items():
@@ -206,7 +206,7 @@ def published(config: PretrainedConfig, fp8: bool) -> list[Stored]:
         found.append((f"{own}eh_proj.weight", "BF16", [hidden, 2 * hidden]))
         scaled = [(name, shape) for name, dtype, shape in found if dtype == "F8_E4M3"]
         found += [(f"{name}_scale_inv", "F32", [-(-size // _BLOCK) for size in shape]) for name, shape in scaled]
-    return sorted(found, key=lambda each: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", each[0])])
+    return sorted(found, key=lambda each: dot_natural_key(each[0]))
 
 
 def write_sparse(folder: Path, config: PretrainedConfig, shards: int, fp8: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from expertcast.data.early import refusal_lines, static_refusals
 from expertcast.data.means import adds_experts
 from expertcast.data.models import form_of, meta_model, open_weights
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.source import BITSANDBYTES, ModelSource, Quantised
+from expertcast.data.source import BITSANDBYTES, ModelSource, Quantised, forget_quantisation
+from expertcast.data.weights.files import WeightFiles
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, OwnTensor
 
@@ -63,6 +65,50 @@ class ModelReport:
     """Reasons why other layers do not, each with its layers."""
 
 
+class OpenModel(ExitStack):
+    """A model without weights, its MoE layers and the files of its checkpoint, each opened once; closes the files.
+
+    Args:
+        source: location of the model. Only its configuration is downloaded.
+
+    Raises:
+        ExpertcastError: the model does not exist.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        super().__init__()
+        self.source = source
+        self.model = meta_model(source)
+        """The model, whose configuration describes no quantised weights."""
+        self.form: Quantised | None = None
+        self.view: MoEView | None = None
+        """None: the model is not supported."""
+        self.files: WeightFiles | None = None
+        """None: there are none on this machine, or they cannot be read."""
+        self.error = ExpertcastError("")
+        """Reason if there is no view, or are no files."""
+        here = replace(source, options={**source.options, "local_files_only": True})
+        try:
+            self.form = form_of(self.model.config, source)
+            forget_quantisation(self.model.config)
+            self.view = find_moe_layers(self.model)
+            self.files = self.enter_context(open_weights(here, self.form, self.model))
+        except ExpertcastError as error:
+            self.error = error
+
+    def report(self) -> ModelReport:
+        """Describe the model."""
+        if self.view is None or (self.files is None and self._is_here()):
+            return _refusal(self.model, self.source.name, self.error)
+        report = _describe(self.model, self.source.name, self.form, self.view)
+        paths = [] if self.files is None else self.files.paths
+        return replace(report, shipped_bytes=sum(Path(path).stat().st_size for path in paths))
+
+    def _is_here(self) -> bool:
+        weights = ("*.safetensors", "pytorch_model*.bin")
+        return bool(self.source.gguf()) or any(any(Path(self.source.path).glob(each)) for each in weights)
+
+
 def inspect_model(model_id: str, **options: object) -> ModelReport:
     """Describe a model from its configuration, without reading weights.
 
@@ -73,23 +119,23 @@ def inspect_model(model_id: str, **options: object) -> ModelReport:
     Raises:
         ExpertcastError: the model does not exist. An unsupported model yields a report with a reason.
     """
-    source = ModelSource.of(model_id, options)
-    model = meta_model(source)
-    report = describe(model, model_id, source)
-    nbytes, reason = _weights(source, model)
-    if reason and report.supported:
-        return ModelReport(model=model_id, architecture=report.architecture, supported=False, reason=reason)
-    return replace(report, shipped_bytes=nbytes)
+    with OpenModel(ModelSource.of(model_id, options)) as opened:
+        return opened.report()
 
 
-def describe(model: PreTrainedModel, model_id: str, source: ModelSource | None = None) -> ModelReport:
-    """Describe a model on any device, including meta; `source` locates its files (default: `model_id`)."""
-    architecture = type(model).__name__
+def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
+    """Describe a model on any device, including meta; `model_id` is its name, and locates its files."""
     try:
-        form = form_of(model.config, source or ModelSource.of(model_id))
-        view = find_moe_layers(model)
+        return _describe(model, model_id, form_of(model.config, ModelSource.of(model_id)), find_moe_layers(model))
     except ExpertcastError as error:
-        return ModelReport(model=model_id, architecture=architecture, supported=False, reason=str(error))
+        return _refusal(model, model_id, error)
+
+
+def _refusal(model: PreTrainedModel, model_id: str, error: ExpertcastError) -> ModelReport:
+    return ModelReport(model=model_id, architecture=type(model).__name__, supported=False, reason=str(error))
+
+
+def _describe(model: PreTrainedModel, model_id: str, form: Quantised | None, view: MoEView) -> ModelReport:
     first = view[0]
     expert_bytes = sum(p[0].nbytes for p in first.experts.parameters() if p.shape[0] == first.num_experts)
     all_experts = expert_bytes * first.num_experts * len(view)
@@ -97,7 +143,7 @@ def describe(model: PreTrainedModel, model_id: str, source: ModelSource | None =
     refused = static_refusals(model, view)
     return ModelReport(
         model=model_id,
-        architecture=architecture,
+        architecture=type(model).__name__,
         supported=True,
         reason="",
         layers=len(view),
@@ -118,18 +164,6 @@ def describe(model: PreTrainedModel, model_id: str, source: ModelSource | None =
         early_attention=len(view) - len(refused),
         not_early=tuple(refusal_lines(refused)),
     )
-
-
-def _weights(source: ModelSource, model: PreTrainedModel) -> tuple[int, str]:
-    """Return the bytes of the weight files on this machine, and the reason if they are known to be unreadable."""
-    here = replace(source, options={**source.options, "local_files_only": True})
-    try:
-        with open_weights(here, form_of(model.config, source), model) as files:
-            return sum(Path(path).stat().st_size for path in files.paths), ""
-    except ExpertcastError as error:
-        known = bool(source.gguf()) or any(Path(source.path).glob("*.safetensors"))
-        known = known or any(Path(source.path).glob("pytorch_model*.bin"))
-        return 0, str(error) if known else ""
 
 
 def _loaded(form: Quantised | None) -> str:

@@ -54,6 +54,7 @@ class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._behind: list[frozenset[int]] = []
         """Marked atoms that an atom was computed from, by atom."""
         self._alive: list[Tensor] = []  # ids stay unique only while the tensors live
+        self._made: dict[object, Tensor] = {}
 
     def of(self, tensor: Tensor) -> Sum:
         """Return the tensor as a sum of atoms."""
@@ -79,13 +80,24 @@ class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         kwargs = dict(kwargs or {})
-        output = func(*args, **kwargs)
+        output = self._run(func, args, kwargs)
         if isinstance(output, Tensor):
             self._follow(func.overloadpacket, args, kwargs, output)
         elif isinstance(output, (tuple, list)):
             for each in output:
                 if isinstance(each, Tensor):
                     self._put(each, self._new(args, kwargs))
+        return output
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Run an operation, on the meta device once for arguments alike: its shapes are computed slowly, in Python."""
+        key = _key((func, args, tuple(kwargs.items())))
+        if (made := self._made.get(key)) is not None:
+            return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="meta")
+        output = func(*args, **kwargs)
+        fresh = all(each.alias_info is None for each in (*func._schema.arguments, *func._schema.returns))
+        if fresh and isinstance(output, Tensor) and output.is_meta:
+            self._made[key] = output
         return output
 
     def _follow(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -132,6 +144,13 @@ def minus(first: Sum, second: Sum, factor: float = 1.0) -> Sum:
     for atom, value in second.items():
         total[atom] = total.get(atom, 0.0) - factor * value
     return {atom: value for atom, value in total.items() if value}
+
+
+def _key(value: object) -> object:
+    """Return what an operation's shapes depend on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return tuple(map(_key, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
 def _each_tensor(values: object, see: Callable[[Tensor], None]) -> None:

@@ -41,7 +41,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 _MOST_HEADER = 2**26
-"""Bytes of a header that a fingerprint covers at most."""
+"""Bytes of a header that are read ahead, and that a fingerprint covers, at most."""
 _SAMPLE, _MOST_SAMPLES, _AT_ONCE = 4096, 2**15, 512
 """Bytes of a tensor that a fingerprint covers, tensors at most (then every second one, and so on), and those that are
 read at a time."""
@@ -202,7 +202,8 @@ class WeightFiles(ExitStack):
             return [self.tensors[name]]
         stem = name.removesuffix(".weight")
         first = bisect_left(self._names, stem)
-        near = itertools.takewhile(lambda each: each.startswith(stem), itertools.islice(self._names, first, None))
+        after = (self._names[at] for at in range(first, len(self._names)))
+        near = itertools.takewhile(lambda each: each.startswith(stem), after)
         found = {each: self._stored[each] for each in near if each[len(stem) :][:1] in ("", ".", "_")}
         joined = self._joiner(found)
         return [tensor for each, tensor in found.items() if joined.get(each) is not tensor]
@@ -248,13 +249,15 @@ class SafetensorsFiles(WeightFiles):
     def __init__(self, source: ModelSource) -> None:
         super().__init__(weight_files(source))
         tensors: dict[str, TensorFile] = {}
-        for file in self.paths:
+        for path in self.paths:
             try:
-                opened = self.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
+                file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
+                _cache_header(file)
+                opened = self.enter_context(safe_open(path, framework="pt", device="cpu", backend="pread"))
                 tensors.update(self._tensors_of(file, opened))
             except (OSError, SafetensorError) as error:
                 self.close()
-                raise damaged(file, error) from error
+                raise damaged(path, error) from error
         self.tensors = {name: tensors[name] for name in sorted(tensors, key=dot_natural_key)}
 
     def check_plain(self) -> None:
@@ -270,11 +273,10 @@ class SafetensorsFiles(WeightFiles):
                     "are scaled: download config.json again, or load another checkpoint"
                 )
 
-    def _tensors_of(self, path: str, opened: Any) -> dict[str, TensorFile]:
+    def _tensors_of(self, file: BinaryIO, opened: Any) -> dict[str, TensorFile]:
         """Return the tensors of a file that `safe_open` has checked; its slices are slow to make and to read."""
         if not hasattr(os, "preadv"):
             return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
@@ -284,6 +286,15 @@ class SafetensorsFiles(WeightFiles):
             else opened.get_slice(name)
             for name, each in header.items()
         }
+
+
+def _cache_header(file: BinaryIO) -> None:
+    """Read a header into the page cache, and no readahead: that takes up to 8 MB of each of a checkpoint's shards."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        file.read(min(int.from_bytes(file.read(8), "little"), _MOST_HEADER))
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_NORMAL)
+        file.seek(0)
 
 
 def check_complete(missing: Collection[str]) -> None:

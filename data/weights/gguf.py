@@ -200,6 +200,8 @@ def _tensors(path: str) -> list[Any]:
 
 _LONG = 1024
 """Arrays of a header with more elements are a vocabulary's."""
+_COUNT = 4
+"""Place of the number of an array's elements among the parts of its field in gguf."""
 
 
 def _header(path: str | Path) -> Any:
@@ -232,7 +234,7 @@ def _read_header(path: str, size: int, changed: int) -> Any:
             return end - orig_offs, head + parts, [2 + places[0]] * count, [GGUFValueType.ARRAY, *types]
 
         def _push_field(self, field: Any, skip_sum: bool = False) -> int:
-            if field.name != "tokenizer.ggml.tokens" and len(field.data) > _LONG:  # its length is the vocabulary's size
+            if len(field.data) > _LONG:
                 field = field._replace(data=field.data[:1])
             return int(super()._push_field(field, skip_sum))
 
@@ -290,7 +292,9 @@ def complete_config(config: PretrainedConfig, paths: list[str]) -> None:
     """
     if config.dtype is None and {tensor.tensor_type.name for tensor in _tensors(paths[0])} - _FLOATS.keys():
         config.dtype = native_dtype()
-    metadata = _metadata(paths[0])
+    metadata, tokens = _metadata(paths[0]), _header(paths[0]).fields.get("tokenizer.ggml.tokens")
+    if tokens is not None and f"{metadata['general.architecture']}.vocab_size" not in metadata:
+        config.vocab_size = int(tokens.parts[_COUNT][0])
     for end, name in _UNMAPPED.items():
         size = metadata.get(f"{metadata['general.architecture']}.{end}")
         if size is not None and hasattr(config, name):

@@ -12,6 +12,7 @@ from expertcast.compat import Mxfp4Dequantize, WeightRenaming, get_model_convers
 from expertcast.data.weights.files import WeightFiles, check_complete
 
 _NUMBER = re.compile(r"(\d+)")
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
 @dataclass(slots=True)
@@ -73,8 +74,12 @@ def grouped(model: PreTrainedModel, files: WeightFiles, quantizer: HfQuantizer |
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     prefix, state = model.base_model_prefix, model.state_dict()
     groups: dict[str, Group] = {}
+    alike: dict[str, list[tuple[str, str | None]]] = {}
     for name in files.tensors:
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        found = alike.setdefault(_EXPERT.sub("experts.*.", name, 1), [])
+        if len(found) < 2 or found[0] != found[1]:  # else all experts' tensors of this name go to one parameter
+            found.append(rename_source_key(name, renamings, converters, prefix, state))
+        target, pattern = found[-1]
         if target not in state and name in state:  # as in transformers: the name is right without renaming
             target, pattern = rename_source_key(name, [], [], prefix, state)
         group = groups.setdefault(target, Group(target, None if pattern is None else by_pattern[pattern]))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
-from expertcast.data.models import form_of, load_config, meta_model, open_weights
-from expertcast.data.moe_layers import find_moe_layers
+from torch import nn
+
+from expertcast.data.inspection import OpenModel
+from expertcast.data.models import form_of, load_config
 from expertcast.data.packed_experts import Forms, form_for, make_packed, matrices, weight_bits
-from expertcast.data.source import MXFP4, ModelSource, forget_quantisation
+from expertcast.data.source import MXFP4, ModelSource, Quantised
 from expertcast.predictors.messages import ExpertcastError, format_bytes
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.advising.advice import WORTH, Advice, Option, milliseconds
@@ -71,54 +74,62 @@ def compared_forms(source: ModelSource) -> tuple[str, ...]:
     Raises:
         ExpertcastError: there is no such model, or its quantised format is not supported.
     """
-    plain = form_of(load_config(source), source) is None
-    return (EXPANDED, *EXPERTS_BITS) if plain else (EXPANDED, PACKED)
+    return _compared(form_of(load_config(source), source))
 
 
-def form_sizes(source: ModelSource, memory: int | None) -> list[FormOption]:
+def _compared(form: Quantised | None) -> tuple[str, ...]:
+    return (EXPANDED, *EXPERTS_BITS) if form is None else (EXPANDED, PACKED)
+
+
+def form_sizes(opened: OpenModel, memory: int | None) -> list[FormOption]:
     """Return the sizes of the experts in each form that a checkpoint can have, without reading weights.
 
     Args:
-        source: location of the model. Its packed form needs the weight files on this machine.
+        opened: the model, which is supported. Its packed form needs the weight files on this machine.
         memory: bytes for slots; None: room for all experts.
     """
-    return [_sizes(source, form, memory) for form in dict.fromkeys((*compared_forms(source), *EXPERTS_BITS))]
+    return [_sizes(opened, form, memory) for form in dict.fromkeys((*_compared(opened.form), *EXPERTS_BITS))]
 
 
-def checkpoint_forms(source: ModelSource, experts: str) -> Sequence[Forms]:
+def checkpoint_forms(opened: OpenModel, experts: str) -> Sequence[Forms]:
     """Return the forms of a checkpoint's experts by layer and parameter name, from the headers of its files.
 
     Args:
-        source: location of the model, whose weight files are on this machine.
+        opened: the model, whose weight files are on this machine.
         experts: `packed`; or `auto`, which gives no forms where the experts are expanded.
 
     Raises:
-        ExpertcastError: no files on this machine, or experts that are not quantised or cannot be packed.
+        ExpertcastError: an unsupported model, no files on this machine, or experts that are not quantised or cannot be
+            packed.
     """
-    here = replace(source, options={**source.options, "local_files_only": True})
-    skeleton = meta_model(source)
-    form = form_of(skeleton.config, source)
-    forget_quantisation(skeleton.config)
-    view = find_moe_layers(skeleton)
-    with open_weights(here, form, skeleton) as files:
-        dequantizer = mxfp4_dequantizer(form.settings) if form and form.method == MXFP4 else None
-        return packed_forms(experts, ExpertSources(skeleton, view, files, dequantizer), view)
+    if opened.view is None or opened.files is None:
+        raise opened.error
+    mxfp4 = opened.form is not None and opened.form.method == MXFP4
+    dequantizer = mxfp4_dequantizer(opened.form.settings) if opened.form and mxfp4 else None
+    sources = ExpertSources(opened.model, opened.view, opened.files, dequantizer)
+    return packed_forms(experts, sources, opened.view)
 
 
-def _sizes(source: ModelSource, experts: str, memory: int | None) -> FormOption:
-    skeleton = meta_model(source)
-    forget_quantisation(skeleton.config)
-    view = find_moe_layers(skeleton)
+def _sizes(opened: OpenModel, experts: str, memory: int | None) -> FormOption:
+    assert opened.view is not None
     try:
         if experts == PACKED:
-            by_layer = checkpoint_forms(source, experts)
+            by_layer = checkpoint_forms(opened, experts)
         else:
-            by_layer = [_rounded(layer, EXPERTS_BITS.get(experts)) for layer in view]
+            by_layer = [_rounded(layer, EXPERTS_BITS.get(experts)) for layer in opened.view]
     except ExpertcastError as error:
         return FormOption(form=experts, note=str(error))
-    for layer, forms in zip(view, by_layer, strict=True):
+    layers = tuple(replace(layer, experts=_shallow(layer.experts)) for layer in opened.view)
+    for layer, forms in zip(layers, by_layer, strict=True):
         make_packed(layer.experts, layer.num_experts, forms)
-    return FormOption.of(experts, view, memory)
+    return FormOption.of(experts, replace(opened.view, layers=layers), memory)
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """Return a module with the same parameters, which may be replaced."""
+    own = copy(module)
+    own._parameters = dict(module._parameters)
+    return own
 
 
 def _rounded(layer: MoELayer, bits: int | None) -> Forms:

@@ -210,8 +210,13 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load_offloaded(path)
 
 
-def test_a_header_is_read_once_and_without_its_vocabulary(tmp_path: Path) -> None:
+@pytest.mark.parametrize("counted", [True, False], ids=["vocab_size", "tokens alone"])
+def test_a_header_is_read_once_and_without_its_vocabulary(
+    counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "model.gguf"
+    if not counted:
+        monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda _writer, _size: None)
     write(path, tiny("qwen3_moe", vocab_size=5000))
     config = load_config(ModelSource.of(path))
     before = _read_header.cache_info().misses

@@ -12,7 +12,7 @@ from expertcast.checkpoints.checkpoint import PredictorCheckpoint, holds_predict
 from expertcast.checkpoints.results import ladder_table
 from expertcast.commands.options import CheckpointOptions, Form, Option, own_code, read_by
 from expertcast.commands.output import Outcome, describe_traces, table
-from expertcast.data.inspection import inspect_model
+from expertcast.data.inspection import OpenModel
 from expertcast.data.machine import available_memory
 from expertcast.data.source import ModelSource
 from expertcast.data.trace_format import TRACE_FILE
@@ -70,13 +70,14 @@ def run(options: Options) -> Outcome:
         )
     given = CheckpointOptions(revision=options.revision, trust_remote_code=options.trust_remote_code)
     passed = given.passed_on(options.target)
-    report = asdict(inspect_model(options.target, **passed))
-    if not report["supported"]:
-        raise ExpertcastError(f"{options.target} ({report['architecture']}) is not supported: {report['reason']}")
+    with OpenModel(ModelSource.of(options.target, passed)) as opened:
+        report = asdict(opened.report())
+        if not report["supported"]:
+            raise ExpertcastError(f"{options.target} ({report['architecture']}) is not supported: {report['reason']}")
+        forms, sizes = _forms(opened, options.memory)
     shown = {key: value for key, value in report.items() if value != "" and key != "not_early"}
     shown["early_attention"] = f"at {report['early_attention']} of {report['layers']} layers"
     early = [f"  no early attention at {line}" for line in report["not_early"]]
-    forms, sizes = _forms(ModelSource.of(options.target, passed), options.memory)
     return {**report, **forms}, "\n".join([table(shown), *early, "", sizes])
 
 
@@ -84,13 +85,13 @@ _MEASURED = ("ms/token", "hit rate")
 """Columns of `expertcast advise`."""
 
 
-def _forms(source: ModelSource, memory: str | None) -> tuple[Json, str]:
+def _forms(opened: OpenModel, memory: str | None) -> tuple[Json, str]:
     """Return the sizes of the experts in each form, as values and as a table."""
     from expertcast.runtime.advising.forms import form_sizes
     from expertcast.runtime.config import size_bytes
 
     room = available_memory() if memory is None else size_bytes(memory)
-    forms = form_sizes(source, room)
+    forms = form_sizes(opened, room)
     rows = [{name: cell for name, cell in form.cells.items() if name not in _MEASURED} for form in forms]
     given = "" if room is None else f", slots in {format_bytes(room)} of memory"
     notes = [f"  {form.form}: {form.note}" for form in forms if form.note]

@@ -38,6 +38,7 @@ from expertcast.commands.routing_file import (
     replayed_rows,
     routing_policies,
 )
+from expertcast.data.inspection import OpenModel
 from expertcast.data.packed_experts import make_packed
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.routing_file import is_routing_file
@@ -388,7 +389,9 @@ def _pack(options: Options, view: MoEView) -> None:
         if options.model is None:
             raise ExpertcastError(f"--experts {options.experts} needs the checkpoint of the traces: give --model")
         source = ModelSource.of(options.model, options.passed_on(options.model))
-        for layer, forms in zip(view, checkpoint_forms(source, options.experts), strict=True):
+        with OpenModel(source) as opened:
+            by_layer = checkpoint_forms(opened, options.experts)
+        for layer, forms in zip(view, by_layer, strict=True):
             make_packed(layer.experts, layer.num_experts, forms)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from expertcast.data.inspection import OpenModel
 from expertcast.data.packed_experts import weight_bits
 from expertcast.data.source import ModelSource
 from expertcast.predictors.messages import ExpertcastError
@@ -21,7 +22,8 @@ MAKERS = {name: make for name, (make, _) in FORMS.items()}
 @pytest.mark.parametrize("name", MAKERS)
 def test_sizes_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
     path = MAKERS[name](tmp_path)
-    packed = next(row for row in form_sizes(ModelSource.of(path), 10**5) if row.form == "packed")
+    with OpenModel(ModelSource.of(path)) as opened:
+        packed = next(row for row in form_sizes(opened, 10**5) if row.form == "packed")
     with load_offloaded(path, device="cpu", slots=6, experts="packed") as offloaded:
         assert packed.expert_bytes == offloaded.store.layout.block_bytes
         assert packed.all_experts_bytes == offloaded.store.nbytes
@@ -32,7 +34,8 @@ def test_sizes_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
 def test_a_form_that_a_model_does_not_have(tmp_path: Path) -> None:
     """8 inner inputs: no group of the kernel divides them; a plain checkpoint has no codes."""
     tiny_model("qwen3_moe", moe_intermediate_size=8).save_pretrained(tmp_path)
-    rows = {row.form: row for row in form_sizes(ModelSource.of(tmp_path), None)}
+    with OpenModel(ModelSource.of(tmp_path)) as opened:
+        rows = {row.form: row for row in form_sizes(opened, None)}
     assert list(rows) == ["expanded", "int8", "int4"]
     assert rows["int4"].slots is None
     assert "cannot be packed" in rows["int4"].note
