@@ -199,8 +199,8 @@ def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtyp
     if available is not None and needed > available:
         kind = "" if device.type == "cpu" else f"{device.type} "
         raise ExpertcastError(
-            f"{source.name!r} needs {needed} bytes of {kind}memory, {available} are available: offload it from disk "
-            "with --store-folder (in Python: load_offloaded with store='disk')"
+            f"{source.name!r} needs {needed} bytes of {kind}memory, {available} are available: run it "
+            "offloaded with --memory (in Python: load_offloaded)"
         )
 
 

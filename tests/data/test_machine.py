@@ -149,8 +149,8 @@ def test_more_than_memory_is_one_line(
     assert main(command) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1] == (
-        f"expertcast: 'reference' needs {needed} bytes of memory, 1000 are available: offload it from disk with "
-        "--store-folder (in Python: load_offloaded with store='disk')"
+        f"expertcast: 'reference' needs {needed} bytes of memory, 1000 are available: run it offloaded "
+        "with --memory (in Python: load_offloaded)"
     )
 
 
