@@ -46,7 +46,7 @@ def shortened(line: str) -> list[str]:
         predictor = command[command.index("--predictor") + 1]
         short += ["--set", "steps=8", "step_tokens=128", *SMALLER[predictor]]
     if command[0] == "simulate":
-        short += ["--tokens", "300", "--quality-tokens", "40"]
+        short += ["--tokens", "300", *(["--quality-tokens", "40"] if "--model" in command else [])]
     return short
 
 
