@@ -174,7 +174,8 @@ def check_disk(folder: Path, tokens: int, row_bytes: int) -> tuple[str, int]:
     free = shutil.disk_usage(folder).free
     if total - there > free:
         raise ExpertcastError(
-            f"the traces need {format_bytes(total - there)} more in {folder} and {format_bytes(free)} are free: "
+            f"{tokens:,} tokens of {row_bytes:,} bytes need {format_bytes(total - there)} more in {folder} and "
+            f"{format_bytes(free)} are free: "
             "collect fewer tokens, use another disk, or train without storing traces (expertcast train MODEL --data D)"
         )
     line = f"{folder}: {tokens:,} tokens of {row_bytes:,} bytes, about {format_bytes(total)} on disk "

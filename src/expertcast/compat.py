@@ -109,6 +109,11 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_weight_int4pack_mm_for_cpu": "Product with 4-bit weights on the CPU (drafts.quantised).",
         "_weight_int8pack_mm": "Product with 8-bit weights on the CPU (drafts.quantised).",
     },
+    "torch._ops:OpOverload": {"_schema": "Whether an operation returns a view (data.moe_layers)."},
+    "torch.cpu": {
+        "_is_amx_tile_supported": "Whether the processor multiplies in bf16 (data.machine).",
+        "_is_avx512_bf16_supported": "Whether the processor multiplies in bf16 (data.machine).",
+    },
     "torch:Tensor": {"_base": "Tensor that a view was made of (data.moe_layers)."},
     "torch._C": {
         "_create_function_from_graph": "Makes a program of a traced graph (data.tracing).",

@@ -163,8 +163,10 @@ def test_early_attention_is_its_layers_router_on_the_column(traces: TraceDataset
 
 
 def test_a_hybrid_asks_for_it_where_it_is_read(traces: TraceDataset) -> None:
-    choices: Any = [{"ahead": 1, "layer": layer, "predictor": "early_attention" if layer == 2 else "next_norm"}
-                    for layer in range(1, len(traces.view))]  # fmt: skip
+    choices: Any = [
+        {"ahead": 1, "layer": layer, "predictor": "early_attention" if layer == 2 else "next_norm", "recall": {}}
+        for layer in range(1, len(traces.view))
+    ]
     config = HybridConfig(
         candidates=["next_norm", "early_attention"], choices=choices,
         member_configs={"next_norm": {"ahead": [1]}, "early_attention": {"ahead": [1], "stand_in_rank": 2}},

@@ -71,18 +71,18 @@ def test_a_step_of_training_goes_from_the_router_to_the_estimator(loss: str) -> 
     estimator = Estimator(EstimatorConfig(form="paper", parameters=20_000), shape)
     estimator.bind(view)
     scale_P = torch.linspace(0.5, 1.5, shape.layers - 1)
-    distiller = Distiller(estimator, 1, loss=loss, temperature=1.5, scale_P=scale_P, steps=1)
+    distiller = Distiller(estimator, 1, loss=loss, scale_P=scale_P, steps=1)
     distiller.log = lambda *args, **kwargs: None  # there is no trainer
     batch = random_batch(view, 12)
     router_PTE, made_PTE = distiller.forecast(batch)
     assert torch.equal(router_PTE, batch.logits_TLE[:, 1:].transpose(0, 1))
-    p = (router_PTE / scale_P[:, None, None] / 1.5).double()
-    q = (made_PTE / scale_P[:, None, None] / 1.5).double()
+    p = (router_PTE / scale_P[:, None, None]).double()
+    q = (made_PTE / scale_P[:, None, None]).double()
     if loss == "kl":
-        expected = 1.5**2 * (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1).mean()
+        expected = (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1).mean()
     else:
         on, off = (p.sigmoid(), q.sigmoid()), (1 - p.sigmoid(), 1 - q.sigmoid())
-        expected = 1.5**2 * sum((a * (a / b).log()).sum(-1).mean() for a, b in (on, off))
+        expected = sum((a * (a / b).log()).sum(-1).mean() for a, b in (on, off))
     distiller.eval()  # in training every tenth token forgets the one before it
     torch.testing.assert_close(distiller.training_step(batch, 0).double(), expected, rtol=1e-4, atol=1e-5)
 

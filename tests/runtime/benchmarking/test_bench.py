@@ -175,8 +175,9 @@ def test_figures_that_cannot_be(tpots_s: list[float], overlap: float | str, over
     assert ("  ~" in table) == ("~: too noisy" in table) == bool(got["not_given"])
 
 
-def test_the_parts_of_a_step_stand_beside_their_sum() -> None:
+def test_the_parts_of_a_step_stand_beside_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few slow steps raise the mean, of which compute, copies and idle are parts, above the median."""
+    monkeypatch.setenv("COLUMNS", "200")
     steps = [StepTimes([seconds], [0.0], wait=0.25, idle=0.5) for seconds in (1.0, 1.0, 31.0)]
     run = made_run(steps, 1.75)
     run.repetitions[0].decoding.steps_s[:] = [1.75, 1.75, 31.75]

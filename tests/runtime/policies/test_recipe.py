@@ -64,7 +64,7 @@ def test_its_order(recipe: dict[str, Any]) -> None:
     assert _victims(policy) == [3, 1, 2]
     policy.remove(1)
     assert _victims(policy) == [3, 2]
-    with pytest.raises(ExpertcastError, match="kept=2"):
+    with pytest.raises(ExpertcastError, match="kept='2'"):
         EVICTION.choose("segmented:kept=2")
 
 

@@ -80,7 +80,7 @@ def test_keys_alone_serve_policies_that_look_at_keys() -> None:
 def test_refuses_in_one_line(reference_traces: TraceDataset) -> None:
     predictor, _ = resolve_predictor("next_norm", reference_traces.view)
     assert predictor is not None
-    with pytest.raises(ExpertcastError, match="prefill=0, batch=1: give 1 or more of both"):
+    with pytest.raises(ExpertcastError, match="prefill=0: must be greater than or equal to 1"):
         load_trace(reference_traces, SequenceSelection(prefill=0))
     with pytest.raises(ExpertcastError, match="batch=99: there are not so many documents"):
         load_trace(reference_traces, SequenceSelection(batch=99))
