@@ -286,7 +286,8 @@ class BatchedManager(CBGenerateManager):  # type: ignore[misc]
     def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
         """Start batching, at the first request and again after an error. Every request has its own sampler: no other
         request's options reach the batch."""
-        if self._cb is None or not self.is_alive():
+        # a batch that fails says so before it tells its requests, and is dead only afterwards
+        if self._cb is None or self._cb.background_thread_status.can_accept_new_requests() is not None:
             shared = GenerationConfig(do_sample=False, eos_token_id=gen_config.eos_token_id)
             batching = model.init_continuous_batching(
                 generation_config=shared, continuous_batching_config=copy.copy(self._cb_config)
@@ -417,7 +418,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 NEW_TOKENS = 1024
 """Default limit of new tokens, the same as transformers'."""
-_PREPARING = ThreadPoolExecutor(2, thread_name_prefix="expertcast-requests")
+_PREPARING = ThreadPoolExecutor(2, thread_name_prefix="requests")
 """Threads that parse, validate, template and tokenise requests: the event loop goes on meanwhile."""
 
 

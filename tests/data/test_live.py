@@ -122,7 +122,9 @@ def test_no_more_tokens_than_wanted_by_one_writer_after_another(tmp_path: Path) 
 def test_the_disk_is_looked_at_first(tmp_path: Path) -> None:
     """Rows of 204 bytes here; a million tokens of a model with 48 layers, 128 experts and 2048 hidden are 221 GB."""
     assert "1,000 tokens of 204 bytes, about 204 kB on disk" in writer(tmp_path / "small", tokens=1000).disk
-    with pytest.raises(ExpertcastError, match=r"the traces need .* TB more in .* are free: collect fewer tokens"):
+    with pytest.raises(
+        ExpertcastError, match=r"tokens of .* bytes need .* TB more in .* are free: collect fewer tokens"
+    ):
         writer(tmp_path / "large", tokens=10**12)
 
 

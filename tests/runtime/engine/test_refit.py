@@ -284,8 +284,8 @@ def test_off_is_nothing_and_what_cannot_be_is_refused(
     for fields, expected in (
         ({"predictor": "next_norm", "refit": 1.0}, "has none: leave refit out"),
         ({"refit": 1.0}, "refits a predictor"),
-        ({"predictor": predictor, "refit": -1.0}, "0 to 1000"),
-        ({"predictor": predictor, "refit": float("nan")}, "0 to 1000"),
+        ({"predictor": predictor, "refit": -1.0}, "refit=-1.0: must be greater than or equal to 0"),
+        ({"predictor": predictor, "refit": float("nan")}, "refit=nan"),
     ):
         with pytest.raises(ExpertcastError, match=expected):
             offload(reference_model, **fields)
