@@ -6,6 +6,7 @@ cut into documents of about `TXT_DOCUMENT_CHARS` characters.
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import json
@@ -212,7 +213,7 @@ def _jsonl_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
 def _json_object(where: str, line: bytes) -> Json:
     """Parse one line, with or without a byte order mark; a number, string or null yields an empty object."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
     except UnicodeDecodeError:
         raise ExpertcastError(f"{where}: not UTF-8 text; convert the file") from None
     except (ValueError, RecursionError) as error:
@@ -226,7 +227,7 @@ def _json_object(where: str, line: bytes) -> Json:
 def _txt_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
     del column
     with _reading(path):
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8").removeprefix("\ufeff")
     documents = cut_text(text)
     if len(documents) > 1:
         how = f"{len(documents)} documents of about {TXT_DOCUMENT_CHARS} characters"

@@ -150,7 +150,7 @@ def read_prompts(path: Path) -> list[str]:
         ExpertcastError: the file cannot be read, is not UTF-8, has a line without a `prompt`, or has no prompts.
     """
     try:
-        text = read_bytes(path).decode("utf-8-sig")
+        text = read_bytes(path).decode().removeprefix("\ufeff")
     except OSError as error:
         raise ExpertcastError(f"cannot read {path}: {error.strerror}; {_REMEDY}") from error
     except UnicodeDecodeError:
