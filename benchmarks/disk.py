@@ -29,6 +29,7 @@ from expertcast.commands.output import say
 from expertcast.data.routing_file import Routing
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
+from expertcast.runtime.config import pool_bytes
 from expertcast.runtime.pools.planner import plans
 from expertcast.runtime.pools.ranks import rank_model
 from expertcast.runtime.pools.states import Costs, ExpertBytes, State, pools_text
@@ -58,9 +59,9 @@ class Side:
     pools: bool = False
     """Whether the planner reserves part of the memory for compressed experts."""
 
-    def options(self, memory: int) -> Json:
-        """Return the fields of an :class:`OffloadConfig` for `memory` bytes of experts."""
-        return {"store": "disk", "codec": self.codec, "link": self.link, "memory": memory}
+    def options(self, slots: int) -> Json:
+        """Return the fields of an :class:`OffloadConfig`."""
+        return {"store": "disk", "codec": self.codec, "link": self.link, "slots": slots}
 
 
 SIDES = (
@@ -130,9 +131,11 @@ class Bench:
             nbytes = int(min(_DISK_BYTES, rate * _DISK_SECONDS)) if rate else _DISK_BYTES
             return self._child(side, {"kind": "disk", "disk_bytes": nbytes}, rate=rate)
         # a side with more overhead than `direct` gets fewer slots
-        options = side.options(memory - max(0, beside[side.codec] - beside["raw"]))
-        if side.pools:
-            options["pools"] = self._plan(side, options["memory"], rate)
+        room = memory - max(0, beside[side.codec] - beside["raw"])
+        pools = self._plan(side, room, rate) if side.pools else ""
+        options = side.options(self._slots(room - sum(pool_bytes(pools).values())))
+        if pools:
+            options["pools"] = pools
         if rate and not self.result["abilities"]["throttled"] and side.link == "disk":
             options["bandwidth"] = rate
         truth, limit = self._prepared.truth, beside["raw"] + _SPARE + memory
@@ -163,11 +166,14 @@ class Bench:
         """Measure the memory overhead of a codec beside its slots, in bytes."""
         say(f"memory beside slots, codec {codec}")
         side, model = Side(name=codec, codec=codec), self.result["model"]
-        slots = int(max(self._args.memory) * model["experts_bytes"])
+        slots = self._slots(int(max(self._args.memory) * model["experts_bytes"]))
         found = self._child(side, {"options": side.options(slots), "warm": 1, "timed": 1})
         if "failed" in found:
             raise ExpertcastError(f"measuring codec {codec} failed: {found['failed']}")
         return int(found["peak_bytes"]) - found["slots"] * int(model["expert_bytes"])
+
+    def _slots(self, nbytes: int) -> int:
+        return nbytes // int(self.result["model"]["expert_bytes"])
 
     def _sides(self) -> list[Side]:
         """Return the selected sides, and always `disk`."""

@@ -115,7 +115,7 @@ class Prepared:
 
     def _packed(self, codec: str) -> Json:
         result = self.folder / "packed.json"
-        options = ["--store-folder", str(self.store_folder(codec)), "--codec", codec, "--device", "cpu"]
+        options = ["--store-folder", str(self.store_folder(codec)), "--codec", codec]
         if expertcast(["store", str(self.model), *options, "--json", str(result)]):
             raise ExpertcastError(f"packing the store of codec {codec} failed")
         packed = json.loads(result.read_text())
