@@ -145,7 +145,8 @@ def ours(spec: Json) -> Json:
         The results, with `identical` (all logits equal the resident model's bit for bit) and `same_tokens` (share of
         steps with the same argmax).
     """
-    config = OffloadConfig.from_dict({"store_folder": spec["store_folder"], **spec["options"]})
+    own = {"store_folder": spec["store_folder"], "context": len(spec["tokens"])}
+    config = OffloadConfig.from_dict({**own, **spec["options"]})
     truth = None if spec["truth"] is None else load_file(spec["truth"])
     config = replace(config, predictor=spec.get("predictor"))
     with load_offloaded(spec["model"], config, device="cpu", dtype=spec.get("dtype")) as offloaded:

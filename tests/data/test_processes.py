@@ -56,7 +56,7 @@ def test_a_folder_that_was_not_written_is_not_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("gpus", "backend"), [(0, "gloo"), (1, "gloo"), (2, "cpu:gloo,cuda:nccl")])
 def test_each_rank_has_a_gpu_of_its_own(gpus: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one for each; what needs the GPUs themselves is called, not run."""
+    """Ranks with a GPU each; calls that need the GPUs themselves are recorded, not run."""
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "there"}.items():
         monkeypatch.setenv(name, value)
     called: list[object] = []

@@ -97,7 +97,7 @@ class Loads(Observer):
 
 @pytest.mark.parametrize("slots", [3, 10, 20])
 def test_each_expert_is_read_once_per_forward(slots: int, reference_tokenizer: Any) -> None:
-    """Of a batch with padding; nothing of the head is computed."""
+    """A batch with padding; the head is not computed."""
     model, loads = tiny_model("qwen3_moe"), Loads()
     plan = make_plan(documents(), reference_tokenizer, tokens=800, window=24)
     model.lm_head.register_forward_pre_hook(lambda *_: pytest.fail("the head ran"))

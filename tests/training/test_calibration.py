@@ -100,7 +100,7 @@ def test_a_forecast_that_is_always_sure_and_mostly_wrong_is_not_calibrated() -> 
 
 
 def test_the_fit_has_a_prior_of_one_pair() -> None:
-    """Where every forecast is right, only the prior bounds the slope: it minimises loss + |fit - (1, 0, 0)|^2 / 2."""
+    """If every forecast is right, only the prior bounds the slope: it minimises loss + |fit - (1, 0, 0)|^2 / 2."""
     margin_TE = torch.tensor([[2.0, 1.0, -1.0, -2.0]])
     found = fit_log_odds(margin_TE, margin_TE > 0)
     margin_N = margin_TE[0].double()
