@@ -232,15 +232,17 @@ class PackedMatrix:
     """Packed matrices in place of a parameter [E, N, I] or [E, I, N].
 
     Args:
-        experts: the module whose parameter holds the blocks.
+        own: parameters of the module, of which one holds the blocks.
         name: the replaced parameter's name.
         form: the form of the matrices.
         transposed: whether the parameter was [E, I, N].
         dtype: the parameter's dtype.
     """
 
-    def __init__(self, experts: nn.Module, name: str, form: BlockForm, transposed: bool, dtype: torch.dtype) -> None:
-        self._own, self.dtype = experts._parameters, dtype
+    def __init__(
+        self, own: Mapping[str, Tensor | None], name: str, form: BlockForm, transposed: bool, dtype: torch.dtype
+    ) -> None:
+        self._own, self.dtype = own, dtype
         self.form, self.transposed = form, transposed
         self.name = name + BLOCKS
         """Name of the parameter that holds the blocks."""
@@ -370,7 +372,7 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
         assert matrix is not None
         empty = torch.empty(count, form.nbytes, dtype=torch.uint8, device=matrix.device)
         experts.register_parameter(name + BLOCKS, nn.Parameter(empty, requires_grad=False))
-        experts.__dict__[name] = PackedMatrix(experts, name, form, transposed, matrix.dtype)
+        experts.__dict__[name] = PackedMatrix(experts._parameters, name, form, transposed, matrix.dtype)
 
 
 def _run_named(experts: nn.Module, *args: Any) -> Tensor:

@@ -37,7 +37,7 @@ class PackedModule(nn.Module):
         self.form = form
         blocks = torch.empty(1, form.nbytes, dtype=torch.uint8)
         self.register_parameter(f"weight{BLOCKS}", nn.Parameter(blocks, requires_grad=False))
-        self.__dict__["matrix"] = PackedMatrix(self, "weight", form, transposed=False, dtype=dtype)
+        self.__dict__["matrix"] = PackedMatrix(self._parameters, "weight", form, transposed=False, dtype=dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -94,10 +94,8 @@ class PackedLinear(PackedModule):
 
 def _product(rows_PI: Tensor, blocks: Tensor, kind: str) -> Tensor:
     outputs = blocks.shape[1] // ggml.row_bytes(kind, rows_PI.shape[1])
-    layer = PackedLinear(BlockForm((Piece(kind, outputs),), rows_PI.shape[1]), None, rows_PI.dtype)
-    layer.get_parameter(f"weight{BLOCKS}").data = blocks
-    product: Tensor = layer.__dict__["matrix"].product(rows_PI)
-    return product
+    form = BlockForm((Piece(kind, outputs),), rows_PI.shape[1])
+    return PackedMatrix({f"weight{BLOCKS}": blocks}, "weight", form, False, rows_PI.dtype).product(rows_PI)
 
 
 _OPERATIONS.impl("packed_product", _product, "CPU")  # type: ignore[no-untyped-call]
