@@ -165,6 +165,8 @@ class LayerFlow:
         self._streams = link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
         self.most = shape.experts
         """Largest number of a layer's experts that run at once: smaller calls of the kernel need less memory."""
+        self.splits = True
+        """Whether experts that fit the slots may run in several chunks; False: the kernel runs none in parts."""
         self._few = max(shape.top_k, shape.experts // 8)
         """Experts that are loaded at a time where others take their slots at once."""
         self._executed = 0
@@ -335,7 +337,7 @@ class LayerFlow:
         Experts that are there come first. In a scan without free slots for the others, these take turns in a few.
         """
         limit = min(self.residency.limit(layer), self.most)
-        scans = self.policies.eviction.by_layer[layer].scans
+        scans = self.splits and self.policies.eviction.by_layer[layer].scans
         if len(keys) <= limit and not scans:
             return [keys]
         ready = [key for key in sorted(keys) if self.residency.is_ready(key)]

@@ -283,6 +283,7 @@ class WorkerOffload:
             policies=config.resolved_policies().make(cache), kernel=self.kernel, drift=self.drift, keep=config.cache,
             forecasts=config.forecasts, recall=mean_recall(self.checkpoint),
         )  # fmt: skip
+        engine.flow.splits = False  # a token's experts run together
         reports = [] if self.drift is None else [self.drift.as_dict]
         engine.stats.reports = [*reports, engine.flow.forecasts_report]
         self.ending.callback(_sum_up, engine.stats)

@@ -724,6 +724,18 @@ def test_no_more_is_given_up_than_is_not_free_already(resident: list[int], left:
     assert made.residency.stats.total.evicted == len(resident) - left
 
 
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_scan_runs_in_parts_unless_the_kernel_cannot(splits: bool) -> None:
+    """A prompt's experts that fit take turns in a few slots; a kernel that runs no parts gets them whole."""
+    made = runtime("lrfu", "none")
+    made.flow.splits = splits
+    made.flow.start_pass(True)
+    run(made, 1, [0, 1, 2])
+    chunks = made.flow.begin(0, [0, 1, 2, 3, 4, 5])
+    assert (len(chunks) > 1) == splits
+    assert sorted(key for chunk in chunks for key in chunk) == [0, 1, 2, 3, 4, 5]
+
+
 def test_what_is_predicted_is_never_given_up() -> None:
     """All slots are taken and the predicted expert 0 is the least recently used one: 2 goes in its place."""
     made = runtime()
