@@ -298,6 +298,8 @@ def meta_model(
         source = model if isinstance(model, ModelSource) else ModelSource.of(model)
     config = model if isinstance(model, PretrainedConfig) else load_config(source or model)
     name = str(model) if source is None else source.name
+    if getattr(config, "tie_word_embeddings", False):  # of an image-text checkpoint, which has no head then
+        config.get_text_config().tie_word_embeddings = True
     try:
         with torch.device("meta"):
             built: PreTrainedModel = auto_class(config).from_config(

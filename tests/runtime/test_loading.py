@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
+from tests.runtime.gguf_files import tiny
 from tests.sealed import edit_json
 
 IDS = {"input_ids": torch.tensor([[5, 9, 2, 77, 31]]), "attention_mask": torch.ones(1, 5, dtype=torch.long)}
@@ -228,6 +230,21 @@ def test_a_missing_weight_is_named(load: Callable[..., Any], tmp_path: Path) -> 
         save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with refused(f"cannot load model '{tmp_path}': the checkpoint has no weights for {re.escape(lost)}: it"):
             load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("load", [load_offloaded, load_model])
+def test_tied_by_the_outer_configuration(load: Callable[..., Any], tmp_path: Path) -> None:
+    """An image-text model with tied embeddings has no head; its text configuration alone is that of the model."""
+    model = tiny("qwen3_5_moe_text")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path)
+    text = model.config.to_dict() | {"tie_word_embeddings": False}
+    outer = {"model_type": "qwen3_5_moe", "tie_word_embeddings": True, "text_config": text, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    loaded = load(tmp_path, device="cpu", **({"slots": 8} if load is load_offloaded else {}))
+    whole = loaded.model if isinstance(loaded, OffloadedModel) else loaded
+    assert torch.equal(whole.get_output_embeddings().weight, model.lm_head.weight)
 
 
 def test_an_expert_under_another_number(tmp_path: Path) -> None:
