@@ -397,7 +397,8 @@ def open_offload(case: Case, world: World) -> Any:
         fields["store_folder"] = world.own / f"{case.model}-{case.dtype}-{case.loaded}-{fields['store_folder']}"
     if not case.loaded:
         return offload(world.model(case.model, case.dtype), **fields)
-    options = {"dtype": case.dtype, "device": "cpu", "experts_implementation": case.kernel}
+    # The resident model's experts are expanded; packed ones are compared with packed ones in the tests.
+    options = {"dtype": case.dtype, "device": "cpu", "experts_implementation": case.kernel, "experts": "expanded"}
     offloaded = load_offloaded(world.path(case.model), **options, **fields)
     without_end(offloaded.model)
     return offloaded
