@@ -274,6 +274,8 @@ def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
             config: PretrainedConfig = AutoConfig.from_pretrained(source.path, **source.config)
         if paths:
             complete_config(config, paths)
+        if getattr(config, "tie_word_embeddings", False):  # of an image-text checkpoint, which has no head then
+            config.get_text_config().tie_word_embeddings = True
     except Exception as error:  # invalid files raise any kind of exception, depending on the family
         untrusted = isinstance(error, ValueError) and "trust_remote_code" in str(error)
         reason = "it contains custom code: set trust_remote_code=True (--trust-remote-code) if you trust it"
@@ -298,8 +300,6 @@ def meta_model(
         source = model if isinstance(model, ModelSource) else ModelSource.of(model)
     config = model if isinstance(model, PretrainedConfig) else load_config(source or model)
     name = str(model) if source is None else source.name
-    if getattr(config, "tie_word_embeddings", False):  # of an image-text checkpoint, which has no head then
-        config.get_text_config().tie_word_embeddings = True
     try:
         with torch.device("meta"):
             built: PreTrainedModel = auto_class(config).from_config(
