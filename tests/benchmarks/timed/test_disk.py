@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,14 +12,10 @@ from benchmarks.timed.device import Span, TimedDevice
 from benchmarks.timed.links import TimedDiskLink
 from benchmarks.timed.run import TimedCase, decode_timed
 
-from expertcast.runtime import offload
-from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.transfer import Transfer
-from tests.families.models import tiny_model
 
 BLOCK = 9437184
 COPY_S, READ_S = 171e-6, 3e-3
@@ -101,14 +96,6 @@ def test_a_forecast_that_is_waited_for_comes_next(device: TimedDevice, buffers: 
     assert [copy.done for copy in forecasts] == [True, True, False, False, False, True]
 
 
-def test_asking_is_enough_for_a_copy_to_go_on(device: TimedDevice) -> None:
-    link, _ = attached(device)
-    copy = link.submit(0, 0, urgent=False)
-    for done in (False, False, False, True):
-        assert link.poll(copy) is done
-        device.spend(0.6 * READ_S)
-
-
 def test_whoever_observes_sees_the_read_too(device: TimedDevice) -> None:
     link, seen = attached(device)[0], list[float]()
     link.observer = cast(Observer, SimpleNamespace(
@@ -118,20 +105,6 @@ def test_whoever_observes_sees_the_read_too(device: TimedDevice) -> None:
     link.wait(link.submit(0, 0, urgent=True))
     link.synchronize()
     assert seen == [pytest.approx(READ_S + COPY_S, rel=0.05)]
-
-
-def test_forecasts_can_be_dropped_until_they_are_read(device: TimedDevice) -> None:
-    link, pool = attached(device)
-    forecasts = [link.submit(key, key, urgent=False) for key in range(8)]
-    assert [link.cancel(copy) for copy in forecasts] == [False] * 2 + [True] * 6
-    link.promote(later := link.submit(9, 9, urgent=False))
-    for copy in (*forecasts[:2], later):
-        link.wait(copy)
-    device.synchronize()
-    link.progress()
-    assert len(spans(device, "read")) == link.copies == 3
-    assert not pool.block(2).any()
-    assert all(link.poll(copy) for copy in (*forecasts[:2], later))
 
 
 def test_forecasts_arrive_while_the_device_computes(device: TimedDevice) -> None:
@@ -175,50 +148,6 @@ def test_every_block_is_whole(device: TimedDevice, buffers: int, read_s: float) 
     assert not device.races
 
 
-def _torn(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link whose `wait` does not wait for the read."""
-    wait_for_read = link._wait_for_read
-
-    def early() -> None:
-        reading = [copy for copy, read in link._reads.items() if not read.done and copy.arrived is None]
-        for copy in reading:
-            link._reads[copy].then = None
-            link._read_done.put(copy)
-        if not reading:
-            wait_for_read()
-
-    monkeypatch.setattr(link, "_wait_for_read", early)
-
-
-def _reused(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link that frees a buffer as soon as its copy is queued."""
-    start, free_buffer = link._run, link._free_buffer
-    reads: dict[Transfer, Any] = {}
-
-    def run(copy: Transfer) -> None:
-        start(copy)
-        if copy.arrived is not None:
-            reads[copy] = free_buffer(copy)
-            link._reads[copy] = reads[copy]
-
-    monkeypatch.setattr(link, "_run", run)
-    monkeypatch.setattr(link, "_free_buffer", lambda copy: link._reads.pop(copy))
-
-
-def _unread(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link that ignores the readers of slots."""
-    monkeypatch.setattr(link, "mark_read", lambda _slots: None)
-
-
-@pytest.mark.parametrize("fault", [_torn, _reused, _unread])
-def test_whoever_comes_too_early_is_found(
-    device: TimedDevice, monkeypatch: pytest.MonkeyPatch, fault: Callable[[TimedDiskLink, pytest.MonkeyPatch], None]
-) -> None:
-    link, pool = attached(device, buffers=2, read_s=COPY_S / 4, access_s=1e-6)
-    fault(link, monkeypatch)
-    assert _layers(device, link, pool) > 0 or device.races
-
-
 CASE = TimedCase(layers=6, warm_up=3, steps=3, disk=6e9)
 
 
@@ -237,18 +166,3 @@ def test_a_fast_disk_costs_little_more_than_memory() -> None:
     case = replace(CASE, accuracy=1.0)
     memory, disk = decode_timed(replace(case, disk=None)), decode_timed(replace(case, disk=200e9))
     assert memory.tpot_s < disk.tpot_s < 1.15 * memory.tpot_s
-
-
-@pytest.mark.parametrize("options", [{"cache": False}, {"slots": 4}, {"slots": 16, "predictor": "next_norm"}])
-def test_bits_are_those_of_the_resident_model(options: dict[str, object]) -> None:
-    model = tiny_model("qwen3_moe")
-    prompt = torch.arange(1, 40).unsqueeze(0)
-    resident = model.generate(prompt, max_new_tokens=8, do_sample=False)
-    device = TimedDevice(1e9)
-    link = TimedDiskLink(device, 1 << 20, 3e8)
-    assert isinstance(link, CudaLink)
-    with offload(model, link=link, **options) as offloaded:
-        assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), resident)
-        assert offloaded.link.busy_s > 0
-    assert spans(device, "read")
-    assert not device.races

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -32,7 +31,6 @@ from hypothesis.stateful import (
 )
 
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors import ExpertcastError
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.emulated import EmulatedLink
@@ -410,58 +408,3 @@ def test_any_interleaving() -> None:
 def test_random_delays() -> None:
     once = settings(PROFILE, max_examples=20, phases=[Phase.generate])  # no run is like another
     run_state_machine_as_test(EmulatedMachine, settings=once)
-
-
-class _HastyLink(SteppedLink):
-    """Compute is not made to wait."""
-
-    def wait(self, copy: Transfer) -> None:
-        self._go_on()
-
-
-class _LyingLink(SteppedLink):
-    """Says that a copy was dropped though it is under way."""
-
-    def cancel(self, copy: Transfer) -> bool:
-        return super().cancel(copy) or not copy.done
-
-
-class _DeafLink(SteppedLink):
-    """Leaves needed copies behind forecasts."""
-
-    def promote(self, copy: Transfer) -> None:
-        self._go_on()
-
-
-class _EarlyLink(SteppedLink):
-    """Says that a copy has arrived when half of it has."""
-
-    def start(self, copy: Transfer) -> None:
-        super().start(copy)
-        copy.done = True
-
-
-class _CarelessPolicy(LoggedPolicy):
-    """Gives up what is needed."""
-
-    def victim(self, protected: Container[int]) -> int | None:
-        return super().victim(())
-
-
-class _ForgetfulPolicy(LoggedPolicy):
-    """Gives up what is needed by forecasts and layers if only its copy has arrived."""
-
-    def victim(self, protected: Container[int]) -> int | None:
-        return next((key for key in self.keys if key in protected), None)
-
-
-@pytest.mark.parametrize("broken", [_HastyLink, _LyingLink, _DeafLink, _EarlyLink, _CarelessPolicy, _ForgetfulPolicy])
-def test_broken_rules_are_seen(broken: type[Any]) -> None:
-    """The machine can fail: one rule broken at a time."""
-
-    class Broken(ResidencyMachine):
-        make_link = logged(broken if issubclass(broken, Link) else SteppedLink)
-        policy_class = broken if issubclass(broken, EvictionPolicy) else LoggedPolicy
-
-    with pytest.raises((AssertionError, ExpertcastError, KeyError)):
-        run_state_machine_as_test(Broken, settings=settings(PROFILE, max_examples=600, phases=[Phase.generate]))

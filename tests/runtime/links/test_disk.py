@@ -30,7 +30,6 @@ from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, RaiseAt
@@ -174,25 +173,6 @@ def test_no_schedule_lets_a_kernel_see_another_block(
     store: DiskStore, blocks: list[Tensor], buffers: int | None
 ) -> None:
     assert sum(_wrong(seed, store, blocks, buffers) for seed in range(8)) == 0
-
-
-def test_a_block_given_back_too_early_is_seen(
-    store: DiskStore, blocks: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, free_buffer = CudaDiskLink._run, CudaDiskLink._free_buffer
-
-    def early(link: CudaDiskLink, copy: Transfer) -> None:
-        run(link, copy)
-        if copy.arrived is not None:
-            link._reads[copy] = free_buffer(link, copy)
-
-    monkeypatch.setattr(CudaDiskLink, "_run", early)
-
-    def late(link: CudaDiskLink, copy: Transfer) -> Any:
-        return free_buffer(link, copy) if copy.arrived is None else link._reads.pop(copy)
-
-    monkeypatch.setattr(CudaDiskLink, "_free_buffer", late)
-    assert any(_wrong(seed, store, blocks, 2) for seed in range(8))
 
 
 def test_blocks_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
