@@ -336,11 +336,12 @@ def sizes_of(experts: nn.Module, matrix: Tensor) -> tuple[int, int]:
 def form_for(experts: nn.Module, matrix: Tensor, bits: int, device: str = "cpu") -> BlockForm:
     """Return the form of one of a module's matrices once it is rounded to 4 or 8 bits.
 
-    8 bits are Q8_0; 4 bits Q4_K, or Q4_0 where its blocks do not divide the inputs. `device` is the type of the one
-    that computes.
+    8 bits are Q8_0; 4 bits Q4_K, or Q4_0 where its blocks do not divide the inputs; BF16 where no blocks do. `device`
+    is the type of the one that computes.
     """
     outputs, inputs = sizes_of(experts, matrix)
-    kind = "Q8_0" if bits == 8 else "Q4_K" if inputs % ggml.TYPES["Q4_K"].elements == 0 else "Q4_0"
+    kinds = ("Q8_0",) if bits == 8 else ("Q4_K", "Q4_0")
+    kind = next((kind for kind in kinds if inputs % ggml.TYPES[kind].elements == 0), "BF16")
     form = BlockForm((Piece(kind, outputs),), inputs)
     check_device(form, device)
     return form

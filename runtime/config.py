@@ -485,7 +485,7 @@ def draft_bytes(config: OffloadConfig, view: MoEView) -> int:
     """Return the bytes that the configured draft needs on the device."""
     if config.draft not in QUANTISED:
         return 0
-    from expertcast.runtime.drafts.quantised import expected_bytes
+    from expertcast.runtime.drafts.kinds import expected_bytes
 
     return expected_bytes(view, config.draft)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -15,23 +14,26 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from expertcast.data.models import load_tokenizer
 from expertcast.data.packed_experts import packed_matrices
-from expertcast.data.text import bundled_ids
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.drafts import names
 from expertcast.runtime.drafts.decoding import DraftedDecoding, extract_stop_strings
 from expertcast.runtime.drafts.governor import Governor, Tally
-from expertcast.runtime.drafts.kinds import Draft, PassDraft, ProposalDraft, early_exit, forecast_draft
+from expertcast.runtime.drafts.kinds import (
+    Draft,
+    PassDraft,
+    PolicyStage,
+    ProposalDraft,
+    QuantisedExperts,
+    QuantisedStage,
+    early_exit,
+    forecast_draft,
+)
 from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.drafts.proposals import Assistant, MtpHeads, MtpProposer, PromptLookup
-from expertcast.runtime.drafts.quantised import CALIBRATED, Calibration, PolicyStage, QuantisedExperts, QuantisedStage
 from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.store import ExpertStore
-
-_WINDOWS, _WINDOW = 16, 512
-"""Number of calibration windows and tokens per window."""
 
 
 class Drafter:
@@ -94,8 +96,7 @@ class Drafter:
         elif isinstance(draft, Policies):
             candidates = [self._lossy(draft)]
         else:
-            tokenizer = kwargs.get("tokenizer")
-            candidates = [self._named(name, tokenizer) for name in (self._auto() if is_auto else [draft])]
+            candidates = [self._named(name) for name in (self._auto() if is_auto else [draft])]
         self.drafts |= {each.name: each for each in candidates}
         extract_stop_strings(kwargs)
 
@@ -153,12 +154,8 @@ class Drafter:
         speculates = [names.SPECULATE] if self._engine.speculator.predictor is not None else []
         return [*existing, "resident", *speculates, names.PROMPT_LOOKUP]
 
-    def _named(self, name: str, tokenizer: PreTrainedTokenizerBase | None) -> Draft:
-        """Return the draft of a name; create it at the first call.
-
-        Args:
-            name: name of the draft, with options.
-            tokenizer: tokenizer for the calibration data; None: the one in the model's folder.
+    def _named(self, name: str) -> Draft:
+        """Return the draft of a name, with options; create it at the first call.
 
         Raises:
             ExpertcastError: the name is unknown, or this model or offload cannot have the draft.
@@ -169,10 +166,7 @@ class Drafter:
         names.check_draft(name, packed=bool(packed_matrices(speculator.view[0].experts)))
         base = name.partition(":")[0]
         if name in names.QUANTISED:
-            calibration = self._calibration(tokenizer) if name == CALIBRATED else None
-            experts = QuantisedExperts.of(
-                speculator.view, self._store.views, name, calibration=calibration, device=self._store.device
-            )
+            experts = QuantisedExperts(speculator.view, self._store.views, name, self._store.device)
             stage = QuantisedStage(experts, self.schedule, self._residency.link)
             return PassDraft(name, self._engine, stage, nbytes=experts.nbytes)
         if base == names.SPECULATE:
@@ -187,16 +181,6 @@ class Drafter:
         if base == names.MTP:
             return self._heads(name)
         return self._by_policies(name, names.policies_of(name))
-
-    def _calibration(self, tokenizer: PreTrainedTokenizerBase | None) -> Calibration:
-        """Calibrate on the bundled text.
-
-        Raises:
-            ExpertcastError: there is no tokenizer, neither as argument nor in the model's folder.
-        """
-        ids = bundled_ids(tokenizer or load_tokenizer(self._model.name_or_path), _WINDOWS * _WINDOW)
-        ids_SW = torch.tensor(ids, device=self._store.device).view(_WINDOWS, _WINDOW)
-        return Calibration.of(self._model, self._engine.view, ids_SW)
 
     def _by_policies(self, name: str, policies: Policies) -> PassDraft:
         stage = PolicyStage(self._engine, policies, self.schedule)

@@ -16,7 +16,7 @@ from expertcast.runtime.policies.routing import ROUTING
 from expertcast.runtime.storage.layout import FULL
 
 NONE, AUTO = "none", "auto"
-QUANTISED = ("int4", "int4:calibrated", "int8")
+QUANTISED = ("int4", "int8")
 RESIDENT = Policies(prefetch="none", miss="substitute:tolerance=1.0")
 """Policies of the draft `resident`: the best resident expert replaces a missing one."""
 EARLY_EXIT, SPECULATE, PROMPT_LOOKUP, MTP = "early_exit", "speculate", "prompt_lookup", "mtp"

@@ -102,12 +102,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_push_field": "Keeps a field of a header (weights.gguf).",
     },
     "torch": {
-        "_convert_weight_to_int4pack": "Packs 4-bit weights for CUDA (drafts.quantised).",
-        "_convert_weight_to_int4pack_for_cpu": "Packs 4-bit weights for the CPU (drafts.quantised).",
         "_grouped_mm": "The product inside transformers' kernel, replaced by one that skips empty groups (kernels).",
-        "_weight_int4pack_mm": "Product with 4-bit weights on CUDA (drafts.quantised).",
-        "_weight_int4pack_mm_for_cpu": "Product with 4-bit weights on the CPU (drafts.quantised).",
-        "_weight_int8pack_mm": "Product with 8-bit weights on the CPU (drafts.quantised).",
     },
     "torch._ops:OpOverload": {"_schema": "Whether an operation returns a view (data.moe_layers)."},
     "torch.cpu": {

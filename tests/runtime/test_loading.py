@@ -79,15 +79,6 @@ def test_families_and_checkpoint_styles(family: str, original: bool, tmp_path: P
             assert dict(model.named_buffers()).keys() == dict(offloaded.model.named_buffers()).keys()
 
 
-def test_a_draft_finds_the_tokenizer_beside_the_model(tmp_path: Path, reference_tokenizer: Any) -> None:
-    path = _saved("qwen3_moe", tmp_path / "model")
-    reference_tokenizer.save_pretrained(path)
-    with load_offloaded(path, slots=7) as offloaded:
-        expected = offloaded.generate(**IDS, max_new_tokens=4, do_sample=False)
-        drafted = offloaded.generate(**IDS, max_new_tokens=4, do_sample=False, draft="int4:calibrated", draft_length=2)
-    assert torch.equal(drafted, expected)
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_shards(family: str, tmp_path: Path) -> None:
     path = _saved(family, tmp_path / "model", max_shard_size="100KB")

@@ -36,7 +36,7 @@ from expertcast.runtime.benchmarking.runs import (
 )
 from expertcast.runtime.benchmarking.shapes import weight_bytes
 from expertcast.runtime.config import draft_bytes, slots_for
-from expertcast.runtime.drafts.quantised import QuantisedExperts, expected_bytes
+from expertcast.runtime.drafts.kinds import QuantisedExperts, expected_bytes
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.store import ExpertStore
@@ -312,7 +312,7 @@ def test_every_draft_is_measured_and_gives_the_same_text(model: PreTrainedModel)
     assert all(run["identical"] and run["tpot_s"] > 0 for run in found.values())
     assert found["none"]["over_none"] == 1.0
     view = find_moe_layers(model)
-    assert found["int4"]["memory_bytes"] == QuantisedExperts.of(view, resident_views(view), "int4").nbytes
+    assert found["int4"]["memory_bytes"] == QuantisedExperts(view, resident_views(view), "int4").nbytes
     assert found["resident"]["memory_bytes"] == found["none"]["memory_bytes"] == 0
     layers, top_k = view.shape.layers, view.shape.top_k
     assert 0 < found["none"]["bytes_per_token"] <= layers * top_k * BlockLayout.of(view).block_bytes, "no prefill"
@@ -329,7 +329,7 @@ def test_an_unknown_draft_is_refused_before_anything_runs(model: PreTrainedModel
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 def test_bytes_are_known_before_there_is_a_draft(family: str, precision: str) -> None:
     view = find_moe_layers(tiny_model(family))
-    assert expected_bytes(view, precision) == QuantisedExperts.of(view, resident_views(view), precision).nbytes
+    assert expected_bytes(view, precision) == QuantisedExperts(view, resident_views(view), precision).nbytes
 
 
 def test_memory_is_for_slots_and_draft_together(model: PreTrainedModel) -> None:
