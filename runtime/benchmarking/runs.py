@@ -1,15 +1,10 @@
-"""Timed greedy decoding, a store shared by several offloads, and the comparison with accelerate.
-
-The comparison runs the same model under accelerate's CPU offload, the usual alternative for a transformers user.
-accelerate moves whole modules: all experts of a layer for every token, whatever the routing. Its hooks load a module's
-weights before its forward pass and drop them afterwards; modules that fit the memory stay on the device (`device_map`).
+"""Timed greedy decoding, and a store shared by several offloads.
 
 V vocabulary, L MoE layers, E routed experts per layer.
 """
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +16,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from expertcast.data.machine import with_index
-from expertcast.data.moe_layers import experts_implementation, find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import MoEView
-from expertcast.predictors.messages import Json, Progress
-from expertcast.runtime.benchmarking.shapes import weight_bytes
-from expertcast.runtime.engine.kernels import kernel_name
+from expertcast.predictors.messages import Progress
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.layout import BlockLayout
@@ -194,97 +187,3 @@ def without_experts_to(model: PreTrainedModel, device: torch.device) -> PreTrain
     finally:
         for parameters, own in kept:
             parameters.update(own)
-
-
-ON_CPU = (
-    "the model computes on the CPU, where its weights are: accelerate copies nothing here, so the time shows the cost "
-    "of its hooks only; moved_bytes is what it would copy per token, and least_tpot_s the time of these bytes over the "
-    "emulated link (calculated, not measured)"
-)
-
-
-def measure_peer(
-    model: PreTrainedModel,
-    prompt_ids: Tensor,
-    *,
-    memory: int,
-    new_tokens: int = 4,
-    bandwidth: float | None = None,
-    truth: Decoding | None = None,
-) -> Json:
-    """Decode under accelerate's offload. The model ends on the CPU without hooks.
-
-    Args:
-        model: a model that is not offloaded.
-        prompt_ids: [1, T] on the compute device.
-        memory: bytes of device memory for weights, the same as for the offloaded runs.
-        new_tokens: number of tokens.
-        bandwidth: bytes per second of the emulated link, for `least_tpot_s` on the CPU.
-        truth: the expected decoding.
-
-    Returns:
-        `tpot_s`, `ttft_s`, `new_tokens`, `moved_bytes` per token, `least_tpot_s`, `identical` and `note`.
-    """
-    device = prompt_ids.device
-    model.to("cpu")
-    try:
-        device_map = _device_map(model, memory)
-        moved = _offloaded_bytes(model, device_map)
-        _dispatch(model, device_map, device)
-        with experts_implementation(model, kernel_name(model)):
-            decode_greedily(model, prompt_ids[:, :8], 2)  # warm-up
-            decoding = decode_greedily(model, prompt_ids, new_tokens)
-    finally:
-        _restore(model)
-    tpot_s = statistics.median(decoding.steps_s)
-    on_cpu = device.type == "cpu"
-    return {
-        "tpot_s": tpot_s,
-        "ttft_s": decoding.ttft_s,
-        "new_tokens": new_tokens,
-        "moved_bytes": moved,
-        "least_tpot_s": moved / bandwidth if on_cpu and bandwidth else None,
-        "identical": None if truth is None else same_logits(decoding, truth),
-        "note": ON_CPU if on_cpu else "measured",
-    }
-
-
-def _device_map(model: PreTrainedModel, memory: int) -> dict[str, int | str]:
-    """Map module names to 0 (the device) or "cpu", with as many modules on the device as fit the memory."""
-    from accelerate import infer_auto_device_map
-
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns that a CPU is not device 0
-    found: dict[str, int | str] = infer_auto_device_map(
-        model, max_memory={0: memory, "cpu": 2 * weight_bytes(model)}, no_split_module_classes=model._no_split_modules
-    )
-    return found
-
-
-def _offloaded_bytes(model: PreTrainedModel, device_map: dict[str, int | str]) -> int:
-    """Return the bytes of the weights outside the device, all of which every forward pass moves."""
-    away = [name for name, where in device_map.items() if where == "cpu"]
-    return sum(
-        parameter.numel() * parameter.dtype.itemsize
-        for name, parameter in model.named_parameters()
-        if any(not module or name.startswith(module + ".") for module in away)
-    )
-
-
-def _dispatch(model: PreTrainedModel, device_map: dict[str, int | str], device: torch.device) -> None:
-    from accelerate import cpu_offload, dispatch_model
-
-    if device.type == "cpu":
-        cpu_offload(model, execution_device=device)
-        return
-    places = {name: device if where == 0 else where for name, where in device_map.items()}
-    dispatch_model(model, places, main_device=device, force_hooks=True)
-
-
-def _restore(model: PreTrainedModel) -> None:
-    from accelerate.hooks import remove_hook_from_submodules
-
-    remove_hook_from_submodules(model)
-    model.__dict__.pop("hf_device_map", None)
-    for name in ("to", "cuda"):  # dispatch_model replaced them by functions that warn
-        model.__dict__.pop(name, None)
-    model.to("cpu")

@@ -149,7 +149,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_can_record_outputs": "Says which class is the router (data.moe_layers).",
         "_init_weights": "Initialises random benchmark models (benchmarking.shapes).",
         "_is_stateful": "Whether a model has recurrent states (drafts.proposals).",
-        "_no_split_modules": "Argument of accelerate's device map (benchmarking.runs).",
     },
     "transformers.cli.serving.completion:CompletionHandler": {
         "_non_streaming": "Answers a request at once (serving.handlers).",

@@ -64,8 +64,6 @@ def describe_prompt(prompt: Json) -> list[str]:
             f"{name} {error['relative_error']:+.0%}" for name, error in prompt["advice"]["errors"].items()
         )
         lines.append(f"advise would expect, against what was measured: {errors}")
-    if "peer" in prompt:
-        lines.append("accelerate: " + peer_text(prompt["peer"]))
     return lines
 
 
@@ -118,14 +116,6 @@ def runs_table(runs: Json) -> str:
     return f"{aligned(rows)}\n{legend}"
 
 
-def peer_text(found: Json) -> str:
-    """Return accelerate's time per token as text."""
-    text = f"{found['tpot_s'] * 1e3:.2f} ms per token, moves {found['moved_bytes'] / 1e6:.1f} MB per token"
-    if found["least_tpot_s"] is not None:
-        text += f" (at least {found['least_tpot_s'] * 1e3:.1f} ms over this link)"
-    return text if found["note"] == "measured" else f"{text}; {found['note']}"
-
-
 def _figure(run: Json, key: str) -> str:
     """Return a figure, or ~ if it is too noisy."""
     return "~" if key in run["not_given"] else _number(run[key])
@@ -135,7 +125,6 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-PEER_TOKENS = 4
 WAYS = ("on_demand", "exact", "speculate", "hybrid")
 
 
@@ -161,8 +150,6 @@ class Options(TargetOptions):
     """Also generate with these drafts, compared with plain exact decoding: auto, int4, resident and others."""
     no_advice: bool = False
     """Skip the comparison with the expectation of `advise`."""
-    peer: bool = False
-    """Also run the first prompt with accelerate's CPU offload."""
     minutes: Annotated[float, Option(metavar="M", read=positive_number)] = math.inf
     """Start no further prompt after this many minutes (default: all prompts)."""
     timeline: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
@@ -194,7 +181,6 @@ class Prompt:
     link: Json
     advice: Json | None = None
     """Expectation of the event model, and its errors."""
-    peer: Json | None = None
     drafts: Json | None = None
     """Measurements by draft."""
 
@@ -205,7 +191,6 @@ class Prompt:
         beside = {
             "measured_routing": self.process and self.process.tables.measured(),
             "advice": self.advice,
-            "peer": self.peer,
             "drafts": self.drafts,
         }
         return {
@@ -234,8 +219,6 @@ def run(options: Options) -> Outcome:
         prompts.append(bench_prompt(options, target, tokens, prompts[0].link if prompts else None))
     first = prompts[0]
     target.store.give_back(torch.device("cpu"))
-    if options.peer:  # last: it moves the model
-        first.peer = peer(options, target, first)
     result = {
         **target.heading(first.process),
         "new_tokens": options.settings.new_tokens,
@@ -329,26 +312,6 @@ def known_to_advise(config: OffloadConfig) -> bool:
     """Return whether the event model covers such a run: all forecasts are made."""
     every = config.predictor is None or config.forecasts == "always"
     return config.policies is None and every
-
-
-def peer(options: Options, target: Target, prompt: Prompt) -> Json:
-    """Measure accelerate's offload with the device memory of the cached runs: slots, and all weights but experts."""
-    from expertcast.runtime.benchmarking.runs import measure_peer
-    from expertcast.runtime.benchmarking.shapes import weight_bytes
-
-    whole, experts = weight_bytes(target.model), sum(weight_bytes(layer.experts) for layer in target.view)
-    memory = whole - experts + max(run.slots for run in prompt.bench.runs.values()) * target.store.layout.block_bytes
-    say(f"{prompt.ids.shape[1]} tokens: accelerate")
-    with prompt.process if prompt.process is not None else nullcontext():
-        found = measure_peer(
-            target.model,
-            prompt.ids,
-            memory=memory,
-            new_tokens=min(PEER_TOKENS, options.settings.new_tokens),
-            bandwidth=prompt.link.get("bandwidth"),
-            truth=prompt.bench.truth,
-        )
-    return {"memory": memory, **found}
 
 
 def hybrid_layers(measured: Bench) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""The benchmark reports what the runs did; greedy decoding, the shared store, accelerate, drafts."""
+"""The benchmark reports what the runs did; greedy decoding, the shared store, drafts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ from expertcast.runtime.benchmarking.runs import (
     BorrowedStore,
     Decoding,
     decode_greedily,
-    measure_peer,
     same_logits,
     without_experts_to,
 )
-from expertcast.runtime.benchmarking.shapes import weight_bytes
 from expertcast.runtime.config import draft_bytes, slots_for
 from expertcast.runtime.drafts.kinds import QuantisedExperts, expected_bytes
 from expertcast.runtime.recording.recorder import Recorder
@@ -259,41 +257,6 @@ def test_everything_but_experts_moves() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.is_meta != name.startswith(experts), name
     assert all(buffer.is_meta for buffer in model.buffers())
-
-
-# accelerate's offload of the same model, which is restored afterwards
-
-
-PEER_PROMPT_IDS = torch.arange(6).unsqueeze(0)
-
-
-def test_peer_decodes_the_same_and_leaves_the_model() -> None:
-    model = tiny_model("qwen3_moe")
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with experts_implementation(model, "grouped_mm"):
-        truth = decode_greedily(model, PEER_PROMPT_IDS, 4)
-    whole = weight_bytes(model)
-    found = measure_peer(model, PEER_PROMPT_IDS, memory=whole // 2, new_tokens=3, bandwidth=1e6, truth=truth)
-    assert found["identical"]
-    assert found["tpot_s"] > 0
-    experts = sum(weight_bytes(layer.experts) for layer in find_moe_layers(model))
-    assert experts < found["moved_bytes"] <= whole
-    assert found["least_tpot_s"] == found["moved_bytes"] / 1e6
-    assert "copies nothing here" in found["note"]
-    for name, parameter in model.named_parameters():
-        assert parameter.equal(weights[name]), name
-    with experts_implementation(model, "grouped_mm"):
-        assert decode_greedily(model, PEER_PROMPT_IDS, 4).tokens == truth.tokens
-
-
-def test_more_memory_moves_less() -> None:
-    model = tiny_model("qwen3_moe")
-    whole = weight_bytes(model)
-    moved = [
-        measure_peer(model, PEER_PROMPT_IDS, memory=memory, new_tokens=2)["moved_bytes"]
-        for memory in (whole * 9 // 10, whole // 2)
-    ]
-    assert moved[0] < moved[1]
 
 
 IDS = torch.arange(10, 22)[None]
