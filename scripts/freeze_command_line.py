@@ -21,7 +21,12 @@ def frozen() -> str:
     os.environ["COLUMNS"] = "80"
     commands = next(action for action in build_parser()._actions if action.dest == "command").choices
     assert isinstance(commands, dict)
-    return json.dumps({name: described(commands[name]) for name in COMMANDS}, indent=1) + "\n"
+    lines = []
+    for name in COMMANDS:  # one option in a line, so that a change shows as one
+        found = described(commands[name])
+        options = ",\n".join(map(json.dumps, found["options"]))
+        lines.append(f'"{name}": {{"options": [\n{options}],\n"help": {json.dumps(found["help"])}}}')
+    return "{" + ",\n".join(lines) + "}\n"
 
 
 def described(parser: argparse.ArgumentParser) -> dict[str, Any]:
