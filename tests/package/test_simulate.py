@@ -1,4 +1,4 @@
-"""`expertcast simulate`: policies, machines and disks; with a routing file, `simulate` and `advise`."""
+"""`expertcast simulate`: policies, machines, disks and routing files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from expertcast.cli import main
-from expertcast.commands.advise import _chosen, _reasons
 from expertcast.commands.numbers import BANDWIDTHS
 from expertcast.commands.options import policies_of
 from expertcast.commands.simulate import MachineOptions, PolicyOptions, cases_of
@@ -205,31 +204,6 @@ def test_routing_in_an_array(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     np.save(array, np.array([[[0, 1]], [[1, 2]]]))
     assert main(["simulate", str(array), "--expert-bytes", "3MiB", "--slots", "2"]) == 0
     assert re.search(r"lrfu +global +6 +66.7% +25.0% +3", capsys.readouterr().out)
-
-
-def test_advise_a_routing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    saved = tmp_path / "offload.json"
-    result = ran(tmp_path, f"advise {ROUTING} --memory 12GB --bandwidth pcie4 --save {saved}")
-    rows = {(row["policy"], row["scope"]): row for row in result["results"]}
-    own = [row for key, row in rows.items() if key[0] != "belady"]
-    best = min(own, key=lambda row: row["copy_s"] + row["policy_s"])
-    assert result["advised"] == {key: best[key] for key in result["advised"]}
-    assert best["hits"] > rows["lru", "global"]["hits"]
-    assert OffloadConfig.load(saved).policies.eviction.name == best["policy"]
-    assert "belady, which knows the future, hits" in capsys.readouterr().out
-
-
-def test_a_policy_that_computes_longer_than_it_saves_is_not_advised() -> None:
-    simple = {"policy": "lrfu", "scope": "global", "hits": 0.5, "copy_s": 0.010, "policy_s": 0.001, "bandwidth": 1e9,
-              "bytes_per_step": 1e7}  # fmt: skip
-    clever = {**simple, "policy": "clever", "hits": 0.6, "copy_s": 0.008, "policy_s": 0.011}
-    assert _chosen([simple, clever]) is simple
-    assert _reasons(simple, [simple, clever], simple)[-2] == (
-        "clever (global) copies less, 8.00 ms, but computes 11 ms per token"
-    )
-    quick = {**clever, "policy_s": 0.001}
-    assert _chosen([simple, quick]) is quick
-    assert _reasons(quick, [simple, quick], simple)[1].startswith("lrfu hits 50.0%: 18% of its time is saved")
 
 
 def test_memory_of_a_traces_folder(reference_traces: TraceDataset, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Replay of a routing file for `simulate` and `advise`: no model, a cache in bytes, the runtime's eviction policies."""
+"""Replay of a routing file for `simulate`: no model, a cache in bytes, the runtime's eviction policies."""
 
 from __future__ import annotations
 
