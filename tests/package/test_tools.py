@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     PreTrainedModel,
-    StaticCache,
     TextIteratorStreamer,
     TextStreamer,
     Trainer,
@@ -33,7 +32,6 @@ from transformers import (
 )
 
 import expertcast
-from tests.families.models import tiny_model
 
 PROMPTS = ("The old man went down to the river and", "To be, or not to be,", "In the beginning")
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
@@ -137,38 +135,6 @@ def test_assisted_generation(model: PreTrainedModel, tokenizer: Any) -> None:
         ]
 
     check(model, run)
-
-
-@torch.no_grad()
-def compiled_steps(model: Any, backend: str, tokens: int = 4) -> Tensor:
-    """Logits of a plain prefill and compiled decode steps over a static cache, [tokens, V]."""
-    torch.compiler.reset()  # type: ignore[no-untyped-call]
-    cache = StaticCache(config=copy.deepcopy(model.config), max_cache_len=32)
-    ids, positions = torch.tensor([[3, 4, 5]]), torch.arange(3).unsqueeze(0)
-    rows, forward = [], model
-    for _ in range(tokens):
-        output = forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-        rows.append(output.logits[0, -1].clone())
-        ids, positions = rows[-1].argmax().view(1, 1), positions[:, -1:] + 1
-        if len(rows) == 1:
-            forward = torch.compile(model.forward, backend=backend, dynamic=False)
-    return torch.stack(rows)
-
-
-@pytest.mark.slow
-def test_torch_compile(model: PreTrainedModel) -> None:
-    """Attention, norms and routers are compiled, the runtime is not."""
-    check(model, lambda model: compiled_steps(model, "eager"))
-
-
-@pytest.mark.slow
-def test_torch_compile_by_inductor(model: PreTrainedModel) -> None:
-    """To rounding: the runtime's calls part what is fused."""
-    del model
-    tiny = tiny_model("qwen3_moe").float()
-    expected = compiled_steps(tiny, "inductor")
-    with expertcast.offload(tiny, slots=16, predictor="next_norm") as offloaded:
-        torch.testing.assert_close(compiled_steps(offloaded, "inductor"), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_peft(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:

@@ -232,26 +232,30 @@ def _decode(model: PreTrainedModel, step: Callable[..., Any], tokens: int = 3) -
     return found
 
 
-def _compiled(model: PreTrainedModel) -> Callable[..., Any]:
+def _compiled(model: PreTrainedModel, backend: str) -> Callable[..., Any]:
     torch.compiler.reset()  # type: ignore[no-untyped-call]
-    return torch.compile(model.forward, backend="eager", dynamic=False)
+    return torch.compile(model.forward, backend=backend, dynamic=False)
 
 
-@pytest.mark.parametrize("mode", ["exact", "speculate"])
-def test_compiled_steps_decode_the_same(model: PreTrainedModel, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [("exact", "eager"), ("speculate", "eager"), pytest.param("exact", "inductor", marks=pytest.mark.slow)],
+)
+def test_compiled_steps_decode_the_same(model: PreTrainedModel, mode: str, backend: str) -> None:
     """As steps that are not compiled, to rounding: attention is computed otherwise. In exact mode as the resident
-    model's compiled steps, to the bit, for this backend adds no rounding of its own."""
-    resident = _decode(model, _compiled(model)) if mode == "exact" else []
+    model's compiled steps, to the bit, where the backend adds no rounding of its own."""
+    same = (mode, backend) == ("exact", "eager")
+    resident = _decode(model, _compiled(model, backend)) if same else []
     with offload(model, slots=6, predictor="next_norm", mode=mode) as offloaded:
         expected = _decode(model, model)
         total = offloaded.stats.total
         offloaded.reset_stats()
-        got = _decode(model, _compiled(model))
+        got = _decode(model, _compiled(model, backend))
         assert offloaded.stats.total.requests == total.requests
         assert offloaded.stats.total.steps == total.steps
     for own, other in zip(got, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
-    assert all(torch.equal(own, other) for own, other in zip(got, resident, strict=mode == "exact"))
+    assert all(torch.equal(own, other) for own, other in zip(got, resident, strict=same))
 
 
 # No expert ever computes with another's weights, or with half of its own

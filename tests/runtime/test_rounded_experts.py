@@ -219,12 +219,6 @@ def test_nothing_is_rounded_before_a_refusal(fields: dict[str, Any]) -> None:
     assert_same(greedy(model, BATCH, NEW), expected)
 
 
-def test_a_saved_configuration(tmp_path: Path) -> None:
-    config = OffloadConfig(experts="int8", slots=4)
-    config.save(tmp_path / "offload.json")
-    assert OffloadConfig.load(tmp_path / "offload.json") == config
-
-
 def test_sizes(experts: str) -> None:
     """64 x 64 and 64 x 32 in blocks of 32, each with a scale in fp16."""
     model, packed = _model(), _packed(experts)

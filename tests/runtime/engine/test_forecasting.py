@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from expertcast.data import early as early_attention
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.tracing import traced
-from expertcast.predictors import ExpertcastError, ModelShape, Predictor
+from expertcast.predictors import ModelShape, Predictor
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.messages import Json
 from expertcast.runtime import offload
@@ -316,11 +316,6 @@ def test_batches_have_a_governor_of_their_own(two: Steps) -> None:
     assert two.start(2) is three
     assert two.start(1) is alone
     assert set(two.flow.forecasts_report()["forecasts"]) == {"1", "2"}
-
-
-def test_refused(reference_model: PreTrainedModel) -> None:
-    with pytest.raises(ExpertcastError, match="unknown forecasts 'sometimes': choose from auto, always, never"):
-        offload(reference_model, slots=60, forecasts="sometimes")
 
 
 # The engine with each choice of forecasts

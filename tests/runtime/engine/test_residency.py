@@ -16,8 +16,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import Forecast
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.policies import LRU, PREFETCH, CacheShape, EvictionPolicy, Policies
-from expertcast.runtime.policies.prefetch import Candidates
+from expertcast.runtime.policies import LRU, EvictionPolicy, Policies
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
 from expertcast.runtime.simulation.machine import Case
@@ -648,33 +647,6 @@ def test_slots_by_hand() -> None:
         assert [view[slot].view(torch.uint8).unique().tolist() for slot in range(3)] == [[1], [2], [3]], name
     pool.free()
     assert pool.nbytes == len(pool.views) == 0
-
-
-def test_slots_lie_on_their_device() -> None:
-    pool = SlotPool(_store().layout, 3, torch.device("meta"))
-    assert pool.nbytes == 3 * pool.layout.block_bytes
-    assert {pool.block(2).device.type, *(view.device.type for view in pool.views.values())} == {"meta"}
-    assert len(pool.block(2)) == pool.layout.block_bytes
-
-
-def _experts(selection: str, forecast: Forecast) -> list[int]:
-    policy = PREFETCH.choose(selection).make(CacheShape(layers=4, experts=8, top_k=2, slots=8))
-    return policy.experts(Candidates(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist()), None)
-
-
-def test_prefetch_order() -> None:
-    """Ids by weight summed over tokens; with overfetch also those next by probability."""
-    logits_TE = torch.tensor([[5.0, 4.0, 3.0, 0, 0, 0, 0, 0], [0, 4.0, 0, 0, 2.0, 0, 0, 6.0]])
-    forecast = Forecast(
-        layer=2,
-        logits_TE=logits_TE,
-        topk_ids_TK=torch.tensor([[0, 1], [7, 1]]),
-        topk_weights_TK=torch.tensor([[0.7, 0.3], [0.4, 0.5]]),
-    )
-    assert _experts("top_k", forecast) == [1, 0, 7]
-    assert _experts("top_k:overfetch=1.5", forecast) == [1, 0, 7, 2, 4]
-    with pytest.raises(ExpertcastError):
-        PREFETCH.choose("top_k:overfetch=0.9")
 
 
 # Slots given up before a layer's routing is known, in the flow that runtime and simulator share

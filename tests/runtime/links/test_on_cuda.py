@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.runtime import CudaLink, offload
+from expertcast.runtime import CudaLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.driver import CudaDevice, Readback
 from expertcast.runtime.links.speed import link_speed
@@ -21,8 +21,7 @@ from expertcast.runtime.storage.layout import PRECISIONS
 from expertcast.runtime.storage.packed import dequantise, dequantise_plain
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from tests.runtime.conftest import assert_same, greedy
-from tests.runtime.links.cuda_helpers import LONG, MARKS, attached, cuda_model, holds, prompt
+from tests.runtime.links.cuda_helpers import LONG, MARKS, attached, cuda_model, holds
 
 pytestmark = MARKS
 
@@ -79,17 +78,6 @@ def test_a_slot_is_not_overwritten_while_it_is_read(kind: str, marked: bool, tmp
     link.close()
 
 
-@pytest.mark.parametrize("codec", ["raw", "bitsplit"])
-@pytest.mark.parametrize("fields", [{"slots": 5}, {"cache": False}, {"predictor": "next_norm", "slots": 9}])
-def test_same_bits_from_a_file(codec: str, fields: dict[str, object], tmp_path: Path) -> None:
-    model = cuda_model()
-    before = greedy(model, prompt(1, 2, 3))
-    with offload(model, store="disk", codec=codec, store_folder=tmp_path, **fields) as offloaded:  # type: ignore[arg-type]
-        assert isinstance(offloaded.link, CudaDiskLink)
-        assert_same(greedy(offloaded, prompt(1, 2, 3)), before)
-    assert_same(greedy(model, prompt(1, 2, 3)), before)
-
-
 @pytest.mark.parametrize("waited", [True, False])
 def test_compute_waits_for_the_copy_and_the_host_does_not(waited: bool) -> None:
     link = CudaLink()
@@ -103,42 +91,6 @@ def test_compute_waits_for_the_copy_and_the_host_does_not(waited: bool) -> None:
     assert not link.poll(copy), "the host came here before the copy was done"
     expected = store.block(5) if waited else torch.zeros_like(store.block(5))
     assert torch.equal(read.cpu(), expected)
-    link.close()
-
-
-def test_compute_on_another_stream() -> None:
-    link = CudaLink()
-    store, pool = attached(link)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for key in range(20):
-            link.wait(link.submit(key, 0, urgent=True))
-            torch.cuda._sleep(100_000)
-            read = pool.block(0).clone()
-            link.mark_read([0])
-            assert torch.equal(read.cpu(), store.block(key))
-    link.close()
-
-
-def test_queued_forecasts_can_be_dropped_and_overtaken() -> None:
-    link = CudaLink(window=1)
-    store, pool = attached(link)
-    with torch.cuda.stream(link._stream):
-        torch.cuda._sleep(LONG)
-    copies = [link.submit(key, key, urgent=False) for key in range(4)]
-    assert [copy.started for copy in copies] == [True, False, False, False]
-    assert link.cancel(copies[1])
-    urgent = link.submit(20, 8, urgent=True)
-    link.promote(copies[3])
-    for copy in (copies[0], urgent, copies[3]):
-        link.wait(copy)
-    torch.cuda.synchronize()
-    link.progress()
-    assert copies[2].started
-    link.synchronize()
-    assert link.copies == 4
-    assert [holds(pool, store, slot, key) for slot, key in ((0, 0), (2, 2), (3, 3), (8, 20))] == [True] * 4
-    assert not pool.block(1).any()
     link.close()
 
 

@@ -106,13 +106,6 @@ def test_never_above_the_proven_multiple_of_the_optimum() -> None:
     assert sum(plain) / INSTANCES > 1.01
 
 
-def test_the_papers_longest_path_is_no_lower_bound() -> None:
-    """One missing expert of two shards, one thread: the first is decoded while the second is read. 1 + 2 x 10, where
-    the paper's z is rho u + K c = 2 + 20."""
-    costs = Costs(read_s=2, ratio=1, decode_s=10, shards=2)
-    assert optimum([M], costs) == lower_bound([M], costs) == 21
-
-
 def real(choose: random.Random, shards: int) -> tuple[list[State], Costs]:
     """Eight experts of 12.6 MB, decoded at 2.5 GB/s, over a disk of .2 to 1.3 GB/s."""
     costs = Costs(
@@ -224,28 +217,3 @@ def test_the_lag_by_hand(states: list[State], costs: Costs, expected: list[list[
     the block are decoded until 4, 8 and 12: 3 behind, and a shard takes 3.
     """
     assert schedule(states, costs) == expected
-
-
-def test_planes_behind_all_shards_of_a_block_are_later_where_a_job_needs_both() -> None:
-    """The reader reads an expert's shards and then its planes: its jobs recover a shard with the same range of the
-    planes, unlike the paper's, which decompress shards alone. Algorithm 1's order in a block is never faster then."""
-    choose, ratios = random.Random(0), []
-    for _ in range(500):
-        experts, shards, threads = choose.randint(2, 8), choose.choice((1, 2, 4, 8)), choose.choice((1, 2, 4))
-        shard_s, range_s = 0.36 / shards, 1 / shards
-        decode_s = choose.uniform(0.1, 3.0) * (shard_s + range_s) * threads
-        pieces = [[(kind, expert, part) for part in range(shards)] for expert in range(experts) for kind in "sp"]
-        own = [piece for each in pieces for piece in each]
-        block = sorted(own, key=lambda piece: piece[0], reverse=True)
-        times = []
-        for order in (own, block):
-            clock, read, free = 0.0, set[tuple[int, int]](), [0.0] * threads
-            for kind, expert, part in order:
-                clock += shard_s if kind == "s" else range_s
-                if (expert, part) in read:
-                    heapq.heapreplace(free, max(free[0], clock) + decode_s)
-                read.add((expert, part))
-            times.append(max(clock, *free))
-        ratios.append(times[1] / times[0])
-    assert min(ratios) > 1 - 1e-9
-    assert sum(ratios) / len(ratios) > 1.05

@@ -70,18 +70,6 @@ def test_a_codec_that_refuses_a_later_layer(tmp_path: Path) -> None:
     assert not list((tmp_path / "store").iterdir())
 
 
-def test_another_file_takes_the_place_of_one_in_use(tmp_path: Path) -> None:
-    """Two models in one folder: the first keeps reading its own file, which has no name any more."""
-    one, two = tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
-    expected, weights = [greedy(model, INPUTS) for model in (one, two)], _copies(one)
-    options = {"store": "disk", "codec": "bitsplit", "store_folder": tmp_path, "slots": 6}
-    with offload(one, **options) as first, offload(two, **options) as second:  # type: ignore[arg-type]
-        for _ in range(2):
-            for offloaded, own in zip((first, second), expected, strict=True):
-                assert_same(greedy(offloaded, INPUTS), own)
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in one.named_parameters())
-
-
 @pytest.mark.slow
 def test_two_that_pack_at_once(tmp_path: Path) -> None:
     """In processes of their own, both in the middle of packing at the same time; a third then finds the file."""

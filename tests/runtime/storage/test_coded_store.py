@@ -103,21 +103,6 @@ def test_other_weights_or_codec_make_it_again(expected: Tensor, tmp_path: Path) 
     assert torch.equal(_blocks(again), expected)
 
 
-@pytest.mark.parametrize("place", ["header", "index", "cut"])
-def test_a_damaged_file_is_made_again(place: str, tmp_path: Path) -> None:
-    store, view = _store(tmp_path)
-    store.pack(view)
-    file = ExpertFile(store.path)
-    content = bytearray(store.path.read_bytes())
-    at = {"header": content.index(b'experts\\": ') + 11, "index": len(content) - 5, "cut": 0}[place]
-    content[at] ^= 1
-    store.path.write_bytes(content[:-100] if place == "cut" else content)
-    with pytest.warns(UserWarning, match="is rebuilt"):
-        again, _ = _store(tmp_path)
-    assert not again.holds(0)
-    assert file.header.count == again.layers * again.experts
-
-
 def test_a_damaged_part_is_one_error(tmp_path: Path) -> None:
     """It is found when it is read, by its digest; experts that are whole are read on."""
     model = _model()

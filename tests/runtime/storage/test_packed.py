@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.disk_store import DiskStore
@@ -149,24 +148,6 @@ def test_expanded_in_its_own_slot(family: str, dtype: torch.dtype) -> None:
         errors.append(_error(pool.views["down_proj"][1], store.views(2)["down_proj"][5]))
     assert [error < most for error, most in zip(errors, (0.006, 0.1, 0.4), strict=True)] == [True] * 3
     assert errors == sorted(errors)
-
-
-def test_error_of_the_reference_models_experts() -> None:
-    """Each precision's error over a layer of trained experts; 9, 4.5 and 2.5 bits a weight and nothing else."""
-    view = find_moe_layers(load_model("reference"))
-    store = ExpertStore(view)
-    layout = store.layout
-    weights = sum(field.nbytes // field.dtype.itemsize for field in layout.fields)
-    experts = view[0].experts
-    parameters = {field.name: getattr(experts, field.name).detach() for field in layout.fields}
-    for precision, bits, most in (("int8", 9, 0.006), ("int4", 4.5, 0.085), ("int2", 2.5, 0.33)):
-        packed, blocks = _packed(layout, precision, **parameters)
-        assert packed.rows_nbytes * 8 == weights * bits
-        full = torch.zeros(store.experts * layout.block_bytes, dtype=torch.uint8)
-        for expert in range(store.experts):
-            packed.expand(blocks[expert], full.view(store.experts, -1)[expert])
-        for name, found in layout.views(full).items():
-            assert _error(found, parameters[name]) < most
 
 
 def test_copies_of_a_disk_store_lie_in_memory(tmp_path: Path) -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from expertcast.data.models import load_model
-from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import CODECS, Codec, Part, make_codec
 from expertcast.runtime.storage.codecs.lossless import exponent_histogram, merge
@@ -89,51 +83,6 @@ def test_parts_of_other_shards_are_refused() -> None:
 
 
 # Threads beside the interpreter
-
-
-@pytest.fixture
-def _no_forced_switch() -> Iterator[None]:
-    """A thread keeps the interpreter's lock until it gives it away."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
-    yield
-    sys.setswitchinterval(before)
-
-
-def _turns_of_others(work: Callable[[], object]) -> int:
-    """How often another thread had its turn while `work` ran."""
-    state = ["before"]
-
-    def run() -> None:
-        state[0] = "during"
-        work()
-        state[0] = "after"
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    turns = 0
-    while state[0] != "after":
-        turns += state[0] == "during"
-        time.sleep(0)  # gives the lock away
-    thread.join()
-    return turns
-
-
-@pytest.mark.usefixtures("_no_forced_switch")
-def test_decoding_holds_no_lock() -> None:
-    """Each step is one call or a few of whole chunks, and others run meanwhile; a loop in Python lets nobody. On a
-    machine that is busy others may have no turn in one trial."""
-    layout = layout_of((4096, 4096))
-    block = normal_block(layout)
-    codec = make_codec("bitsplit:shards=1", layout)
-    parts, planes = codec.encode(block), codec.new_planes(block)
-    steps: list[Callable[[], object]] = [
-        parts[0].intact, lambda: codec.expand(0, parts[0], planes), lambda: codec.expand(1, parts[1], planes),
-        lambda: codec.recover(planes, block),
-    ]  # fmt: skip
-    for step in steps:
-        assert any(_turns_of_others(step) > 1 for _ in range(20))
-    assert _turns_of_others(lambda: [None for _ in range(10**6)]) == 0
 
 
 def test_threads_share_a_codec() -> None:
@@ -211,27 +160,6 @@ def test_merge_undoes_a_split(count: int) -> None:
     words = torch.zeros_like(every)
     merge(low, high, words)
     assert torch.equal(words, every)
-
-
-def test_bytes_of_the_reference_model() -> None:
-    """Within 1.5 points of what its exponents allow, of a plane whose sign cannot be compressed."""
-    view = find_moe_layers(load_model("reference"))
-    layout = BlockLayout.of(view)
-    codec = make_codec("bitsplit", layout)
-    stored = total = 0
-    tensors = []
-    for layer in view[::4]:
-        parameters = dict(layer.experts.named_parameters())
-        for expert in range(0, layer.num_experts, 8):
-            block = torch.zeros(layout.block_bytes, dtype=torch.uint8)
-            for name, target in layout.views(block).items():
-                target[0].copy_(parameters[name][expert])
-                tensors.append(parameters[name][expert])
-            stored += sum(len(part.data) for part in codec.encode(block))
-            total += layout.block_bytes
-    bound = exponent_histogram(tensors).bound
-    assert bound == pytest.approx(0.670, abs=0.005)
-    assert bound - 0.005 < stored / total < bound + 0.015
 
 
 def test_a_large_expert_has_one_shard_per_mebibyte() -> None:
