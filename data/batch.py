@@ -75,7 +75,7 @@ class TraceBatch:
     @staticmethod
     def cat(batches: list[TraceBatch]) -> TraceBatch:
         """Concatenate batches; either all of them have `previous_TLE` or none."""
-        return TraceBatch._joined(batches, torch.cat)
+        return batches[0] if len(batches) == 1 else TraceBatch._joined(batches, torch.cat)
 
     @staticmethod
     def _joined(batches: list[TraceBatch], join: Callable[[list[Tensor]], Tensor]) -> TraceBatch:

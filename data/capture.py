@@ -27,6 +27,7 @@ from expertcast.data.plan import Plan, Window, WindowBatch, pad_windows, window_
 from expertcast.data.processes import training_share
 from expertcast.data.stand_in import NoExperts, Outputs
 from expertcast.data.taps import RouterTaps
+from expertcast.data.trace_format import rounded
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, RuleCheck
@@ -68,7 +69,8 @@ class ActivationStream:
         batch_size: windows per forward.
         means: sums of experts' outputs to add to, for default vectors; None for no sums.
         early: early attention; None for no early attention.
-        residual_dtype: dtype of the residuals; traces hold bf16.
+        residual_dtype: dtype of the residuals; bf16 ones are rounded as traces hold them
+            (:func:`expertcast.data.trace_format.rounded`).
 
     Raises:
         ExpertcastError: `batch_size` under 1, or a window longer than the model's context.
@@ -170,6 +172,11 @@ class Capture:
         """Return the rows of real tokens."""
         return flat_TX if self.keep_T is None else flat_TX[self.keep_T.to(flat_TX.device)]
 
+    def _keep(self, kept_TLD: Tensor, layer: int, flat_TD: Tensor) -> None:
+        """Keep the rows of real tokens."""
+        rows_TD = self._rows(flat_TD).to(kept_TLD.dtype)
+        kept_TLD[:, layer] = rounded(rows_TD) if rows_TD.dtype == torch.bfloat16 else rows_TD
+
     def _see(self, call: RouterCall) -> None:
         """Keep input and output of one layer's router.
 
@@ -180,13 +187,13 @@ class Capture:
             self._stream.check.require(call.layer, call.router_input_TD)
         if call.layer == 0:
             self.logits_TLE = call.logits_TE.new_empty(*self.residual_TLD.shape[:2], call.logits_TE.shape[-1])
-        self.residual_TLD[:, call.layer] = self._rows(call.residual_TD)
+        self._keep(self.residual_TLD, call.layer, call.residual_TD)
         self.logits_TLE[:, call.layer] = self._rows(call.logits_TE)
         early = self._stream.early
         if early is not None and self.early_TLD is not None:
             if call.layer:
                 found_TD = early.attention.attend_whole(call.layer, self._standing_TD)
-                self.early_TLD[:, call.layer - 1] = self._rows(self._standing_TD if found_TD is None else found_TD)
+                self._keep(self.early_TLD, call.layer - 1, self._standing_TD if found_TD is None else found_TD)
             output_TD = early.stand_in.output(call.layer, call.router_input_TD, call.ids_TK, call.weights_TK)
             self._standing_TD = call.residual_TD.float() + output_TD
 

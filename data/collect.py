@@ -70,7 +70,7 @@ def collect(
         options: amount of text and batching; default: :class:`TextOptions`.
         stand_in: stand-in of early attention, whose rank replaces `early_rank`; None fits one. A predictor that reads
             early attention can be scored on traces with its own stand-in only.
-        shard_bytes: size of a shard in bytes, the most that a killed process loses.
+        shard_bytes: largest size of a shard in bytes. A killed process loses as much, or its last forward.
         fields: fields of :class:`TextOptions` that replace those of `options`, such as `tokens`.
 
     Returns:

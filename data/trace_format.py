@@ -12,9 +12,12 @@
 
 trace.json is written last and lists only complete files, so a dataset is readable while it grows.
 
-Columns: `residual` (L x D, bf16 stored as its 16 bits because Arrow has no bf16), `router_logits` (L x E), `document`,
-`position` (in the document; the first may exceed 0 if a prefix cache had the beginning of a request), `token` (id), and
-with early attention `early` (L - 1 x D, stored like `residual`).
+Columns: `residual` (L x D codes of 8 bits) with `residual_scale`, `router_logits` (L x E), `document`, `position` (in
+the document; the first may exceed 0 if a prefix cache had the beginning of a request), `token` (id), and with early
+attention `early` and `early_scale` (L - 1 x D, stored like `residual`).
+
+A code of residuals stands for `code * 2**scale`, with one scale for 32 neighbouring codes: the MXINT8 format (OCP
+Microscaling Formats, 2023) up to the place of the binary point. bf16 holds every such value exactly.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeAlias
 
-import numpy as np
 import pyarrow as pa
 import torch
 from pydantic import Field, JsonValue, with_config
@@ -53,7 +55,7 @@ DATASET_STATE_FILE = "state.json"
 DATASET_INFO_FILE = "dataset_info.json"
 FOR_DATASETS = (DATASET_INFO_FILE, DATASET_STATE_FILE)
 PARTIAL = ".partial"
-FORMAT = "expertcast-traces-4"
+FORMAT = "expertcast-traces-5"
 TRAFFIC = "a server's traffic"
 """Value of `settings.text` for a server's traffic, in place of a text's digest."""
 
@@ -80,7 +82,6 @@ class Column:
     field: str
     """Field of :class:`TraceBatch`."""
     dtype: torch.dtype
-    """Dtype of the values; Arrow stores bf16 as its 16 bits."""
     shape: tuple[int, ...] = ()
     """Shape of one row."""
 
@@ -92,30 +93,24 @@ class Column:
     @property
     def type(self) -> pa.DataType:
         """Arrow type."""
-        value: pa.DataType = getattr(pa, self._stored)()
+        value: pa.DataType = getattr(pa, _name(self.dtype))()
         return pa.list_(value, self.width) if self.shape else value
 
     @property
     def feature(self) -> Json:
         """Feature in dataset_info.json."""
-        value = {"dtype": self._stored, "_type": "Value"}
+        value = {"dtype": _name(self.dtype), "_type": "Value"}
         return {"feature": value, "length": self.width, "_type": "List"} if self.shape else value
 
     @property
     def note(self) -> Json:
         """Description in trace.json."""
-        bits = {"stored_as": f"{self._stored} holding the bits"} if self.dtype == torch.bfloat16 else {}
-        return {"dtype": _name(self.dtype), **bits, "shape": list(self.shape)}
-
-    @property
-    def _stored(self) -> str:
-        return "uint16" if self.dtype == torch.bfloat16 else _name(self.dtype)
+        return {"dtype": _name(self.dtype), "shape": list(self.shape)}
 
     def array(self, values: Tensor) -> pa.Array:
         """Convert rows on the CPU to an Arrow array."""
-        values = values.to(self.dtype).contiguous().reshape(-1)
-        bits = values.view(torch.int16).numpy().view(np.uint16) if self.dtype == torch.bfloat16 else values.numpy()
-        return pa.FixedSizeListArray.from_arrays(pa.array(bits), self.width) if self.shape else pa.array(bits)
+        array = pa.array(values.to(self.dtype).reshape(-1).numpy())
+        return pa.FixedSizeListArray.from_arrays(array, self.width) if self.shape else array
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -136,16 +131,70 @@ def columns_of(shape: ModelShape, logits: torch.dtype, *, early: bool = False) -
         early: whether there is a column of early attention.
     """
     stored = torch.float16 if logits == torch.float16 else torch.float32
-    columns = {
-        "residual": Column("residual_TLD", torch.bfloat16, (shape.layers, shape.hidden)),
+    return {
+        **_coded_columns("residual", shape.layers, shape.hidden),
         LOGITS: Column("logits_TLE", stored, (shape.layers, shape.experts)),
         "document": Column("document_T", torch.int32),
         "position": Column("position_T", torch.int32),
         "token": Column("token_T", torch.int32),
+        **(_coded_columns("early", shape.layers - 1, shape.hidden) if early else {}),
     }
-    if early:
-        columns["early"] = Column("early_TLD", torch.bfloat16, (shape.layers - 1, shape.hidden))
-    return columns
+
+
+def _coded_columns(name: str, layers: int, hidden: int) -> Columns:
+    blocks = hidden // math.gcd(hidden, _BLOCK)
+    return {
+        name: Column(f"{name}_TLD", torch.int8, (layers, hidden)),
+        name + SCALE: Column(f"{name}_TLD{SCALE}", torch.int8, (layers, blocks)),
+    }
+
+
+# Residuals in 8 bits: G blocks of values, each with a power of two
+
+SCALE = "_scale"
+_BLOCK = 32
+_BIAS, _MANTISSA_BITS, _CODE_BITS = 127, 7, 6
+"""Bias and mantissa of bf16; bits of a code after its first: a block's largest code is 64 to 127."""
+
+
+def rounded(values_XD: Tensor) -> Tensor:
+    """Round bf16 values to those that codes of 8 bits represent; NaN and infinity stay."""
+    scale_XG1 = _scales(values_XD)
+    blocks_XGI = _blocks(values_XD, scale_XG1.shape[-2])
+    return ((blocks_XGI * _power(-scale_XG1)).round_() * _power(scale_XG1)).flatten(-2)
+
+
+def coded(values_XD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes [X, D] and scales [X, G] in int8 of finite bf16 values, rounded if they are not."""
+    scale_XG1 = _scales(values_XD)
+    blocks_XGI = _blocks(values_XD, scale_XG1.shape[-2])
+    codes_XGI = (blocks_XGI * _power(-scale_XG1)).round_().to(torch.int8)
+    return codes_XGI.flatten(-2), scale_XG1.squeeze(-1).to(torch.int8)
+
+
+def decoded(codes_XD: Tensor, scale_XG: Tensor) -> Tensor:
+    """Return the values of codes in bf16, exactly."""
+    blocks_XGI = _blocks(codes_XD.to(torch.bfloat16), scale_XG.shape[-1])
+    return blocks_XGI.mul_(_power(scale_XG.unsqueeze(-1))).flatten(-2)
+
+
+def _blocks(values_XD: Tensor, count: int) -> Tensor:
+    """Return values in `count` blocks, [X, G, I]."""
+    return values_XD.reshape(*values_XD.shape[:-1], count, -1)
+
+
+def _scales(values_XD: Tensor) -> Tensor:
+    """Return the exponent of each block's scale, [X, G, 1] in int32."""
+    blocks_XGI = _blocks(values_XD, values_XD.shape[-1] // math.gcd(values_XD.shape[-1], _BLOCK))
+    bits_XG1 = (blocks_XGI.view(torch.int16) & 0x7FFF).amax(-1, keepdim=True).int()
+    # bits of positive floats are in their order; one more carries where the largest value would be rounded to 128
+    exponent_XG1 = ((bits_XG1 + 1) >> _MANTISSA_BITS) - _BIAS
+    return (exponent_XG1 - _CODE_BITS).clamp_(1 - _BIAS, _BIAS - 1)
+
+
+def _power(exponent_X: Tensor) -> Tensor:
+    """Return powers of two in bf16."""
+    return ((exponent_X.to(torch.int16) + _BIAS) << _MANTISSA_BITS).view(torch.bfloat16)
 
 
 def row_bytes(columns: Columns) -> int:
@@ -256,15 +305,20 @@ def write_shard(path: Path, columns: Columns, rows: TraceBatch) -> str:
     Raises:
         ExpertcastError: a value is NaN or infinity.
     """
-    arrays = {}
+    arrays: dict[str, pa.Array] = {}
     for name, column in columns.items():
+        if name in arrays:
+            continue
         values: Tensor = getattr(rows, column.field)
         if values.is_floating_point() and not is_finite(values):
             raise ExpertcastError(
                 f"the model's {name.replace('_', ' ')} contains NaN or infinity: load it in another dtype "
                 "(--dtype), or collect other text"
             )
-        arrays[name] = column.array(values)
+        parts = {name: values}
+        if name + SCALE in columns:
+            parts = dict(zip((name, name + SCALE), coded(values.bfloat16()), strict=True))
+        arrays |= {each: columns[each].array(part) for each, part in parts.items()}
     table = pa.table(arrays)
     with _replacing(path) as file:
         sink = DigestingFile(file)
@@ -360,7 +414,7 @@ class _Splits(TypedDict):
 class TraceInfo(TypedDict):
     """trace.json"""
 
-    format: Literal["expertcast-traces-4"]
+    format: Literal["expertcast-traces-5"]
     id: str
     complete: bool
     settings: _Settings

@@ -54,13 +54,17 @@ class TraceWriter:
         columns: columns of the shards.
         shards: digests of committed shards by name; other shards of this writer are deleted.
         rank: rank of the writer.
+        shard_bytes: largest size of a shard.
 
     Raises:
         ExpertcastError: a committed shard has changed.
     """
 
-    def __init__(self, folder: Path, columns: Columns, shards: dict[str, str], rank: int = 0) -> None:
+    def __init__(
+        self, folder: Path, columns: Columns, shards: dict[str, str], rank: int = 0, shard_bytes: int = SHARD_BYTES
+    ) -> None:
         self.shards = shards
+        self._shard_rows = max(1, shard_bytes // row_bytes(columns))
         self._folder, self._columns, self._rank = folder, columns, rank
         self._held: list[TraceBatch] = []
         for path in folder.glob(f"data-{rank:05d}-*"):
@@ -79,15 +83,16 @@ class TraceWriter:
         self._held.append(rows)
 
     def commit(self) -> None:
-        """Write the buffered rows, if any, as the next shard.
+        """Write the buffered rows, if any, as the next shards.
 
         Raises:
             ExpertcastError: a value is NaN or infinity.
         """
         if self._held:
-            name = layout.shard_file(self._rank, len(self.shards))
-            self.shards[name] = write_shard(self._folder / name, self._columns, TraceBatch.cat(self._held))
-            self._held = []
+            rows, self._held = TraceBatch.cat(self._held), []
+            for begin in range(0, len(rows), self._shard_rows):
+                name, part = layout.shard_file(self._rank, len(self.shards)), rows[begin : begin + self._shard_rows]
+                self.shards[name] = write_shard(self._folder / name, self._columns, part)
 
 
 # trace.json
@@ -242,8 +247,7 @@ class RankWriter(TraceWriter):
         self, folder: Path, means: MeanOutputs, *, rank: int, columns: Columns, shard_bytes: int = SHARD_BYTES
     ) -> None:
         self.means, self.done = means, _load_progress(folder, rank, means)
-        super().__init__(folder, columns, self.done["shards"], rank)
-        self._shard_rows = max(1, shard_bytes // row_bytes(columns))
+        super().__init__(folder, columns, self.done["shards"], rank, shard_bytes)
         self._since = time.perf_counter()
 
     def append(self, rows: TraceBatch) -> None:

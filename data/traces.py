@@ -1,4 +1,4 @@
-"""Read trace datasets: rows of the Arrow shards as tensors, without a copy.
+"""Read trace datasets: rows of the Arrow shards as tensors.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer. :mod:`expertcast.data.trace_format` describes the
 folder.
@@ -26,12 +26,14 @@ from expertcast.data.processes import Share, documents_of, smallest_share
 from expertcast.data.skeleton import CONFIG, WEIGHTS, load_skeleton
 from expertcast.data.trace_format import (
     REMEDY,
+    SCALE,
     TRACE_FILE,
     TRACES,
     Column,
     Columns,
     TraceInfo,
     columns_in,
+    decoded,
     documents_in,
     is_live,
     read_info,
@@ -185,12 +187,18 @@ class Shard:
     def rows(self, index: slice | Tensor, *, residuals: bool = True) -> TraceBatch:
         """Return rows by number, optionally without residuals; the first call checks the digest."""
         self.check()
-        columns = dict(self._columns)
+        found = {}
+        for field, column in self._columns.items():
+            scale = self._columns.get(field + SCALE)
+            if scale is not None:
+                if residuals:
+                    found[field] = decoded(column[index], scale[index])
+            elif not field.endswith(SCALE):
+                taken = column[index]
+                found[field] = taken if taken.is_floating_point() else taken.long()
         if not residuals:
-            columns = {**columns, "residual_TLD": columns["residual_TLD"][:, :0]}
-            columns.pop("early_TLD", None)
-        taken = {field: tensor[index] for field, tensor in columns.items()}
-        return TraceBatch(**{name: each if each.is_floating_point() else each.long() for name, each in taken.items()})
+            found["residual_TLD"] = torch.empty(len(found["document_T"]), 0, 0, dtype=torch.bfloat16)
+        return TraceBatch(**found)
 
 
 class Rows:
@@ -198,11 +206,12 @@ class Rows:
 
     def __init__(self, shards: Sequence[tuple[int, Shard]]) -> None:
 
-        self._shards = shards
+        self._shards = [shard for _, shard in shards]
+        self._begin_S = torch.tensor([begin for begin, _ in shards])
 
     def check(self) -> None:
         """Check the digests of all shards (:meth:`Shard.check`)."""
-        for _, shard in self._shards:
+        for shard in self._shards:
             shard.check()
 
     def in_order(self, spans: Sequence[range], batch_size: int) -> Iterator[TraceBatch]:
@@ -216,10 +225,10 @@ class Rows:
                 held.append(self._between(first, last).with_previous(before))
                 count, first = count + last - first, last
                 if count == batch_size:
-                    yield held[0] if len(held) == 1 else TraceBatch.cat(held)
+                    yield TraceBatch.cat(held)
                     held, count = [], 0
         if held:
-            yield held[0] if len(held) == 1 else TraceBatch.cat(held)
+            yield TraceBatch.cat(held)
 
     def gathered(self, rows_T: Tensor) -> TraceBatch:
         """Return a set of rows in the order of the files, with `previous_TLE`."""
@@ -231,19 +240,19 @@ class Rows:
         return batch.with_previous_rows(before)
 
     def _between(self, first: int, last: int) -> TraceBatch:
-        parts = [
-            shard.rows(slice(max(first - begin, 0), last - begin))
-            for begin, shard in self._shards
-            if begin < last and begin + len(shard) > first
-        ]
-        return parts[0] if len(parts) == 1 else TraceBatch.cat(parts)
+        numbers = torch.searchsorted(self._begin_S, torch.tensor([first, last - 1]), right=True) - 1
+        parts = []
+        for number in range(int(numbers[0]), int(numbers[1]) + 1):
+            begin = int(self._begin_S[number])
+            parts.append(self._shards[number].rows(slice(max(first - begin, 0), last - begin)))
+        return TraceBatch.cat(parts)
 
     def _by_shard(self, sorted_T: Tensor) -> Iterator[tuple[Shard, Tensor]]:
         """Yield the shards with some of the rows, and the row numbers within each."""
-        for begin, shard in self._shards:
-            own_T = sorted_T[(sorted_T >= begin) & (sorted_T < begin + len(shard))]
-            if len(own_T):
-                yield shard, own_T - begin
+        shard_T = torch.searchsorted(self._begin_S, sorted_T, right=True) - 1
+        numbers, counts = shard_T.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
+        for number, own_T in zip(numbers.tolist(), sorted_T.split(counts.tolist()), strict=True):
+            yield self._shards[number], own_T - self._begin_S[number]
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:

@@ -13,7 +13,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.trace_format import tensors_digest
 from expertcast.data.traces import TraceDataset
 
-SETTINGS: dict[str, Any] = {"tokens": 600, "window": 64, "batch_size": 4, "shard_bytes": 300 * 588}
+SETTINGS: dict[str, Any] = {"tokens": 600, "window": 64, "batch_size": 4, "shard_bytes": 512 * 371}
 MANY: dict[str, Any] = {"tokens": 6000, "window": 64}
 
 

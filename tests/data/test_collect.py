@@ -155,7 +155,8 @@ def test_logits_too_small_for_fp16_keep_their_order(
     assert not torch.equal(batch.logits_TLE, batch.logits_TLE.half().float()), "fp16 must lose something here"
     for layer in traces.view:
         state = batch.state(traces.view, layer.index)
-        assert torch.equal(state.logits_TE.bfloat16(), layer.router_logits(state.router_input_TD))
+        found_TE, wanted_TE = layer.router_logits(state.router_input_TD).float(), state.logits_TE
+        assert float((found_TE - wanted_TE).norm()) < 0.02 * float(wanted_TE.norm()), "residuals in 8 bits"
 
 
 def test_collection_leaves_the_model_as_it_was(small_model: PreTrainedModel) -> None:
@@ -176,7 +177,7 @@ def test_collection_leaves_the_model_as_it_was(small_model: PreTrainedModel) -> 
     assert not any("_apply_gate" in layer.experts.__dict__ for layer in view)
     last = len(view) - 1
     state = batch.state(view, last)
-    assert torch.equal(view[last].router_logits(state.router_input_TD), state.logits_TE)
+    torch.testing.assert_close(view[last].router_logits(state.router_input_TD), state.logits_TE, rtol=0.03, atol=0.05)
 
 
 def hook_counts(model: nn.Module) -> int:
@@ -301,7 +302,7 @@ def test_a_full_disk_is_refused_with_the_estimate(
     usage = collector.shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(collector.shutil, "disk_usage", lambda _path: usage)
     with pytest.raises(
-        ExpertcastError, match=r"3,000 tokens of 588 bytes need 1.76 MB more .* 1 MB are free: collect fewer"
+        ExpertcastError, match=r"3,000 tokens of 371 bytes need 1.11 MB more .* 1 MB are free: collect fewer"
     ):
         collect(small_model, reference_tokenizer, text, tmp_path / "traces", tokens=3000)
 

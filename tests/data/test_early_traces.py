@@ -86,7 +86,7 @@ def test_the_column_is_the_oracles_and_a_running_models(
             given = torch.from_numpy(window.token_ids[:length]).long()[None]
             for source, wanted in enumerate(oracle(model, online.view, traces.stand_in, given)):
                 found = early(batch)[start + length - 1, source].float()
-                assert float((found - wanted[0]).norm()) < 4e-3 * float(wanted.norm()), "bf16"
+                assert float((found - wanted[0]).norm()) < 2e-2 * float(wanted.norm()), "8 bits"
         start += len(window.token_ids)
 
 

@@ -120,8 +120,8 @@ def test_no_more_tokens_than_wanted_by_one_writer_after_another(tmp_path: Path) 
 
 
 def test_the_disk_is_looked_at_first(tmp_path: Path) -> None:
-    """Rows of 204 bytes here; a million tokens of a model with 48 layers, 128 experts and 2048 hidden are 221 GB."""
-    assert "1,000 tokens of 204 bytes, about 204 kB on disk" in writer(tmp_path / "small", tokens=1000).disk
+    """Rows of 159 bytes here; a million tokens of a model with 48 layers, 128 experts and 2048 hidden are 126 GB."""
+    assert "1,000 tokens of 159 bytes, about 159 kB on disk" in writer(tmp_path / "small", tokens=1000).disk
     with pytest.raises(
         ExpertcastError, match=r"tokens of .* bytes need .* TB more in .* are free: collect fewer tokens"
     ):
@@ -130,7 +130,7 @@ def test_the_disk_is_looked_at_first(tmp_path: Path) -> None:
 
 def test_too_few_different_prompts_take_no_memory(tmp_path: Path) -> None:
     made = writer(tmp_path / "traces", [37] * 200)
-    row_bytes = SHAPE.layers * (SHAPE.hidden * 2 + SHAPE.experts * 4) + 12
+    row_bytes = SHAPE.layers * (SHAPE.hidden + 1 + SHAPE.experts * 4) + 12
     assert made.tokens * row_bytes < 2 * made.options.shard_bytes + 32 * row_bytes
     assert read_info(tmp_path / "traces") is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,23 @@ def test_a_file_at_a_users_path(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     with pytest.raises(ExpertcastError, match=f"{tmp_path / 'nowhere' / 'file'}: No such file"):
         write_user_file(tmp_path / "nowhere" / "file", b"")
+
+
+@pytest.mark.parametrize("hidden", [96, 80, 7])
+def test_residuals_in_eight_bits(hidden: int) -> None:
+    """Half a step of a block's largest value at most, never rounded twice; what is not finite stays so."""
+    generator = torch.Generator().manual_seed(hidden)
+    size = torch.randn(50, 3, hidden, generator=generator, dtype=torch.float64).mul(9).exp2()
+    values = (torch.randn(50, 3, hidden, generator=generator) * size).bfloat16()
+    values[0], values[1, 0], values[2, 0, :5] = 0, 127.5, torch.tensor([3e38, -1e-38, 1e-40, 255, 1])
+    found = layout.rounded(values)
+    block = math.gcd(hidden, 32)
+    largest = values.double().abs().unflatten(-1, (-1, block)).amax(-1).repeat_interleave(block, -1)
+    error = (found.double() - values.double()).abs()
+    assert bool((error <= (largest / 126).clamp(min=2.0**-120)).all())
+    assert torch.equal(layout.rounded(found), found)
+    assert torch.equal(layout.decoded(*layout.coded(values)), found)
+    assert torch.equal(layout.decoded(*layout.coded(found)), found)
+    for odd in (math.nan, math.inf, -math.inf):
+        values[3, 1, 0] = odd
+        assert not layout.is_finite(layout.rounded(values)[3])

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -39,8 +38,11 @@ def test_datasets_reads_the_same_rows(dataset: TraceDataset, reference_tokenizer
     assert len(table) == dataset.token_count("all")
     rows = table[500:520]
     ours = whole(dataset)[500:520]
-    bits = torch.from_numpy(rows["residual"].astype(np.uint16).view(np.int16)).view(torch.bfloat16)
-    assert torch.equal(bits.reshape(20, *dataset.info["columns"]["residual"]["shape"]), ours.residual_TLD)
+    for name, values in (("residual", ours.residual_TLD), ("early", ours.early_TLD)):
+        assert values is not None
+        codes, scale = (torch.from_numpy(rows[f"{name}{end}"]).view(20, values.shape[1], -1) for end in ("", "_scale"))
+        blocks = codes.double().unflatten(-1, (scale.shape[-1], -1))
+        assert torch.equal((blocks * scale.double().exp2()[..., None]).flatten(-2), values.double())
     assert torch.equal(torch.from_numpy(rows["router_logits"]).reshape(ours.logits_TLE.shape), ours.logits_TLE)
     assert rows["position"].tolist() == ours.position_T.tolist()
     assert ours.token_T is not None
@@ -377,7 +379,7 @@ def renamed(table: pa.Table) -> pa.Table:
         (narrower, None, None, "column router_logits is fixed_size_list"),
         (wider, None, None, "column position is int64, not int32"),
         (empty_row, None, None, "1 chunks and 1 nulls instead of 1 and 0"),
-        (renamed, None, None, "has other columns than residual, router_logits"),
+        (renamed, None, None, "has other columns than residual, residual_scale, router_logits"),
         (lambda table: table, 100, None, "chunks and 0 nulls"),
         (lambda table: table, None, "lz4", "points outside the file"),
     ],

@@ -14,6 +14,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.live import Conversations, LiveDocument, LiveOptions, LiveTraces
 from expertcast.data.models import load_tokenizer
 from expertcast.data.text import Document, text_hash
+from expertcast.data.trace_format import rounded
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.view import ModelShape
 from tests.data.small_traces import whole
@@ -53,7 +54,7 @@ def request(number: int) -> LiveDocument:
     return LiveDocument(
         hash=text_hash(str(number)),
         token_T=torch.full((tokens,), number),
-        residual_TLD=torch.randn(tokens, SHAPE.layers, SHAPE.hidden, generator=generator).bfloat16(),
+        residual_TLD=rounded(torch.randn(tokens, SHAPE.layers, SHAPE.hidden, generator=generator).bfloat16()),
         logits_TLE=torch.randn(tokens, SHAPE.layers, SHAPE.experts, generator=generator),
     )
 

@@ -82,7 +82,7 @@ def fit_and_save(source: TraceDataset, out: Path, options: FitOptions, names: li
 
 def collect_and_fit(out: Path) -> None:
     given = tiny_model("qwen2_moe"), load_tokenizer("reference"), load_documents("reference")[:200]
-    traces = collect(*given, out / "traces", **SETTINGS, shard_bytes=700 * 588)
+    traces = collect(*given, out / "traces", **SETTINGS, shard_bytes=700 * 371)
     found = {"traces": seen(traces), "online": seen(OnlineTraces(*given, buffer_tokens=512, **SETTINGS))}
     found |= fit_and_save(traces, out, FitOptions(validation_tokens=200), list(CONFIGS))
     (out / f"reports-{training_share().rank}.json").write_text(json.dumps(found))
