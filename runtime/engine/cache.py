@@ -418,28 +418,6 @@ class ExpertCache:
             for key in [key for key in self.pool.resident() if key not in self.copies]:
                 self._free_slot(key)
 
-    def fill(self, keys: Sequence[int]) -> int:
-        """Load experts into free slots and wait for them. For the policies, the last one is the most recent.
-
-        Statistics count the bytes, but no requests and no prefetches.
-
-        Args:
-            keys: experts in order; experts that have a slot or find no free one are skipped.
-
-        Returns:
-            The number of loaded experts.
-        """
-        self.link.follow()
-        loaded = []
-        for key in keys:
-            if key not in self._slots and self.free(key // self.experts):
-                self._load(key, True)
-                loaded.append(key)
-        for key, copy in list(self.copies.items()):
-            self._wait_for(key, copy, needed=key in loaded)
-        self.link.check()
-        return len(loaded)
-
     def _free_lower_precision(self, keys: Sequence[int], precision: Mapping[int, str]) -> None:
         """Free the slots of experts that are needed in a better precision, unless they are in flight."""
         for key in keys:

@@ -5,13 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-from transformers import PreTrainedTokenizerBase
 
 from expertcast.commands.numbers import not_negative_whole
 from expertcast.commands.options import COUNT, DeploymentOptions, Model, Option
@@ -28,53 +24,7 @@ KV_TOKENS = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmOptions:
-    """Files that fill the slots before the first request."""
-
-    warm: Annotated[Path | None, Option(metavar="FILE")] = None
-    """Prompts to run before the first request, one per line, or a .jsonl file of {"prompt": ...}."""
-    hot_experts: Annotated[Path | None, Option(metavar="FILE")] = None
-    """Load the experts that the last run used most; the file is written at the end."""
-
-    def prompts(self) -> list[str]:
-        """Read the prompts of --warm.
-
-        Raises:
-            ExpertcastError: no such file, or a malformed one.
-        """
-        from expertcast.runtime.serving.warm import read_prompts
-
-        return [] if self.warm is None else read_prompts(self.warm)
-
-    @contextmanager
-    def warmed(
-        self, offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str]
-    ) -> Iterator[list[str]]:
-        """Fill the slots, and write the hot experts at the end, also after an error.
-
-        Yields:
-            One line for each file: used, or ignored and why.
-        """
-        from expertcast.runtime.serving.warm import HotExperts, prepare
-
-        hot = None if self.hot_experts is None else HotExperts(self.hot_experts, offloaded)
-        said = prepare(offloaded, tokenizer, prompts, hot)
-        failed = True
-        try:
-            yield said
-            failed = False
-        finally:
-            try:
-                if hot is not None:
-                    hot.save()
-            except ExpertcastError as error:
-                if not failed:
-                    raise
-                say(f"hot experts are not written: {error}")  # the first error counts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(WarmOptions, DeploymentOptions):
+class Options(DeploymentOptions):
     """Options of `expertcast serve`."""
 
     model: Model
@@ -103,7 +53,7 @@ def run(options: Options) -> Outcome:
         raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install '.[serve]' in the checkout")
     from expertcast.runtime.serving.server import ModelServer, listen
 
-    config, prompts = options.configuration(), options.prompts()
+    config = options.configuration()
     if options.continuous_batching and config.draft != "none":
         raise ExpertcastError("--continuous-batching does not draft: leave out --draft or --continuous-batching")
     logging.basicConfig(format="%(asctime)s %(message)s")
@@ -117,8 +67,6 @@ def run(options: Options) -> Outcome:
         tokenizer = options.tokenizer(options.model)
         offloaded = options.offloaded(options.model, config)
         stack.callback(_close, offloaded)
-        for line in stack.enter_context(options.warmed(offloaded, tokenizer, prompts)):
-            say(line)
         server = ModelServer(
             offloaded, tokenizer, name, continuous_batching=options.continuous_batching, kv_tokens=cache,
             api_key=options.api_key,

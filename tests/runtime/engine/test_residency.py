@@ -186,14 +186,6 @@ def test_a_forecasts_copy_that_fails_is_no_error_of_whoever_takes_its_slot() -> 
     assert residency.stats.layers[1].evicted == 0, "9 had lost its slot"
 
 
-def test_a_forecasts_copy_that_fails_is_no_error_of_a_filling() -> None:
-    residency, link = _residency(4)
-    residency.prefetch([9])
-    link.queue[0].error = OSError("lost")
-    assert residency.fill([0, 1]) == 2
-    assert sorted(residency.pool.resident()) == [0, 1]
-
-
 def test_promotions_are_in_the_order_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     residency, link = _residency(8)
     residency.prefetch([8, 9, 10, 11])
@@ -539,7 +531,6 @@ def test_policy_and_link_hear_of_everything_in_order(monkeypatch: pytest.MonkeyP
     residency, link = _residency(4, policy=Heard)
     monkeypatch.setattr(link, "read_ahead", lambda keys: heard.append(("ahead", keys)))
     monkeypatch.setattr(link, "mark_read", lambda slots: heard.append(("read", slots)))
-    monkeypatch.setattr(link, "follow", lambda: heard.append(("follow",)))
     residency.start_pass(True)
     residency.start_layer(0, [0, 1])
     residency.request([0, 1], {1: "int4"})
@@ -557,10 +548,9 @@ def test_policy_and_link_hear_of_everything_in_order(monkeypatch: pytest.MonkeyP
     residency.prefetch([8])
     residency.prefetch([9, 8])
     residency.start_layer(1, [9])
-    assert residency.fill([1, 2]) == 1
     assert heard[6:] == [
         ("read", [0, 1]), ("touch", []), ("ahead", [8]), ("insert", 8, True), ("touch", [8]), ("ahead", [9]),
-        ("insert", 9, True), ("layer", 1, [9]), ("remove", 8), ("follow",), ("insert", 2, True),
+        ("insert", 9, True), ("layer", 1, [9]), ("remove", 8),
     ]  # fmt: skip
 
 

@@ -205,20 +205,6 @@ class ResidencyMachine(RuleBasedStateMachine):
             if self.reading:
                 self.release([])
 
-    @rule(keys=st.lists(st.integers(0, LAYERS * EXPERTS - 1), max_size=9, unique=True), pace=PACE)
-    @precondition(lambda self: not self.running and isinstance(self.link, SteppedLink))
-    def fill(self, keys: list[int], pace: list[int]) -> None:
-        """Free slots are filled between two layers."""
-        with self.acting(pace):
-            held, free = list(self.pool.slots), len(self.pool.free_slots)
-            missing = [key for key in keys if key not in held][:free]
-            assert self.residency.fill(keys) == len(missing)
-            failed = {copy.key for copy in self.log.copies if copy.error is not None}
-            kept = [key for key in held if key in self.pool.slots]
-            assert list(self.pool.slots) == kept + missing
-            assert failed.issuperset(set(held).difference(kept)), "only what others asked for, and did not get"
-            assert not self.residency.copies
-
     @rule(pace=PACE, really=st.integers(0, 2))
     def cut_short(self, pace: list[int], really: int) -> None:
         """A forward raised, or a new one starts."""
