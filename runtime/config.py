@@ -110,7 +110,6 @@ MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
 _ON_DISK = ("disk", "checkpoint")
 """Names of stores whose experts are in files."""
-MOST_REFIT_MS = 1000.0
 EXPANDED, PACKED, BY_FORM = "expanded", "packed", "auto"
 EXPERTS_BITS = {"int8": 8, "int4": 4}
 EXPERTS = (BY_FORM, EXPANDED, PACKED, *EXPERTS_BITS)
@@ -184,8 +183,6 @@ class OffloadConfig:
     `expertcast.runtime.drafts.kinds`). `memory` includes the experts of int4 and int8."""
     drift: bool = True
     """Measure the recall of forecasts, and warn once when it falls below the checkpoint's."""
-    refit: Annotated[float, Field(ge=0, le=MOST_REFIT_MS)] = 0.0
-    """Milliseconds per token for refitting the predictor to the running text; 0: no refit."""
     store: str | ExpertStore = "memory"
     """Storage of the experts: memory (page-locked for CUDA, within a budget; if they do not fit, `load_offloaded` reads
     them from the checkpoint's own files), or disk (a file)."""

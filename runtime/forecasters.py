@@ -1,4 +1,4 @@
-"""Forecasters of one offload: its predictor, the layers that execute forecasts, drift, refit and later tokens.
+"""Forecasters of one offload: its predictor, the layers that execute forecasts, and drift.
 
 L MoE layers, K experts per token.
 """
@@ -22,7 +22,6 @@ from expertcast.runtime.engine.speculation import Speculator, early_attention_fo
 
 if TYPE_CHECKING:
     from expertcast.runtime.engine.drift import DriftMonitor
-    from expertcast.runtime.engine.refit import OnlineRefit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +39,13 @@ def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEVie
     """Return the forecasters that a configuration names.
 
     Args:
-        config: `predictor`, `mode`, `ahead`, `refit`, `drift` and the fields that refine them.
+        config: `predictor`, `mode`, `ahead`, `drift` and the fields that refine them.
         model: the model that runs, for early attention.
         view: its MoE layers.
         device: where it computes.
 
     Raises:
-        ExpertcastError: an unknown predictor, a checkpoint of another model, or a mode, distance or refit that needs
+        ExpertcastError: an unknown predictor, a checkpoint of another model, or a mode or distance that needs
             another predictor.
     """
     predictor, checkpoint = resolve_predictor(config.resolved_predictor(), view)
@@ -59,7 +58,6 @@ def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEVie
         view, predictor, layers=layers, true_weights=config.true_weights, prefill=config.speculate_prefill,
         ahead=config.ahead, router_free=config.router_free, reach=config.reach, early=early,
     )  # fmt: skip
-    speculator.refit = make_refit(config, predictor)
     return Forecasters(speculator=speculator, drift=drift, recall=mean_recall(checkpoint))
 
 
@@ -159,18 +157,3 @@ def make_monitor(
     if expected is not None and min(expected, default=0) != config.ahead:
         expected = None
     return DriftMonitor(shape.layers, shape.top_k, expected, predictor.name)
-
-
-def make_refit(config: OffloadConfig, predictor: Predictor | None) -> OnlineRefit | None:
-    """Return the online refit of a bound predictor that `refit` switches on.
-
-    Raises:
-        ExpertcastError: no predictor to refit.
-    """
-    if not config.refit:
-        return None
-    if predictor is None:
-        raise ExpertcastError(f"refit={config.refit} refits a predictor: give one, or leave refit out")
-    from expertcast.runtime.engine.refit import OnlineRefit
-
-    return OnlineRefit(predictor, config.ahead, config.refit)

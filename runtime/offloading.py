@@ -82,8 +82,6 @@ class OffloadedModel:
         speculator = forecasters.speculator
         self.model, self.view, self.store, self.link = model, speculator.view, store, link
         self.predictor = speculator.predictor
-        self.refit = speculator.refit
-        """Refits the predictor while the model runs; None without `refit`."""
         self.policies = config.resolved_policies()
         """Policies of eviction, prefetches, misses and routing."""
         self.lossy = self.policies.lossy
@@ -110,7 +108,7 @@ class OffloadedModel:
             """Drafts of this model and their governors."""
             undo.callback(self.drafting.close)
             self.stats = self._engine.stats
-            self.stats.reports = [each.as_dict for each in (self.drift, self.refit) if each is not None]
+            self.stats.reports = [] if self.drift is None else [self.drift.as_dict]
             self.stats.reports += [self._engine.flow.forecasts_report, self.drafting.report]
             self._guard = run_from_slots(undo, model, self._engine, speculator, kernel)
             model.__dict__[OFFLOAD] = self  # a model stays offloaded without another reference to this

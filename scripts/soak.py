@@ -323,8 +323,6 @@ def _forecasts(choose: Random, layers: int) -> dict[str, Any]:
             options["reach"] = choose.randint(1, layers)
         if choose.random() < 0.3:
             options["forecasts"] = "always"
-        if choose.random() < (0.6 if predictor in ("linear", "estimator") else 0.02):
-            options["refit"] = choose.choice((0.1, 1.0))
         if choose.random() < 0.1:
             options["drift"] = False
     if choose.random() < 0.2:

@@ -13,11 +13,11 @@ against differences that are significant and small.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 
 from expertcast.predictors.messages import Json
-from expertcast.runtime.engine.refit import FadingMean
 
 BLOCK = 32
 """Forwards that are summed before anything is computed."""
@@ -31,6 +31,37 @@ ERRORS = 4.0
 """Standard errors that the drift must be above 0."""
 SAMPLED = 16
 """One forward in so many is compared where the router's choice is not on the host."""
+
+
+class FadingMean:
+    """A mean of values with fading weights; the first `memory` values have equal weights."""
+
+    __slots__ = ("_memory", "_squares", "_weights", "count", "mean")
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self.count = 0
+        self.mean = 0.0
+        self._squares = 0.0
+        """Weighted mean of squares about the mean."""
+        self._weights = 1.0
+        """Sum of the squared weights: the inverse of the effective number of values."""
+
+    def add(self, value: float) -> None:
+        """Add a value."""
+        self.count += 1
+        share = max(1 / self.count, 1 / self._memory)
+        off = value - self.mean
+        self.mean += share * off
+        self._squares = (1 - share) * (self._squares + share * off * off)
+        self._weights = (1 - share) ** 2 * self._weights + share * share
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean, as if the values were independent; infinite for fewer than two."""
+        if self.count < 2:
+            return math.inf
+        return math.sqrt(self._squares / (1 - self._weights) * self._weights)
 
 
 class DriftMonitor:
@@ -115,8 +146,7 @@ class DriftMonitor:
     def _warn(self) -> None:
         warnings.warn(
             f"forecasts by {self._name} name {self._drift.mean:.3f} less of what the routers choose than their "
-            f"checkpoint's metrics say (last {min(self.tokens, BLOCK * MEMORY)} tokens): train on such text, or "
-            "offload with refit=1.0",
+            f"checkpoint's metrics say (last {min(self.tokens, BLOCK * MEMORY)} tokens): train on such text",
             stacklevel=2,
         )
 

@@ -527,7 +527,7 @@ class Engine:
         self._known: dict[int, list[int]] = {}
         """Ids (flat) of forecasts by target layer, where the host has them."""
         self._plan: Plan | None = None
-        self._drift, self._refit = drift, speculator.refit
+        self._drift = drift
         if policies.prefetch.first is not None and not policies.evicts_by_forecasts:
             speculator.hint_only(policies.prefetch.first)
 
@@ -626,8 +626,6 @@ class Engine:
             self._compare(call, forecast_ids, plan.ids if executed is None else None)
         self._forecast(call, executed)
         flow.finish(layer)
-        if self._refit is not None:
-            self._refit.work()
         self._enter("compute", layer)
         self._inconsistent = False
         return executed

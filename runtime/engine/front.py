@@ -311,8 +311,6 @@ def run_from_slots(
     for layer in view:
         undo.callback(detach, layer)
         attach(engine, layer)
-    if speculator.refit is not None:
-        undo.callback(speculator.refit.restore)
     undo.enter_context(weights_guarded(model, view))
     guard = ForwardGuard(model.base_model, view)
     undo.callback(guard.close)

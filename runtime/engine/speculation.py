@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from expertcast.data.early import EarlyAttention
-    from expertcast.runtime.engine.refit import OnlineRefit
     from expertcast.runtime.engine.traced import TracedForecasts
 
 
@@ -178,13 +177,11 @@ class Speculator:
             self._check.try_out()
             if router_free:
                 self._check.unseen -= self.layers  # their routers will not run
-        self.refit: OnlineRefit | None = None
-        """Refits the predictor's weights to the sequences; set before the first forward."""
 
     def hint_only(self, count: int) -> None:
         """Let :meth:`hint` return the first `count` ids of each token in place of forecasts, where no layer executes
-        forecasts, weights do not change, and routers take the experts with the highest logits."""
-        plain = not self.layers and self.refit is None and not self._check.wrong
+        forecasts, and routers take the experts with the highest logits."""
+        plain = not self.layers and not self._check.wrong
         if self.rungs and plain and routes_by_logits(self.view):
             for rung in self.rungs:
                 rung.hinted = count
@@ -219,8 +216,6 @@ class Speculator:
             self.early.follow(bool(self.layers) or (rung is not None and self.rungs[rung].predictor.uses_early))
         if self._memory is not None:
             self._memory.start(fresh)
-        if self.refit is not None:
-            self.refit.start()
 
     def _ready(self, layer: int) -> Forecast | None:
         """Return the forecast that a layer will execute; forecasts of whole sequences are made now."""
@@ -262,8 +257,6 @@ class Speculator:
         self._forecasts.pop(call.layer, None)
         if self._memory is not None:
             self._memory.see(call, logits_TE)
-        if self.refit is not None:
-            self.refit.routed(call)
         target = call.layer + self.ahead
         if target >= len(self.view.layers) or target in self._check.wrong or (call.tokens > 1 and not self.prefill):
             return None
@@ -288,8 +281,6 @@ class Speculator:
             return None
         made = (traced if call.tokens == 1 else traced.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
-        if self.refit is not None and traced is self.rungs[-1]:
-            self.refit.made(state)
         return made
 
     def _known(self, call: RouterCall, rung: int) -> tuple[RouterState, TracedForecasts]:

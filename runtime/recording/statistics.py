@@ -123,7 +123,6 @@ class RunStatistics:
         - `drift` and `forecast_recall` of :class:`expertcast.runtime.engine.drift.DriftMonitor`; None without
           forecasts, `drift` also for a predictor without metrics
         - `forecasts`: how many were made, by sequences; empty where no choice was made, as over the link `instant`
-        - `refit`, if the predictor is refitted during the run
         """
         values = {
             **asdict(self.total),

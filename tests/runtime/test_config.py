@@ -60,7 +60,6 @@ def _field_values() -> dict[str, st.SearchStrategy[Any]]:
         "true_weights": st.booleans(),
         "speculate_prefill": st.booleans(),
         "drift": st.booleans(),
-        "refit": st.floats(0, 1000),
     }
 
 

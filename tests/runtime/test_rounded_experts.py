@@ -206,7 +206,6 @@ def test_what_cannot_be_packed_is_refused() -> None:
         {"predictor": "no such"},
         {"predictor": "next_norm", "mode": "hybrid"},
         {"predictor": "next_norm", "ahead": 9},
-        {"refit": 1.0},
         {"link": "cuda"},
     ],
 )

@@ -71,8 +71,7 @@ def _recall(traces: Any, name: str, prompts: dict[str, int]) -> dict[int, float]
         prompts: number of prompt tokens by document hash.
     """
     from expertcast.data.batch import TraceBatch
-    from expertcast.runtime.engine.drift import BLOCK, MEMORY
-    from expertcast.runtime.engine.refit import FadingMean
+    from expertcast.runtime.engine.drift import BLOCK, MEMORY, FadingMean
     from expertcast.runtime.forecasters import resolve_predictor
 
     view = traces.view

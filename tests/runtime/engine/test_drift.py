@@ -18,9 +18,8 @@ from expertcast.predictors import MoEView, PredictorConfig
 from expertcast.predictors.baselines import NextNorm
 from expertcast.runtime import offload
 from expertcast.runtime.engine import drift
-from expertcast.runtime.engine.drift import BLOCK, DriftMonitor
+from expertcast.runtime.engine.drift import BLOCK, DriftMonitor, FadingMean
 from expertcast.runtime.engine.engine import Engine
-from expertcast.runtime.engine.refit import FadingMean
 
 LAYERS, TOP_K, EXPERTS = 6, 4, 32
 
