@@ -218,9 +218,8 @@ class OffloadedModel:
 
     def reset_stats(self) -> None:
         """Reset the counters of the run and of the link."""
-        with self.stats.resetting():
-            self.stats.reset()
-            self.link.reset()
+        self.link.reset()
+        self.stats.reset()
         if self.drift is not None:
             self.drift.reset()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from weakref import WeakMethod
 
 from expertcast.predictors.messages import Json
 
@@ -55,24 +53,16 @@ class RunStatistics:
 
     reports: Sequence[Callable[[], Json]] = ()
     """Functions that return further entries of :meth:`as_dict`."""
-    keepers: Sequence[WeakMethod[Callable[[], AbstractContextManager[None]]]] = ()
-    """Context managers entered around every reset, for observers that keep counting; see :meth:`resetting`."""
+    resets: int = 0
+    """Number of resets."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerStatistics() for _ in range(layers)]
 
-    @contextmanager
-    def resetting(self) -> Iterator[None]:
-        """Enter all `keepers`; reset counters inside this context."""
-        with ExitStack() as stack:
-            for keeper in filter(None, (reference() for reference in self.keepers)):
-                stack.enter_context(keeper())
-            yield
-
     def reset(self) -> None:
         """Set all counts to 0."""
-        with self.resetting():
-            self.layers[:] = [LayerStatistics() for _ in self.layers]
+        self.layers[:] = [LayerStatistics() for _ in self.layers]
+        self.resets += 1
 
     def __repr__(self) -> str:
         """The counts of all layers."""

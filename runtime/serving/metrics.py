@@ -7,13 +7,10 @@ are, and copies those on a device to the host.
 from __future__ import annotations
 
 import platform
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakMethod
 
 from prometheus_client import (
     CollectorRegistry,
@@ -196,7 +193,7 @@ class MetricSource:
 
 
 class ExpertMetrics(Collector):
-    """Collects the metrics of one run at every scrape. Counters keep growing when the run's statistics are reset.
+    """Collects the metrics of one run at every scrape. Counters begin at 0 again when the run's statistics are reset.
 
     Args:
         source: the parts of the run.
@@ -204,53 +201,28 @@ class ExpertMetrics(Collector):
 
     def __init__(self, source: MetricSource) -> None:
         self._source = source
-        self._lock = threading.RLock()
-        self._before: dict[tuple[str, Labels], float] = {}
-        """Totals at the last reset of the statistics."""
         self._shown: dict[tuple[str, Labels], float] = {}
-        self._setting_back = False
-        living = [keeper for keeper in source.stats.keepers if keeper() is not None]
-        source.stats.keepers = [*living, WeakMethod(self._keep_over_reset)]
+        """Values of the last scrape, by name and labels."""
+        self._resets = 0
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families with at least one sample."""
-        with self._lock:
-            counted = list(self._run_counters())
-            counters = [(spec, labels, self._since_start(spec, labels, now)) for spec, labels, now in counted]
-        yield from _families(counters)
+        resets = self._source.stats.resets
+        if resets != self._resets:
+            self._resets, self._shown = resets, {}
+        yield from _families(
+            (spec, labels, self._grown(spec, labels, now)) for spec, labels, now in self._run_counters()
+        )
         yield from _families(self._gauges())
         yield from _families(self._drafts())
         info = InfoMetricFamily(INFO.family, INFO.help)
         info.add_metric((), dict(self._source.info))
         yield info
 
-    @contextmanager
-    def _keep_over_reset(self) -> Iterator[None]:
-        """Keep the totals over a reset of the run's counters, which happens inside this context."""
-        with self._lock:
-            if self._setting_back:
-                yield
-                return
-            self._setting_back = True
-            before = self._totals()
-            try:
-                yield
-            finally:
-                self._before = {}
-                zeroed = self._totals()
-                self._before = {place: total - zeroed.get(place, 0) for place, total in before.items()}
-                self._setting_back = False
-
-    def _totals(self) -> dict[tuple[str, Labels], float]:
-        return {
-            (what.name, labels): self._before.get((what.name, labels), 0) + now
-            for what, labels, now in self._run_counters()
-        }
-
-    def _since_start(self, spec: MetricSpec, labels: Labels, now: float) -> float:
-        """Return a counter's total, never less than before: a cancelled copy leaves the run's count again."""
+    def _grown(self, spec: MetricSpec, labels: Labels, now: float) -> float:
+        """Return a counter, never less than before: a cancelled copy leaves the run's count again."""
         place = spec.name, labels
-        shown = self._shown[place] = max(self._shown.get(place, 0), self._before.get(place, 0) + now)
+        shown = self._shown[place] = max(self._shown.get(place, 0), now)
         return shown
 
     def _run_counters(self) -> Iterator[tuple[MetricSpec, Labels, float]]:
