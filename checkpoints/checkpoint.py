@@ -32,7 +32,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from expertcast.checkpoints.card import model_card
 from expertcast.checkpoints.hub import HubName, Kind, located, push, real_folder, repository_in_errors
 from expertcast.checkpoints.provenance import check_fingerprints, fingerprints, provenance, without_folders
 from expertcast.predictors import ModelShape, MoEView, predictor_class
@@ -602,6 +601,8 @@ def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json,
     for name, content in data.items():
         (folder / name).write_bytes(content)
     written = PredictorCheckpoint.open(folder)
+    from expertcast.checkpoints.card import model_card
+
     (folder / CARD).write_text(model_card(written.config, written.metrics, where))
     return written
 
@@ -649,6 +650,8 @@ def push_checkpoint(
     Raises:
         ExpertcastError: the checkpoint is invalid, or the upload fails.
     """
+    from expertcast.checkpoints.card import model_card
+
     checkpoint = PredictorCheckpoint.open(folder)
     checkpoint.load()
     card = model_card(checkpoint.config, checkpoint.metrics, str(name), license)

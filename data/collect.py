@@ -25,7 +25,7 @@ from expertcast.data.processes import Share, documents_of, join_ranks, wait_for_
 from expertcast.data.skeleton import check_code
 from expertcast.data.stand_in import KeptOutputs, check_rank, fit_stand_in
 from expertcast.data.text import Document
-from expertcast.data.trace_format import Columns, columns_of, read_info, row_bytes, write_atomically, write_info
+from expertcast.data.trace_format import Columns, columns_of, read_info, row_bytes, write_info
 from expertcast.data.trace_writer import (
     REMEDY,
     SHARD_BYTES,
@@ -40,7 +40,7 @@ from expertcast.data.trace_writer import (
     write_stand_in,
 )
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.artefacts import digest
+from expertcast.predictors.artefacts import digest, write_atomically
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import ExpertcastError, Json
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,11 @@ from transformers import PreTrainedModel
 from expertcast.compat import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.packed_experts import is_packed, iterate_plain, run_experts
-from expertcast.data.plan import WindowBatch
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
+
+if TYPE_CHECKING:
+    from expertcast.data.plan import WindowBatch
 
 OFFLOAD = "_expertcast"
 """Key of the offload in an offloaded model's `__dict__`."""

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from expertcast.data.trace_format import read_tensors, write_atomically
+from expertcast.data.trace_format import read_tensors
+from expertcast.predictors.artefacts import write_atomically
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import MoEView, OwnTensor
 

@@ -24,13 +24,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeAlias
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 import pyarrow as pa
 import torch
@@ -42,7 +40,17 @@ from typing_extensions import TypedDict
 from expertcast.checkpoints.hub import Kind
 from expertcast.data.batch import TraceBatch
 from expertcast.data.plan import SPLITS, PlannedDocument
-from expertcast.predictors.artefacts import CLOSED, SEAL, DigestingFile, digest, open_file, read_json, seal
+from expertcast.predictors.artefacts import (
+    CLOSED,
+    SEAL,
+    DigestingFile,
+    digest,
+    open_file,
+    read_json,
+    replacing,
+    seal,
+    write_atomically,
+)
 from expertcast.predictors.messages import ExpertcastError, Json, first_line
 from expertcast.predictors.view import ModelShape
 
@@ -54,7 +62,6 @@ PROGRESS_FOLDER = "progress"
 DATASET_STATE_FILE = "state.json"
 DATASET_INFO_FILE = "dataset_info.json"
 FOR_DATASETS = (DATASET_INFO_FILE, DATASET_STATE_FILE)
-PARTIAL = ".partial"
 FORMAT = "expertcast-traces-5"
 TRAFFIC = "a server's traffic"
 """Value of `settings.text` for a server's traffic, in place of a text's digest."""
@@ -267,18 +274,6 @@ def read_tensors(path: Path, like: Mapping[str, Tensor], remedy: str) -> tuple[d
     return tensors, notes
 
 
-def read_range(file: int, start: int, nbytes: int) -> bytearray:
-    """Read bytes of an open file from `start`; fewer at the end of the file.
-
-    A single read returns at most 2 GiB on Linux, and may return less on network file systems.
-    """
-    read, done = bytearray(nbytes), 0
-    while done < nbytes and (count := os.preadv(file, [memoryview(read)[done:]], start + done)):
-        done += count
-    del read[done:]
-    return read
-
-
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return one digest over names, dtypes, shapes and bytes of tensors on the CPU."""
     lines = []
@@ -320,34 +315,12 @@ def write_shard(path: Path, columns: Columns, rows: TraceBatch) -> str:
             parts = dict(zip((name, name + SCALE), coded(values.bfloat16()), strict=True))
         arrays |= {each: columns[each].array(part) for each, part in parts.items()}
     table = pa.table(arrays)
-    with _replacing(path) as file:
+    with replacing(path) as file:
         sink = DigestingFile(file)
         # a single record batch, so that the reader can map a whole column as one tensor
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
     return sink.digest
-
-
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Replace a file atomically."""
-    with _replacing(path) as file:
-        file.write(content)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path`, or the file behind a link, once it is completely on disk."""
-    path = Path(os.path.realpath(path))
-    partial = path.with_name(path.name + PARTIAL)
-    with partial.open("wb") as file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    os.replace(partial, path)
 
 
 REMEDY = "collect the traces again into a new folder"

@@ -31,10 +31,9 @@ from expertcast.data.trace_format import (
     read_tensors,
     row_bytes,
     tensors_digest,
-    write_atomically,
     write_shard,
 )
-from expertcast.predictors.artefacts import CLOSED, check_file, file_digest, parse_json, seal
+from expertcast.predictors.artefacts import CLOSED, PARTIAL, check_file, file_digest, parse_json, seal, write_atomically
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import ExpertcastError, Json, format_bytes
 from expertcast.predictors.view import ModelShape, MoEView
@@ -145,7 +144,7 @@ def claim(
         return found
     # files that a process killed before the first trace.json leaves behind
     begun = (layout.SKELETON_FOLDER, layout.TRACE_FILE, layout.shard_file(0, 0), *layout.FOR_DATASETS)
-    if folder.exists() and any(path.name.removesuffix(layout.PARTIAL) not in begun for path in folder.iterdir()):
+    if folder.exists() and any(path.name.removesuffix(PARTIAL) not in begun for path in folder.iterdir()):
         raise ExpertcastError(f"{folder} is not empty and has no traces: use a new or an empty folder")
     save_skeleton(view, config, folder / layout.SKELETON_FOLDER)
     return None
@@ -300,18 +299,6 @@ def _load_progress(folder: Path, rank: int, means: MeanOutputs) -> Progress:
 
 
 # Single files
-
-
-def write_user_file(path: Path, content: bytes) -> None:
-    """Write a file atomically at a path chosen by the user.
-
-    Raises:
-        ExpertcastError: the folder does not exist or is not writable.
-    """
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise ExpertcastError(f"cannot write {path}: {error.strerror}; use a path in an existing folder") from error
 
 
 def write_stand_in(folder: Path, stand_in: StandIn) -> None:

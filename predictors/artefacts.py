@@ -1,4 +1,4 @@
-"""Read JSON files by schema, and check digests of files.
+"""Read JSON files by schema, check digests of files, and write files atomically.
 
 Each JSON file format has one schema, a `typing_extensions.TypedDict` with `__pydantic_config__ = CLOSED`, and one
 loader, both in the module that writes the file. A file that violates its schema raises an error that names the file,
@@ -17,7 +17,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -64,6 +65,18 @@ def read_bytes(path: Path) -> bytes:
         if os.fstat(file.fileno()).st_size > MOST_BYTES:
             raise OSError(errno.EFBIG, f"More than {MOST_BYTES} bytes", str(path))
         return file.read()
+
+
+def read_range(file: int, start: int, nbytes: int) -> bytearray:
+    """Read bytes of an open file from `start`; fewer at the end of the file.
+
+    A single read returns at most 2 GiB on Linux, and may return less on network file systems.
+    """
+    read, done = bytearray(nbytes), 0
+    while done < nbytes and (count := os.preadv(file, [memoryview(read)[done:]], start + done)):
+        done += count
+    del read[done:]
+    return read
 
 
 def read_json(path: Path, schema: type[T], remedy: str) -> T:
@@ -168,6 +181,45 @@ def check_file(path: Path, expected: str, remedy: str) -> None:
         raise ExpertcastError(f"cannot read {path}: {error.strerror}; {remedy}") from error
     if found != expected:
         raise ExpertcastError(f"{path} was changed after it was written; {remedy}")
+
+
+# Atomic writes
+
+PARTIAL = ".partial"
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """Replace a file atomically."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that replaces `path`, or the file behind a link, once it is completely on disk."""
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(path.name + PARTIAL)
+    with partial.open("wb") as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    os.replace(partial, path)
+
+
+def write_user_file(path: Path, content: bytes) -> None:
+    """Write a file atomically at a path chosen by the user.
+
+    Raises:
+        ExpertcastError: the folder does not exist or is not writable.
+    """
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise ExpertcastError(f"cannot write {path}: {error.strerror}; use a path in an existing folder") from error
 
 
 def _object(data: bytes | str, what: str, remedy: str) -> Json:

@@ -19,10 +19,9 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name, recover
 from expertcast.checkpoints.hub import HubName
 from expertcast.data.packed_experts import pack_module, packed_matrices
-from expertcast.data.trace_writer import write_user_file
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors import names as predictor_names
-from expertcast.predictors.artefacts import read_json
+from expertcast.predictors.artefacts import read_json, write_user_file
 from expertcast.predictors.messages import Json, Progress, format_bytes
 from expertcast.predictors.options import field_docs, validate
 from expertcast.predictors.view import overfetched
@@ -31,9 +30,6 @@ from expertcast.runtime.links.base import InstantLink, Link, check_rate
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.policies.settings import AUTO, FORECASTS, parse_policies, preset
 from expertcast.runtime.pools.states import State
-from expertcast.runtime.storage.codecs import check_codec
-from expertcast.runtime.storage.expert_file import packed_codec
-from expertcast.runtime.storage.reader import can_read_directly
 from expertcast.runtime.storage.store import ExpertStore
 
 if TYPE_CHECKING:
@@ -228,6 +224,8 @@ class OffloadConfig:
         if self.in_place and (self.store != "disk" or self.store_folder is not None):
             raise ExpertcastError("in_place reads the checkpoint's own files: give store='disk' without store_folder")
         if self.codec not in (None, "raw"):
+            from expertcast.runtime.storage.codecs import check_codec
+
             check_codec(self.codec)
             if self.in_place:
                 raise ExpertcastError(f"in_place keeps experts as they are: leave codec={self.codec!r} out")
@@ -353,6 +351,8 @@ class OffloadConfig:
             ExpertcastError: the file in the folder is damaged, or not of expertcast.
         """
         if self.codec is None and self.store_folder is not None:
+            from expertcast.runtime.storage.expert_file import packed_codec
+
             return packed_codec(Path(self.store_folder)) or "raw"
         return self.codec or "raw"
 
@@ -540,7 +540,7 @@ def slots_for(
 
 
 def _decoding_bytes(store: ExpertStore) -> int:
-    codec = getattr(store, "codec", None)
+    codec = store.codec
     if codec is None or store.device.type != "cpu":
         return 0
     from expertcast.runtime.storage.coded_reader import decoding_bytes
@@ -588,9 +588,11 @@ def _auto_link(config: OffloadConfig, device: str) -> str:
     made = config.store if isinstance(config.store, ExpertStore) else None
     coded = config.resolved_codec() != "raw" or (made is not None and not made.addressable)
     timed = (config.bandwidth is not None or config.latency) and not coded
-    on_disk = (config.store == "disk" or (made is not None and made.name in _ON_DISK)) and can_read_directly()
-    if on_disk and not timed:
-        return "disk"
+    if not timed and (config.store == "disk" or (made is not None and made.name in _ON_DISK)):
+        from expertcast.runtime.storage.reader import can_read_directly
+
+        if can_read_directly():
+            return "disk"
     if device == "cuda":
         return "cuda"
     return "emulated" if timed else "instant"

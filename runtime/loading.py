@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -33,10 +33,11 @@ from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.plan import Plan, context_bytes, fits_memory
 from expertcast.runtime.recording.recorder import Observer, check_observers
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources, Shipped, ShippedExperts
-from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.in_place import ExpertsInPlace
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore
+
+if TYPE_CHECKING:
+    from expertcast.runtime.storage.disk_store import DiskStore
 
 
 def load_offloaded(
@@ -121,14 +122,15 @@ def load_offloaded(
         with one_line(source.name):
             experts_form = ExpertsForm.of(view)
         made = make_store(config, experts_form, target, fingerprint)
-        reader = _Reader(sources, len(view), source.name, shipped)
+        reader, file = _Reader(sources, len(view), source.name, shipped), None
         try:
             if made.name == "memory" and not fits_memory(config, made, beside):
                 made = _in_place(made, config, sources, source.name)
             made.source = reader
-            if isinstance(made, DiskStore):
-                _choose_file(made, config, sources, source.name)
-                made.shipped = None if shipped is None else reader.shipped
+            if made.codec is not None:
+                file = cast("DiskStore", made)
+                _choose_file(file, config, sources, source.name)
+                file.shipped = None if shipped is None else reader.shipped
             plan = Plan.of(
                 config, made, beside, name=source.name, form=f"{_words(forms)}, computed in {skeleton.dtype}",
                 loading=0 if made.holds(0) else made.layer_nbytes,
@@ -152,8 +154,8 @@ def load_offloaded(
             raise
         finally:
             made.source = None
-            if isinstance(made, DiskStore):
-                made.shipped = None
+            if file is not None:
+                file.shipped = None
             reader.close()
 
 
@@ -210,6 +212,8 @@ def _choose_file(store: DiskStore, config: OffloadConfig, sources: ExpertSources
             if config.pools:
                 raise
             full = str(error)
+    from expertcast.runtime.storage.in_place import ExpertsInPlace
+
     try:
         with one_line(name):
             experts = ExpertsInPlace(sources, store.layout, store.layers, store.experts)
@@ -299,9 +303,8 @@ def _as_shipped(
     config: OffloadConfig, sources: ExpertSources, layers: int, form: Quantised | None, name: str
 ) -> ShippedExperts | None:
     """Return the experts in the form of the checkpoint, for a codec of that form; None: they are converted."""
-    codec = (
-        config.store.codec.name if isinstance(config.store, DiskStore) else config.resolved_codec().partition(":")[0]
-    )
+    known = config.store.codec if isinstance(config.store, ExpertStore) else None
+    codec = config.resolved_codec().partition(":")[0] if known is None else known.name
     if form is not None and codec == form.codec:
         return ShippedExperts(sources, layers, codec)
     if codec == FP8 or (codec == MXFP4 and form is not None):
@@ -334,8 +337,7 @@ def _in_place(memory: ExpertStore, config: OffloadConfig, sources: ExpertSources
         return memory
     form = ExpertsForm(shape=memory.shape, layout=memory.layout, model_id=name)
     disk = replace(config, store="disk", in_place=True)
-    made = make_store(disk, form, memory.device, "")
-    assert isinstance(made, DiskStore)
+    made = cast("DiskStore", make_store(disk, form, memory.device, ""))
     try:
         _choose_file(made, disk, sources, name)
     except ExpertcastError as error:

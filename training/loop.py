@@ -41,9 +41,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import expertcast
 from expertcast.data.batch import TraceBatch
 from expertcast.data.processes import training_share, wait_for_all
-from expertcast.data.trace_format import write_atomically
 from expertcast.data.traces import TraceSource
-from expertcast.predictors.artefacts import digest, open_file
+from expertcast.predictors.artefacts import digest, open_file, write_atomically
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.training.scoring import NO_VALIDATION, FitOptions, train_tokens, validation_batches

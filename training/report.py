@@ -42,9 +42,8 @@ from expertcast.checkpoints.results import (
 from expertcast.data.batch import TraceBatch
 from expertcast.data.models import load_tokenizer
 from expertcast.data.plan import PlannedDocument
-from expertcast.data.trace_format import PARTIAL, write_atomically
 from expertcast.data.traces import TraceSource
-from expertcast.predictors.artefacts import read_json
+from expertcast.predictors.artefacts import PARTIAL, read_json, write_atomically
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.training import figures

@@ -27,7 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from expertcast.compat import dot_natural_key, get_checkpoint_shard_files
 from expertcast.data.packed_experts import Piece
 from expertcast.data.source import ModelSource, damaged
-from expertcast.data.trace_format import read_range
+from expertcast.predictors.artefacts import read_range
 from expertcast.predictors.messages import ExpertcastError, first_line
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

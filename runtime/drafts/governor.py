@@ -12,7 +12,7 @@ from expertcast.runtime.drafts.costs import KEEP_SECONDS, Choice, Cycle, DraftMo
 from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer
 from expertcast.runtime.recording.learning import HOPE, OUTLIER, RunningMean, Trials
-from expertcast.runtime.recording.statistics import share
+from expertcast.runtime.recording.recorder import share
 
 _MIN_SECONDS = 1e-9
 

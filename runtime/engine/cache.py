@@ -25,8 +25,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.eviction import Eviction
-from expertcast.runtime.recording.recorder import Observer, Observers
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.recording.recorder import Observer, Observers, RunStatistics
 from expertcast.runtime.storage.layout import FULL, is_better
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.transfer import Transfer

@@ -32,10 +32,6 @@ from expertcast.predictors.base import Forecast
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.engine.forecasting import (
-    ForecastGovernor,
-    Pace,
-)
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.driver import Readback
 from expertcast.runtime.policies.eviction import MOST, PROMPT_ROWS
@@ -43,8 +39,7 @@ from expertcast.runtime.policies.miss import Lookup, MissDecision
 from expertcast.runtime.policies.prefetch import Candidates, NoPrefetch, by_rank
 from expertcast.runtime.policies.routing import RouterOutput, Standard
 from expertcast.runtime.policies.settings import ALWAYS, AUTO, PolicySet
-from expertcast.runtime.recording.recorder import State, listener
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.recording.recorder import RunStatistics, State, listener
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.transfer import Sent
@@ -52,6 +47,7 @@ from expertcast.runtime.storage.transfer import Sent
 if TYPE_CHECKING:
     from expertcast.runtime.drafts.prefetch import Schedule
     from expertcast.runtime.engine.drift import DriftMonitor
+    from expertcast.runtime.engine.forecasting import ForecastGovernor, Pace
     from expertcast.runtime.engine.speculation import Speculator
 
 # Token-expert pairs
@@ -177,7 +173,11 @@ class LayerFlow:
         """Counts of the running layer: experts without a slot, found by forecasts, chunks not requested yet."""
         self._reads_transfer = policies.prefetch.reads_link
         self._rungs = rungs
-        self._pace = Pace(residency, shape.layers) if self._reads_transfer or rungs else None
+        self._pace: Pace | None = None
+        if self._reads_transfer or rungs:
+            from expertcast.runtime.engine.forecasting import Pace
+
+            self._pace = Pace(residency, shape.layers)
         self._governors: dict[int, ForecastGovernor] = {}
         """By the bits of the number of sequences, on which the cost of forecasts depends."""
         self._latest: ForecastGovernor | None = None
@@ -208,6 +208,8 @@ class LayerFlow:
         about = sequences.bit_length()
         self.governor = self._governors.get(about)
         if self.governor is None:
+            from expertcast.runtime.engine.forecasting import ForecastGovernor
+
             self.governor = self._governors[about] = ForecastGovernor(self.residency, self._pace, self._rungs)
         self._latest = self.governor
         self.governor.start()

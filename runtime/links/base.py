@@ -12,19 +12,21 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Sent, Transfer, TransferQueue
+
+if TYPE_CHECKING:
+    from expertcast.runtime.pools.cache import Pools
 
 MOST_LATENCY_S = 3600
 """Maximum latency per copy, in seconds."""

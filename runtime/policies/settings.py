@@ -8,7 +8,6 @@ from typing import Generic, overload
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies.base import CacheShape, Choice, P, PolicyConfig, PolicyRegistry
-from expertcast.runtime.policies.belady import Belady
 from expertcast.runtime.policies.eviction import (
     FIFO,
     FLD,
@@ -19,6 +18,7 @@ from expertcast.runtime.policies.eviction import (
     LRU,
     PRE_EVICTION,
     SCOPES,
+    Belady,
     Eviction,
     EvictionPolicy,
     Importance,

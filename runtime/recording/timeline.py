@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertcast.data.trace_writer import write_user_file
+from expertcast.predictors.artefacts import write_user_file
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.recording.recorder import Recorder, Span
 

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from expertcast.runtime.drafts.governor import Tally
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -88,7 +88,7 @@ LAYER = {
     "steps": _per_layer("layer_steps", "Times that the layer ran."),
     "chunks": _per_layer("layer_chunks", "Kernel calls; more than steps if a step's experts did not fit the slots."),
 }
-"""Metrics by field of :class:`expertcast.runtime.recording.statistics.LayerStatistics`."""
+"""Metrics by field of :class:`expertcast.runtime.recording.recorder.LayerStatistics`."""
 
 COPIES = MetricSpec("counter", "link_copies", "Copies of experts that have arrived in slots.")
 BUSY = MetricSpec("counter", "link_busy_seconds", "Seconds in which the link had a copy in flight.")

@@ -19,8 +19,7 @@ import numpy as np
 from expertcast.data.routing_file import Ids, Routing
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies.base import CacheShape, Choice
-from expertcast.runtime.policies.belady import Belady
-from expertcast.runtime.policies.eviction import PROMPT_ROWS, Eviction, EvictionPolicy
+from expertcast.runtime.policies.eviction import PROMPT_ROWS, Belady, Eviction, EvictionPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.policies.settings import Policies
-from expertcast.runtime.recording.recorder import LayerTimes
-from expertcast.runtime.recording.statistics import RunStatistics, share
+from expertcast.runtime.recording.recorder import LayerTimes, RunStatistics, share
 from expertcast.runtime.simulation.link import StoredExperts, VirtualDisk, VirtualLink
 from expertcast.runtime.storage.layout import FULL
 

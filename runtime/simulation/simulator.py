@@ -17,10 +17,15 @@ import torch
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.policies.base import CacheShape
-from expertcast.runtime.policies.belady import Belady, bypass_misses
-from expertcast.runtime.policies.eviction import PROMPT_ROWS, Eviction, PoolEviction, layer_shares
-from expertcast.runtime.recording.recorder import LayerTimes
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.policies.eviction import (
+    PROMPT_ROWS,
+    Belady,
+    Eviction,
+    PoolEviction,
+    bypass_misses,
+    layer_shares,
+)
+from expertcast.runtime.recording.recorder import LayerTimes, RunStatistics
 from expertcast.runtime.simulation.link import VirtualDisk
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, check_slots
 from expertcast.runtime.simulation.trace import ForecastSource, Forward, Trace, request_order

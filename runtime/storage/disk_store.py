@@ -23,7 +23,7 @@ from torch import Tensor
 from expertcast.data.machine import run_alone, usable_processors
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.storage.codecs import Part, make_codec
+from expertcast.runtime.storage.codecs import Codec, Part, make_codec
 from expertcast.runtime.storage.codecs.quantised import Scaled
 from expertcast.runtime.storage.coded_reader import CodedRead, CodedReader, PartPlaces
 from expertcast.runtime.storage.expert_file import (
@@ -65,6 +65,7 @@ class DiskStore(ExpertStore):
     """
 
     name = "disk"
+    codec: Codec
 
     def __init__(
         self, view: MoEView | ExpertsForm, folder: str | Path | None = None, *, codec: str = "raw",

@@ -34,8 +34,7 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from expertcast.data.trace_format import read_range
-from expertcast.predictors.artefacts import digest, open_file
+from expertcast.predictors.artefacts import digest, open_file, read_range
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import Part
 from expertcast.runtime.storage.layout import SECTOR, BlockLayout, sectors

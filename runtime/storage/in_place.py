@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertcast.data.trace_format import read_range
 from expertcast.data.weights.files import FileTensor, Part, TensorFile, in_memory
+from expertcast.predictors.artefacts import read_range
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources
 from expertcast.runtime.storage.layout import BlockLayout

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.storage.layout import FULL, BlockLayout, ExpertsForm, device_of, expert_parameters
 from expertcast.runtime.storage.memory import Driver, HostMemory, PageLock, trim_heap
 from expertcast.runtime.storage.packed import PackedExperts, PackedLayout
+
+if TYPE_CHECKING:
+    from expertcast.runtime.storage.codecs import Codec
 
 Write = Callable[[dict[str, Tensor]], None]
 """Fills one layer's parameters [E, ...], by name."""
@@ -54,6 +58,8 @@ class ExpertStore:
     name = "memory"
     addressable = True
     """Whether blocks have a fixed address in memory."""
+    codec: Codec | None = None
+    """Of the file; None: the blocks are in memory."""
 
     def __init__(
         self,

@@ -15,9 +15,9 @@ from huggingface_hub import ModelCard
 from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.card import model_card
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
-from expertcast.data.trace_writer import write_user_file
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names
+from expertcast.predictors.artefacts import write_user_file
 from expertcast.training.scoring import Fitted
 from tests.sealed import edit_json
 from tests.training.synthetic import tiny_view

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from expertcast.data import trace_format as layout
 from expertcast.data.means import MeanOutputs
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.trace_writer import RankWriter, merged_progress, write_user_file
+from expertcast.data.trace_writer import RankWriter, merged_progress
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.artefacts import file_digest
+from expertcast.predictors.artefacts import file_digest, write_user_file
 from expertcast.predictors.messages import ExpertcastError
 
 

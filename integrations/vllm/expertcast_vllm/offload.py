@@ -39,7 +39,7 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.forecasters import mean_recall
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.base import CacheShape
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.serving.metrics import ExpertMetrics, MetricSource
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.memory import HostMemory, PageLock

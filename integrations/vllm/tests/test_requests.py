@@ -18,7 +18,7 @@ from expertcast.data.live import LiveOptions, LiveTraces
 from expertcast.data.trace_format import read_info
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.recording.recorder import RunStatistics
 
 SHAPE = ModelShape(layers=2, experts=4, top_k=1, hidden=4)
 Run = tuple[str, int, int]

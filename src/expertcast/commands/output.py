@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertcast.data.trace_writer import write_user_file
 from expertcast.data.traces import TraceDataset
+from expertcast.predictors.artefacts import write_user_file
 from expertcast.predictors.messages import Json, aligned, format_bytes
 
 if TYPE_CHECKING:

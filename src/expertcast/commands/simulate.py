@@ -43,9 +43,9 @@ from expertcast.data.packed_experts import make_packed
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.routing_file import is_routing_file
 from expertcast.data.source import ModelSource
-from expertcast.data.trace_format import write_atomically
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.predictors.artefacts import write_atomically
 from expertcast.predictors.messages import Json, aligned
 from expertcast.training.scoring import Fitted
 from expertcast.training.unseen import unseen_traces

@@ -23,7 +23,7 @@ from expertcast.runtime.advising.advise import (
 from expertcast.runtime.advising.survey import TraceObserver, executed, measured_recall, survey, with_recall
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import PRESETS, Policies
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.simulation.machine import Simulation
 from expertcast.runtime.simulation.trace import RecordedPrefetches, Trace
 from tests.runtime.made import Setting, decoding, layer_times, made_survey, perfect, routings

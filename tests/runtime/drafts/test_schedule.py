@@ -17,7 +17,7 @@ from expertcast.runtime import EmulatedLink, offload
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer, Schedule
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from tests.runtime.drafts.loops import prompt, tiny

@@ -17,8 +17,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import Forecast
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.policies import LRU, EvictionPolicy, Policies
-from expertcast.runtime.recording.recorder import Observer
-from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
+from expertcast.runtime.recording.recorder import LayerStatistics, Observer, RunStatistics
 from expertcast.runtime.simulation.machine import Case
 from expertcast.runtime.simulation.simulator import VirtualRuntime
 from expertcast.runtime.storage.slots import SlotPool, SlotState

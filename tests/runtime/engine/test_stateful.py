@@ -35,7 +35,7 @@ from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import LRU, CacheShape, EvictionPolicy
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.policies.belady import Belady
-from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
+from expertcast.runtime.policies.eviction import Belady
+from expertcast.runtime.recording.recorder import LayerStatistics, RunStatistics
 from expertcast.runtime.simulation.link import VirtualLink
 from expertcast.runtime.storage.layout import ALIGNMENT, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import EVICTION, CacheShape, EvictionPolicy
-from expertcast.runtime.policies.belady import Belady, bypass_misses
-from expertcast.runtime.policies.eviction import PRE_EVICTION, PreEviction
+from expertcast.runtime.policies.eviction import PRE_EVICTION, Belady, PreEviction, bypass_misses
 from tests.runtime.policies import references
 from tests.runtime.policies.references import BLOCK, LOW, ORDERS, History, Visit, cache, run, step, tell
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedModel
 
 from expertcast.runtime import OffloadedModel, load_offloaded, offload
-from expertcast.runtime.recording.statistics import LayerStatistics
+from expertcast.runtime.recording.recorder import LayerStatistics
 from expertcast.runtime.serving import metrics as named
 from expertcast.runtime.serving.metrics import ExpertMetrics, MetricSource
 from tests.families.models import tiny_model

@@ -30,8 +30,7 @@ from expertcast.runtime.config import OffloadConfig, pool_bytes
 from expertcast.runtime.forecasters import resolve_predictor
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, RunStatistics, layer_times
 from expertcast.runtime.simulation.link import StoredExperts
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
