@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.forecasts import main, sharing_copy, turn_order
-from benchmarks.forecasts_page import AUTO, ON_DEMAND, Compared, Ratio, page
+from benchmarks.forecasts import main, sharing_copy
+from benchmarks.forecasts_page import AUTO, ON_DEMAND, Compared
 
 from expertcast.data.models import load_model
 from expertcast.predictors.messages import Json
@@ -38,16 +37,6 @@ def noisy_run(generator: np.random.Generator, repetitions: int = 1) -> Json:
         place = np.repeat(generator.normal(1.0, 0.04 if repetitions > 1 else 0.0, repetitions), 24 // repetitions)
         seconds[name] = [float(value) for value in place * generator.normal(1.0, 0.1, 24)]
     return run_of(seconds) | {"repetitions": repetitions}
-
-
-def test_every_side_has_each_place_once_in_even_and_once_in_odd_turns() -> None:
-    names = ["a", "b", "c"]
-    for parity in (0, 1):
-        orders = [turn_order(names, turn) for turn in range(parity, 2 * len(names), 2)]
-        assert all(sorted(order) == names for order in orders)
-        assert Counter((name, place) for order in orders for place, name in enumerate(order)) == Counter(
-            {(name, place): 1 for name in names for place in range(3)}
-        )
 
 
 def test_a_copy_shares_parameters_and_owns_modules() -> None:
@@ -96,33 +85,6 @@ def test_intervals_hold_the_true_ratio_nine_times_in_ten() -> None:
     found = [Compared(noisy_run(generator)).over(ON_DEMAND) for _ in range(100)]
     inside = sum(ratio is not None and ratio.low <= 1 <= ratio.high for ratio in found)
     assert 80 <= inside <= 97
-
-
-def test_a_short_run_has_no_later_steps() -> None:
-    compared = Compared(run_of({ON_DEMAND: [1.0, 1.0], AUTO: [1.0, 1.0]}))
-    assert compared.over(ON_DEMAND, compared.later) is None
-    assert compared.over_best(compared.later) is None
-    assert compared.over_best(compared.first) == Ratio(1.0, 1.0, 1.0)
-
-
-def test_auto_learns_in_the_first_steps_of_each_repetition() -> None:
-    run = run_of({ON_DEMAND: [1.0] * 12, AUTO: [2.0] * 4 + [1.0] * 2 + [2.0] * 4 + [1.0] * 2}) | {"repetitions": 2}
-    compared = Compared(run)
-    assert compared.over(ON_DEMAND, compared.first) == Ratio(2.0, 2.0, 2.0)
-    assert compared.over(ON_DEMAND, compared.later) == Ratio(1.0, 1.0, 1.0)
-
-
-def test_the_page_has_a_line_for_each_target() -> None:
-    fast = {name: [1.0] * 24 for name in (ON_DEMAND, *FIXED, AUTO)}
-    slow = {**fast, AUTO: [1.04] * 24}
-    text = page({"runs": [run_of(fast), {**run_of(slow), "link": "5", "identical": False}]})
-    assert "| 2 | 25% | 1 |  | **100.0** | 100.0 |" in text
-    assert "tokens differ in 1 of 2 settings" in text
-    assert "auto / on demand at most 1.01 (1.02 if wide), all steps: 1 of 2 settings; missed by R 5 25%: 1.040" in text
-    assert "auto / best fixed at most 1.02, later: 1 of 2 settings" in text
-    assert "auto / best fixed at most 1.05, all steps: 2 of 2 settings" in text
-    assert "auto / bound, R 2 25%: 2.00" in text
-    assert "auto / quasi_hidden: 1.020, the median of 2 settings with waiting" in text
 
 
 def test_steps_fill_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,9 @@ REFUSED = [
     ("collect {model} --out {new} --data reference --tokens 1500 --early-rank 1000", "early_rank=1000 is out of range"),
     ("inspect no/model", "no/model"),
     ("inspect {damaged}", "JSON"),
+    ("store reference", "give --store-folder for the packed experts, or --in-place"),
+    ("store reference --in-place --store-folder {new}", "give store='disk' without store_folder"),
+    (f"{GENERATE} --in-place --store-folder {{new}}", "give store='disk' without store_folder"),
     ("inspect a b", "b; see `expertcast inspect --help`"),
     ("train reference --predictor linear --out {new}", "--data"),
     (

@@ -201,44 +201,6 @@ def test_torchao(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
     check(model, run)
 
 
-ROWS = (
-    {"question": "It is a truth universally", "answers": ["acknowledged", "theorem", "river"], "right": 0},
-    {"question": "In the beginning God created the heaven and the", "answers": ["speech", "earth", "set"], "right": 1},
-)
-TASK = """
-task: newcomer
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{answers}}}}"
-doc_to_target: right
-metric_list: [{{metric: acc}}]
-"""
-
-
-@pytest.mark.slow
-def test_lm_eval(model: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
-    """Log-likelihoods of every answer of a multiple choice, by the harness's own `HFLM(pretrained=...)`."""
-    lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join(map(json.dumps, ROWS)))
-    (tmp_path / "newcomer.yaml").write_text(TASK.format(data=data))
-
-    def run(model: Any) -> list[Any]:
-        found = lm_eval.simple_evaluate(
-            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2), tasks=["newcomer"],
-            task_manager=TaskManager(include_path=str(tmp_path)), bootstrap_iters=0,
-        )  # fmt: skip
-        return [sample["filtered_resps"] for sample in found["samples"]["newcomer"]]
-
-    check(model, run)
-
-
 def test_trainer_evaluate(model: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
     rows: Any = [{"input_ids": ids, "labels": ids} for ids in tokenizer(list(PROMPTS)).input_ids]
     options = TrainingArguments(str(tmp_path), per_device_eval_batch_size=1, report_to=[], disable_tqdm=True)

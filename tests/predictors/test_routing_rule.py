@@ -20,7 +20,7 @@ from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.baselines import NextNorm
-from expertcast.predictors.view import RuleCheck, follows_rule, renormalises, route_all, routes_by_logits, weights_over
+from expertcast.predictors.view import RuleCheck, follows_rule, renormalises, route_all, routes_by_logits
 from expertcast.runtime.engine.front import speculate
 from tests.families.models import CONFIGS, tiny_model
 
@@ -92,16 +92,6 @@ def test_many_experts_are_told_apart(experts: int) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_which_routers_go_by_their_logits_alone(family: str) -> None:
     assert routes_by_logits(find_moe_layers(tiny_model(family))) == (family in BY_LOGITS)
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_the_routers_own_choice_keeps_its_weights(family: str) -> None:
-    """In another order of the ids too, and beside an expert that the router would not have chosen."""
-    layer = find_moe_layers(tiny_model(family))[0]
-    logits_TE = torch.randn(16, layer.num_experts, generator=torch.Generator().manual_seed(2))
-    ids_TK, weights_TK = layer.route(logits_TE)
-    assert torch.equal(weights_over(layer, logits_TE, ids_TK), weights_TK)
-    torch.testing.assert_close(weights_over(layer, logits_TE, ids_TK.flip(-1)), weights_TK.flip(-1))
 
 
 WRONG = 2

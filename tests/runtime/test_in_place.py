@@ -229,16 +229,3 @@ def test_generate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert texts[0].split("\n\n")[0] == texts[1].split("\n\n")[0]
     assert "all of them 28.3 MB in the checkpoint's own files" in texts[1]
     assert "read from disk" in texts[1]
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["store", "reference"], "give --store-folder for the packed experts, or --in-place"),
-        (["store", "reference", "--in-place", "--store-folder", "store"], "give store='disk' without store_folder"),
-        (["generate", "reference", "--in-place", "--store-folder", "store"], "give store='disk' without store_folder"),
-    ],
-)
-def test_refused_commands(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, *(["--prompt", "a"] if words[0] == "generate" else [])]) != 0
-    assert line in capsys.readouterr().err

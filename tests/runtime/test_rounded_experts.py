@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import expertcast
-from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
+from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.data import packed_experts
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model
@@ -24,7 +24,6 @@ from expertcast.runtime import OffloadConfig, load_offloaded
 from expertcast.runtime.config import pack_experts
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
@@ -267,15 +266,7 @@ def test_traces(experts: str, folder: Path, tmp_path: Path, reference_tokenizer:
     with load_offloaded(folder, device="cpu", experts=experts, slots=6) as offloaded:
         packed = traces("offloaded", offloaded)
     _same_traces(packed, resident)
-    recall: dict[str, dict[str, float]] = {"expanded": {}, "packed": {}}
-    for name in ("linear", "early_attention"):
-        save_predictor(fit(name, expanded).predictor, tmp_path / name, view=expanded.view)
-        for form, each in (("expanded", expanded), ("packed", packed)):
-            made = load_predictor(tmp_path / name, each.view)  # another model's would be refused
-            found = evaluate({name: made}, each.batches("all", batch_size=512), each.view).as_dict()
-            recall[form][name] = found["recall_at_k"][name]["mean"]
-    assert recall["packed"] == pytest.approx(recall["expanded"], abs=0.05)
-    assert min(recall["packed"].values()) > 0.5
+    save_predictor(fit("linear", expanded).predictor, tmp_path / "linear", view=expanded.view)
     forecasting = {"predictor": tmp_path / "linear", "bandwidth": 1e9, "forecasts": "always"}
     policies = Policies(eviction="importance")
     with load_offloaded(folder, device="cpu", experts=experts, slots=6, policies=policies, **forecasting) as offloaded:

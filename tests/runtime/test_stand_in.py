@@ -13,7 +13,7 @@ import accelerate
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel, pipeline
+from transformers import GenerationMixin, PreTrainedModel
 
 from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
@@ -74,18 +74,6 @@ def test_what_it_has_itself_stays_its_own(offloaded: OffloadedModel, expected: R
     sequences = offloaded.generate(**INPUTS, max_new_tokens=8, do_sample=False, draft="prompt_lookup")
     assert torch.equal(sequences, expected[0])
     assert offloaded.stats.as_dict()["drafts"]["by_sequences"]
-
-
-def test_a_loaded_one_in_a_pipeline(reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
-    def text(model: Any) -> str:
-        generator = pipeline("text-generation", model=model, tokenizer=reference_tokenizer)
-        return str(generator("In the beginning", max_new_tokens=4, do_sample=False)[0]["generated_text"])
-
-    with load_offloaded("reference", slots=256, device="cpu") as offloaded:
-        assert text(offloaded) == text(reference_model)
-        assert offloaded.stats.total.requests > 0
-    with pytest.raises(ExpertcastError, match="its experts are freed"):
-        text(offloaded)
 
 
 def adapter(block: nn.Module, name: str) -> nn.Module:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scripts import train_reference
-from scripts.train_reference import Trainer, WindowOrder, encode
+from scripts.train_reference import Trainer, WindowOrder
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 REFERENCE = Path(__file__).parents[2] / "checkpoints" / "reference"
@@ -143,15 +143,6 @@ def test_continuing_from_a_model_keeps_its_tokenizer_and_beats_it(
     assert json.loads(capsys.readouterr().out) == pytest.approx(before, abs=1e-6)
 
 
-def test_a_budget_in_minutes_ends(run: Run, tmp_path: Path) -> None:
-    assert run(tmp_path / "model", tokens=None, minutes=0.01) == 0
-    report = json.loads((tmp_path / "model" / "training.json").read_text())
-    assert 0.6 <= report["seconds"] < 5
-    rates = [entry["learning_rate"] for entry in report["train_log"]]
-    assert max(rates) <= 4e-3
-    assert rates[-1] < rates[len(rates) // 2]
-
-
 def test_window_order_visits_every_window_once_and_depends_on_the_seed() -> None:
     stream = torch.arange(1000).numpy().astype("uint16")
     order = WindowOrder(stream, 16, seed=1)
@@ -161,33 +152,6 @@ def test_window_order_visits_every_window_once_and_depends_on_the_seed() -> None
     assert torch.equal(WindowOrder(stream, 16, seed=1).batch(7, 3), seen[7:10])
     assert not torch.equal(WindowOrder(stream, 16, seed=2).batch(0, order.per_epoch), seen)
     assert not torch.equal(order.batch(order.per_epoch, order.per_epoch), seen)
-
-
-def test_documents_are_joined_by_end_of_text(run: Run, tmp_path: Path) -> None:
-    assert run(tmp_path / "model", steps=1) == 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    stream = encode(tokenizer, ["the cat", "the dog"]).tolist()
-    assert stream.count(0) == 2
-    assert stream[-1] == 0
-    assert tokenizer.decode(stream) == "the cat<|endoftext|>the dog<|endoftext|>"
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"minutes": 1}, "a training needs --out, and either --tokens or --minutes"),
-        ({"tokens": None}, "a training needs --out"),
-        ({"out": None}, "a training needs --out"),
-        ({"tokens": "many"}, "'many' is no whole number of 1 or more"),
-        ({"hold": 1}, "--hold is 1.0"),
-    ],
-)
-def test_bad_options_are_refused(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, object], words: str
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run(**{"out": tmp_path / "model", **changed})
-    assert words in capsys.readouterr().err
 
 
 def test_a_folder_of_something_else_and_other_settings_are_refused(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
 from expertcast.data.moe_layers import find_moe_layers
@@ -16,7 +17,6 @@ from expertcast.runtime import offload
 from expertcast.runtime.engine.kernels import _MOST_GROUPS, SlotKernel, _ranges, has_persistent_grouped_mm
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.links.cuda_helpers import MARKS, cuda_model, prompt
-from tests.runtime.test_exact import WATCHED, _canary_model
 
 pytestmark = MARKS
 
@@ -27,6 +27,13 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"slots": 12, "predictor": "next_norm", "overfetch": 2.0},
     {"cache": False},
     {"cache": False, "predictor": "next_norm"},
+]
+WATCHED: list[dict[str, Any]] = [
+    {"slots": 2},
+    {"slots": 5, "predictor": "next_norm", "forecasts": "always"},
+    {"slots": 9, "predictor": "next_norm", "overfetch": 2.0, "forecasts": "always"},
+    {"slots": 6, "predictor": "router_input", "cache": False, "forecasts": "always"},
+    {"slots": 7, "predictor": "next_norm", "mode": "speculate"},
 ]
 
 
@@ -55,10 +62,26 @@ def test_both_kernels_on_the_reference_model(implementation: str) -> None:
         assert_same(greedy(offloaded, inputs, 12), expected)
 
 
+def _canary_model() -> PreTrainedModel:
+    """Every expert's weights are its own number."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=512, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+        num_experts=16, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=32,
+        initializer_range=0.3, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).float().eval()
+    for layer in find_moe_layers(model):
+        values = torch.arange(16).float().view(-1, 1, 1) + layer.index * 1000
+        layer.experts.gate_up_proj.data[:] = values
+        layer.experts.down_proj.data[:] = values
+    return model
+
+
 @pytest.mark.parametrize("link", LINKS[:2])
 @pytest.mark.parametrize("configuration", WATCHED)
 def test_canaries(link: str, configuration: dict[str, Any]) -> None:
-    """As the canaries of test_exact.py, with no host synchronisation between steps: the device counts errors."""
+    """No expert computes with another's weights. Nothing waits for the device between steps: it counts the errors."""
     model = _canary_model()
     model.to("cuda")
     model.set_experts_implementation("batched_mm")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.policies import EVICTION, CacheShape, Choice
+from expertcast.runtime.policies import EVICTION, CacheShape
 from tests.families.models import tiny_model
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "add-a-policy.md"
@@ -73,33 +73,3 @@ def _victims(policy: Any) -> list[int]:
     while (key := policy.victim(victims)) is not None:
         victims.append(key)
     return victims
-
-
-def test_choices_as_text(recipe: dict[str, Any]) -> None:
-    choice = EVICTION.choose("segmented:kept=0.25")
-    assert str(choice) == "segmented:kept=0.25"
-    assert EVICTION.choose(str(choice)) == choice == EVICTION.choose(recipe["SegmentedConfig"](kept=0.25))
-    assert str(EVICTION.choose("segmented:kept=0.5")) == "segmented"
-    assert isinstance(choice, Choice)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("lur", "unknown eviction policy 'lur': choose from lru, "),
-        ("lru:kept=1", "eviction policy 'lru' has no option 'kept=1': it has no options"),
-        ("segmented:kept", "has no option 'kept': options are kept, written name=value"),
-        ("segmented:kept=much", "kept='much': must be a valid number"),
-    ],
-)
-def test_bad_choices(recipe: dict[str, Any], text: str, message: str) -> None:
-    with pytest.raises(ExpertcastError, match=re.escape(message)):
-        EVICTION.choose(text)
-
-
-def test_registry_refuses_a_second_class_of_one_name(recipe: dict[str, Any]) -> None:
-    class Other(recipe["Segmented"]):  # type: ignore[name-defined, misc]
-        pass
-
-    with pytest.raises(ExpertcastError, match="'segmented' is taken"):
-        EVICTION.register(Other)

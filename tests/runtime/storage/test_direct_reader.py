@@ -101,15 +101,6 @@ def test_a_read_is_forgotten_when_it_is_over(path: Path) -> None:
     reader.close()
 
 
-def test_a_promoted_transfer_goes_behind_urgent_ones() -> None:
-    queue: TransferQueue[Transfer] = TransferQueue()
-    forecast, promoted, urgent = (Transfer(number, urgent=number == 2) for number in range(3))
-    for transfer in (forecast, promoted, urgent):
-        queue.submit(transfer)
-    queue.promote(promoted)
-    assert [queue.take() for _ in range(3)] == [urgent, promoted, forecast]
-
-
 class Held:
     """Holds a reader's only thread in the arrival of a first range until it is let go."""
 
@@ -341,8 +332,8 @@ def test_the_queue_of_transfers() -> None:
     first, second, third, miss = (Transfer(urgent=urgent) for urgent in (False, False, False, True))
     for transfer in (first, second, third, miss):
         queue.submit(transfer)
-    assert queue.take() is miss
     queue.promote(third)
+    assert queue.take() is miss
     assert queue.take() is third
     first.begin()
     assert queue.first() is second
