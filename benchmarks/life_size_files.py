@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PretrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.core_model_loading import dot_natural_key
 
 from benchmarks.disk_files import EMBEDDING, LATER_ATTENTION
-from expertcast.compat import dot_natural_key
 from expertcast.data.models import meta_model
 from expertcast.runtime.benchmarking.shapes import SHAPES, STD
 

@@ -31,8 +31,8 @@ from transformers import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from expertcast.compat import DynamicSlidingWindowLayer
 from expertcast.data.means import adds_block
 from expertcast.data.taps import unrecorded
 from expertcast.data.tracing import Program, traced

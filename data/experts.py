@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from expertcast.compat import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.packed_experts import is_packed, iterate_plain, run_experts
 from expertcast.predictors.messages import ExpertcastError

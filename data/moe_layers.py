@@ -20,10 +20,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from expertcast.compat import ALL_EXPERTS_FUNCTIONS, TorchDispatchMode
-from expertcast.compat import _config as fx_config
 from expertcast.data.source import check_release
 from expertcast.predictors.messages import ExpertcastError, first_line
 from expertcast.predictors.view import Adds, MoELayer, MoEView, OwnTensor

@@ -136,7 +136,7 @@ def _expanded(kind: str, rows: Tensor) -> Tensor:
     """Return the weights of rows of blocks, float32 [N, I], on their device."""
     if rows.device.type == "cpu":
         return ggml.dequantise(kind, rows.contiguous())
-    from expertcast.compat import dequantize_blocks
+    from transformers.integrations.gguf.kernels import dequantize_blocks
 
     number, elements, nbytes = ggml.TYPES[kind]
     weights: Tensor = dequantize_blocks(rows, number, len(rows), rows.shape[1] // nbytes * elements, torch.float32)
@@ -152,7 +152,7 @@ def check_device(form: BlockForm, device: str) -> None:
     if device == "cpu":
         ggml.check()
         return
-    from expertcast.compat import GGML_BLOCK
+    from transformers.integrations.gguf.dequant import GGML_BLOCK
 
     for kind, _ in form.pieces:
         if ggml.TYPES[kind].number not in GGML_BLOCK:
@@ -378,7 +378,7 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
 
 def _run_named(experts: nn.Module, *args: Any) -> Tensor:
     """Run the function that the model names; :func:`run_experts` in place of transformers' own."""
-    from expertcast.compat import ALL_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     name = experts.config._experts_implementation  # type: ignore[union-attr]
     named = ALL_EXPERTS_FUNCTIONS.get_interface(name, run_experts)

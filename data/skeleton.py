@@ -38,7 +38,7 @@ def check_code(model: PreTrainedModel) -> None:
     Raises:
         ExpertcastError: the model's class is custom code, which a skeleton does not store.
     """
-    from expertcast.compat import TRANSFORMERS_DYNAMIC_MODULE_NAME
+    from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
     if type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
         raise ExpertcastError(

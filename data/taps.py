@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
+from transformers.utils.output_capturing import _active_collector
 
-from expertcast.compat import _active_collector
 from expertcast.data.batch import RouterCall, RouterOutput
 from expertcast.predictors.view import MoELayer, MoEView
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import TracerWarning
 from torch.overrides import TorchFunctionMode
-
-from expertcast.compat import TracerWarning
 
 Tensors = tuple[Tensor, ...]
 Program = Callable[..., Tensors]

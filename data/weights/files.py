@@ -22,9 +22,10 @@ from typing import Any, BinaryIO, Protocol, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.core_model_loading import dot_natural_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import get_checkpoint_shard_files
 
-from expertcast.compat import dot_natural_key, get_checkpoint_shard_files
 from expertcast.data.packed_experts import Piece
 from expertcast.data.source import ModelSource, damaged
 from expertcast.predictors.artefacts import read_range

@@ -23,19 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, WeightConverter, __version__
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
+from transformers.integrations.gguf.dequant import GGML_BLOCK
+from transformers.integrations.gguf.kernels import dequantize_blocks
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 from transformers.utils import is_gguf_available
 
-from expertcast.compat import (
-    GGML_BLOCK,
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    WeightRenaming,
-    dequantize_blocks,
-    get_gguf_conversion_mapping,
-    get_gguf_hf_weights_map,
-    is_gguf_arch_supported,
-    rename_source_key,
-)
 from expertcast.data import ggml
 from expertcast.data.machine import native_dtype
 from expertcast.data.packed_experts import Piece

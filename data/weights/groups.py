@@ -6,9 +6,11 @@ import re
 from dataclasses import dataclass, field
 
 from transformers import MergeModulelist, PreTrainedModel, WeightConverter
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers import HfQuantizer
 
-from expertcast.compat import Mxfp4Dequantize, WeightRenaming, get_model_conversion_mapping, rename_source_key
 from expertcast.data.weights.files import WeightFiles, check_complete
 
 _NUMBER = re.compile(r"(\d+)")

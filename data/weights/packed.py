@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from expertcast.compat import Fp8Dequantize
 from expertcast.data.packed_experts import Piece
 from expertcast.data.source import AWQ, COMPRESSED, GPTQ
 from expertcast.data.weights.blocks import block_kind, nibbles, to_blocks

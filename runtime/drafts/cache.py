@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from expertcast.compat import LinearAttentionCacheLayerMixin
 from expertcast.predictors.messages import ExpertcastError
 
 _UNREAD = 1e-5

@@ -24,9 +24,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import MtpCache
 from transformers.generation import AssistedCandidateGenerator, CandidateGenerator, PromptLookupCandidateGenerator
+from transformers.modeling_layers import MtpModel
 
-from expertcast.compat import MtpCache, MtpModel
 from expertcast.predictors.messages import ExpertcastError
 
 

@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from expertcast.compat import ALL_EXPERTS_FUNCTIONS
 from expertcast.data.batch import RouterCall
 from expertcast.data.moe_layers import PROBE_EXPERTS, experts_implementation
 from expertcast.data.packed_experts import packed_matrices

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
-from expertcast.compat import batched_mm_experts_forward, grouped_mm_experts_forward
 from expertcast.data.packed_experts import is_packed, products, run_experts
 from expertcast.predictors.messages import Json
 from expertcast.runtime.engine.engine import row_order

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.moe import grouped_mm_experts_forward
 
-from expertcast.compat import grouped_mm_experts_forward
 from expertcast.data.batch import RouterCall
 from expertcast.data.experts import WINDOWS, Answer, Inner, inner_activations
 from expertcast.data.packed_experts import expanded_experts, packed_matrices, run_experts

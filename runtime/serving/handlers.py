@@ -32,21 +32,21 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
-
-from expertcast.compat import (
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import (
     BaseHandler,
     CBGenerateManager,
     CBStreamer,
     CBWorkerDeadError,
-    ChatCompletionHandler,
-    CompletionHandler,
     DirectStreamer,
     GenerateManager,
     Modality,
-    ResponseHandler,
     _GenerationCancelled,
     _StreamError,
 )
+
 from expertcast.predictors.messages import Json, first_line
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.serving.parameters import (

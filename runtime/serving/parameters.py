@@ -38,9 +38,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteria,
 )
+from transformers.cli.serving.utils import ReasoningText
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+from transformers.generation.continuous_batching.requests import FutureRequestState
 from typing_extensions import TypedDict
-
-from expertcast.compat import ContinuousBatchingLogitsProcessor, FutureRequestState, ReasoningText
 
 if TYPE_CHECKING:
     from expertcast.runtime.serving.requests import Request

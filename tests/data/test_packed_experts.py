@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations.gguf.kernels import dequantize_blocks
 
-from expertcast.compat import dequantize_blocks
 from expertcast.data import ggml, packed_experts
 from expertcast.data.packed_experts import BlockForm, Piece
 from expertcast.data.weights.blocks import mxfp4_blocks, to_blocks
