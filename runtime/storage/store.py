@@ -59,7 +59,7 @@ class ExpertStore:
     addressable = True
     """Whether blocks have a fixed address in memory."""
     codec: Codec | None = None
-    """Of the file; None: the blocks are in memory."""
+    """Codec of the store's file; None: the blocks are in memory."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import torch
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.cli import build_parser, main
 from expertcast.commands import demo
-from expertcast.commands.demo import link_bandwidth, threads_that_help
+from expertcast.commands.demo import link_bandwidth
 from expertcast.data.traces import TraceDataset
 from expertcast.runtime.benchmarking.runs import Decoding
 from tests.package.test_cli import fails
@@ -57,29 +57,6 @@ def test_folders_of_others_are_left_alone(capsys: pytest.CaptureFixture[str], tm
     (tmp_path / "mine").write_text("mine")
     assert "earlier demo" in fails(capsys, "demo", "--out", str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_threads() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        used: list[int] = []
-        spins = {1: 1, 3: 20}
-
-        def slower_together() -> None:
-            used.append(torch.get_num_threads())
-            sum(range(10_000 * spins[used[-1]]))
-
-        with threads_that_help(slower_together) as threads:
-            assert threads == torch.get_num_threads() == 1
-        assert set(used) == {1, 3}
-        spins[1] = 400
-        with threads_that_help(slower_together) as threads:
-            assert threads == torch.get_num_threads() == 3
-            torch.set_num_threads(2)
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_no_link_is_absurdly_slow(reference_model: torch.nn.Module) -> None:

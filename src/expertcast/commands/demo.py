@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,43 +31,6 @@ from expertcast.training.scoring import scored_batches
 
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.runs import Decoding
-
-# Number of threads on a busy machine
-
-_TRIAL_S = 0.2
-_NEARLY = 0.9
-"""One thread must be this much faster to be preferred, so that the choice on a quiet machine does not vary."""
-
-
-@contextmanager
-def threads_that_help(work: Callable[[], object]) -> Iterator[int]:
-    """Keep the number of threads, or use one if that is faster: on a busy machine threads wait for each other.
-
-    Yields the number of threads, and restores it at the end.
-
-    Args:
-        work: some milliseconds of the work to come, repeated for a fifth of a second with each number of threads.
-    """
-    before = torch.get_num_threads()
-    try:
-        alone, together = (_rate(work, threads) for threads in (1, before))
-        chosen = before if together >= _NEARLY * alone else 1
-        torch.set_num_threads(chosen)
-        yield chosen
-    finally:
-        torch.set_num_threads(before)
-
-
-def _rate(work: Callable[[], object], threads: int) -> float:
-    """Return repetitions per second, after a warm-up."""
-    torch.set_num_threads(threads)
-    work()
-    start, done = time.perf_counter(), 0
-    while (took := time.perf_counter() - start) < _TRIAL_S:
-        work()
-        done += 1
-    return done / took
-
 
 # Last stage: a model decodes with its experts behind a slow link, in every mode
 
@@ -108,29 +69,15 @@ def deploy(
     quality = measure_quality(model, find_moe_layers(model), {"test": windows_NW}, executed)
     prompt_ids = tokenizer(texts[0], return_tensors="pt")["input_ids"][:, :PROMPT_TOKENS]
     prompt = tokenizer.decode(prompt_ids[0])
-    with threads_that_help(layer_work(model, 1)):
-        resident = decode_greedily(model, prompt_ids, NEW_TOKENS)
-        settings = BenchSettings(new_tokens=NEW_TOKENS)
-        ways = usual_runs(OffloadConfig(slots=SLOTS), predictor, layers)
-        steps = settings.new_tokens * settings.repetitions * len(ways)
-        bandwidth = link_bandwidth(model, resident, steps, _COPIES_S)
-        timed = benchmark(model, tokenizer, prompt, ways, settings, bandwidth=bandwidth)
+    resident = decode_greedily(model, prompt_ids, NEW_TOKENS)
+    settings = BenchSettings(new_tokens=NEW_TOKENS)
+    ways = usual_runs(OffloadConfig(slots=SLOTS), predictor, layers)
+    steps = settings.new_tokens * settings.repetitions * len(ways)
+    bandwidth = link_bandwidth(model, resident, steps, _COPIES_S)
+    timed = benchmark(model, tokenizer, prompt, ways, settings, bandwidth=bandwidth)
     for name, way in timed["runs"].items():
         way["perplexity"] = quality["runs"][name if name in quality["runs"] else "exact"]["perplexity"]
     return {**timed, "quality": quality}
-
-
-def layer_work(model: PreTrainedModel, tokens: int) -> Callable[[], object]:
-    """Return a function that runs the first MoE layer of a model on a number of tokens."""
-    layer = find_moe_layers(model)[0]
-    hidden_BTD = torch.randn(1, tokens, layer.hidden_size, generator=torch.Generator().manual_seed(0))
-    given_BTD = hidden_BTD.to(model.dtype)
-
-    @torch.no_grad()
-    def run() -> None:
-        layer.block(given_BTD)
-
-    return run
 
 
 def link_bandwidth(model: PreTrainedModel, resident: Decoding, steps: int, seconds: float) -> float:
@@ -167,7 +114,6 @@ def runs_table(runs: Json) -> str:
 
 
 RESULT, TRACES, CHECKPOINT, REPORT = "demo.json", "traces", "checkpoint", "report"
-LAYER_TOKENS = 256
 NEXT = (
     'expertcast generate reference --prompt "It is a truth" --predictor {checkpoint} --slots 96 '
     "--bandwidth {bandwidth:.3g}",
@@ -195,9 +141,8 @@ def run(options: Options) -> Outcome:
     with exclusive(options.out):
         _clear(options.out)
         model, tokenizer = load_model(REFERENCE), load_tokenizer(REFERENCE)
-        with threads_that_help(layer_work(model, LAYER_TOKENS)) as threads:
-            evaluation, result = _stages(options, model, tokenizer)
-        result |= {"threads": threads, "seconds": time.perf_counter() - begin, "finished": True}
+        evaluation, result = _stages(options, model, tokenizer)
+        result |= {"threads": torch.get_num_threads(), "seconds": time.perf_counter() - begin, "finished": True}
         write_json(options.out / RESULT, result)
     return result, _text(options.out, evaluation, result)
 
