@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from expertcast.predictors.base import Registry
-from expertcast.predictors.messages import ExpertcastError, first_line
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import options_text, parse_options, validate
 
 
@@ -83,35 +80,8 @@ class Choice(Generic[P]):
         return f"{self.name}:{options}" if options else self.name
 
     def make(self, shape: CacheShape) -> P:
-        """Return a new policy; errors of a class from outside this package name it."""
-        cls = self.cls if self.cls.__module__.startswith("expertcast.") else _guarded(self.cls)
-        return cls(self.config, shape)
-
-
-def _guarded(cls: type[P]) -> type[P]:
-    """Return a subclass whose public methods raise an `ExpertcastError` that names the policy."""
-    methods = {
-        name: _naming(cls, method)
-        for name, method in inspect.getmembers(cls, inspect.isfunction)
-        if name == "__init__" or not name.startswith("_")
-    }
-    return type(cls.__name__, (cls,), methods)
-
-
-def _naming(cls: type[Policy], method: Callable[..., object]) -> Callable[..., object]:
-    @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> object:
-        try:
-            return method(*args, **kwargs)
-        except ExpertcastError:
-            raise
-        except Exception as error:  # whatever a user's own code does
-            raise ExpertcastError(
-                f"policy {cls.name!r} ({cls.__module__}.{cls.__qualname__}) failed in {method.__name__}(): "
-                f"{type(error).__name__}: {first_line(error)}"
-            ) from error
-
-    return call
+        """Return a new policy."""
+        return self.cls(self.config, shape)
 
 
 class PolicyRegistry(Registry[P]):

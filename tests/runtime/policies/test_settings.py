@@ -80,17 +80,6 @@ def test_unknown_names(kind: str) -> None:
         REGISTRIES[kind].choose("nothing")
 
 
-class Fails(LRU):
-    """Fails after the first eviction."""
-
-    name = "fails"
-    _evicted = 0
-
-    def victim(self, protected: Container[int]) -> int | None:
-        self._evicted += 1
-        return {1: super().victim(protected)}[self._evicted]
-
-
 class Elsewhere(LRU):
     name = "elsewhere"
 
@@ -131,7 +120,6 @@ class Astray(RoutingPolicy):
     [
         ({"miss": Choice(Coarse, PolicyConfig())}, "miss policy 'coarse' chose int3 at layer 0"),
         ({"routing": Choice(Astray, PolicyConfig())}, r"routing policy 'astray' .* chose \d+"),
-        ({"eviction": Choice(Fails, PolicyConfig())}, r"policy 'fails' \(.*Fails\) failed in victim\(\): KeyError: 2"),
         ({"eviction": Choice(Elsewhere, PolicyConfig())}, "eviction policy 'elsewhere' evicts 1000000 for layer"),
         ({"eviction": Choice(Stubborn, PolicyConfig())}, "eviction policy 'stubborn' gives no victim for layer"),
         ({"prefetch": Choice(Beyond, TopKConfig())}, r"prefetch policy 'beyond' chose experts \[8\] of layer 1"),
