@@ -1,4 +1,4 @@
-"""Figures of a sweep: hits and time per token by capacity, collisions per layer, quality against speed.
+"""Figures of a sweep: hits and time per token by capacity.
 
 The input is the rows of :func:`expertcast.runtime.simulation.sweep.sweep`. Colours are those of Okabe and Ito, which
 colour-blind readers can distinguish. A set of policies has the same colour, marker and line in every figure.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from expertcast.predictors.messages import Json
 Rows = Sequence[Json]
 
 
-GREY = "#767676"
 _COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A89600", "#D55E00")
 _STYLES = cycler(linestyle=("-", "--", "-.")) * cycler(color=_COLOURS, marker=("o", "s", "^", "D", "v", "P", "X"))
 BOUNDS: dict[str, Json] = {
@@ -54,7 +53,6 @@ def labelled(results: Rows) -> list[Json]:
 _LEGEND_WIDTH, _LINE_INCHES = 30, 0.18
 _TICK_GAP = 0.1
 """Minimum distance of horizontal tick labels, as a share of the axis; closer labels are rotated."""
-_EXACT = {"miss": "fetch", "routing": "standard"}
 
 
 def write_figures(results: Rows, folder: Path) -> list[Path]:
@@ -65,11 +63,9 @@ def write_figures(results: Rows, folder: Path) -> list[Path]:
         folder: existing folder for the files.
 
     Returns:
-        Paths of the files: hits, times and collisions, and quality against speed if the rows have a perplexity.
+        Paths of the files.
     """
-    drawn = {"hit_rate": hit_rates(results), "tpot": token_times(results), "collisions": collisions(results)}
-    if any(row.get("perplexity") is not None for row in results):
-        drawn["pareto"] = pareto(results)
+    drawn = {"hit_rate": hit_rates(results), "tpot": token_times(results)}
     for name, figure in drawn.items():
         figure.savefig(folder / f"{name}.png", dpi=130)
     return [folder / f"{name}.png" for name in drawn]
@@ -109,62 +105,6 @@ def token_times(results: Rows) -> Figure:
     return _legend(figure, rows)
 
 
-def collisions(results: Rows) -> Figure:
-    """Draw the misses of experts evicted in the same step, by layer (SpecMD, Fig. 5 and 9).
-
-    There is one column per capacity; rates are relative to requests in the upper row and to misses in the lower one.
-    """
-    shares = ("collision_rate", "collision_share")
-    rows = _without_bounds(_first_bandwidth(labelled(results)))
-    capacities = _distinct(rows, "capacity")
-    figure = Figure(figsize=(2.8 + 2.9 * max(1, len(capacities)), 6.2), layout="constrained")
-    axes = figure.subplots(2, max(1, len(capacities)), squeeze=False, sharex=True, sharey="row")
-    for column, capacity in zip(axes.T, capacities, strict=False):
-        for axis, key in zip(column, shares, strict=True):
-            for row in (row for row in rows if row["capacity"] == capacity):
-                values = [100 * (value or 0.0) for value in row["per_layer"][key]]
-                axis.plot(range(len(values)), values, **row["style"], markersize=4)
-            _plain(axis)
-        column[0].set_title(f"{capacity:.1%} of experts", fontsize=10)
-        column[1].set_xlabel("MoE layer")
-    axes[0, 0].set_ylabel("collisions (% of accesses)")
-    axes[1, 0].set_ylabel("collisions (% of misses)")
-    return _legend(figure, rows)
-
-
-def pareto(results: Rows) -> Figure:
-    """Draw perplexity against speed relative to loading every miss, one panel per capacity (SpecMD, Fig. 7).
-
-    A line joins the points of the Pareto frontier.
-    """
-    rows = _without_bounds(_first_bandwidth(labelled(results)))
-    rows = [row for row in rows if row["perplexity"] is not None]
-    capacities = _distinct(rows, "capacity")
-    figure, axes = panels(len(capacities))
-    for axis, capacity in zip(axes, capacities, strict=True):
-        own = [row for row in rows if row["capacity"] == capacity]
-        exact = [row["tpot_s"] for row in own if all(row[key] == plain for key, plain in _EXACT.items())]
-        base_s = min(exact, default=max(row["tpot_s"] for row in own))
-        points = [(base_s / row["tpot_s"], row["perplexity"]) for row in own]
-        for row, point in zip(own, points, strict=True):
-            axis.plot(*point, **row["style"] | {"linestyle": ""})
-        axis.plot(*zip(*frontier(points), strict=True), color=GREY, linewidth=0.9, linestyle="--", zorder=0)
-        axis.set_title(f"{capacity:.1%} of experts", fontsize=10)
-        axis.set_xlabel("speed (x fetching every miss)")
-        _plain(axis)
-    axes[0].set_ylabel("perplexity (lower is better)")
-    return _legend(figure, rows)
-
-
-def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the (speed, perplexity) points of the Pareto frontier by falling speed."""
-    best: list[tuple[float, float]] = []
-    for speed, perplexity in sorted(set(points), key=lambda point: (-point[0], point[1])):
-        if not best or perplexity < best[-1][1]:
-            best.append((speed, perplexity))
-    return best
-
-
 def _lines(axis: Axes, rows: Rows, key: str, unit: float) -> None:
     """Draw one line per label by capacity."""
     for label, style in _styles(rows).items():
@@ -202,10 +142,6 @@ def _styles(rows: Rows) -> dict[str, Json]:
 
 def _first_bandwidth(rows: list[Json]) -> list[Json]:
     return [row for row in rows if row["bandwidth"] == rows[0]["bandwidth"]]
-
-
-def _without_bounds(rows: list[Json]) -> list[Json]:
-    return [row for row in rows if row["eviction"] not in BOUNDS]
 
 
 def _distinct(rows: Rows, key: str) -> list[float]:

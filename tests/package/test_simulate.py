@@ -125,7 +125,7 @@ def test_a_sweep(capsys: pytest.CaptureFixture[str], reference_traces: TraceData
     }  # fmt: skip
     assert all(wanted <= set(row) for row in got["results"])
     assert {path.name for path in out.iterdir()} == {
-        "results.json", "table.txt", "hit_rate.png", "tpot.png", "collisions.png",
+        "results.json", "table.txt", "hit_rate.png", "tpot.png",
     }  # fmt: skip
     assert "belady_bypass" in (out / "table.txt").read_text()
     options = "--scope layer --capacity 0.01 0.25 --bandwidth 1e9 --miss fetch drop"

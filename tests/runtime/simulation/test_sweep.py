@@ -13,7 +13,6 @@ import pytest
 from expertcast.predictors import ExpertcastError, ModelShape
 from expertcast.runtime.policies import EVICTION, Policies
 from expertcast.runtime.simulation.figures import (
-    frontier,
     hit_rates,
     labelled,
     write_figures,
@@ -92,8 +91,6 @@ def test_quality_is_asked_for_lossy_policies(tmp_path: Path) -> None:
     rows = sweep(trace, wanted, processes=1, quality=quality)["results"]
     assert [len(names) for names in asked] == [2]
     assert [(row["perplexity"], row["agreement"]) for row in rows] == [(10.0, 1.0)] * 4 + [(11.0, 0.9)] * 4
-    write_figures(rows, tmp_path)
-    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
     plain = sweep(trace, cases(5, miss="drop"), processes=1)["results"]
     assert {row["perplexity"] for row in plain} == {None}
 
@@ -116,7 +113,7 @@ def test_quality_is_that_of_the_models_own_precision() -> None:
 def test_figures_are_written(tmp_path: Path) -> None:
     found = sweep(made.random_trace(2), with_bounds(cases(3, 6, 12)), processes=1)["results"]
     paths = write_figures(found, tmp_path)
-    assert [path.name for path in paths] == ["hit_rate.png", "tpot.png", "collisions.png"]
+    assert [path.name for path in paths] == ["hit_rate.png", "tpot.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     labels = [row["label"] for row in labelled(found)]
     assert set(labels) == {"lru", "lfu", "belady", "belady_bypass"}
@@ -163,11 +160,6 @@ def test_capacities_that_lie_close_are_turned() -> None:
 
     assert turns(0.01, 0.1, 0.5) == {0.0}
     assert turns(0.01, 0.4, 0.45, 0.5) == {90.0}
-
-
-def test_frontier() -> None:
-    points = [(1.0, 10.0), (2.0, 12.0), (1.5, 13.0), (2.0, 11.0), (3.0, 15.0)]
-    assert frontier(points) == [(3.0, 15.0), (2.0, 11.0), (1.0, 10.0)]
 
 
 def test_table_leaves_out_what_nobody_chose() -> None:
