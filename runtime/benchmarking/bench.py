@@ -44,8 +44,6 @@ from expertcast.runtime.engine.kernels import kernel_name
 from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.recording.recorder import Recorder
-from expertcast.runtime.recording.timeline import draw_steps
-from expertcast.runtime.recording.timeline import write_timeline as write_trace
 from expertcast.runtime.storage.store import ExpertStore
 
 
@@ -477,23 +475,6 @@ def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: in
         run.recorder, run.slots = recorder, offloaded.pool.count
         if bench.link_rate is None:
             bench.link_rate = link_speed(link, offloaded.store).rate
-
-
-def write_timeline(path: Path, measured: Bench) -> dict[str, str]:
-    """Write a Chrome trace of the last repetition of every run, and a PNG of two decode steps, on demand above
-    prefetch.
-
-    Returns:
-        The written paths as `trace` and, if both runs exist, `picture`.
-    """
-    recorders = {name: run.recorder for name, run in measured.runs.items() if run.recorder is not None}
-    write_trace(path, recorders)
-    written = {"trace": str(path)}
-    for pair in (("on_demand", "exact"), ("on_demand_cache", "exact_cache")):
-        if "picture" not in written and all(name in recorders for name in pair):
-            written["picture"] = str(path.with_suffix(".png"))
-            draw_steps({name: recorders[name] for name in pair}, path.with_suffix(".png"), steps=2)
-    return written
 
 
 def bench_drafts(

@@ -25,7 +25,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.eviction import Eviction
-from expertcast.runtime.recording.recorder import Observer, Observers, RunStatistics
+from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.storage.layout import FULL, is_better
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.transfer import Transfer
@@ -142,8 +142,7 @@ class ExpertCache:
         """Whether :meth:`held` leaves out experts in flight, for drafts that do not wait for copies."""
         self.stats = stats
         """Counters; callers may replace the object between two forwards."""
-        self._observers = [link.observer]
-        self.observer = Observers(self._observers)
+        self.observer = link.observer
         self.waited_s = 0.0
         """Seconds that the model's thread has waited for copies."""
         self.paced = False
@@ -157,11 +156,6 @@ class ExpertCache:
             f"ExpertCache({self.pool.count} slots, {len(self._slots)} in use, {len(self.copies)} copies in flight, "
             f"eviction={self._policies[0].name!r}, link={self.link.name!r})"
         )
-
-    def add_observer(self, observer: Observer) -> None:
-        """Add an observer, which receives all later events."""
-        self._observers.append(observer)
-        self.observer = Observers(self._observers)
 
     def backlog_s(self, now: float) -> float:
         """Estimate the seconds from `now` until all submitted copies have ended. Requires :attr:`paced`."""

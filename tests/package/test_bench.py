@@ -40,7 +40,6 @@ def test_bench_a_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert got["versions"]["torch"]
     assert {"command", "date", "git_revision"} <= set(got)
     assert json.loads(trace.read_text())["traceEvents"]
-    assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "routing: drawn" in capsys.readouterr().out
 
 

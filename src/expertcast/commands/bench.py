@@ -44,7 +44,7 @@ def describe(result: Json) -> str:
     for prompt in result["prompts"].values():
         lines += ["", *describe_prompt(prompt)]
     if "timeline" in result:
-        lines += ["", "wrote " + " and ".join(result["timeline"].values())]
+        lines += ["", f"wrote {result['timeline']}"]
     return "\n".join(lines)
 
 
@@ -153,7 +153,7 @@ class Options(TargetOptions):
     minutes: Annotated[float, Option(metavar="M", read=positive_number)] = math.inf
     """Start no further prompt after this many minutes (default: all prompts)."""
     timeline: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
-    """Write the runs of the first prompt as a Chrome trace, and two steps as a PNG beside it."""
+    """Write the runs of the first prompt as a Chrome trace."""
 
     def __post_init__(self) -> None:
         from expertcast.runtime.config import OffloadConfig
@@ -206,7 +206,7 @@ class Prompt:
 
 def run(options: Options) -> Outcome:
     """Measure all prompts, one after another."""
-    from expertcast.runtime.benchmarking.bench import write_timeline
+    from expertcast.runtime.recording.timeline import write_timeline
 
     say_if_busy()
     begin = time.monotonic()
@@ -228,7 +228,9 @@ def run(options: Options) -> Outcome:
         "prompts": {str(prompt.ids.shape[1]): prompt.as_dict() for prompt in prompts},
     }
     if options.timeline is not None:
-        result["timeline"] = write_timeline(options.timeline, first.bench)
+        recorders = {name: run.recorder for name, run in first.bench.runs.items() if run.recorder is not None}
+        write_timeline(options.timeline, recorders)
+        result["timeline"] = str(options.timeline)
     return result, describe(result)
 
 

@@ -17,7 +17,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import Forecast
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.policies import LRU, EvictionPolicy, Policies
-from expertcast.runtime.recording.recorder import LayerStatistics, Observer, RunStatistics
+from expertcast.runtime.recording.recorder import LayerStatistics, Observer, Observers, RunStatistics
 from expertcast.runtime.simulation.machine import Case
 from expertcast.runtime.simulation.simulator import VirtualRuntime
 from expertcast.runtime.storage.slots import SlotPool, SlotState
@@ -563,9 +563,8 @@ def test_what_forecasts_ask_for_is_told_to_every_observer() -> None:
 
     first, second = Asked(), Asked()
     link = ManualLink()
-    link.observer = first
+    link.observer = Observers([first, second])
     residency, _ = _residency(4, link=link)
-    residency.add_observer(second)
     residency.prefetch([])
     residency.prefetch([9, 8])
     assert first.heard == second.heard == [(1, [9, 8])]

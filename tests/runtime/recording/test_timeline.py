@@ -9,12 +9,13 @@ from typing import Any
 
 import matplotlib.image
 import pytest
+from benchmarks.steps_picture import draw_steps
 from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.recorder import Recorder, Span
-from expertcast.runtime.recording.timeline import chrome_trace, draw_steps, write_timeline
+from expertcast.runtime.recording.timeline import chrome_trace, write_timeline
 from tests.runtime.made import MadeRecorder, record, spans_of
 
 STATES = [
@@ -106,8 +107,9 @@ def test_what_the_rows_show(recorders: dict[str, Recorder]) -> None:
 
 
 def test_picture(recorders: dict[str, Recorder], tmp_path: Path) -> None:
-    path = tmp_path / "timeline.png"
-    draw_steps(recorders, path)
+    timeline, path = tmp_path / "timeline.json", tmp_path / "timeline.png"
+    write_timeline(timeline, recorders)
+    draw_steps(timeline, list(recorders), path)
     picture = matplotlib.image.imread(path)
     height, width, _ = picture.shape
     assert width > 1500
@@ -117,24 +119,9 @@ def test_picture(recorders: dict[str, Recorder], tmp_path: Path) -> None:
     upper, lower = picture[: height // 2], picture[height // 2 :]
     orange = [((half[..., :3] - [0.91, 0.53, 0.12]) ** 2).sum(-1) < 0.003 for half in (upper, lower)]
     assert orange[1].sum() > 3 * orange[0].sum()  # forecasts are made below only
-    assert [path.name for path in tmp_path.iterdir()] == ["timeline.png"]
-
-
-def test_steps_of_median_length_are_drawn(tmp_path: Path) -> None:
-    quiet = [span for step in range(5) for span in spans_of(STATES, step=step, start=0.1 * step)]
-    slow = spans_of([(state, layer, 50 * seconds) for state, layer, seconds in STATES], step=5, start=0.5)
-    for name, spans in (("quiet", quiet), ("disturbed", [*quiet, *slow])):
-        draw_steps({"run": MadeRecorder(spans)}, tmp_path / f"{name}.png", steps=2)
-    assert (tmp_path / "quiet.png").read_bytes() == (tmp_path / "disturbed.png").read_bytes()
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    recorder = MadeRecorder(spans_of(STATES))
-    with pytest.raises(ExpertcastError, match="steps=2, run 'a' has 1 recorded"):
-        draw_steps({"a": recorder}, tmp_path / "a.png")
-    with pytest.raises(ExpertcastError, match="recorders is empty"):
-        draw_steps({}, tmp_path / "a.png")
-    for write in (write_timeline, lambda path, given: draw_steps(given, path, steps=1)):
-        with pytest.raises(ExpertcastError, match="cannot write"):
-            write(tmp_path / "missing" / "file", {"a": recorder})
+    with pytest.raises(ExpertcastError, match="cannot write"):
+        write_timeline(tmp_path / "missing" / "file", {"a": MadeRecorder(spans_of(STATES))})
     assert not list(tmp_path.iterdir())
