@@ -101,7 +101,7 @@ def _sweep(made: Path, out: Path) -> list[str]:
 
 COMMANDS = {
     "demo": Command(
-        words=lambda _, out: ["demo", "--tokens", "6000", "--steps", "6", "--minutes", "0.1", "--out", str(out)],
+        words=lambda _, out: ["demo", "--tokens", "6000", "--steps", "6", "--out", str(out)],
         exact=False,
     ),
     "collect": Command(words=collect_words, opens=TRACES),

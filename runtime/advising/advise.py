@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from expertcast.runtime.advising.advice import WORTH, Advice, Option, milliseconds
+from expertcast.runtime.advising.forms import WORTH, Advice, Option, milliseconds
 from expertcast.runtime.advising.survey import Survey, label_of
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.forecasters import executed_layers

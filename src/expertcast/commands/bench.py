@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor
 
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
-from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import COUNT, POLICIES_HELP, Count, Fields, Option, policies_of
 from expertcast.commands.output import Outcome, forecast_lines, new_file, say
 from expertcast.commands.predictors import is_checkpoint
@@ -150,8 +147,6 @@ class Options(TargetOptions):
     """Also generate with these drafts, compared with plain exact decoding: auto, int4, resident and others."""
     no_advice: bool = False
     """Skip the comparison with the expectation of `advise`."""
-    minutes: Annotated[float, Option(metavar="M", read=positive_number)] = math.inf
-    """Start no further prompt after this many minutes (default: all prompts)."""
     timeline: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
     """Write the runs of the first prompt as a Chrome trace."""
 
@@ -209,13 +204,9 @@ def run(options: Options) -> Outcome:
     from expertcast.runtime.recording.timeline import write_timeline
 
     say_if_busy()
-    begin = time.monotonic()
     prompts: list[Prompt] = []
     target = Target.load(options)
     for tokens in options.prompt_tokens:
-        if prompts and time.monotonic() - begin > options.minutes * 60:
-            say(f"{tokens} tokens: skipped after {options.minutes:g} minutes (--minutes)")
-            continue
         prompts.append(bench_prompt(options, target, tokens, prompts[0].link if prompts else None))
     first = prompts[0]
     target.store.give_back(torch.device("cpu"))

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.predictors import ExpertcastError, MoEView, predictor_class
 from expertcast.predictors.baselines import NextNorm
-from expertcast.runtime.advising.advice import WORTH, Advice
 from expertcast.runtime.advising.advise import (
     PrefetchOption,
     advice_errors,
     advice_from,
     most_to_gain,
 )
+from expertcast.runtime.advising.forms import WORTH, Advice
 from expertcast.runtime.advising.survey import TraceObserver, executed, measured_recall, survey, with_recall
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import PRESETS, Policies
