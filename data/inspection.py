@@ -16,7 +16,7 @@ from expertcast.data.early import refusal_lines, static_refusals
 from expertcast.data.means import adds_experts
 from expertcast.data.models import form_of, meta_model, open_weights
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.source import BITSANDBYTES, ModelSource, Quantised, forget_quantisation
+from expertcast.data.source import BITSANDBYTES, FP8, ModelSource, Quantised, forget_quantisation
 from expertcast.data.weights.files import WeightFiles
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, OwnTensor
@@ -169,10 +169,8 @@ def _describe(model: PreTrainedModel, model_id: str, form: Quantised | None, vie
 def _loaded(form: Quantised | None) -> str:
     if form is None:
         return "unchanged"
-    kept = f"; with a store on disk and codec {form.codec}, experts keep their format" if form.codec else ""
-    if not form.codec and form.method != BITSANDBYTES:
-        kept = "; with experts packed, experts and linear layers keep their codes where there is a kernel for them"
-    return f"dequantised while loading{kept}"
+    kept = "; with experts packed, experts and linear layers keep their codes where there is a kernel for them"
+    return f"dequantised while loading{'' if form.method in (FP8, BITSANDBYTES) else kept}"
 
 
 def _each(view: MoEView, say: Callable[[MoELayer], str]) -> str:

@@ -75,14 +75,6 @@ class Quantised:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Quantisation section of the configuration."""
 
-    @property
-    def codec(self) -> str | None:
-        """Codec that keeps experts in this format; None if there is none."""
-        if self.method in (FP8, MXFP4):
-            return self.method
-        floats = self.method == COMPRESSED and all(weights["type"] == "float" for weights in _groups(self.settings))
-        return FP8 if floats else None
-
 
 def quantised_form(config: PretrainedConfig, name: str) -> Quantised | None:
     """Return the quantised format of a checkpoint; None for plain floats.

@@ -191,8 +191,8 @@ class OffloadConfig:
     """Form of the experts: auto (on the CPU packed if ggml has the checkpoint's form, else expanded); expanded (the
     model's dtype); packed (the blocks of a quantised checkpoint, by ggml); int4 or int8 (rounded)."""
     codec: str | None = None
-    """With disk, compression of the experts: raw, bitsplit (bf16 without loss, two thirds of the bytes), or mxfp4 and
-    fp8 (codes of a checkpoint in that form) (default: that of store_folder, else raw)."""
+    """With disk, compression of the experts: raw, or bitsplit (bf16 without loss, two thirds of the bytes; default:
+    that of store_folder, else raw)."""
     pools: str = ""
     """With a codec, memory for compressed experts by state: C (whole), S (without exponents), E (exponents only), such
     as C=2GB,E=300MB. `memory` includes these pools."""

@@ -24,7 +24,7 @@ from expertcast.data.models import form_of, meta_model, model_of, one_line, open
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import BlockForm, Forms, check_device, form_for, make_packed, matrices
 from expertcast.data.packed_linear import linear_forms, pack_linears
-from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
+from expertcast.data.source import MXFP4, ModelSource, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoEView
@@ -32,7 +32,7 @@ from expertcast.runtime.config import BY_FORM, EXPANDED, EXPERTS_BITS, PACKED, O
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.plan import Plan, context_bytes, fits_memory
 from expertcast.runtime.recording.recorder import Observer, check_observers
-from expertcast.runtime.storage.checkpoint_experts import ExpertSources, Shipped, ShippedExperts
+from expertcast.runtime.storage.checkpoint_experts import ExpertSources
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -57,9 +57,8 @@ def load_offloaded(
     Args:
         model_id: folder or hub id of a checkpoint in safetensors, in any layout of transformers, or the path of a GGUF
             file (the first part of a split one). Quantised weights (FP8, MXFP4, GPTQ, AWQ, compressed-tensors,
-            bitsandbytes, GGUF) are dequantised as transformers or the library of the form does it. With `store="disk"`
-            and `codec="fp8"` or `"mxfp4"` experts are dequantised after their transfer, with `experts="packed"` never:
-            ggml multiplies by their blocks, and by those of the linear layers beside them.
+            bitsandbytes, GGUF) are dequantised as transformers or the library of the form does it; with
+            `experts="packed"` ggml multiplies by their blocks, and by those of the linear layers beside them.
         device: the device that computes. None: the CUDA device if there is one, else the CPU.
         dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None or `auto`: the dtype of the model's configuration,
             or for a quantised GGUF file bf16 where the processor multiplies in it, else float32.
@@ -103,9 +102,6 @@ def load_offloaded(
         with one_line(source.name):
             sources = ExpertSources(skeleton, view, files, dequantizer)
             forms = packed_forms(config.resolved_experts(), sources, view, target.type)
-        shipped = _as_shipped(config, sources, len(view), form, source.name)
-        if shipped is not None and form is not None and config.codec == form.codec:
-            config = replace(config, codec=shipped.codec)
         linear = _linear_weights(sources, files) if target.type == "cpu" else {}
         with one_line(source.name):
             linears = linear_forms(skeleton, view, linear)
@@ -122,15 +118,13 @@ def load_offloaded(
         with one_line(source.name):
             experts_form = ExpertsForm.of(view)
         made = make_store(config, experts_form, target, fingerprint)
-        reader, file = _Reader(sources, len(view), source.name, shipped), None
+        reader = _Reader(sources, len(view), source.name)
         try:
             if made.name == "memory" and not fits_memory(config, made, beside):
                 made = _in_place(made, config, sources, source.name)
             made.source = reader
             if made.codec is not None:
-                file = cast("DiskStore", made)
-                _choose_file(file, config, sources, source.name)
-                file.shipped = None if shipped is None else reader.shipped
+                _choose_file(cast("DiskStore", made), config, sources, source.name)
             plan = Plan.of(
                 config, made, beside, name=source.name, form=f"{_words(forms)}, computed in {skeleton.dtype}",
                 loading=0 if made.holds(0) else made.layer_nbytes,
@@ -154,8 +148,6 @@ def load_offloaded(
             raise
         finally:
             made.source = None
-            if file is not None:
-                file.shipped = None
             reader.close()
 
 
@@ -166,24 +158,11 @@ class _Reader:
     _sources: ExpertSources
     _layers: int
     _model_id: str
-    _shipped: ShippedExperts | None
     _bar: Progress | None = None
 
     def __call__(self, layer: int, views: dict[str, Tensor]) -> None:
         with one_line(self._model_id):
             self._sources.read_layer(layer, views)
-        self._step()
-
-    def shipped(self, layer: int, expert: int) -> Shipped:
-        """Return one expert in the form of its checkpoint; called from several threads."""
-        assert self._shipped is not None
-        with one_line(self._model_id):
-            read = self._shipped.expert(layer, expert)
-        if expert == 0:
-            self._step()
-        return read
-
-    def _step(self) -> None:
         if self._bar is None:
             self._bar = Progress("loading experts", total=self._layers, unit="layer")
         self._bar.update()
@@ -297,22 +276,6 @@ def packed_forms(experts: str, sources: ExpertSources, view: MoEView, device: st
 def _linear_weights(sources: ExpertSources, files: WeightFiles) -> dict[str, TensorFile]:
     """Return the weights beside the experts that may stay packed, by full name; none beside experts in other forms."""
     return {full: files.tensors[name] for full, name in sources.unconverted.items()} if sources.as_shipped else {}
-
-
-def _as_shipped(
-    config: OffloadConfig, sources: ExpertSources, layers: int, form: Quantised | None, name: str
-) -> ShippedExperts | None:
-    """Return the experts in the form of the checkpoint, for a codec of that form; None: they are converted."""
-    known = config.store.codec if isinstance(config.store, ExpertStore) else None
-    codec = config.resolved_codec().partition(":")[0] if known is None else known.name
-    if form is not None and codec == form.codec:
-        return ShippedExperts(sources, layers, codec)
-    if codec == FP8 or (codec == MXFP4 and form is not None):
-        raise ExpertcastError(
-            f"codec {codec!r} needs a checkpoint in {codec}, and {name!r} is "
-            f"{'not quantised' if form is None else f'in {form.kind}'}: choose codec 'raw' or 'bitsplit'"
-        )
-    return None
 
 
 def _other_weights(

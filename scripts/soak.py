@@ -334,8 +334,7 @@ def _transport(choose: Random, model: str, dtype: str) -> dict[str, Any]:
     """Draw options of store and link. Pool sizes are in experts."""
     options: dict[str, Any] = {}
     if choose.random() < 0.4:
-        shipped = {FP8: "fp8", MXFP4: "mxfp4"}.get(model)
-        codec = "raw" if choose.random() < 0.3 else shipped if shipped and choose.random() < 0.6 else "bitsplit"
+        codec = "raw" if choose.random() < 0.3 else "bitsplit"
         codec = codec if dtype == "bf16" or choose.random() < 0.1 else "raw"
         options["store"] = "disk"
         if codec != "raw":

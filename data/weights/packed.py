@@ -78,11 +78,6 @@ class Fp8Tensor:
                 f"the checkpoint's {name} is {list(self.shape)}, its scales are {found}: not supported"
             )
 
-    @property
-    def whole(self) -> bool:
-        """Whether no block is cut off."""
-        return all(size % shared == 0 for size, shared in zip(self.shape[-2:], self.block, strict=True))
-
     def get_shape(self) -> list[int]:
         """Return the weight's sizes."""
         return list(self.shape)
@@ -91,20 +86,12 @@ class Fp8Tensor:
         """Return the codes' dtype as safetensors names it."""
         return self._codes.get_dtype()
 
-    def codes(self, part: Part = ...) -> Tensor:
-        """Return the codes of some experts or all."""
-        return self._codes[part]
-
-    def scales(self, part: Part = ...) -> Tensor:
-        """Return the scales of some experts or all, float32 [gR, gC] or [E, gR, gC]."""
-        scales = self._scales[part] if self._outer else self._scales[...]
-        # a byte is an exponent (MXFP8): transformers' formula
-        floats = (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
-        return floats.reshape(*((-1,) if self._outer else ()), *self.grid[-2:])
-
     def __getitem__(self, part: Part) -> Tensor:
-        codes, scales = self.codes(part), self.scales(part)
-        if self.whole:
+        codes, scales = self._codes[part], self._scales[part] if self._outer else self._scales[...]
+        # a byte is an exponent (MXFP8): transformers' formula
+        scales = (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
+        scales = scales.reshape(*((-1,) if self._outer else ()), *self.grid[-2:])
+        if all(size % shared == 0 for size, shared in zip(self.shape[-2:], self.block, strict=True)):
             read: Tensor = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=torch.float32)
             return read
         for dim, (size, shared) in enumerate(zip(self.shape[-2:], self.block, strict=True), start=-2):

@@ -9,13 +9,11 @@ E routed experts per layer.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,11 +32,9 @@ from expertcast.data.packed_experts import (
     sizes_of,
     write_packed,
 )
-from expertcast.data.source import FP8, MXFP4
 from expertcast.data.weights.blocks import mxfp4_blocks
 from expertcast.data.weights.files import ComputedTensor, Part, TensorFile, WeightFiles, check_complete
 from expertcast.data.weights.groups import Group, grouped
-from expertcast.data.weights.packed import Fp8Tensor
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.layout import expert_parameters
@@ -344,91 +340,3 @@ def _read(tensor: TensorFile, part: Part, dtype: torch.dtype) -> Tensor:
     """Read a part of a tensor and cast it to `dtype` if it is floating, before any conversion, as transformers does."""
     read = tensor[part]
     return read.to(dtype) if read.is_floating_point() else read
-
-
-# Codes and scales of a quantised checkpoint, unconverted, for the codecs that store these.
-#
-# R rows and C columns of a matrix as the model holds it.
-
-Shipped = tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]
-"""One expert: codes and scales of each matrix by name, and the unquantised parameters by name."""
-
-
-class ShippedExperts:
-    """Reads the experts of a checkpoint in which all expert matrices have the same quantised form.
-
-    Args:
-        sources: the checkpoint's experts, with FP8 weights as :class:`Fp8Tensor`.
-        layers: L
-        form: `fp8` or `mxfp4`; also the name of the codec.
-
-    Raises:
-        ExpertcastError: a matrix has another form or cannot be split by experts, or a layer has no experts.
-    """
-
-    def __init__(self, sources: ExpertSources, layers: int, form: str) -> None:
-        self._sources, self._form = sources, form
-        self._blocks: set[tuple[int, int]] = set()
-        for layer in range(layers):
-            for group in sources.groups(layer):
-                self._check(group)
-
-    @property
-    def codec(self) -> str:
-        """Text of the codec. For FP8 with the largest block size that divides the blocks of every matrix."""
-        if self._form != FP8:
-            return self._form
-        rows, columns = (math.gcd(*sizes) for sizes in zip(*self._blocks, strict=True))
-        return f"{FP8}:rows={rows},columns={columns}"
-
-    def expert(self, layer: int, expert: int) -> Shipped:
-        """Read one expert.
-
-        Raises:
-            ExpertcastError: weights are missing.
-        """
-        local = self._sources.local(layer)
-        shipped: dict[str, tuple[Tensor, Tensor]] = {}
-        kept: dict[str, Tensor] = {}
-        for group in self._sources.groups(layer):
-            form = _form(group, self._sources)
-            one = slice(expert, expert + 1)
-            if form == MXFP4:
-                blocks, scales = (file[one][0] for file in self._sources.files_of(group))
-                shipped[local[group.target]] = blocks, scales
-            elif form == FP8:
-                made = self._sources.convert(group, one, cast(Read, Fp8Tensor.codes))
-                grids = self._sources.convert(group, one, cast(Read, Fp8Tensor.scales))
-                shipped |= {local[full]: (made[full][0], grids[full][0]) for full in made}
-            else:
-                kept |= {local[full]: value[0] for full, value in self._sources.convert(group, one).items()}
-        check_complete({full for full, name in local.items() if name not in shipped and name not in kept})
-        return shipped, kept
-
-    def _check(self, group: Group) -> None:
-        parameters = self._sources.parameters
-        if not self._sources.separable(group):
-            raise self._refused(group.target, "are not stored expert by expert")
-        form = _form(group, self._sources)
-        if form != self._form:
-            if form is not None or parameters[group.target].dim() > 2:
-                raise self._refused(group.target, f"are not shipped in {self._form}")
-            return
-        if form != FP8:
-            return
-        files = [file for file in self._sources.files_of(group) if isinstance(file, Fp8Tensor)]
-        if len({file.block for file in files}) > 1 or not all(file.whole for file in files):
-            raise self._refused(group.target, f"have scales for blocks of {sorted({file.block for file in files})}")
-        self._blocks.add(files[0].block)
-
-    def _refused(self, full: str, why: str) -> ExpertcastError:
-        return ExpertcastError(
-            f"codec {self._form!r} needs experts in this form, but those of {full} {why}: choose codec 'raw'"
-        )
-
-
-def _form(group: Group, sources: ExpertSources) -> str | None:
-    """Return the quantised form of all tensors of a group; None: plain floats, or several forms."""
-    if group.mxfp4:
-        return MXFP4
-    return FP8 if all(isinstance(file, Fp8Tensor) for file in sources.files_of(group)) else None

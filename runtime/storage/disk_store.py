@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,7 @@ from torch import Tensor
 from expertcast.data.machine import run_alone, usable_processors
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.storage.codecs import Codec, Part, make_codec
-from expertcast.runtime.storage.codecs.quantised import Scaled
+from expertcast.runtime.storage.codecs import Codec, make_codec
 from expertcast.runtime.storage.coded_reader import CodedRead, CodedReader, PartPlaces
 from expertcast.runtime.storage.expert_file import (
     FILE_NAME,
@@ -43,7 +42,6 @@ from expertcast.runtime.storage.reader import DirectReader, OpenFile, Read
 from expertcast.runtime.storage.store import ExpertStore, Write
 
 if TYPE_CHECKING:
-    from expertcast.runtime.storage.checkpoint_experts import Shipped
     from expertcast.runtime.storage.in_place import ExpertsInPlace
 
 
@@ -73,8 +71,6 @@ class DiskStore(ExpertStore):
     ) -> None:  # fmt: skip
         super().__init__(view, device=device)
         self.codec = make_codec(codec, self.layout)
-        self.shipped: Callable[[int, int], Shipped] | None = None
-        """Reads an expert, by layer and number, in its shipped form. If set, :meth:`fill` encodes what it returns."""
         self._target = None if folder is None else Path(os.path.realpath(Path(folder) / FILE_NAME))
         self.path = self._target or Path(tempfile.gettempdir())
         """Path of the file. For a file without a name: the temporary folder, then a path valid in this process only."""
@@ -171,19 +167,12 @@ class DiskStore(ExpertStore):
             self._drop()
             self._writer = ExpertWriter(self._target, self._header, least=self._least)
         with ThreadPoolExecutor(usable_processors(), initializer=run_alone) as threads:
-            for parts in self._encoded(layer, write, threads):
+            memory = HostMemory(self.layer_nbytes)
+            write(self.layout.views(memory.bytes, layer))
+            for parts in threads.map(self.codec.encode, memory.bytes.view(self.experts, -1).unbind(0)):
                 self._writer.add(parts)
         self._writer.flush()  # the caller frees the model's weights next
         trim_heap()
-
-    def _encoded(self, layer: int, write: Write, threads: ThreadPoolExecutor) -> Iterator[tuple[Part, ...]]:
-        """Encode a layer's experts."""
-        codec, shipped = self.codec, self.shipped
-        if shipped is not None and isinstance(codec, Scaled):
-            return threads.map(lambda expert: codec.encode_shipped(*shipped(layer, expert)), range(self.experts))
-        memory = HostMemory(self.layer_nbytes)
-        write(self.layout.views(memory.bytes, layer))
-        return threads.map(codec.encode, memory.bytes.view(self.experts, -1).unbind(0))
 
     def finish(self) -> None:
         """Complete the file and open it."""

@@ -25,7 +25,6 @@ from expertcast.predictors import MoEView, PredictorConfig
 from expertcast.predictors.baselines import Frequency
 from expertcast.runtime import OffloadConfig, offload
 from expertcast.runtime.storage.expert_file import FILE_NAME
-from tests.runtime.quantised import fp8, mxfp4
 
 
 def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -73,22 +72,6 @@ def test_store_and_generate_from_it(capsys: pytest.CaptureFixture[str], tmp_path
     assert all(each == tokens[0] for each in tokens)
     assert (store / FILE_NAME).stat().st_mtime_ns == changed
     assert len(list(store.iterdir())) == 1, "no second store"
-
-
-@pytest.mark.parametrize(("codec", "most"), [("fp8", 0.68), ("mxfp4", 0.33)])
-def test_store_of_what_is_shipped(codec: str, most: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Tiny experts, of which padding is a third; another form is refused, and inspect names the right one."""
-    model = fp8("qwen3_moe", tmp_path / "model") if codec == "fp8" else mxfp4(tmp_path / "model")
-    store = f"store {model} --store-folder {tmp_path / 'store'} --codec"
-    said = ran(tmp_path, f"{store} {codec}")
-    assert said["ratio"] < most
-    assert said["bound"] is None
-    assert main(["inspect", str(tmp_path / "store"), "--verify"]) == 0
-    capsys.readouterr()
-    assert main(["inspect", model]) == 0
-    assert f"{codec}, computed in bfloat16" in capsys.readouterr().out
-    line = fails(capsys, *store.split(), "mxfp4" if codec == "fp8" else "fp8")
-    assert f"in {codec}: choose codec 'raw' or 'bitsplit'" in line
 
 
 def test_sizes_have_units_and_missing_values_no_row(capsys: pytest.CaptureFixture[str]) -> None:

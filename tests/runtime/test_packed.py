@@ -18,7 +18,6 @@ from expertcast.data.inspection import inspect_model
 from expertcast.data.models import load_model
 from expertcast.data.weights.packed import join_bnb
 from expertcast.runtime import load_offloaded
-from expertcast.runtime.storage.disk_store import DiskStore
 from tests.data.weights.test_files import Held
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
@@ -314,17 +313,6 @@ def test_it_runs_packed_once_in_a_folder(tmp_path: Path) -> None:
     for options in ({}, {"store": "disk", "codec": "bitsplit", "store_folder": tmp_path / "store"}):
         with load_offloaded(path, device="cpu", slots=6, **options) as offloaded:
             assert_same(greedy(offloaded, IDS, 4), expected)
-
-
-@pytest.mark.parametrize("form", ["fp8 by rows", "fp8 by blocks"])
-def test_fp8_of_compressed_tensors_stays_as_shipped(form: str, tmp_path: Path) -> None:
-    make, settings, _ = FORMS[form]
-    path, plain = checkpoint(tmp_path, make, **settings)
-    assert inspect_model(path).loaded.endswith("codec fp8, experts keep their format")
-    with load_offloaded(path, device="cpu", store="disk", codec="fp8", slots=6) as offloaded:
-        assert isinstance(offloaded.store, DiskStore)
-        assert offloaded.store.stored_nbytes < 0.7 * offloaded.store.nbytes
-        same_weights(offloaded, load_model(plain))
 
 
 @pytest.mark.parametrize("form", ["int4", "int8, packed", "fp8 by rows", "fp8 and int4"])

@@ -15,7 +15,7 @@ from expertcast.cli import main
 from expertcast.data.inspection import inspect_model
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import load_offloaded, offload
+from expertcast.runtime import load_offloaded
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
@@ -33,45 +33,30 @@ from tests.runtime.quantised import (
 
 
 @pytest.mark.parametrize(
-    ("family", "block", "scale_fmt", "codec"),
+    ("family", "block", "scale_fmt"),
     [
-        ("qwen3_moe", (16, 16), "float", "fp8:rows=16,columns=16"),
-        ("qwen3_moe", (16, 16), "ue8m0", "fp8:rows=16,columns=16"),
-        ("qwen3_moe", (1, 16), "float", "fp8:rows=1,columns=16"),
-        ("qwen3_moe", None, "float", "fp8:rows=16,columns=16"),  # gate and up have a scale each, down one for 32 rows
-        ("mixtral", (8, 16), "float", "fp8:rows=8,columns=16"),
-        ("deepseek_v2", (8, 8), "float", "fp8:rows=8,columns=8"),
-        ("glm4_moe_lite", None, "float", "fp8:rows=16,columns=16"),
+        ("qwen3_moe", (16, 16), "float"),
+        ("qwen3_moe", (16, 16), "ue8m0"),
+        ("qwen3_moe", (1, 16), "float"),
+        ("qwen3_moe", None, "float"),  # gate and up have a scale each, down one for 32 rows
+        ("mixtral", (8, 16), "float"),
+        ("deepseek_v2", (8, 8), "float"),
+        ("glm4_moe_lite", None, "float"),
     ],
 )
-def test_fp8(family: str, block: tuple[int, int] | None, scale_fmt: str, codec: str, tmp_path: Path) -> None:
-    """Dequantised while loading, or moved as shipped with the blocks of the checkpoint."""
+def test_fp8(family: str, block: tuple[int, int] | None, scale_fmt: str, tmp_path: Path) -> None:
+    """Dequantised while loading, or at each read."""
     path = fp8(family, tmp_path / "model", block, scale_fmt)
     resident = fp8_resident(path)
     expected = greedy(resident, IDS, 4)
-    for options in ({}, {"store": "disk"}, {"store": "disk", "codec": "fp8"}):
+    for options in ({}, {"store": "disk"}, {"store": "disk", "in_place": True}):
         with load_offloaded(path, device="cpu", slots=6, **options) as offloaded:
             same_weights(offloaded, resident)
             assert_same(greedy(offloaded, IDS, 4), expected)
-            if "codec" in options:
+            if "in_place" in options:
                 assert isinstance(offloaded.store, DiskStore)
-                assert offloaded.store.codec.text == codec
                 assert offloaded.store.stored_nbytes < 0.7 * offloaded.store.nbytes
     assert_same(greedy(load_model(path), IDS, 4), expected)
-
-
-def test_bytes_of_real_blocks(tmp_path: Path) -> None:
-    """Half of bf16 by blocks of 128 x 128, which is the codec without options; in MXFP4 little more than a quarter."""
-    made = {
-        "fp8": fp8("qwen3_moe", tmp_path / "fp8", (128, 128), hidden_size=256, moe_intermediate_size=128),
-        "mxfp4": mxfp4(tmp_path / "mxfp4", hidden_size=256, intermediate_size=256),
-    }
-    for codec, resident, most in (("fp8", fp8_resident, 0.504), ("mxfp4", mxfp4_resident, 0.27)):
-        with load_offloaded(made[codec], store="disk", codec=codec, slots=6) as offloaded:
-            assert isinstance(offloaded.store, DiskStore)
-            assert offloaded.store.codec.text == codec
-            assert offloaded.store.stored_nbytes < most * offloaded.store.nbytes
-            same_weights(offloaded, resident(made[codec]))
 
 
 def test_fp8_by_other_names(tmp_path: Path) -> None:
@@ -87,9 +72,8 @@ def test_fp8_by_other_names(tmp_path: Path) -> None:
             tensors[f"{stem}.activation_scale"] = torch.tensor(0.5)
 
     edit_weights(tmp_path / "model", rename)
-    for codec in ("raw", "fp8"):
-        with load_offloaded(path, store="disk", codec=codec, slots=6) as offloaded:
-            assert_same(greedy(offloaded, IDS, 4), expected)
+    with load_offloaded(path, slots=6) as offloaded:
+        assert_same(greedy(offloaded, IDS, 4), expected)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -101,10 +85,9 @@ def test_fp8_in_another_dtype(dtype: str, tmp_path: Path) -> None:
     for parameter in resident.parameters():
         parameter.data = parameter.data.to(wanted)
     expected = greedy(resident, IDS, 4)
-    for codec in ("raw", "fp8"):
-        with load_offloaded(path, dtype=dtype, store="disk", codec=codec, slots=6) as offloaded:
-            same_weights(offloaded, resident)
-            assert_same(greedy(offloaded, IDS, 4), expected)
+    with load_offloaded(path, dtype=dtype, slots=6) as offloaded:
+        same_weights(offloaded, resident)
+        assert_same(greedy(offloaded, IDS, 4), expected)
     assert_same(greedy(load_model(path, dtype=dtype), IDS, 4), expected)
 
 
@@ -121,10 +104,6 @@ def test_fp8_blocks_that_are_cut_off(tmp_path: Path) -> None:
         assert torch.allclose(
             offloaded.store.views(0)["down_proj"], model.model.layers[0].mlp.experts.down_proj, 0.1, 0.1
         )
-    with pytest.raises(
-        ExpertcastError, match=r"those of .*gate_up_proj have scales for blocks of .*: choose codec 'raw'"
-    ):
-        load_offloaded(path, store="disk", codec="fp8")
 
 
 def test_fp8_fused_experts(tmp_path: Path) -> None:
@@ -145,9 +124,8 @@ def test_fp8_fused_experts(tmp_path: Path) -> None:
                 tensors[f"{prefix}.down_proj{end}"] = torch.stack([three[2] for three in each])
 
     edit_weights(tmp_path / "model", fuse)
-    for codec in ("raw", "fp8"):
-        with load_offloaded(path, store="disk", codec=codec, slots=6) as offloaded:
-            assert_same(greedy(offloaded, IDS, 4), expected)
+    with load_offloaded(path, slots=6) as offloaded:
+        assert_same(greedy(offloaded, IDS, 4), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -156,29 +134,10 @@ def test_mxfp4(dtype: torch.dtype, tmp_path: Path) -> None:
     path = mxfp4(tmp_path / "model")
     resident = mxfp4_resident(path, dtype)
     expected = greedy(resident, IDS, 4)
-    for options in ({}, {"store": "disk", "codec": "raw"}, {"store": "disk", "codec": "mxfp4"}):
+    for options in ({}, {"store": "disk"}, {"store": "disk", "in_place": True}):
         with load_offloaded(path, device="cpu", dtype=dtype, slots=6, experts="expanded", **options) as offloaded:
             same_weights(offloaded, resident)
             assert_same(greedy(offloaded, IDS, 4), expected)
-    assert isinstance(offloaded.store, DiskStore)
-    assert offloaded.store.codec.text == "mxfp4"
-
-
-def test_the_shipped_bytes_are_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No expert is dequantised to be packed, and the file is found again."""
-    path = mxfp4(tmp_path / "model")
-
-    def dequantised(*_: object) -> None:
-        raise AssertionError("an expert was dequantised")
-
-    monkeypatch.setattr("expertcast.runtime.storage.checkpoint_experts.ExpertSources.read_layer", dequantised)
-    inodes = set()
-    for _ in range(2):
-        options = {"store": "disk", "codec": "mxfp4", "store_folder": tmp_path / "store", "slots": 6}
-        with load_offloaded(path, **options) as offloaded:
-            assert isinstance(offloaded.store, DiskStore)
-            inodes.add(offloaded.store.path.stat().st_ino)
-    assert len(inodes) == 1
 
 
 def _plain_experts(tensors: dict[str, Tensor]) -> None:
@@ -188,13 +147,11 @@ def _plain_experts(tensors: dict[str, Tensor]) -> None:
 
 
 def test_plain_experts_in_one_layer(tmp_path: Path) -> None:
-    """Loaded as they are; as shipped, they do not fit what the others are."""
+    """Loaded as they are."""
     path = fp8("qwen3_moe", tmp_path / "model")
     edit_weights(tmp_path / "model", _plain_experts)
     with load_offloaded(path, slots=6) as offloaded:
         same_weights(offloaded, fp8_resident(path))
-    with pytest.raises(ExpertcastError, match=r"layers\.2\.mlp\.experts\.gate_up_proj are not shipped in fp8: choose"):
-        load_offloaded(path, store="disk", codec="fp8")
 
 
 # Quantised checkpoints that are refused, in one line, and the one verdict of all who inspect or load them
@@ -243,39 +200,23 @@ _other_scales = _edited(lambda tensors: tensors.update({f"{_UP}_scale_inv": torc
 
 
 @pytest.mark.parametrize(
-    ("make", "codec", "line"),
+    ("make", "line"),
     [
-        (_bf16, "fp8", "codec 'fp8' needs a checkpoint in fp8.* is not quantised: choose codec 'raw' or"),
-        (_bf16, "mxfp4", "'gate_up_proj' is|has 16 rows|MXFP4 cannot represent"),
-        (mxfp4, "fp8", "is in mxfp4: choose codec 'raw' or 'bitsplit'"),
-        (_fp8, "mxfp4", "is in fp8: choose codec 'raw' or 'bitsplit'"),
-        (_fp8, "fp8:rows=24", "blocks of .24, 128. do not divide; choose codec 'raw'"),
-        (_without_scales, "raw", r"3\.up_proj\.weight is in FP8 and has no .*weight_scale_inv: it is incomplete"),
-        (_without_codes, "fp8", r"no weights for model\.layers\.1\.mlp\.experts\.down_proj: it is incomplete"),
-        (_no_experts, "fp8", r"no weights for model\.layers\.0\.mlp\.experts\.down_proj: it is incomplete"),
+        (_without_scales, r"3\.up_proj\.weight is in FP8 and has no .*weight_scale_inv: it is incomplete"),
+        (_without_codes, r"no weights for model\.layers\.1\.mlp\.experts\.down_proj: it is incomplete"),
+        (_no_experts, r"no weights for model\.layers\.0\.mlp\.experts\.down_proj: it is incomplete"),
         (
             _blocks_alone,
-            "raw",
             r"no weights for model\.layers\.1\.mlp\.experts\.down_proj \(.*_scales\$?\): it is incomplete",
         ),
-        (
-            _blocks_alone,
-            "mxfp4",
-            r"no weights for model\.layers\.1\.mlp\.experts\.down_proj \(.*_scales\$?\): it is incomplete",
-        ),
-        (_packed_fp4, "raw", r"3\.up_proj\.weight is I8 with scales, not FP8"),
-        (_other_scales, "raw", r"3\.up_proj\.weight is \[16, 32\], its scales are \[3, 2\]: not supported"),
+        (_packed_fp4, r"3\.up_proj\.weight is I8 with scales, not FP8"),
+        (_other_scales, r"3\.up_proj\.weight is \[16, 32\], its scales are \[3, 2\]: not supported"),
     ],
 )
-def test_what_is_refused(make: Callable[[Path], str], codec: str, line: str, tmp_path: Path) -> None:
+def test_what_is_refused(make: Callable[[Path], str], line: str, tmp_path: Path) -> None:
     path = make(tmp_path / "model")
     with refused(line):
-        load_offloaded(path, device="cpu", store="disk", codec=codec, slots=6)
-
-
-def test_a_loaded_model_has_no_scales(tmp_path: Path) -> None:
-    with pytest.raises(ExpertcastError, match="only an FP8 checkpoint has their scales; load one with load_offloaded"):
-        offload(tiny_model("qwen3_moe"), store="disk", codec="fp8:rows=16,columns=16")
+        load_offloaded(path, device="cpu", store="disk", slots=6)
 
 
 _GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}
@@ -352,6 +293,6 @@ def test_one_verdict_on_what_is(make: Callable[[Path], str], form: str, tmp_path
     report = inspect_model(path)
     assert (report.supported, report.shipped) == (True, form)
     assert report.dtype == (f"{form}, computed in bfloat16" if form else "bfloat16")
-    assert report.loaded.startswith("dequantised while loading; " if form else "unchanged")
+    assert report.loaded.startswith("dequantised while loading" if form else "unchanged")
     with load_offloaded(path, device="cpu", slots=6, experts="expanded") as offloaded:
         assert offloaded.store.layout.block_bytes >= report.expert_bytes

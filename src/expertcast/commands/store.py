@@ -17,7 +17,7 @@ from expertcast.predictors import ExpertcastError
 
 if TYPE_CHECKING:
     from expertcast.runtime.config import EXPERTS, OffloadConfig
-    from expertcast.runtime.storage.codecs.lossless import ExponentHistogram
+    from expertcast.runtime.storage.codecs import ExponentHistogram
     from expertcast.runtime.storage.store import ExpertStore
 
 
@@ -26,7 +26,7 @@ def codecs() -> str:
     from expertcast.runtime.storage.codecs import CODECS
 
     names = ", ".join(CODECS.names())
-    return f"{names}; mxfp4 and fp8 keep a checkpoint's codes in that form; other commands use the folder's codec"
+    return f"{names}; other commands use the folder's codec"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +99,9 @@ def run(options: Options) -> Outcome:
 
 
 def _histogram(store: ExpertStore) -> ExponentHistogram | None:
-    """Return the exponents of the middle layer's experts; None for other dtypes than 16-bit floats, and for codes of a
-    quantised checkpoint."""
-    from expertcast.runtime.storage.codecs.lossless import exponent_histogram
-    from expertcast.runtime.storage.codecs.quantised import Scaled
-    from expertcast.runtime.storage.disk_store import DiskStore
+    """Return the exponents of the middle layer's experts; None for other dtypes than 16-bit floats."""
+    from expertcast.runtime.storage.codecs import exponent_histogram
 
-    if isinstance(store, DiskStore) and isinstance(store.codec, Scaled):
-        return None
     fields = store.layout.fields
     if {field.dtype for field in fields} not in ({torch.bfloat16}, {torch.float16}):
         return None

@@ -22,7 +22,7 @@ from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.messages import format_bytes
 from expertcast.runtime import EmulatedLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.storage.codecs.lossless import BitSplit
+from expertcast.runtime.storage.codecs import BitSplit
 from expertcast.runtime.storage.coded_reader import EVERYTHING, KINDS, CodedReader, PartBuffers, PartMemory
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME, ExpertFile, verify_store

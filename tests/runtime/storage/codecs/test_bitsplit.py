@@ -13,19 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.storage.codecs import CODECS, Codec, Part, make_codec
-from expertcast.runtime.storage.codecs.lossless import exponent_histogram, merge
-from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.codecs import CODECS, Codec, Part, exponent_histogram, make_codec, merge
 from tests.runtime.storage.codecs.layouts import every_pattern, layout_of, normal_block
 
 LAYOUT = layout_of((128, 256), (128,))
-ENCODING = ["raw", "bitsplit", "bitsplit:shards=3", "mxfp4"]
+ENCODING = ["raw", "bitsplit", "bitsplit:shards=3"]
 """Codecs that make parts of a block."""
-
-
-def held_by(codec: str, layout: BlockLayout) -> Tensor:
-    """A block that the codec can hold."""
-    return torch.zeros(layout.block_bytes, dtype=torch.uint8) if codec == "mxfp4" else normal_block(layout)
 
 
 def decoded(codec: Codec, parts: tuple[Part, ...] | list[Part]) -> Tensor:
@@ -35,16 +28,16 @@ def decoded(codec: Codec, parts: tuple[Part, ...] | list[Part]) -> Tensor:
 
 
 def test_names() -> None:
-    assert CODECS.names() == ["raw", "bitsplit", "mxfp4", "fp8"]
+    assert CODECS.names() == ["raw", "bitsplit"]
     planes = {name: [plane.name for plane in make_codec(name, LAYOUT).planes] for name in CODECS.names()}
-    assert planes == {"raw": ["block"], "bitsplit": ["low", "high"], "mxfp4": ["shipped"], "fp8": ["shipped"]}
-    with pytest.raises(ExpertcastError, match="unknown codec 'zip': choose from raw, bitsplit, mxfp4, fp8"):
+    assert planes == {"raw": ["block"], "bitsplit": ["low", "high"]}
+    with pytest.raises(ExpertcastError, match="unknown codec 'zip': choose from raw, bitsplit"):
         make_codec("zip", LAYOUT)
     with pytest.raises(ExpertcastError, match="codec 'bitsplit' has no option 'level=3': options are shards"):
         make_codec("bitsplit:level=3", LAYOUT)
 
 
-@pytest.mark.parametrize("text", [*CODECS.names(), "bitsplit:shards=3", "fp8:rows=1,columns=0"])
+@pytest.mark.parametrize("text", [*CODECS.names(), "bitsplit:shards=3"])
 def test_a_text_makes_the_codec_that_has_it(text: str) -> None:
     codec = make_codec(text, LAYOUT)
     assert codec.text == text
@@ -57,7 +50,7 @@ def test_a_text_makes_the_codec_that_has_it(text: str) -> None:
 @pytest.mark.parametrize("name", ENCODING)
 def test_a_damaged_part_is_refused(name: str) -> None:
     """Whichever byte of it, and a part of the wrong length also where its digest is right: one of another store."""
-    codec, block = make_codec(name, LAYOUT), held_by(name, LAYOUT)
+    codec, block = make_codec(name, LAYOUT), normal_block(LAYOUT)
     for index, part in enumerate(codec.encode(block)):
         planes = codec.new_planes(block.clone())
         for place in range(0, len(part.data), 1 + len(part.data) // 100):
