@@ -333,15 +333,21 @@ def sizes_of(experts: nn.Module, matrix: Tensor) -> tuple[int, int]:
     return (second, first) if getattr(experts, "is_transposed", False) else (first, second)
 
 
-def form_for(experts: nn.Module, matrix: Tensor, bits: int, device: str = "cpu") -> BlockForm:
+def form_for(experts: nn.Module, matrix: Tensor, bits: int, device: str = "cpu", rest: str | None = None) -> BlockForm:
     """Return the form of one of a module's matrices once it is rounded to 4 or 8 bits.
 
-    8 bits are Q8_0; 4 bits Q4_K, or Q4_0 where its blocks do not divide the inputs; BF16 where no blocks do. `device`
-    is the type of the one that computes.
+    8 bits are Q8_0; 4 bits Q4_K, or Q4_0 where its blocks do not divide the inputs. `device` is the type of the one
+    that computes.
+
+    Args:
+        rest: type of matrices that no block of these divides; None: they are refused.
+
+    Raises:
+        ExpertcastError: no block divides the inputs.
     """
     outputs, inputs = sizes_of(experts, matrix)
     kinds = ("Q8_0",) if bits == 8 else ("Q4_K", "Q4_0")
-    kind = next((kind for kind in kinds if inputs % ggml.TYPES[kind].elements == 0), "BF16")
+    kind = next((kind for kind in kinds if inputs % ggml.TYPES[kind].elements == 0), rest or kinds[-1])
     form = BlockForm((Piece(kind, outputs),), inputs)
     check_device(form, device)
     return form
@@ -471,14 +477,14 @@ def expanded_experts(experts: nn.Module, parts: Mapping[str, Tensor]) -> dict[st
     return plain
 
 
-def pack_module(experts: nn.Module, count: int, bits: int, device: str = "cpu") -> None:
-    """Round a module's matrices and hold them packed for a type of device, one matrix after another.
+def pack_module(experts: nn.Module, count: int, bits: int, device: str = "cpu", rest: str | None = None) -> None:
+    """Round a module's matrices by :func:`form_for` and hold them packed, one matrix after another.
 
     Raises:
         ExpertcastError: blocks do not divide one of them, or ggml is not installed; the module is unchanged.
     """
     own = matrices(experts, count)
-    forms = {name: form_for(experts, matrix, bits, device) for name, matrix in own.items()}
+    forms = {name: form_for(experts, matrix, bits, device, rest) for name, matrix in own.items()}
     ggml.check()
     for name, matrix in own.items():
         make_packed(experts, count, {name: forms[name]})

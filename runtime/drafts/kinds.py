@@ -123,7 +123,7 @@ class QuantisedExperts:
         device: the device that computes; None: the routers' device.
 
     Raises:
-        ExpertcastError: blocks do not divide a matrix, or ggml is not installed.
+        ExpertcastError: ggml is not installed.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class QuantisedExperts:
             there = device or next(layer.router.parameters()).device
             own = views(layer.index)
             packed._parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in own.items()}
-            pack_module(packed, layer.num_experts, int(precision.removeprefix("int")), there.type)
+            pack_module(packed, layer.num_experts, int(precision.removeprefix("int")), there.type, "BF16")
             for name, parameter in packed._parameters.items():  # parts that stay as they are must not keep the store's
                 packed._parameters[name] = nn.Parameter(parameter.to(there, copy=name in own), requires_grad=False)
             self.layers.append(packed)
@@ -163,7 +163,7 @@ def expected_bytes(view: MoEView, precision: str) -> int:
     for layer in view:
         packed = matrices(layer.experts, layer.num_experts)
         for name, value in expert_parameters(layer.experts, layer.num_experts).items():
-            form = form_for(layer.experts, value, bits) if name in packed else None
+            form = form_for(layer.experts, value, bits, rest="BF16") if name in packed else None
             total += value.nbytes if form is None else layer.num_experts * form.nbytes
     return total
 

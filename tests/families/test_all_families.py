@@ -155,9 +155,8 @@ def test_traces_route_as_the_model_does(made: Made, traces: TraceDataset) -> Non
         for kept, own in zip(layer.route(logits_TE), made.view[layer.index].route(logits_TE), strict=True):
             assert torch.equal(kept, own)
         state = batch.state(traces.view, layer.index)
-        torch.testing.assert_close(
-            layer.router_logits(state.router_input_TD).float(), state.logits_TE.float(), rtol=2e-2, atol=2e-2
-        )
+        found_TE, logits_TE = layer.router_logits(state.router_input_TD).float(), state.logits_TE.float()
+        assert (found_TE - logits_TE).norm() <= 0.03 * logits_TE.norm()  # residuals are kept in 8 bits
     defaults = traces.defaults
     assert torch.isfinite(defaults.expert_LED).all()
     for layer in made.view:

@@ -116,15 +116,15 @@ def test_scales_that_are_exponents(codes: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "block", "shared", "whole"),
-    [(576, 128, 128, False), (192, 128, 128, False), (64, 128, 64, True), (256, 128, 128, True)],
+    ("rows", "block", "shared"),
+    [(576, 128, 128), (192, 128, 128), (64, 128, 64), (256, 128, 128)],
 )
-def test_blocks_are_those_of_the_configuration(rows: int, block: int, shared: int, whole: bool) -> None:
+def test_blocks_are_those_of_the_configuration(rows: int, block: int, shared: int) -> None:
     """192 rows in blocks of 128 are 128 and 64, though two scales could also be for 96 rows each."""
     scales = torch.rand(-(-rows // block), 2)
     codes = _codes(rows, 256)
     tensor = Fp8Tensor("w", Held(codes), Held(scales), (block, 128))
-    assert (tensor.block, tensor.whole) == ((shared, 128), whole)
+    assert tensor.block == (shared, 128)
     each = scales.repeat_interleave(block, 0)[:rows].repeat_interleave(128, 1)
     assert torch.equal(tensor[...], codes.float() * each)
 

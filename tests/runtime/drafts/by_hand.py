@@ -27,7 +27,7 @@ def rounded_experts(layer: MoELayer, bits: int) -> nn.Module:
     experts: Any = copy.deepcopy(layer.experts).float()
     for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
         weights = getattr(experts, name).detach()
-        ((kind, _),) = form_for(experts, weights, bits).pieces
+        ((kind, _),) = form_for(experts, weights, bits, rest="BF16").pieces
         found = ggml.dequantise(kind, ggml.quantise(kind, weights.mT if experts.is_transposed else weights))
         getattr(experts, name).data = (found.mT if experts.is_transposed else found).contiguous()
     made: nn.Module = experts
