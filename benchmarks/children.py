@@ -18,9 +18,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
+from benchmarks.conditions import ROOT
 from expertcast.predictors.messages import Json
 
-_PREFIX = "bench-disk-"
+_PREFIX = "bench-"
 _REMOVALS = 50
 """Attempts to remove a group, 0.1 s apart: it is busy for a moment after its last process has ended."""
 
@@ -135,7 +138,6 @@ def _try_write(path: Path, text: str) -> bool:
     return True
 
 
-ROOT = Path(__file__).resolve().parents[1]
 _MOST_SECONDS = 3600
 
 
@@ -161,14 +163,16 @@ def run(
         python: Python interpreter of the child.
 
     Returns:
-        The child's results with `peak_bytes`, `capped` and `throttled`, or `failed` with the reason.
+        The child's results with `peak_bytes`, `capped`, `throttled` and `beside`, the processors that other processes
+        used meanwhile; or `failed` with the reason.
     """
     cold = list(cold)
-    with tempfile.TemporaryDirectory(prefix="bench-disk-") as temporary, Cage(memory, folder) as cage:
+    with tempfile.TemporaryDirectory(prefix="bench-") as temporary, Cage(memory, folder) as cage:
         out, errors = Path(temporary) / "out.json", Path(temporary) / "errors"
         written = Path(temporary) / "spec.json"
         written.write_text(json.dumps({**spec, "groups": cage.groups, "out": str(out)}))
         drop_cached(cold)
+        before = _busy_s(), time.monotonic()
         with errors.open("w") as log, subprocess.Popen(
             [python, "-m", module, str(written)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             text=True, env=environment(),
@@ -191,9 +195,16 @@ def run(
         if process.returncode or not out.is_file():
             return {"failed": _reason(process.returncode, errors.read_text(errors="replace"), cage.capped)}
         found = json.loads(out.read_text())
+        found["beside"] = max(0.0, _busy_s() - before[0]) / (time.monotonic() - before[1])
         peak = cage.peak
         found["peak_bytes"] = found["peak_resident_bytes"] if peak is None else peak
         return {**found, "capped": cage.capped, "throttled": throttled}
+
+
+def _busy_s() -> float:
+    """Return the seconds that all processors have computed for processes other than this one's ended children."""
+    every, own = psutil.cpu_times(), os.times()
+    return float(every.user + every.system + every.nice) - own.children_user - own.children_system
 
 
 def abilities(folder: Path) -> Json:
@@ -215,4 +226,4 @@ def _reason(status: int, errors: str, capped: bool) -> str:
     if status == -signal.SIGKILL:
         return "killed at the memory limit" if capped else "killed"
     lines = [line for line in errors.splitlines() if line.strip()]
-    return lines[-1] if lines else f"exit status {status}"
+    return lines[-1].partition("ExpertcastError: ")[2] or lines[-1] if lines else f"exit status {status}"

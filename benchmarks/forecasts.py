@@ -1,7 +1,7 @@
 """Time per token on demand, with each way to forecast always, and with `forecasts="auto"`, over a grid of settings.
 
-    python -m benchmarks.forecasts --checkpoints FOLDER --out benchmarks/results/forecasts.json
-    python -m benchmarks.forecasts --shape olmoe-1b-7b --layers 4 --prompt-tokens 8 --accuracies .8 .9 .95 \
+    python -m benchmarks forecasts --checkpoints FOLDER
+    python -m benchmarks forecasts --shape olmoe-1b-7b --layers 4 --prompt-tokens 8 --accuracies .8 .9 .95 \
         --links 1 2 5 10 --out benchmarks/results/forecasts-large.json
 
 The bundled model reads text that its predictors have not seen; a shape has random weights and drawn routing
@@ -22,7 +22,6 @@ import argparse
 import copy
 import gc
 import itertools
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -36,18 +35,18 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.forecasts_page import AUTO, ON_DEMAND, TURN, page
-from benchmarks.results import ResultFile
+from benchmarks.results import ResultFile, result_parser
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.commands.numbers import positive
-from expertcast.commands.output import new_file, say
+from expertcast.commands.output import say
 from expertcast.commands.predictors import learned_documents
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.plan import TextOptions
 from expertcast.data.text import bundled_ids, load_documents
-from expertcast.predictors import ExpertcastError, MoEView
+from expertcast.predictors import MoEView
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.messages import Json
 from expertcast.runtime.benchmarking.bench import decode_resident
@@ -167,7 +166,7 @@ class Grid:
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._args, self._folder = args, folder
-        self._file = ResultFile(args.out, {name: getattr(args, name) for name in KEPT})
+        self._file = ResultFile(args, {name: getattr(args, name) for name in KEPT})
         torch.set_num_threads(args.threads)
 
     def measure(self) -> Json:
@@ -355,8 +354,7 @@ def turns(text: str) -> int:
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=new_file, required=True, help="JSON; an existing file is resumed")
+    parser = result_parser("forecasts", __doc__)
     parser.add_argument("--shape", default=REFERENCE)
     parser.add_argument("--layers", type=positive, help="MoE layers of a shape")
     parser.add_argument("--experts", default=EXPANDED, choices=(EXPANDED, *EXPERTS_BITS), help="their form")
@@ -374,16 +372,8 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 2 with one line on standard error."""
+    """Measure what the result lacks, and print the tables."""
     args = read_arguments(arguments)
-    try:
-        with tempfile.TemporaryDirectory(prefix="bench-forecasts-") as folder:
-            print(page(Grid(args, Path(folder)).measure()))
-    except ExpertcastError as error:
-        print(f"benchmarks.forecasts: {error}", file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory(prefix="bench-forecasts-") as folder:
+        print(page(Grid(args, Path(folder)).measure()))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

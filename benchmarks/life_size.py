@@ -1,6 +1,6 @@
 """Commands on checkpoints of life size, each in a process of its own with a cold page cache.
 
-    python -m benchmarks.life_size FOLDER [--rounds 3] [--out benchmarks/results/life_size.json]
+    python -m benchmarks life_size FOLDER [--rounds 3]
 
 FOLDER gets the files of `benchmarks.life_size_files` that are missing: 17.3 GB in all. Prints the least seconds of
 processor and wall time of each command, and its greatest memory: of the process, and with the pages of its files.
@@ -8,14 +8,12 @@ processor and wall time of each command, and its greatest memory: of the process
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.children import abilities, run
 from benchmarks.life_size_files import make
-from benchmarks.results import ResultFile
+from benchmarks.results import ResultFile, result_parser
 from expertcast.predictors.messages import Json, aligned, format_bytes
 
 COMMANDS: dict[str, tuple[str, list[str]]] = {
@@ -42,14 +40,13 @@ def table(runs: Sequence[Json]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run every command that the result lacks, and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.life_size", description=__doc__)
+    parser = result_parser("life_size", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/life_size.json"))
     args = parser.parse_args(arguments)
     args.folder.mkdir(parents=True, exist_ok=True)
-    result = ResultFile(args.out, {"limits": abilities(args.folder)})
+    result = ResultFile(args, {"limits": abilities(args.folder)}, args.folder)
     runs = result.values["runs"]
     for number in range(args.rounds):
         for name in args.commands:
@@ -63,7 +60,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result.write()
     print(table(runs))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,7 +26,6 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.core_model_loading import dot_natural_key
 
-from benchmarks.disk_files import EMBEDDING, LATER_ATTENTION
 from expertcast.data.models import meta_model
 from expertcast.runtime.benchmarking.shapes import SHAPES, STD
 
@@ -34,12 +33,33 @@ KINDS = ("Q4_0", "Q4_K_M")
 """Q4_K_M: experts in Q4_K, their down projections in Q6_K in every second layer, the head in Q6_K; the rest is Q4_K."""
 SPARSE = {"safetensors": ("qwen3-30b-a3b", 16), "deepseek-v3": ("deepseek-v3-fp8", 163)}
 """Folder and number of shards of the kinds in safetensors."""
+EMBEDDING, LATER_ATTENTION = 0.05, 0.004
+"""Standard deviations of the embeddings, and of the attention's output matrix in all layers but the first: routing then
+has the locality of a trained model."""
+_SMALL = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4,
+          "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
 _SIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 _BLOCK = 128
 """Rows, and columns, of FP8 weights that share a scale."""
 _DEVIATIONS = {"Q4_0": 4.61, "Q4_K": 131.0, "Q6_K": 592.0}
 """Standard deviation of a weight with uniformly random codes, divided by the block's scale."""
 _PIECE = 64 << 20
+
+
+def deviation(name: str) -> float:
+    """Return the standard deviation of a matrix, by its name in transformers."""
+    later_attention = "o_proj" in name and "layers.0." not in name
+    return EMBEDDING if "embed_tokens" in name else LATER_ATTENTION if later_attention else STD
+
+
+def qwen3(layers: int, *, small: bool = False) -> PretrainedConfig:
+    """Return Qwen3-30B-A3B's config with its first layers and as large a part of its vocabulary; `small`: for tests."""
+    shape = SHAPES["qwen3-30b-a3b"]
+    config = shape.config(layers)
+    config.vocab_size = max(4096, config.vocab_size * layers // shape.layers // 32 * 32)
+    for name, value in (_SMALL if small else {}).items():
+        setattr(config, name, value)
+    return config
 
 
 def tensors(layers: int, kind: str, config: object) -> Iterator[tuple[str, tuple[int, ...], str, float]]:
@@ -70,16 +90,15 @@ def tensors(layers: int, kind: str, config: object) -> Iterator[tuple[str, tuple
         yield f"{block}ffn_down_exps.weight", (experts, hidden, inner), larger if layer % 2 else usual, STD
 
 
-def write(path: Path, kind: str = "Q4_0", layers: int | None = None) -> None:
+def write(path: Path, kind: str, config: PretrainedConfig) -> None:
     """Write a GGUF file of Qwen3-30B-A3B's shape.
 
     Args:
         path: the file; it appears when it is whole.
         kind: one of `KINDS`.
-        layers: the first so many layers; None: all 48.
+        config: of the shape, or of a part of it.
     """
-    shape = SHAPES["qwen3-30b-a3b"]
-    config, count = shape.config(layers), layers or shape.layers
+    count = int(config.num_hidden_layers)
     partial = path.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, "qwen3moe")
     _describe(writer, config, count, kind)
@@ -244,9 +263,10 @@ def write_sparse(folder: Path, config: PretrainedConfig, shards: int, fp8: bool 
     (folder / "config.json").write_text(json.dumps(described, indent=2))
 
 
-def make(folder: Path, kind: str, layers: int | None = None) -> Path:
-    """Write the file or folder of a kind if it is missing; return its path."""
-    cut = "" if layers is None else f"-{layers}-layers"
+def make(folder: Path, kind: str, layers: int | None = None, config: PretrainedConfig | None = None) -> Path:
+    """Write the file or folder of a kind if it is missing; return its path. `config`: of a GGUF file's shape."""
+    whole = SHAPES["qwen3-30b-a3b"]
+    cut = "" if layers in (None, whole.layers) else f"-{layers}-layers"
     if kind in SPARSE:
         name, shards = SPARSE[kind]
         path = folder / f"{name}{cut}"
@@ -256,9 +276,12 @@ def make(folder: Path, kind: str, layers: int | None = None) -> Path:
             config = AutoConfig.for_model("deepseek_v3", **dense) if fp8 else SHAPES["qwen3-30b-a3b"].config(layers)
             write_sparse(path, config, shards, fp8)
         return path
-    path = folder / f"qwen3-30b-a3b{cut}-{kind}.gguf"
+    config = config or whole.config(layers)
+    if config.vocab_size != whole.config().vocab_size:
+        cut += f"-{config.vocab_size}-tokens"
+    path = folder / f"qwen3-30b-a3b{cut}{f'-{config.hidden_size}' if config.hidden_size < 2048 else ''}-{kind}.gguf"
     if not path.exists():
-        write(path, kind, layers)
+        write(path, kind, config)
     return path
 
 

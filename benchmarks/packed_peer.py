@@ -40,10 +40,11 @@ def main() -> None:
         largest.append(token)
     read, steps_s = _bytes_read() - before, steps_s[SPEC["warm"] :]
     again_s = _read(server, tokens[:length][::-1], length)[0] if SPEC["again"] else None
+    version = f"xllamacpp {xllamacpp.__version__}, {xllamacpp.get_system_info().strip(' |')}"
     found = {
         "ttft_s": ttft_s, "prompt_bytes_read": prompt_bytes, "steps_s": steps_s, "tpot_s": statistics.median(steps_s),
         "tpot_mean_s": statistics.fmean(steps_s), "bytes_read": read / len(steps_s), "largest": largest,
-        "again_s": again_s, "version": xllamacpp.__version__, "peak_resident_bytes": _resident(),
+        "again_s": again_s, "version": version, "peak_resident_bytes": _resident(),
     }  # fmt: skip
     Path(SPEC["out"]).write_text(json.dumps(found))
     sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Requests per second, time to first token and time per token of resident and offloaded servers under load.
 
-    python -m benchmarks.serving --vllm-python PYTHON --out benchmarks/results/serving.json
+    python -m benchmarks serving --vllm-python PYTHON
 
 The benchmark starts one server after another over the bundled model, in --rounds rounds. 1, 4 and 16 clients of
 OpenAI's library send the same prompts, decoded greedily and streamed. Sides: transformers' server with the resident
@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.results import ResultFile
+from benchmarks.results import ResultFile, result_parser
 from benchmarks.serving_clients import ask, ended, figures, kept
 from benchmarks.serving_sides import Running, Setting, chosen, running, sides
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import positive, positive_number
-from expertcast.commands.output import new_file, say
+from expertcast.commands.output import say
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
@@ -51,14 +49,10 @@ _T = TypeVar("_T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return 0, or 2 after one line on standard error."""
+    """Run the benchmark."""
     args = read_arguments(arguments)
-    try:
-        with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
-            Bench(args, Path(folder)).measure()
-    except ExpertcastError as error:
-        print(f"benchmarks.serving: {error}", file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
+        Bench(args, Path(folder)).measure()
     return 0
 
 
@@ -85,7 +79,7 @@ class Bench:
         self._sides = chosen(every, args.sides or ())
         if not self._sides:
             raise ExpertcastError(f"--sides {args.sides} selects none of {', '.join(e.name for e in every)}")
-        self._file = ResultFile(args.out, {name: getattr(args, name) for name in SETTINGS})
+        self._file = ResultFile(args, {name: getattr(args, name) for name in SETTINGS})
         self.result = self._file.values
         self._revision = provenance()["git_revision"]
 
@@ -163,7 +157,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser(*, small: bool = False) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = result_parser("serving", __doc__)
     parser.add_argument(
         "--vllm-python", metavar="PYTHON", help="interpreter of an environment with vLLM and the plug-in"
     )
@@ -183,11 +177,5 @@ def _parser(*, small: bool = False) -> argparse.ArgumentParser:
         "--train-tokens", type=positive, default=60_000, help="tokens to train the predictor (default: %(default)s)"
     )
     parser.add_argument("--small", action="store_true", help="three servers, few tokens, one round: a minute")
-    parser.add_argument("--out", type=new_file, required=True, help="JSON file to write or to resume")
     parser.set_defaults(**(SMALL if small else {}))
     return parser
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running server
-    raise SystemExit(main())

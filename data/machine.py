@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import math
 import os
+import platform
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError, Json
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
@@ -133,6 +134,35 @@ def run_alone() -> None:
 
 
 # Dtypes and devices
+
+
+def hardware() -> Json:
+    """Return processor, cores, threads, memory in bytes, and the GPU (None without one)."""
+    found: Json = {
+        "machine": platform.machine(),
+        "cpu": _processor_name(),
+        "cores": usable_processors(),
+        "threads": torch.get_num_threads(),
+        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = {
+            "name": properties.name,
+            "memory": properties.total_memory,
+            "capability": [properties.major, properties.minor],
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def torch_dtype(name: str) -> torch.dtype | None:

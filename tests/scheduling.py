@@ -8,8 +8,9 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 LONGEST = (
-    "scripts/test_kill_commands.py", "benchmarks/test_disk.py", "package/test_readme.py", "training/test_resume.py",
-    "scripts/test_mutate", "tests/hub/", "training/test_fit.py", "families/", "package/", "training/", "drafts/",
+    "scripts/test_kill_commands.py", "benchmarks/test_side_by_side.py", "package/test_readme.py",
+    "training/test_resume.py", "scripts/test_mutate", "tests/hub/", "training/test_fit.py", "families/", "package/",
+    "training/", "drafts/",
 )  # fmt: skip
 """Parts of paths of files that take long: begun first, or one worker is at them long after the others are done."""
 TOGETHER = {

@@ -1,6 +1,6 @@
 """Benefit of forecasts on a simulated CUDA device: the real link, engine and cache with assumed times.
 
-    python -m benchmarks.timed --jobs 2 --out benchmarks/results/timed-device.json
+    python -m benchmarks timed --jobs 2
 
 For five published shapes, four links, forecast accuracies from 0.8 to 1, cache sizes from 0 to 45% of the experts, and
 a host that takes 650, 300 or 100 us to launch a layer, it computes overlap efficiency and time over the bound.
@@ -11,20 +11,18 @@ CPU: docs/timed-device.md has their sources.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 
 import torch
 
-from benchmarks.results import ResultFile
+from benchmarks.results import ResultFile, result_parser
 from benchmarks.timed.costs import HOSTS, LINKS, MEMORY_BANDWIDTH, DriverCosts, StepCosts, step_costs
 from benchmarks.timed.run import TimedCase, compare
-from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.messages import Json
 
 SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "olmoe-1b-7b", "mixtral-8x7b")
 ACCURACIES = (1.0, 0.95, 0.9, 0.8)
@@ -98,16 +96,11 @@ def groups(small: bool) -> Iterator[Group]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the simulation; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = result_parser("timed-device", __doc__)
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="two layers of one shape")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args(argv)
-    try:
-        file = ResultFile(args.out, {"small": args.small})
-    except ExpertcastError as error:
-        print(f"benchmarks.timed: {error}", file=sys.stderr)
-        return 2
+    file = ResultFile(args, {"small": args.small})
     file.values |= {
         "note": "simulated, not measured on a GPU; sources of the constants: docs/timed-device.md",
         "constants": {
@@ -126,7 +119,3 @@ def main(argv: list[str] | None = None) -> int:
         file.values["pieces"] = pool.submit(pieces, 2 if args.small else None).result()
     file.write()
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -10,8 +10,6 @@ L MoE layers, K experts per token. A step's times are split by MoE layer; time a
 from __future__ import annotations
 
 import math
-import os
-import platform
 import statistics
 import time
 from bisect import bisect_right
@@ -26,7 +24,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
-from expertcast.data.machine import usable_processors
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.messages import Json
@@ -45,36 +42,6 @@ from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.store import ExpertStore
-
-
-def hardware() -> Json:
-    """Return processor, cores, threads, memory in bytes, and the GPU (None without one)."""
-    found: Json = {
-        "machine": platform.machine(),
-        "cpu": _cpu_name(),
-        "cores": usable_processors(),
-        "threads": torch.get_num_threads(),
-        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "gpu": None,
-    }
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = {
-            "name": properties.name,
-            "memory": properties.total_memory,
-            "capability": [properties.major, properties.minor],
-            "cuda": torch.version.cuda,
-        }
-    return found
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
 
 MOST_NOISE = 0.5
 """Largest standard error of a reported ratio; a ratio between 0 and 1, or near 1, is meaningless with a larger one."""

@@ -89,14 +89,14 @@ def test_intervals_hold_the_true_ratio_nine_times_in_ten() -> None:
 
 def test_steps_fill_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--out", str(tmp_path / "grid.json"), "--new-tokens", "20"])
+        main(["--allow-dirty", "--out", str(tmp_path / "grid.json"), "--new-tokens", "20"])
     assert "give a multiple of 11 from 22" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_settings_of_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, checkpoints = tmp_path / "grid.json", tmp_path / "checkpoints"
-    words = ["--out", str(out), "--checkpoints", str(checkpoints), "--train-tokens", "4000"]
+    words = ["--allow-dirty", "--out", str(out), "--checkpoints", str(checkpoints), "--train-tokens", "4000"]
     words += ["--new-tokens", "22", "--prompt-tokens", "16", "--links", "2", "--batches", "1", "2"]
     words += ["--repetitions", "2"]
     assert main([*words, "--capacities", "0.25"]) == 0
@@ -124,7 +124,19 @@ def test_a_shape_over_any_link(link: str, experts: str, tmp_path: Path, monkeypa
     small |= {"vocab_size": 128, "num_experts": 16, "num_experts_per_tok": 2}
     monkeypatch.setitem(SHAPES, "small", Shape(hub_id="", model_type="olmoe", values=small))
     out = tmp_path / "grid.json"
-    words = ["--out", str(out), "--shape", "small", "--layers", "3", "--links", link, "--capacities", "0.25"]
+    words = [
+        "--allow-dirty",
+        "--out",
+        str(out),
+        "--shape",
+        "small",
+        "--layers",
+        "3",
+        "--links",
+        link,
+        "--capacities",
+        "0.25",
+    ]
     words += ["--experts", experts]
     assert main([*words, "--new-tokens", "22", "--prompt-tokens", "4", "--accuracies", "1", "0.5"]) == 0
     runs = json.loads(out.read_text())["runs"]

@@ -264,7 +264,7 @@ class Target:
 
     def heading(self, process: RoutingProcess | None) -> Json:
         """Describe the target, the hardware and the routing."""
-        from expertcast.runtime.benchmarking.bench import hardware
+        from expertcast.data.machine import hardware
 
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

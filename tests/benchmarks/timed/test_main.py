@@ -14,7 +14,7 @@ KEYS = {"shape", "bandwidth", "accuracy", "capacity", "host_us", "efficiency", "
 @pytest.mark.slow
 def test_the_small_form(tmp_path: Path) -> None:
     out = tmp_path / "timed.json"
-    assert timed.main(["--small", "--out", str(out)]) == 0
+    assert timed.main(["--small", "--allow-dirty", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert len(found["results"]) == 4 * len(timed.ACCURACIES)
     assert all(row.keys() >= KEYS for row in found["results"])

@@ -1,6 +1,8 @@
-"""Distance of packed experts from the same weights expanded, and of those from bf16, on a model and its text.
+"""Distance of packed experts from the same weights expanded, and of those from bf16, on the bundled model.
 
-Run as a script, it prints the recall of predictors of the expanded bundled model on packed ones.
+    python -m benchmarks fidelity --page benchmarks/packed.md
+
+--recall also fits predictors on the expanded model, and scores them on traces of packed ones.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tests.runtime.gguf_files import write
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.results import ResultFile, markdown, result_parser, write_section
 from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.data import packed_experts
 from expertcast.data.collect import collect
@@ -33,7 +36,8 @@ from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 
 _PAIRS = (("packed", "packed", "expanded"), ("rounded", "expanded", "bf16"), ("kernel", "eager", "expanded"))
-"""What, whose, against whose."""
+"""Comparison, side, reference side."""
+FORMS = ("int4", "int8", "Q4_0")
 WINDOW = 256
 """Tokens of a text that are read at once."""
 
@@ -165,6 +169,37 @@ def recall(name: str, tokens: int) -> dict[str, dict[str, float]]:
     return found
 
 
-if __name__ == "__main__":
-    for form, scores in recall("reference", 20_000).items():
-        print(form, *(f"{fitted} {score:.4f}" for fitted, score in scores.items()), sep=" | ")
+_WORDS = {"packed": "packed against the same weights expanded", "rounded": "rounded and expanded against bf16",
+          "kernel": "expanded, eager against grouped kernels"}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare every form, and write the page."""
+    parser = result_parser("fidelity", __doc__)
+    parser.add_argument("--tokens", type=int, default=8192, help="(default: %(default)s)")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="(default: all)")
+    parser.add_argument("--recall", action="store_true", help="recall of predictors, too")
+    parser.add_argument("--page", type=Path, help="Markdown page whose section to write")
+    args = parser.parse_args(arguments)
+    file = ResultFile(args, {"tokens": args.tokens})
+    known = [run["form"] for run in file.values["runs"]]
+    for form in args.forms:
+        if form not in known:
+            file.values["runs"].append(fidelity("reference", args.tokens, form))
+            file.write()
+    rows = [
+        [run["form"], words, f"{run[name]['kl']:.5f}", f"{run[name]['agreement']:.4f}",
+         f"{run[name]['perplexity']:.3f}", f"{run[name]['perplexity_against']:.3f}"]
+        for run in file.values["runs"] for name, words in _WORDS.items()
+    ]  # fmt: skip
+    text = markdown(["form", "comparison", "KL, nats", "same token", "perplexity", "of the other"], rows)
+    if args.recall:
+        file.values["recall"] = recall("reference", 20_000)
+        file.write()
+        scores = file.values["recall"].items()
+        text += "\n\nRecall@4, one layer ahead, of predictors of the expanded model:\n\n"
+        text += markdown(["traces of", *_FITTED], [[form, *(f"{own[f]:.4f}" for f in _FITTED)] for form, own in scores])
+    print(text)
+    if args.page is not None:
+        write_section(args.page, f"Fidelity, the bundled model, {args.tokens} tokens", text)
+    return 0

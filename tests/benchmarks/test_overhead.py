@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
-from scripts.bench_overhead import main
+from benchmarks.overhead import main
 
 
-def test_a_step_beside_foreign_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--beside", "--seconds", "0.1", "--repetitions", "1"]) == 0
+def test_a_step_beside_foreign_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["--beside", "--seconds", "0.1", "--repetitions", "1", "--allow-dirty", "--out", str(tmp_path / "o.json")])
+        == 0
+    )
     assert re.findall(r"^(\w+): .* ms per step", capsys.readouterr().out, re.M) == ["alone", "loop", "torch"]
 
 
-def test_every_run_copies_its_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--tokens", "12", "--repetitions", "1"]) == 0
+def test_every_run_copies_its_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--tokens", "12", "--repetitions", "1", "--allow-dirty", "--out", str(tmp_path / "o.json")]) == 0
     copied = dict(re.findall(r"^(\w+): .*, ([.\d]+) of the requested experts copied$", capsys.readouterr().out, re.M))
     assert list(copied) == ["on_demand", "prefetch", "prefetch_followed"]
     assert float(copied["on_demand"]) == pytest.approx(0.5, abs=0.05)

@@ -7,7 +7,7 @@ not counted. While it loads, this process reads its memory from /proc every mill
 rss       peak resident memory above the level before loading, including mapped files
 anonymous the same without file pages, which the system can drop
 
-    python scripts/bench_loading.py --json benchmarks/results/loading.json
+    python -m benchmarks loading
 """
 
 from __future__ import annotations
@@ -15,60 +15,51 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import expertcast
-from expertcast.checkpoints.provenance import provenance
+from benchmarks.children import environment
+from benchmarks.results import ResultFile, markdown, result_parser, shown, spread
 from expertcast.data.models import load_model
-from expertcast.predictors.messages import Json
 from expertcast.runtime import OffloadedModel
-from expertcast.runtime.benchmarking.bench import hardware
 
 METHODS = ("load_offloaded memory", "load_offloaded disk", "from_pretrained", "from_pretrained then offload")
 
 
-def main() -> None:
-    """Measure and write the JSON, or, as a child, load a model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every method `--rounds` times, in alternation, and print the table."""
+    parser = result_parser("loading", __doc__)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--experts", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--intermediate", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        child(*args.child)
-        return
+    args = parser.parse_args(arguments)
+    file = ResultFile(args, {name: getattr(args, name) for name in ("layers", "experts", "hidden", "intermediate")})
     with tempfile.TemporaryDirectory(prefix="expertcast-bench-") as folder:
         checkpoint = Path(folder) / "model"
-        size = make_checkpoint(checkpoint, args)
-        runs: dict[str, list[dict[str, float]]] = {method: [] for method in args.methods}
-        for _ in range(args.rounds):
+        size = file.values["checkpoint_bytes"] = make_checkpoint(checkpoint, args)
+        for number in range(args.rounds):
             for method in args.methods:
-                runs[method].append(measure(method, checkpoint))
-    result = {
-        "checkpoint_bytes": size,
-        "shape": {name: getattr(args, name) for name in ("layers", "experts", "hidden", "intermediate")},
-        "rounds": args.rounds,
-        "runs": {method: summary(measured, size) for method, measured in runs.items()},
-        "hardware": hardware(),
-        **provenance(),
-    }
-    print_table(result)
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+                file.values["runs"].append({"method": method, "round": number, **measure(method, checkpoint)})
+    file.write()
+    rows = []
+    for method in dict.fromkeys(each["method"] for each in file.values["runs"]):
+        own = [each for each in file.values["runs"] if each["method"] == method]
+        peaks = [f"{max(each[name] for each in own) / size:.2f}" for name in ("rss", "anonymous")]
+        rows.append([f"`{method}`", shown(spread(each["seconds"] for each in own)), *peaks])
+    print(f"checkpoint {size / 1e6:.0f} MB\n")
+    print(markdown(["", "seconds", "peak RSS / checkpoint", "peak anonymous memory / checkpoint"], rows))
+    return 0
 
 
 def make_checkpoint(folder: Path, args: argparse.Namespace) -> int:
@@ -118,10 +109,15 @@ def finish(model: object) -> None:
 
 def measure(method: str, folder: Path) -> dict[str, float]:
     """Run one child; return its seconds, and peak bytes above the level before loading."""
-    command = [sys.executable, __file__, "--child", method, str(folder)]
-    environment = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "benchmarks.loading", method, str(folder)]
+    own = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment() | own,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -150,30 +146,5 @@ def memory(pid: int) -> dict[str, int]:
     return {"rss": size["VmRSS"], "anonymous": size["RssAnon"]}
 
 
-def summary(measured: list[dict[str, float]], size: int) -> dict[str, float]:
-    """Return the median seconds and the highest peaks."""
-    seconds = statistics.median(run["seconds"] for run in measured)
-    worst = {name: max(run[name] for run in measured) for name in ("rss", "anonymous")}
-    return {
-        "seconds": seconds,
-        "bytes_per_s": size / seconds,
-        "peak_rss_bytes": worst["rss"],
-        "peak_anonymous_bytes": worst["anonymous"],
-        "peak_rss_over_checkpoint": worst["rss"] / size,
-        "peak_anonymous_over_checkpoint": worst["anonymous"] / size,
-    }
-
-
-def print_table(result: Json) -> None:
-    """Print one row per method."""
-    print(f"checkpoint {result['checkpoint_bytes'] / 1e6:.0f} MB")
-    print(f"{'':30}{'seconds':>9}{'MB/s':>9}{'rss':>8}{'anonymous':>11}   (peak, times the checkpoint)")
-    for method, run in result["runs"].items():
-        print(
-            f"{method:30}{run['seconds']:9.2f}{run['bytes_per_s'] / 1e6:9.0f}"
-            f"{run['peak_rss_over_checkpoint']:8.3f}{run['peak_anonymous_over_checkpoint']:11.3f}"
-        )
-
-
 if __name__ == "__main__":
-    main()
+    child(*sys.argv[1:])

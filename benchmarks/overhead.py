@@ -1,21 +1,19 @@
 """Python time of the runtime per MoE layer and token: policies, cache and ordering, without launches.
 
-    python scripts/bench_overhead.py --json benchmarks/results/overhead.json
+    python -m benchmarks overhead
 
 The real engine runs decode steps of a model with 128 experts per layer, 8 per token and 512 slots, with routing for
 which half of the requests miss. Everything it would launch is replaced: copies arrive at once and move nothing, experts
 return their input, forecasts come from a list. Run `prefetch_followed` adds the drift monitor.
 
-    python scripts/bench_overhead.py --beside
+    python -m benchmarks overhead --beside
 
 measures a whole decode step on all processors instead, alone and beside one foreign process at 100%.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
 import statistics
 import subprocess
@@ -23,14 +21,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import expertcast  # isort: skip  # before torch, whose threads then spin briefly
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from expertcast.checkpoints.provenance import provenance
+from benchmarks.results import ResultFile, result_parser, shown, spread
 from expertcast.data.batch import RouterCall
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.base import PredictorConfig
@@ -101,40 +98,35 @@ class Step:
     """Ids [1, K] for the layer after each layer."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every repetition that the result lacks, and print the spreads."""
+    parser = result_parser("overhead", __doc__)
     parser.add_argument("--tokens", type=int, default=60, help="decode steps per run (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--beside", action="store_true", help="measure a decode step beside a foreign process")
     parser.add_argument("--seconds", type=float, default=5.0, help="with --beside, of each run (default: %(default)s)")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    file = ResultFile(args, {"tokens": args.tokens, "beside": args.beside})
     if args.beside:
-        beside = measure_beside(args.repetitions, args.seconds)
+        beside = file.values["step_s"] = measure_beside(args.repetitions, args.seconds)
         for name, step_s in beside.items():
             print(f"{name}: {1e3 * step_s:.1f} ms per step, {step_s / beside['alone']:.2f} of alone")
-        if args.json:
-            args.json.write_text(json.dumps({**provenance(), "step_s": beside}, indent=1) + "\n")
+        file.write()
         return 0
     torch.set_num_threads(1)
     steps = make_steps(args.tokens, missing=0.5)
-    seconds: dict[str, list[float]] = {"on_demand": [], "prefetch": [], "prefetch_followed": []}
-    missing: dict[str, float] = {}
-    for _ in range(args.repetitions):
-        for name, times in seconds.items():
-            per_layer, missing[name] = run(steps, forecasts=name != "on_demand", drift=name == "prefetch_followed")
-            times.append(per_layer)
-    runs = {
-        name: {"seconds_per_layer": statistics.median(times), "best": min(times), "not_resident": missing[name]}
-        for name, times in seconds.items()
-    }
-    for name, values in runs.items():
-        median, best = (1e6 * values[key] for key in ("seconds_per_layer", "best"))
-        copied = f"{values['not_resident']:.2f} of the requested experts copied"
-        print(f"{name}: {median:.1f} us per layer and token (best {best:.1f}), {copied}")
-    if args.json:
-        setting = {"layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K, "slots": SLOTS, "tokens": args.tokens}
-        args.json.write_text(json.dumps({**provenance(), "setting": setting, "runs": runs}, indent=1) + "\n")
+    for number in range(args.repetitions):
+        for name in ("on_demand", "prefetch", "prefetch_followed"):
+            per_layer, copied = run(steps, forecasts=name != "on_demand", drift=name == "prefetch_followed")
+            file.values["runs"].append(
+                {"run": name, "repetition": number, "seconds_per_layer": per_layer, "not_resident": copied}
+            )
+    runs = file.values["runs"]
+    for name in dict.fromkeys(each["run"] for each in runs):
+        own = [each for each in runs if each["run"] == name]
+        times = shown(spread(each["seconds_per_layer"] for each in own), 1e6)
+        print(f"{name}: {times} us per layer and token, {own[0]['not_resident']:.2f} of the requested experts copied")
+    file.write()
     return 0
 
 
@@ -251,7 +243,3 @@ def _call(layer: int, ids: list[int]) -> RouterCall:
         layer=layer, sequences=1, tokens=1, residual_TD=nothing, router_input_TD=nothing,
         logits_TE=torch.zeros(1, EXPERTS), weights_TK=torch.full((1, TOP_K), 1 / TOP_K), ids_TK=torch.tensor([ids]),
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
