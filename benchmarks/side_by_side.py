@@ -26,7 +26,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 from expertcast.runtime.advising.disk import disk_rate
 from expertcast.runtime.config import size_bytes
-from expertcast.runtime.policies.belady import bypass_misses
+from expertcast.runtime.policies.eviction import bypass_misses
 
 OURS, PEER = "benchmarks.offloaded_run", "benchmarks.packed_peer"
 CELL = ("memory", "readahead_kib", "throttle")

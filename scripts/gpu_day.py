@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.runtime.benchmarking.bench import hardware
+from expertcast.data.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERTCAST = [sys.executable, "-m", "expertcast.cli"]

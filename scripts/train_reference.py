@@ -43,8 +43,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig,
 from expertcast.checkpoints.bundled import BUNDLED
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import positive, positive_number
+from expertcast.data.machine import hardware
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.benchmarking.bench import hardware
 
 STATE, TOKENIZER, FINAL = "state", "tokenizer", "final"
 CHECKPOINT = "checkpoint.safetensors"

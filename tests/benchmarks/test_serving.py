@@ -44,7 +44,7 @@ def test_the_whole_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def _ended_behind_its_first_server(command: list[str], out: Path) -> None:
-    words = [sys.executable, "-m", "benchmarks.serving", *command]
+    words = [sys.executable, "-m", "benchmarks", "serving", *command]
     with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
         while not out.is_file():
             assert process.poll() is None
