@@ -193,6 +193,10 @@ class LayerFlow:
             return [tensor.tolist() for tensor in tensors]
         return [pending.tolist() for pending in [self._readback.start(tensor) for tensor in tensors]]
 
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the host, as :meth:`read` returns its values."""
+        return tensor if self._readback is None else self._readback.start(tensor).tensor()
+
     def start_pass(self, fresh: bool) -> None:
         """Start a forward; `fresh`: with new sequences."""
         self.residency.start_pass(fresh)
@@ -276,14 +280,12 @@ class LayerFlow:
     def _rerouted(
         self, layer: int, held: Mapping[int, str], logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        cached_E = torch.zeros(self._experts, dtype=torch.bool)
-        cached_E[list(held)] = True
         assert self._view is not None, "policies that route need the model's own routers"
         unserved = self.policies.pre_eviction.active and layer not in self._pre_evicted
         return self.policies.routing.route(
             RouterOutput(
                 layer=self._view[layer], logits_TE=logits_TE, ids_TK=ids_TK, weights_TK=weights_TK,
-                cached_E=cached_E.to(logits_TE.device),
+                cached=held, read=self.read,
                 available=self._experts if unserved else self.residency.free(layer),
             )
         )  # fmt: skip
@@ -353,10 +355,10 @@ class LayerFlow:
 
     def hint(self, forecast: Forecast, ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> None:
         """Act on a forecast for a later layer, with its ids and weights (T rows of K) on the host."""
-        wanted = Candidates(forecast, ids, weights)
+        wanted = Candidates(forecast, ids, weights, self.to_host)
         layer, policies = forecast.layer, self.policies
         if policies.eviction.reads_forecasts:
-            policies.eviction.see_forecast(layer, *self.read(wanted.probability_TE.mean(dim=0)))
+            policies.eviction.see_forecast(layer, wanted.probability_TE.mean(dim=0).tolist())
         if policies.pre_eviction.active:
             self._pre_evict(wanted)
         transfer = self._pace.transfer(layer) if self._pace is not None and self._reads_transfer else None
@@ -377,7 +379,7 @@ class LayerFlow:
         first = wanted.layer * self._experts
         predicted = {expert for row in wanted.ids for expert in row}
         resident = sum(self.residency.holds(first + expert) for expert in predicted)
-        (probability_E,) = self.read(wanted.probability_TE.mean(dim=0))
+        probability_E = wanted.probability_TE.mean(dim=0).tolist()
         target = self.policies.pre_eviction.release_target(probability_E, predicted, resident)
         self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})
         self._pre_evicted.add(wanted.layer)

@@ -133,12 +133,17 @@ class Pending:
         self._host, self._wait = host, wait
         self._values: object = None
 
+    def tensor(self) -> Tensor:
+        """Return the values on the host, and block until they have arrived."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        return self._host
+
     def tolist(self) -> Any:
         """Return the values as `Tensor.tolist()` does, and block until they have arrived."""
         if self._values is None:
-            if self._wait is not None:
-                self._wait()
-            self._values = self._host.tolist()
+            self._values = self.tensor().tolist()
         return self._values
 
 

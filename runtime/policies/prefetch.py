@@ -30,10 +30,15 @@ class Candidates:
         forecast: the forecast.
         ids: experts that it names [T][K].
         weights: their combine weights [T][K].
+        to_host: copies a tensor to the host. On a GPU the engine's lets copies of experts go on meanwhile.
     """
 
-    def __init__(self, forecast: Forecast, ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> None:
+    def __init__(
+        self, forecast: Forecast, ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]],
+        to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
+    ) -> None:  # fmt: skip
         self.forecast, self.ids, self.weights = forecast, ids, weights
+        self._to_host = to_host
 
     @property
     def layer(self) -> int:
@@ -41,9 +46,14 @@ class Candidates:
         return self.forecast.layer
 
     @cached_property
+    def logits_TE(self) -> Tensor:
+        """Logits, float32 on the host. The first access costs a copy from the device."""
+        return self._to_host(self.forecast.logits_TE.float())
+
+    @cached_property
     def probability_TE(self) -> Tensor:
-        """Softmax of the logits, float32 on the host. The first access costs a softmax and a copy from the device."""
-        return self.forecast.logits_TE.float().softmax(dim=-1).cpu()
+        """Softmax of the logits, float32 on the host."""
+        return self.logits_TE.softmax(dim=-1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -298,10 +308,10 @@ class Calibration:
 
         Args:
             layer: target layer of the forecast.
-            logits_TE: logits of the forecast.
+            logits_TE: logits of the forecast, float32 on the host.
             log_odds: calibration of the predictor for these logits.
         """
-        margin_TE = _margin(logits_TE.float().cpu().numpy().astype(np.float64), self._top_k)
+        margin_TE = _margin(logits_TE.numpy().astype(np.float64), self._top_k)
         if log_odds is not None:
             root_TE = np.sign(margin_TE) * np.sqrt(np.abs(margin_TE))
             margin_TE = log_odds.slope * margin_TE + log_odds.root * root_TE + log_odds.offset
@@ -389,8 +399,7 @@ class Value(PrefetchPolicy):
 
     def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
         assert link is not None, "required by reads_link"
-        forecast = candidates.forecast
-        p_E = self._calibration.probability(candidates.layer, forecast.logits_TE, forecast.log_odds)
+        p_E = self._calibration.probability(candidates.layer, candidates.logits_TE, candidates.forecast.log_odds)
         named = {expert for row in candidates.ids for expert in row}
         selected = [expert for expert in named if link.resident(expert)]
         selected += self._worth_loading(p_E, link)

@@ -6,9 +6,9 @@ T tokens, E routed experts per layer, K experts per token, J experts per token t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -27,11 +27,19 @@ class RouterOutput:
     logits_TE: Tensor
     ids_TK: Tensor
     weights_TK: Tensor
-    cached_E: Tensor
-    """Whether each expert is resident (bool), on the device of the logits."""
+    cached: Collection[int]
+    """Resident experts."""
     available: int
     """Number of slots that misses of the layer can use without an eviction (C_avail in ActiveEvict, eq. 18); E where
     pre-eviction had no forecast for the layer."""
+    read: Callable[..., list[Any]]
+    """Returns the values of tensors as lists. On a GPU copies go on meanwhile, which `Tensor.tolist` would hold up."""
+
+    def cached_E(self) -> Tensor:
+        """Return whether each expert is resident (bool), on the device of the logits."""
+        cached_E = torch.zeros(self.logits_TE.shape[-1], dtype=torch.bool)
+        cached_E[list(self.cached)] = True
+        return cached_E.to(self.logits_TE.device)
 
 
 class RoutingPolicy(Policy):
@@ -99,7 +107,7 @@ class CacheAware(RoutingPolicy):
     def route(self, routed: RouterOutput) -> tuple[Tensor, Tensor]:
         logits_TE = routed.logits_TE.float()
         guard_TJ = routed.ids_TK.gather(-1, routed.weights_TK.topk(self.config.keep, dim=-1).indices)
-        biased_TE = self._biased(logits_TE, routed.cached_E, routed.layer.index)
+        biased_TE = self._biased(logits_TE, routed.cached_E(), routed.layer.index)
         first_T1 = biased_TE.amax(dim=-1, keepdim=True) + 1.0
         chosen_TK, _ = routed.layer.route(biased_TE.scatter(-1, guard_TJ, first_T1.expand(-1, self.config.keep)))
         chosen_TK = _with_guard(chosen_TK, guard_TJ, biased_TE)
@@ -169,9 +177,8 @@ class Budget(RoutingPolicy):
 
     def route(self, routed: RouterOutput) -> tuple[Tensor, Tensor] | None:
         order_TK = routed.weights_TK.argsort(dim=-1, descending=True, stable=True)
-        ranked = routed.ids_TK.gather(-1, order_TK).tolist()
-        cached = set(routed.cached_E.nonzero().flatten().tolist())
-        counts = _counts(ranked, cached, routed.available, self._k_max)
+        (ranked,) = routed.read(routed.ids_TK.gather(-1, order_TK))
+        counts = _counts(ranked, set(routed.cached), routed.available, self._k_max)
         if all(count == len(row) for count, row in zip(counts, ranked, strict=True)):
             return None
         count_T1 = torch.tensor(counts, device=order_TK.device)[:, None]

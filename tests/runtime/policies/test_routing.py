@@ -26,15 +26,14 @@ def router_of(family: str, dtype: torch.dtype = torch.float32) -> MoELayer:
 
 def routed(layer: MoELayer, logits_TE: Tensor, cached: Collection[int], available: int = 0) -> RouterOutput:
     ids_TK, weights_TK = layer.route(logits_TE)
-    cached_E = torch.zeros(layer.num_experts, dtype=torch.bool)
-    cached_E[list(cached)] = True
     return RouterOutput(
         layer=layer,
         logits_TE=logits_TE,
         ids_TK=ids_TK,
         weights_TK=weights_TK,
-        cached_E=cached_E,
+        cached=cached,
         available=available,
+        read=lambda *tensors: [tensor.tolist() for tensor in tensors],
     )
 
 
@@ -183,7 +182,7 @@ def test_among_cached_experts_the_logits_decide() -> None:
     layer = router_of("qwen3_moe")
     given = routed(layer, 0.01 * logits(layer, 50), {0, 2, 3, 5, 7})
     changed = rerouted("cache_aware:strength=1e9,keep=0", given)
-    cached_TE = given.logits_TE.masked_fill(~given.cached_E, float("-inf"))
+    cached_TE = given.logits_TE.masked_fill(~given.cached_E(), float("-inf"))
     assert _sets(changed[0]) == _sets(cached_TE.topk(2).indices)
 
 
@@ -191,7 +190,7 @@ def test_too_few_cached_leaves_the_best_of_the_others() -> None:
     layer = router_of("olmoe")
     given = routed(layer, 6 * logits(layer, 50), {3})
     changed = rerouted("cache_aware:strength=1e9,keep=0", given)
-    others_TE = given.logits_TE.masked_fill(given.cached_E, float("-inf"))
+    others_TE = given.logits_TE.masked_fill(given.cached_E(), float("-inf"))
     assert _sets(changed[0]) == [{3, best} for best in others_TE.argmax(dim=-1).tolist()]
 
 
@@ -295,3 +294,18 @@ def test_k_max() -> None:
     changed = rerouted("budget:k_max=1", given)
     assert given.ids_TK[0, changed[1][0] > 0].tolist() == [1]
     assert policy_of("budget:k_max=none", layer).route(given) is None
+
+
+@pytest.mark.parametrize("text", ["budget", "cache_aware:strength=0.5"])
+def test_values_are_read_by_the_flow(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU `Tensor.tolist` and `Tensor.item` would keep the host from the link."""
+    layer = router_of("qwen3_moe")
+    given = routed(layer, logits(layer, 3), {0, 1}, available=1)
+    host = [given.ids_TK.gather(-1, given.weights_TK.argsort(dim=-1, descending=True, stable=True)).tolist()]
+    given.read = lambda *_: host
+    policy = policy_of(text, layer)
+    policy.route(given)  # once for what it keeps of a layer
+    with monkeypatch.context() as patched:
+        for name in ("tolist", "item", "cpu", "nonzero"):
+            patched.setattr(Tensor, name, None, raising=False)
+        policy.route(given)
