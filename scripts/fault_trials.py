@@ -25,10 +25,11 @@ from typing import Any
 
 TRACES, ESTIMATOR, FREE = "traces", "estimator", "quasi_hidden"
 STORE, CONFIG, DATA = "store", "config", "data"
-PACKED_STORE = "packed_store"
-QUANTISED = "gguf", "gguf_k", "gptq", "awq", "compressed", "fp8"
+PACKED_STORE, ROUNDED_STORE = "packed_store", "rounded_store"
+"""Stores of blocks of a GGUF file, and of experts that were rounded to blocks."""
+QUANTISED = "gguf", "gguf_k", "gptq", "awq", "compressed", "mxfp4", "fp8"
 """Checkpoints whose experts stay packed, but for FP8. Their files have no digests."""
-ARTEFACTS = (TRACES, ESTIMATOR, FREE, STORE, CONFIG, DATA, PACKED_STORE, *QUANTISED)
+ARTEFACTS = (TRACES, ESTIMATOR, FREE, STORE, CONFIG, DATA, PACKED_STORE, ROUNDED_STORE, *QUANTISED)
 CONFIG_FILE = "offload.json"
 GGUF_FILE = "model.gguf"
 MODEL, TEXTS = "model", "text.jsonl"
@@ -94,10 +95,10 @@ def make(made: Path, seed: int) -> None:
 
 
 def make_quantised(made: Path, seed: int) -> None:
-    """Make the quantised checkpoints, and a store of packed experts. Runs tensor operations."""
+    """Make the quantised checkpoints, and stores of packed experts. Runs tensor operations."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     from tests.runtime.gguf_files import tiny, write
-    from tests.runtime.quantised import fp8
+    from tests.runtime.quantised import fp8, mxfp4
     from tests.runtime.test_packed import awq, checkpoint, compressed, gptq, of_modules
 
     groups = {"all": of_modules(4, ["Linear"], group_size=32)}
@@ -114,13 +115,26 @@ def make_quantised(made: Path, seed: int) -> None:
         folder, _ = checkpoint(made / f"{name}.both", pack, sizes, **settings)
         Path(folder).rename(made / name)
     fp8("qwen3_moe", made / "fp8", **sizes)
-    for name, kind, other, width in (("gguf", "Q4_0", "Q8_0", 64), ("gguf_k", "Q2_K", "Q4_K", 256)):
+    mxfp4(made / "mxfp4")
+    mixes: dict[str, tuple[str, int, dict[str, str]]] = {
+        "gguf": ("Q4_0", 64, {"blk.0.ffn_down_exps.weight": "Q8_0"}),
+        # types of Q4_K_M by layer and matrix; gates and up projections of unequal types as well
+        "gguf_k": ("Q4_K", 256, {"blk.0.ffn_down_exps.weight": "Q6_K", "blk.1.ffn_gate_exps.weight": "Q5_K",
+                                 "blk.1.ffn_down_exps.weight": "Q2_K", "blk.0.attn_v.weight": "Q6_K",
+                                 "output.weight": "Q6_K"}),
+    }  # fmt: skip
+    for name, (kind, width, others) in mixes.items():
         (made / name).mkdir()
         model = tiny("qwen3_moe", hidden_size=width, moe_intermediate_size=width, vocab_size=260)
         for parameter in model.parameters():
             parameter.data *= 1 + seed
-        write(made / name / GGUF_FILE, model, kind, others={"blk.0.ffn_down_exps.weight": other})
-    _run_quantised(made / "gguf", store="disk", store_folder=made / PACKED_STORE)
+        write(made / name / GGUF_FILE, model, kind, others=others)
+    for name, source in _STORED.items():
+        _run_quantised(made / source, store="disk", store_folder=made / name)
+
+
+_STORED = {PACKED_STORE: "gguf", ROUNDED_STORE: "fp8"}
+"""Source of each store."""
 
 
 def _run_quantised(folder: Path, **options: Any) -> Any:
@@ -130,7 +144,7 @@ def _run_quantised(folder: Path, **options: Any) -> Any:
     from expertcast.runtime.loading import load_offloaded
 
     model = folder / GGUF_FILE if folder.name.startswith("gguf") else folder
-    options["experts"] = "expanded" if folder.name == "fp8" else "packed"
+    options["experts"] = "packed" if folder.name != "fp8" else "int4" if "store" in options else "expanded"
     with load_offloaded(model, device="cpu", dtype="bf16", slots=6, **options) as offloaded:
         written = offloaded.generate(
             torch.tensor([[5, 9, 2, 77, 31]]), attention_mask=torch.ones(1, 5, dtype=torch.long), max_new_tokens=2,
@@ -418,9 +432,14 @@ OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
         "open": (2, _open_data),
         "collect": (1, _command(lambda made, target, out: collect_words(made, out / "collected", target))),
     },
-    PACKED_STORE: {
-        "open": (1, _open_store),
-        "run": (2, lambda made, target, _: _run_quantised(made / "gguf", store="disk", store_folder=target)),
+    **{
+        name: {
+            "open": (1, _open_store),
+            "run": (2, lambda made, target, _, source=source: _run_quantised(
+                made / source, store="disk", store_folder=target
+            )),
+        }
+        for name, source in _STORED.items()
     },
     **{name: {"run": (1, lambda _, target, __: _run_quantised(target))} for name in QUANTISED},
 }  # fmt: skip

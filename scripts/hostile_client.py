@@ -198,7 +198,7 @@ def odd(number: int, random: Random) -> Asked:
     route = random.choice(list(ROUTES))
     body = {**ROUTES[route], "stream": random.random() < 0.4}
     for _ in range(random.choice([1, 1, 1, 2, 3, 6])):
-        name = random.choice(list(body) if random.random() < 0.4 else list(FIELDS))
+        name = random.choice(list(body) if body and random.random() < 0.4 else list(FIELDS))
         body[name] = random.choice(FIELDS[name] if random.random() < 0.4 else ODD)
         if random.random() < 0.05:
             del body[name]

@@ -283,6 +283,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a fork has one th
 
 WEIGHTS = {fault_trials.TRACES: 8, fault_trials.ESTIMATOR: 4, fault_trials.FREE: 3,
            fault_trials.STORE: 3, fault_trials.CONFIG: 2, fault_trials.DATA: 2, fault_trials.PACKED_STORE: 4,
+           fault_trials.ROUNDED_STORE: 2,
            **dict.fromkeys(fault_trials.QUANTISED, 1)}  # fmt: skip
 EDITABLE = (fault_trials.CONFIG, fault_trials.DATA, *fault_trials.QUANTISED)
 
