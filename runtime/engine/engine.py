@@ -237,7 +237,11 @@ class LayerFlow:
 
     def see(self, layer: int, logits_TE: Tensor) -> None:
         """Pass a router's scores on to the eviction policy, if it reads them."""
-        self.policies.eviction.see_scores(layer, *self.read(logits_TE.float().softmax(dim=-1).mean(dim=0)))
+        self.policies.eviction.see_scores(layer, self._mean_probability(logits_TE))
+
+    def _mean_probability(self, logits_TE: Tensor) -> list[float]:
+        probability_E: list[float] = self.read(logits_TE.float().softmax(dim=-1).mean(dim=0))[0]
+        return probability_E
 
     def decide(
         self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, routed: bool = True
@@ -358,7 +362,7 @@ class LayerFlow:
         wanted = Candidates(forecast, ids, weights, self.to_host)
         layer, policies = forecast.layer, self.policies
         if policies.eviction.reads_forecasts:
-            policies.eviction.see_forecast(layer, wanted.probability_TE.mean(dim=0).tolist())
+            policies.eviction.see_forecast(layer, self._mean_probability(forecast.logits_TE))
         if policies.pre_eviction.active:
             self._pre_evict(wanted)
         transfer = self._pace.transfer(layer) if self._pace is not None and self._reads_transfer else None
@@ -379,7 +383,7 @@ class LayerFlow:
         first = wanted.layer * self._experts
         predicted = {expert for row in wanted.ids for expert in row}
         resident = sum(self.residency.holds(first + expert) for expert in predicted)
-        probability_E = wanted.probability_TE.mean(dim=0).tolist()
+        probability_E = self._mean_probability(wanted.forecast.logits_TE)
         target = self.policies.pre_eviction.release_target(probability_E, predicted, resident)
         self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})
         self._pre_evicted.add(wanted.layer)
