@@ -405,9 +405,13 @@ class PredictorCheckpoint:
         path = self.folder / CONFIG
         for name, code in self.config["code"].items():
             if name not in PREDICTORS.names():
+                module, _, own = code.partition(":")
+                if module == "__main__" or "<locals>" in own:
+                    what, how = f"{own} of the program that saved it", "move it to a module"
+                else:
+                    what, how = f"{code}, which is not this package's", f"give {code}@{self.folder} on the command line"
                 raise ExpertcastError(
-                    f"{self.folder} needs the class {code}, which is not this package's: give {code}@{self.folder} on "
-                    "the command line, or import it and call expertcast.register first"
+                    f"{self.folder} needs the class {what}: {how}, or register it first by expertcast.register"
                 )
         try:
             cls = predictor_class(self.name)

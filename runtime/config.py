@@ -20,14 +20,14 @@ from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name, reco
 from expertcast.checkpoints.hub import HubName
 from expertcast.data.packed_experts import pack_module, packed_matrices
 from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.predictors import names as predictor_names
 from expertcast.predictors.artefacts import read_json, write_user_file
+from expertcast.predictors.base import PREDICTORS
 from expertcast.predictors.messages import Json, Progress, format_bytes
 from expertcast.predictors.options import field_docs, validate
 from expertcast.predictors.view import overfetched
 from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft, keeps_copies
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
-from expertcast.runtime.policies import Policies
+from expertcast.runtime.policies import Choice, Policies
 from expertcast.runtime.policies.settings import AUTO, FORECASTS, parse_policies, preset
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.store import ExpertStore
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from expertcast.predictors.view import MoEView
+    from expertcast.runtime.policies.base import Policy
     from expertcast.runtime.storage.layout import ExpertsForm
 
 # Values of options: types, plain forms for JSON, sizes
@@ -97,7 +98,7 @@ def named_checkpoint(given: str | Path) -> PredictorCheckpoint | None:
     if not os.path.exists(given) and HubName.of(given) is None:  # no error for text that cannot be a path
         raise ExpertcastError(
             f"unknown predictor {str(given)!r}: give a checkpoint's folder, user/repo of the hub, or one of "
-            f"{', '.join(predictor_names())}"
+            f"{', '.join(PREDICTORS.names())}"
         )
     return PredictorCheckpoint.open(given)
 
@@ -317,8 +318,20 @@ class OffloadConfig:
         """Return every field as a plain value, policies as text by kind.
 
         Raises:
-            ExpertcastError: a field is an object, such as a link or a predictor.
+            ExpertcastError: a field is an object, such as a link or a predictor, or names a class of the user's own,
+                which another process does not know.
         """
+        named: dict[str, type[Policy | Predictor]] = {}
+        if isinstance(self.policies, Policies):
+            named = {f"{kind} policy": own.cls for kind, own in vars(self.policies).items() if isinstance(own, Choice)}
+        if isinstance(self.predictor, str) and is_name(self.predictor):
+            named["predictor"] = PREDICTORS.get(self.predictor)
+        for kind, cls in named.items():
+            if not cls.__module__.startswith("expertcast."):
+                raise ExpertcastError(
+                    f"{kind} {cls.name!r} is a class of your own, which a file cannot hold: save without it, and give "
+                    "it beside the file, as MODULE:CLASS on the command line"
+                )
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if isinstance(self.policies, Policies):
             values["policies"] = self.policies.as_dict()

@@ -281,8 +281,13 @@ VALIDATION_SHARE = 8
 
 
 def learning_curve(
-    traces: TraceDataset, counts: Sequence[int], *, ahead: int = 1, say: Callable[[str], None] = lambda _: None
-) -> dict[str, dict[str, float]]:
+    traces: TraceDataset,
+    counts: Sequence[int],
+    *,
+    ahead: int = 1,
+    say: Callable[[str], None] = lambda _: None,
+    save: Callable[[Curve], None] = lambda _: None,
+) -> Curve:
     """Fit `linear` and both forms of `estimator` on growing numbers of tokens and evaluate them on the test split.
 
     Default vectors and the stand-in of early attention are those of the whole train split at every point, since traces
@@ -293,6 +298,7 @@ def learning_curve(
         counts: numbers of training tokens.
         ahead: distance in layers.
         say: prints the number of fits, each result and the minutes that are left.
+        save: keeps the results so far, after each fit.
 
     Returns:
         Mean recall@k as `{form: {str(tokens): recall}}`.
@@ -328,6 +334,7 @@ def learning_curve(
         curve[form][str(options.tokens)] = recall = evaluation.recall(form)
         pace_s = (time.perf_counter() - start) / max(1, sum(steps[:number]))
         left = f"; at most {pace_s * sum(steps[number:]) / 60:.1f} minutes left" if any(steps[:number]) else ""
+        save(curve)
         say(f"{number} of {len(fits)}: {form} at {options.tokens:,} tokens has recall {recall:.4f}{left}")
     return curve
 

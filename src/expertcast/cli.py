@@ -21,6 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
@@ -252,7 +253,8 @@ def _add_options(parser: argparse.ArgumentParser, module: ModuleType) -> None:
     from expertcast.commands.output import new_file
 
     add_options(parser, module.Options)
-    parser.add_argument("--json", type=new_file, metavar="PATH", help="also write the results to this file")
+    if "json" not in {field.name for field in fields(module.Options)}:
+        parser.add_argument("--json", type=new_file, metavar="PATH", help="also write the results to this file")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's own)")
 
 
@@ -270,8 +272,8 @@ def _run(module: ModuleType, args: argparse.Namespace) -> str:
     result, text = module.run(read_options(module.Options, args))
     if os.environ.get("RANK", "0") != "0":
         return ""
-    if args.json is not None:
-        write_json(args.json, result)
+    if (path := getattr(args, "json", None)) is not None:
+        write_json(path, result)
     return str(text)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from itertools import combinations, permutations
+from random import Random
+
 import pytest
 import torch
 
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors import MoEView
+from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.baselines import QuasiHidden
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
@@ -34,12 +38,15 @@ SHAPES = {
 
 def random_predictor(name: str, view: MoEView) -> Predictor:
     cls, config = SHAPES[name]
-    predictor = cls(config, view.shape).bind(view)
+    return randomised(cls(config, view.shape).bind(view))
+
+
+def randomised(predictor: Predictor) -> Predictor:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for tensor in predictor.state_dict().values():
             tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.1 * torch.randn(tensor.shape))
-    if isinstance(predictor, Estimator):  # the usual logits of the previous token are about their mean
+    if isinstance(predictor, Estimator) and predictor.uses_previous_token:  # usual logits are about their mean
         predictor.usual_LE -= predictor.usual_LE.mean(dim=1, keepdim=True)
     return predictor
 
@@ -86,14 +93,26 @@ def test_hints_are_the_forecasts_experts(family: str, name: str, tokens: int) ->
         assert recall(predictor, view, layer, STATES // tokens, tokens) >= 0.999
 
 
+@pytest.mark.parametrize("inputs", [subset for size in range(5) for subset in combinations(INPUTS[1:], size)])
 @torch.no_grad()
-def test_the_order_of_an_estimators_inputs_does_not_matter() -> None:
+def test_the_order_of_an_estimators_inputs_does_not_matter(inputs: tuple[str, ...]) -> None:
+    """Forecasts and hints of one predictor agree for each choice of inputs, in any order; none is taken twice."""
     view = find_moe_layers(tiny_model("qwen2_moe", torch.float32))
-    config = EstimatorConfig(inputs=INPUTS[::-1], stand_in_rank=2, parameters=20_000)
-    predictor = Estimator(config, view.shape).bind(view)
-    predictor.load_state_dict(random_predictor("estimator", view).state_dict())
-    for layer in range(len(view) - 1):
-        assert recall(predictor, view, layer, STATES) >= 0.999
+    orders = Random(0).sample(list(permutations(["quasi_hidden", *inputs])), k=min(2, math.factorial(len(inputs) + 1)))
+    state = random_state(view, 0, torch.Generator().manual_seed(1), tokens=5)
+    logits, weights = [], None
+    for order in orders:
+        config = EstimatorConfig(inputs=order, stand_in_rank=2, parameters=20_000)
+        predictor = randomised(Estimator(config, view.shape).bind(view))
+        weights = weights or predictor.state_dict()
+        predictor.load_state_dict(weights)
+        logits.append(predictor.forecast(state).logits_TE)
+        for layer in range(len(view) - 1):
+            assert recall(predictor, view, layer, STATES) >= 0.999
+        for name in order:
+            with pytest.raises(ExpertcastError, match="each once"):
+                EstimatorConfig(inputs=(*order, name))
+    assert all(torch.equal(each, logits[0]) for each in logits)
 
 
 @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.cli import build_parser, main
 from expertcast.commands.options import own_code
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, RouterState, names, predictor_class
 from expertcast.predictors import base as registry
+from expertcast.predictors.artefacts import seal
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.training import fit as fitting
 from expertcast.training.evaluation import evaluate
@@ -104,8 +107,21 @@ def test_a_checkpoint_of_own_code(
     with pytest.raises(ExpertcastError, match=r"needs the class own_module:Head, .*give own_module:Head@ckpt"):
         load_predictor("ckpt", view)
     assert "own_module" not in sys.modules
+    with pytest.raises(ExpertcastError, match=r"needs the class Head of the program that saved it: .*module"):
+        PredictorCheckpoint.open(_saved_by_a_script(Path("ckpt"), name)).load(view)
     assert main(["inspect", "own_module:Head@ckpt", "--verify"]) == 0
+    assert main(["advise", "reference", "--predictor", "own_module:Head", "--save", "offload.json"]) == 2
+    assert "predictor 'own_head' is a class of your own" in capsys.readouterr().err
     assert load_predictor("ckpt", view).state_dict().keys() == fitted.state_dict().keys()
+
+
+def _saved_by_a_script(folder: Path, name: str) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    del config["digest"]
+    script = folder.with_name("of_a_script")
+    shutil.copytree(folder, script)
+    (script / "config.json").write_text(json.dumps(seal(config | {"code": {name: "__main__:Head"}})))
+    return script
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,13 @@ import expertcast
 import expertcast.runtime
 from expertcast.cli import main
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.base import PREDICTORS
+from expertcast.predictors.baselines import NextNorm
 from expertcast.predictors.options import field_docs
 from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, load_offloaded, offload
 from expertcast.runtime.config import EXPERTS, LINKS, MODES, remarks
 from expertcast.runtime.drafts.names import keeps_copies
-from expertcast.runtime.policies import MISS, PRESETS, ROUTING, Policies
+from expertcast.runtime.policies import LRU, MISS, PRESETS, ROUTING, Choice, Policies, PolicyConfig
 from expertcast.runtime.policies.settings import FORECASTS
 from expertcast.runtime.recording.recorder import Observer
 from tests.families.models import tiny_model
@@ -133,6 +135,35 @@ def test_objects_are_not_saved(tmp_path: Path, fields: dict[str, Any], message: 
         OffloadConfig(**fields).save(path)
     assert OffloadConfig.load(path) == OffloadConfig()
     assert list(tmp_path.iterdir()) == [path]
+
+
+class _Aged(LRU):
+    name = "aged"
+
+
+class _Own(NextNorm):
+    name = "own"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"policies": Policies(eviction=Choice(_Aged, PolicyConfig()))}, "eviction policy 'aged' is a class of your"),
+        ({"predictor": "own"}, "predictor 'own' is a class of your own, which a file cannot hold"),
+    ],
+)
+def test_own_classes_are_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
+) -> None:
+    """Another process could not load them; beside a file they work."""
+    monkeypatch.setattr(PREDICTORS, "_classes", {**PREDICTORS._classes, "own": _Own})
+    path = tmp_path / "offload.json"
+    config = OffloadConfig(slots=9, **fields)
+    with pytest.raises(ExpertcastError, match=message):
+        config.save(path)
+    assert not path.exists()
+    OffloadConfig(slots=9).save(path)
+    assert OffloadConfig.of(OffloadConfig.load(path), fields) == config
 
 
 def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@ executing the forecasts costs a model."""
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.results import Table, ledger_table
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import BANDWIDTH, PREDICTOR, Count, Form, OffloadedOptions, Option, read_by
-from expertcast.commands.output import Outcome, folder, say, show
+from expertcast.commands.output import Outcome, folder, new_file, say, show, write_json
 from expertcast.commands.predictors import (
     QualityOptions,
     best_on_validation,
@@ -33,7 +34,7 @@ from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.messages import Json, aligned
-from expertcast.training.evaluation import learning_curve
+from expertcast.training.evaluation import Curve, learning_curve
 from expertcast.training.metrics import Windows, copies_in_time, ratio_windows
 from expertcast.training.report import example_text, report_sources, write_report
 from expertcast.training.scoring import Fitted
@@ -69,6 +70,8 @@ class Options(OffloadedOptions, QualityOptions):
     layer for waiting, and forecasts take no time)."""
     expert_bytes: Count | None = None
     """Bytes of one expert, with --bandwidth (default: as in the model)."""
+    json: Annotated[Path | None, Option(metavar="PATH", read=new_file)] = None
+    """Also write the results to this file, with --curve after each fit."""
 
     @property
     def form(self) -> Form:
@@ -107,15 +110,23 @@ def run(options: Options) -> Outcome:
     if options.model or options.curve or options.report:
         show("\n\n".join(tables) + "\n")  # if a later part fails, these are not lost
         tables.clear()
+        _save(options, result)
     if options.model:
         result["quality"] = forecast_quality(options, options.model, predictors, ahead[0], traces, chosen, texts)
         tables.append(quality_table(result["quality"]))
     if options.curve:
-        result["learning_curve"] = learning_curve(traces, options.curve, ahead=ahead[0], say=say)
+        save: Callable[[Curve], None] = lambda curve: _save(options, {**result, "learning_curve": curve})  # noqa: E731
+        result["learning_curve"] = learning_curve(traces, options.curve, ahead=ahead[0], say=say, save=save)
         tables.append(curve_table(result["learning_curve"]))
     if options.report:
         tables.append(f"wrote {_write_report(options.report, result, unseen, fitted, chosen[0])}")
     return {**result, **provenance()}, "\n\n".join(tables)
+
+
+def _save(options: Options, result: Json) -> None:
+    """Write the results so far."""
+    if options.json is not None and os.environ.get("RANK", "0") == "0":
+        write_json(options.json, {**result, **provenance()})
 
 
 def _check_link(options: Options) -> None:
@@ -239,7 +250,7 @@ def waiting_table(found: Mapping[str, Json]) -> Table:
 RUNG_LEGEND = "predictor/forecaster: cheaper forecaster inside a predictor, which a run uses where that saves more"
 
 
-def curve_table(curve: dict[str, dict[str, float]]) -> str:
+def curve_table(curve: Curve) -> str:
     """Return a table with a row per predictor and a column per number of training tokens."""
     counts = list(next(iter(curve.values())))
     rows = [("recall@k at tokens", *counts)]
