@@ -154,7 +154,7 @@ def link_table(evaluation: Json) -> Table:
     for name, *values in errors.rows:
         means = [cell(evaluation[metric][name]["mean"]) for metric in timely]
         rows.append([name, *means, *(cell(value, errors.digits) for value in values)])
-    return Table(headings=["predictor", *timely, "ECE before", "after", "likely before", "after"], rows=rows)
+    return Table(headings=["predictor", *timely, "ECE before", "ECE after", "likely before", "likely after"], rows=rows)
 
 
 def calibration_table(evaluation: Json) -> Table:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -52,6 +53,7 @@ from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.serving.parameters import (
     GREEDY_BELOW,
     MOST_BODY,
+    MOST_SKIPPED,
     BatchSampling,
     CutStream,
     Penalties,
@@ -70,6 +72,8 @@ from expertcast.runtime.serving.requests import Request, Requests
 log = logging.getLogger("expertcast.serving")
 ABORT_AFTER_S = 1.0
 """At shutdown a batch's forward pass is aborted after this many seconds."""
+SKIP_S = 10.0
+"""Seconds to read the rest of a refused body."""
 CLOSING, LEFT = "the server is shutting down", "the client has disconnected"
 TOO_LONG = f"the body has more than {MOST_BODY:,} bytes: send less"
 A = TypeVar("A")
@@ -650,6 +654,8 @@ class RequestMiddleware:
         elif posted and self._requests.full:
             refused = 429, "too many requests are waiting: send this one later"
         if refused is not None:
+            if b"expect" not in values:  # else the client waits for the answer before it sends
+                await _skip(receive)
             await JSONResponse(error_body(*refused), status_code=refused[0])(scope, receive, send)
         elif not posted:
             await self._app(scope, receive, send)
@@ -664,6 +670,15 @@ class RequestMiddleware:
         finally:
             exchange.end()
             self._requests.close(request, exchange.status)
+
+
+async def _skip(receive: Receive) -> None:
+    """Drop the rest of a body, within limits: a client that is still sending sees a closed connection, no answer."""
+    left = MOST_SKIPPED
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SKIP_S):
+            while left > 0 and (message := await receive()).get("more_body", False):
+                left -= len(message["body"])
 
 
 class _Exchange:
@@ -687,6 +702,7 @@ class _Exchange:
         message = await self._receive()
         self._bytes += len(message.get("body", b""))
         if self._bytes > MOST_BODY:  # sent in chunks, without a length
+            await _skip(self._receive)
             raise HTTPException(413, TOO_LONG)
         if message["type"] == "http.disconnect":
             self._request.abandon(left=True)

@@ -53,8 +53,8 @@ MOST_STOPS, MOST_STOP = 4, 128
 """Stop sequences of a request, and characters of each."""
 MOST_PROMPTS, MOST_TOOLS, MOST_MESSAGES = 128, 128, 4096
 """Messages are bounded because a template may look at all of them for each."""
-MOST_BODY = 4 << 20
-"""Bytes of a request."""
+MOST_BODY, MOST_SKIPPED = 4 << 20, 256 << 20
+"""Bytes of a request, and of a refused one that are read and dropped."""
 _FORMAT = "text: structured output is not supported"
 
 

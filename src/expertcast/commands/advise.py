@@ -61,7 +61,7 @@ class Options(TargetOptions):
         super().__post_init__()
         BenchSettings(new_tokens=self.new_tokens)
         if self.save is not None:
-            replace(self.offload, predictor=self.predictor).as_dict()  # what a file cannot hold is refused before the runs
+            replace(self.offload, predictor=self.predictor).as_dict()  # refused before the runs
         if self.store_folder is not None:
             self._check_disk()
         elif self.save is not None and self.routing is not None:

@@ -6,7 +6,9 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -195,10 +197,15 @@ def test_a_page_in_a_browser_cannot_ask(running: Running) -> None:
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
-def test_a_body_without_a_length(running: Running) -> None:
-    parts = (b"a" * (1 << 20) for _ in range(5))
-    headers = {"content-type": "application/json"}
-    assert httpx2.post(f"{running.address}/v1/completions", content=parts, headers=headers).status_code == 413
+@pytest.mark.parametrize("length", [True, False])
+def test_a_client_that_sends_a_long_body_first_gets_the_answer(length: bool, running: Running) -> None:
+    """It reads nothing before it has sent all. With or without a length."""
+    connection = HTTPConnection(urlsplit(running.address).netloc, timeout=WAIT_S)
+    body = [b"a" * (1 << 20)] * 32
+    headers = {"content-type": "application/json", "connection": "close"}
+    connection.request("POST", "/v1/completions", b"".join(body) if length else body, headers)
+    assert connection.getresponse().status == 413
+    connection.close()
     assert running.get("/health").status_code == 200
 
 
