@@ -150,17 +150,17 @@ def require_stand_in(source: TraceSource, what: str) -> StandIn:
 
 
 def check_stand_in(predictor: Predictor, source: TraceSource, name: str) -> None:
-    """Check that a predictor was trained with the same stand-in for early attention as the source.
+    """Check that the source has the early attention that a predictor reads, of the same stand-in.
 
     Raises:
-        ExpertcastError: the stand-ins differ.
+        ExpertcastError: the source has none, or the stand-ins differ.
     """
     for part in predictor.modules():
-        if isinstance(part, StandIn) and source.stand_in is not None and not part.equals(source.stand_in):
-            raise ExpertcastError(
-                f"{name} was trained with another stand-in for early attention than these traces: collect them again "
-                f"with --stand-in {name}"
-            )
+        if isinstance(part, StandIn) and (source.stand_in is None or not part.equals(source.stand_in)):
+            why = "was trained with another stand-in for early attention than these traces"
+            if source.stand_in is None:
+                why = "reads early attention, which these traces lack"
+            raise ExpertcastError(f"{name} {why}: collect them again with --stand-in {name}")
 
 
 def mask_previous(batch: TraceBatch) -> TraceBatch:

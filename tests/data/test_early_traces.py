@@ -140,11 +140,14 @@ def test_a_checkpoint_is_not_scored_on_early_attention_of_another_stand_in(
 ) -> None:
     """Of two collections each fits a stand-in of its own."""
     other = collect(model, *parts, tmp_path / "other", **{**SETTINGS, "seed": 1})
+    without = collect(model, *parts, tmp_path / "without", **{**SETTINGS, "early_rank": None})
     for name, config in (("early_attention", None), ("hybrid", HybridConfig(candidates=["early_attention"]))):
         save_predictor(fit(name, traces, config=config).predictor, tmp_path / name, view=traces.view)
         assert list(evaluated([str(tmp_path / name)], traces)) == [name]
         with pytest.raises(ExpertcastError, match=f"{name} was trained with another stand-in.*--stand-in .*{name}"):
             evaluated([str(tmp_path / name)], other)
+        with pytest.raises(ExpertcastError, match=f"{name} reads early attention, which these traces lack.*--stand-in"):
+            evaluated([str(tmp_path / name)], without)
         own = collect(model, *parts, tmp_path / f"for {name}", **SETTINGS | {"seed": 1}, stand_in=traces.stand_in)
         assert list(evaluated([str(tmp_path / name)], own)) == [name]
         assert own.info["id"] != other.info["id"]
