@@ -345,10 +345,11 @@ def check_model(model: object) -> None:
         ExpertcastError: another object, a module around a model, or a model that accelerate moves about.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    if not hasattr(model, "set_experts_implementation"):
+    if not isinstance(model, nn.Module) or not hasattr(model, "set_experts_implementation"):
         if any(isinstance(module, PreTrainedModel) for module in modules):
             raise ExpertcastError(f"a {type(model).__name__} is a module around a model: pass the model inside")
-        raise ExpertcastError(f"{reprlib.repr(model)} is no loaded model: expertcast.load_offloaded(...) loads one")
+        shown = reprlib.repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        raise ExpertcastError(f"{shown} is no loaded model: expertcast.load_offloaded(...) loads one")
     if any(hasattr(module, "_hf_hook") for module in modules):
         raise ExpertcastError(
             "accelerate moves this model's weights while it runs: load the model without device_map and without "

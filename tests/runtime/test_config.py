@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from transformers import PreTrainedModel
 
 import expertcast
@@ -264,8 +265,12 @@ def test_what_are_no_observers(observers: Any, reference_model: PreTrainedModel)
 
 
 def test_what_is_no_model_or_no_configuration(reference_model: PreTrainedModel) -> None:
-    with pytest.raises(ExpertcastError, match=r"'reference' is no loaded model: expertcast\.load_offloaded"):
-        offload("reference")
+    for other, shown in (
+        ("reference", "'reference'"), (reference_model.model.norm, "a Qwen3MoeRMSNorm"), (nn.Linear(2, 2), "a Linear"),
+        (nn.DataParallel(nn.Linear(2, 2)), "a DataParallel"), (type(reference_model), "a type"),
+    ):  # fmt: skip
+        with refused(rf"{shown} is no loaded model: expertcast\.load_offloaded"):
+            offload(other)
     with pytest.raises(ExpertcastError, match="config is a dict: give an OffloadConfig"):
         offload(reference_model, {"slots": 9})
     with pytest.raises(ExpertcastError, match=r"a Qwen3MoeForCausalLM is not a folder.*pass a loaded model"):
