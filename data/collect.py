@@ -42,7 +42,7 @@ from expertcast.data.trace_writer import (
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.artefacts import digest, write_atomically
 from expertcast.predictors.early_attention import StandIn
-from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.messages import ExpertcastError, Json, format_bytes
 
 
 def collect(
@@ -109,11 +109,14 @@ def collect(
         if claim(folder, new, view, json.loads(model.config.to_json_string())) is None:
             write_info(folder, new)
         line, free = check_disk(folder, plan.token_count(), row_bytes(columns))
-        print(line, file=sys.stderr)
+        forwards = len(list(_batches(plan, plan.documents, batch_size)))
+        print(f"{line}; {forwards} forwards of {batch_size} windows", file=sys.stderr)
         if early is not None and not (folder / layout.STAND_IN_FILE).exists():
             start, train, rank = time.perf_counter(), plan.windows["train"], plan.options.early_rank or 0
-            room = share.world == 1 and kept.nbytes(view, train, batch_size, model.dtype.itemsize) < free
-            keep = kept if room else None
+            needed = kept.nbytes(view, train, batch_size, model.dtype.itemsize, rank)
+            keep = kept if share.world == 1 and needed < free else None
+            if keep is not None:
+                print(f"experts' outputs: {format_bytes(needed)} on disk until the end", file=sys.stderr)
             if stand_in is None:
                 stand_in = fit_stand_in(model, view, train, rank=rank, batch_size=batch_size, keep=keep)
             write_stand_in(folder, stand_in)
@@ -153,7 +156,7 @@ def _run(stream: ActivationStream, plan: Plan, share: Share, writer: RankWriter,
     writer.commit()
 
 
-def _batches(plan: Plan, own: list[PlannedDocument], batch_size: int) -> Iterator[tuple[str, list[Window]]]:
+def _batches(plan: Plan, own: Sequence[PlannedDocument], batch_size: int) -> Iterator[tuple[str, list[Window]]]:
     """Yield split and windows of each forward; a batch never mixes splits."""
     for split in SPLITS:
         windows = plan.windows_of(own, split)

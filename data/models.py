@@ -186,11 +186,15 @@ def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu"
     return loaded.eval()
 
 
+class TooLargeError(ExpertcastError):
+    """A model exceeds the free memory of its device."""
+
+
 def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device) -> None:
     """Raise an error if a model exceeds the device's free memory, before the system kills the process.
 
     Raises:
-        ExpertcastError: the weights do not fit.
+        TooLargeError: the weights do not fit.
     """
     available, own = free_memory(device), deepcopy(config)
     forget_quantisation(own)
@@ -198,7 +202,7 @@ def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtyp
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     if available is not None and needed > available:
         kind = "" if device.type == "cpu" else f"{device.type} "
-        raise ExpertcastError(
+        raise TooLargeError(
             f"{source.name!r} needs {needed} bytes of {kind}memory, {available} are available: run it "
             "offloaded with --memory (in Python: load_offloaded)"
         )

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from expertcast.data import ggml
 from expertcast.data.machine import usable_processors
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.view import MoEView
+from expertcast.predictors.view import MoELayer, MoEView
 
 BLOCKS = "_blocks"
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -141,6 +141,14 @@ def _expanded(kind: str, rows: Tensor) -> Tensor:
     number, elements, nbytes = ggml.TYPES[kind]
     weights: Tensor = dequantize_blocks(rows, number, len(rows), rows.shape[1] // nbytes * elements, torch.float32)
     return weights
+
+
+def activation_bytes(layer: MoELayer, itemsize: int) -> int:
+    """Return the bytes that one token's activations take in a layer: inputs and outputs of each projection in float32,
+    for each of its experts, and rows of attention of `itemsize` bytes a number."""
+    shapes = [each.shape for each in matrices(layer.experts, layer.num_experts).values()]
+    shapes += [each.shape for each in packed_matrices(layer.experts).values()]  # type: ignore[misc]
+    return 4 * layer.top_k * sum(sum(shape[1:]) for shape in shapes) + 16 * itemsize * layer.hidden_size
 
 
 def check_device(form: BlockForm, device: str) -> None:

@@ -51,7 +51,7 @@ class TextOptions:
     window: Annotated[int, Field(ge=2)] = 256
     """Tokens per window; windows are independent sequences."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Windows per forward (default: 8; for an offloaded model, as many as need about the memory of the slots)."""
+    """Windows per forward (default: 8; for an offloaded model, as many as fit into the memory for its `context`)."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of the documents."""
     early_rank: Annotated[int, Field(ge=0)] | None = 8

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -85,24 +87,35 @@ _BESIDE = 40
 """Summed directions beyond R."""
 
 
+def _wide(layer: MoELayer, rank: int) -> int:
+    """Return Y for a stand-in of rank R."""
+    return 1 + (min(layer.hidden_size, rank + _BESIDE) if rank else 0)
+
+
 class ExpertSums:
     """Sums for the regressions of one layer's experts; the last row is for the sum of its shared experts.
 
     Args:
         layer: MoE layer.
         rank: R.
+        folder: existing folder for a file of the largest sums, which are not in memory then; None: host memory.
     """
 
-    def __init__(self, layer: MoELayer, rank: int) -> None:
+    def __init__(self, layer: MoELayer, rank: int, folder: Path | None = None) -> None:
         self.layer, self._rank = layer, rank
         self._basis: tuple[Tensor, Tensor] | None = None
         """Origin [B] and directions [D, B]."""
         self._linear = not getattr(layer.experts, "has_post_expert_norm", False)
         device = down_projection(layer.experts).device
-        wide = 1 + (min(layer.hidden_size, rank + _BESIDE) if rank else 0)
+        wide = _wide(layer, rank)
         self._token_YY = torch.zeros(wide, wide, device=device)
         self._yy_EYY = torch.zeros(layer.num_experts + 1, wide, wide, device=device)
-        self._inner_EYI = torch.zeros(layer.num_experts, wide, inner_width(layer), device=device)
+        size = layer.num_experts, wide, inner_width(layer)
+        if folder is None:
+            self._inner_EYI = torch.zeros(size)
+        else:
+            with TemporaryFile(dir=folder) as file:  # it stays, without a name, while it is mapped
+                self._inner_EYI = torch.from_numpy(np.memmap(file, np.float32, "w+", shape=size))
         self._shared_YD = torch.zeros(wide, layer.hidden_size, device=device)
 
     @property
@@ -126,7 +139,7 @@ class ExpertSums:
         self._yy_EYY[expert] += y_SY.T @ y_SY
         if self._linear:
             # a copy, because rounding depends on the alignment of a slice, which differs if experts run in parts
-            self._inner_EYI[expert] += y_SY.T @ inner_SI.to(torch.float32, copy=True)
+            self._inner_EYI[expert] += (y_SY.T @ inner_SI.to(torch.float32, copy=True)).cpu()
 
     def add_shared(self, hidden_TD: Tensor, shared_TD: Tensor) -> None:
         """Add the layer's inputs and the shared experts' outputs for them."""
@@ -143,7 +156,7 @@ class ExpertSums:
         """
         layer, map_YZ = self.layer.index, self._chosen(stand_in)
         zz_EZZ = map_YZ.T @ self._yy_EYY.double() @ map_YZ
-        zi_EZI = map_YZ.T @ self._inner_EYI.double()
+        zi_EZI = map_YZ.T @ self._inner_EYI.to(map_YZ)
         total_ZZ = zz_EZZ[:-1].sum(dim=0)
         spread_Z = total_ZZ.diagonal() / total_ZZ[0, 0].clamp(min=1)
         spread_Z[0] = 1e-6  # no penalty on the mean itself
@@ -221,6 +234,10 @@ class LayerOutput:
         inner_EI = torch.zeros(layer.num_experts, inner_width(layer), device=like_TD.device)
         return cls(torch.zeros_like(like_TD), inner_EI, inner_EI.new_zeros(layer.num_experts, dtype=torch.int64))
 
+    def cpu(self) -> LayerOutput:
+        """Return the same on the CPU."""
+        return LayerOutput(*(each.cpu() for each in self.tensors().values()))
+
     def add_inner(self, inner_SI: Tensor, expert_G: Tensor, count_G: Tensor) -> None:
         """See :data:`expertcast.data.experts.Inner`."""
         self.inner_EI[expert_G] = sums_of(inner_SI, count_G)
@@ -258,36 +275,43 @@ class KeptOutputs:
         """Digests of the batch and of its file, by number of the batch."""
 
     @staticmethod
-    def nbytes(view: MoEView, windows: Sequence[Window], batch_size: int, itemsize: int) -> int:
-        """Return the bytes of all files without headers.
+    def nbytes(view: MoEView, windows: Sequence[Window], batch_size: int, itemsize: int, rank: int) -> int:
+        """Return the bytes of all files without headers, and of the sums of a fit.
 
         Args:
             view: the model's MoE layers.
             windows: windows for :func:`fit_stand_in`, which runs the first ones.
             batch_size: windows per forward.
             itemsize: bytes per number in the model's dtype.
+            rank: R of the fit.
         """
         windows = first_windows(windows, TOKENS)
         tokens, batches = sum(len(window.token_ids) for window in windows), -(-len(windows) // batch_size)
         sums = sum(layer.num_experts * (4 * inner_width(layer) + 8) for layer in view)
-        return tokens * view.shape.layers * view.shape.hidden * itemsize + batches * sums
+        fitted = sum(4 * layer.num_experts * _wide(layer, rank) * inner_width(layer) for layer in view)
+        return tokens * view.shape.layers * view.shape.hidden * itemsize + batches * sums + fitted
 
     def write(self, number: int, batch: WindowBatch, outputs: Mapping[int, LayerOutput]) -> None:
         """Write the `outputs` of a batch, by layer."""
-        path = self._path(number)
-        path.parent.mkdir(exist_ok=True)
+        path = self.make_folder() / self._name(number)
         named = {f"{layer}.{name}": each for layer, own in outputs.items() for name, each in own.tensors().items()}
-        save_file({name: each.cpu().contiguous() for name, each in named.items()}, path)
+        save_file({name: each.contiguous() for name, each in named.items()}, path)
         self._written[number] = _identity(batch), file_digest(path)
 
     def of(self, number: int, batch: WindowBatch) -> Outputs | None:
         """Return the outputs of a batch, None if there are none."""
-        path = self._path(number)
+        path = self._folder / self._name(number)
         found = path.is_file() and self._written.get(number) == (_identity(batch), file_digest(path))
         return BatchReader(path) if found else None
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"experts-{number:05d}.safetensors"
+    def make_folder(self) -> Path:
+        """Return the folder, created if missing."""
+        self._folder.mkdir(exist_ok=True)
+        return self._folder
+
+    @staticmethod
+    def _name(number: int) -> str:
+        return f"experts-{number:05d}.safetensors"
 
 
 class BatchReader:
@@ -337,9 +361,10 @@ def fit_stand_in(
         ExpertcastError: `rank` is out of range.
     """
     check_rank(rank, view)
-    windows, device = first_windows(windows, TOKENS), next(view[0].router.parameters()).device
-    stand_in = StandIn(view.shape, rank, device)
-    sums = [ExpertSums(layer, rank) for layer in view]
+    windows = first_windows(windows, TOKENS)
+    stand_in = StandIn(view.shape, rank)
+    folder = None if keep is None else keep.make_folder()
+    sums = [ExpertSums(layer, rank, folder) for layer in view]
     experts = experts_of(model, view)
     tokens = sum(len(window.token_ids) for window in windows[:batch_size])
     if rank and tokens < DIRECTION_TOKENS and len(windows) > batch_size:
@@ -354,7 +379,7 @@ def fit_stand_in(
     _run(model, experts, looks, windows, batch_size, "maps", keep)
     for own in sums:
         own.solve_into(stand_in, experts)
-    return stand_in.to("cpu")
+    return stand_in
 
 
 def first_windows(windows: Sequence[Window], tokens: int) -> list[Window]:
@@ -417,13 +442,14 @@ class _Look(ShownExperts):
         rows = sums.add(hidden_TD, ids_TK)
         if self.outputs is None:
             return self._experts.run(layer, hidden_TD, ids_TK, weights_TK, rows)
-        kept = self.outputs[layer.index] = LayerOutput.zero(layer, hidden_TD[:0])
+        kept = LayerOutput.zero(layer, hidden_TD[:0])
 
         def inner(inner_SI: Tensor, expert_G: Tensor, count_G: Tensor) -> None:
             rows(inner_SI, expert_G, count_G)
             kept.add_inner(inner_SI, expert_G, count_G)
 
         kept.output_TD = self._experts.run(layer, hidden_TD, ids_TK, weights_TK, inner)
+        self.outputs[layer.index] = kept.cpu()
         return kept.output_TD
 
     def see_shared(self, hidden_TD: Tensor, shared_TD: Tensor) -> None:

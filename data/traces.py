@@ -251,7 +251,7 @@ class Rows:
         """Yield the shards with some of the rows, and the row numbers within each."""
         shard_T = torch.searchsorted(self._begin_S, sorted_T, right=True) - 1
         numbers, counts = shard_T.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-        for number, own_T in zip(numbers.tolist(), sorted_T.split(counts.tolist()), strict=True):  # type: ignore[no-untyped-call]
+        for number, own_T in zip(numbers.tolist(), torch.split(sorted_T, counts.tolist()), strict=True):
             yield self._shards[number], own_T - self._begin_S[number]
 
 

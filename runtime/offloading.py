@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.experts import OFFLOAD
 from expertcast.data.moe_layers import check_model, find_moe_layers
+from expertcast.data.packed_experts import activation_bytes
 from expertcast.data.source import check_release
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.config import (
@@ -91,6 +93,8 @@ class OffloadedModel:
         self.drift = forecasters.drift
         """Follows the recall of the forecasts; None without forecasts."""
         self._draft = config.draft
+        room = context_bytes(replace(config, draft=NONE), model.config, self.view, model.dtype)
+        self._activations = sum(room.values()), activation_bytes(self.view[0], 4)  # while the experts have their shapes
         self._reloadable = not next(self.view[0].experts.parameters()).is_meta
         self._closed = False
         self._stack = ExitStack()
@@ -146,7 +150,7 @@ class OffloadedModel:
         """Runs whole sequences layer by layer, for collection and measurements."""
         from expertcast.runtime.engine.whole_texts import SlotExperts
 
-        return SlotExperts(self._engine, self.store)
+        return SlotExperts(self._engine, self.store, *self._activations)
 
     @property
     def flow(self) -> LayerFlow:

@@ -13,7 +13,7 @@ import torch
 from transformers import PretrainedConfig
 
 from expertcast.data.machine import free_memory, process_memory
-from expertcast.data.packed_experts import matrices, packed_matrices
+from expertcast.data.packed_experts import activation_bytes
 from expertcast.predictors.messages import ExpertcastError, format_bytes
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.config import OffloadConfig, draft_bytes, listed, memory_beside, size_bytes, slots_for
@@ -39,14 +39,10 @@ def context_bytes(config: OffloadConfig, model: PretrainedConfig, view: MoEView,
     pairs = 2 * size * (getattr(text, "num_key_value_heads", None) or heads)
     if getattr(text, "kv_lora_rank", None):  # keys and values are kept expanded
         pairs = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
-    # a token's inputs and outputs of each projection in float32, for each of its experts, and rows of attention
-    shapes = [each.shape for each in matrices(layer.experts, layer.num_experts).values()]
-    shapes += [each.shape for each in packed_matrices(layer.experts).values()]  # type: ignore[misc]
-    rows = 4 * layer.top_k * sum(sum(shape[1:]) for shape in shapes) + 16 * dtype.itemsize * layer.hidden_size
     cache = text.num_hidden_layers * pairs * dtype.itemsize
     return {
         f"keys and values of {tokens} tokens": tokens * cache,
-        f"the activations of {tokens} tokens": tokens * rows,
+        f"the activations of {tokens} tokens": tokens * activation_bytes(layer, dtype.itemsize),
         f"draft={config.draft!r}": draft_bytes(config, view),
     }
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.batch import RouterCall
-from expertcast.data.experts import WINDOWS, Answer, Inner, inner_activations
+from expertcast.data.experts import Answer, Inner, inner_activations
 from expertcast.data.packed_experts import expanded_experts, packed_matrices, run_experts
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, experts_digest
@@ -38,10 +38,12 @@ class SlotExperts:
     Args:
         engine: of the offload.
         store: holds the experts.
+        room: bytes of the device's memory for activations.
+        each: bytes of one token's activations in a layer.
     """
 
-    def __init__(self, engine: Engine, store: ExpertStore) -> None:
-        self._engine, self._store = engine, store
+    def __init__(self, engine: Engine, store: ExpertStore, room: int, each: int) -> None:
+        self._engine, self._store, self._room, self._each = engine, store, room, each
 
     @cached_property
     def view(self) -> MoEView:
@@ -52,14 +54,11 @@ class SlotExperts:
         return replace(view, experts_known=experts_digest(map(self.weights, view)))
 
     def windows(self, window: int) -> int:
-        """Return the number of windows whose activations are about as large as the slots, at least eight."""
-        shape, pool = self._engine.view.shape, self._engine.pool
-        sizes = [field.dtype.itemsize for field in pool.layout.fields]
-        inner = pool.layout.block_bytes // (3 * shape.hidden * max(sizes))
-        captured = shape.layers * (4 * shape.hidden + 4 * shape.experts)
-        running = shape.top_k * (2 * shape.hidden * (max(sizes) + 4) + 3 * inner * max(sizes))
-        tokens = min(pool.nbytes // (captured + running), MOST_TOKENS)
-        return max(WINDOWS, tokens // window)
+        """Return the number of windows whose activations fit into the memory for the longest sequence."""
+        view = self._engine.view
+        captured = view.shape.layers * (4 * view.shape.hidden + 4 * view.shape.experts)
+        tokens = self._room // (captured + self._each)
+        return max(1, min(tokens, MOST_TOKENS) // window)
 
     @contextmanager
     def answered(self, answers: Mapping[nn.Module, Answer]) -> Iterator[None]:

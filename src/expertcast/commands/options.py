@@ -15,7 +15,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import chdir
+from contextlib import chdir, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.commands.numbers import bandwidth, not_negative_whole, positive, seed
 from expertcast.data.machine import torch_device
-from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.models import TooLargeError, load_model, load_tokenizer
 from expertcast.data.plan import TextOptions
 from expertcast.data.processes import join_ranks, wait_for_all
 from expertcast.predictors.base import Predictor, register
@@ -420,14 +420,15 @@ class OffloadedOptions(StoredOptions):
     """Compression of the experts in --store-folder (default: that of the folder, else raw)."""
 
     def load(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Return a model on its device, offloaded if an option requires it, and its tokenizer.
+        """Return a model on its device, offloaded if it is too large or an option requires it, and its tokenizer.
 
         Raises:
             ExpertcastError: no such model, tokenizer or device, or options that contradict each other.
         """
         other_form = self.experts != StoredOptions.experts
         if not (self.store_folder or self.in_place or self.slots or self.memory or self.codec or other_form):
-            return super().load(name)
+            with suppress(TooLargeError):
+                return super().load(name)
         from expertcast.runtime.config import OffloadConfig
 
         config = OffloadConfig(
