@@ -34,6 +34,7 @@ COMMANDS = {
     "eval": "score predictors on traces: recall@k per layer and other metrics",
     "store": "pack a model's experts into a folder, compressed without loss, for models larger than memory",
     "generate": "generate text with offloaded experts and forecasts",
+    "chat": "chat with a model in the terminal, with offloaded experts and forecasts",
     "serve": "serve a model with offloaded experts and forecasts by the OpenAI API",
     "bench": "measure the time per token of offloaded decoding in every mode, for a model or a shape",
     "advise": "measure link and layers, and advise whether and how to prefetch",

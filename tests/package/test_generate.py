@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
+import signal
+import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +175,69 @@ def test_chat(capsys: pytest.CaptureFixture[str], chatting: Path, tmp_path: Path
     )
     said = fails(capsys, "generate", str(chatting), *SHORT, "--chat", "--system", "Be brief.")
     assert said.endswith("refuses this: no system role; leave --system out")
+
+
+class Terminal:
+    """A process on a pseudo-terminal."""
+
+    def __init__(self, *words: str) -> None:
+        own, other = os.openpty()
+        command, plain = [sys.executable, "-m", "expertcast.cli", *words], {**os.environ, "TERM": "dumb"}
+        self.process = subprocess.Popen(
+            command, stdin=other, stdout=other, stderr=other, start_new_session=True, env=plain,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(other)
+        self._own, self._seen = own, ""
+
+    def until(self, text: str) -> str:
+        """Read up to a text; return what came before it."""
+        while text not in self._seen:
+            assert select.select([self._own], [], [], 100)[0], self._seen
+            self._seen += os.read(self._own, 4096).decode().replace("\r", "")
+        found, _, self._seen = self._seen.partition(text)
+        return found
+
+    def write(self, text: str) -> None:
+        os.write(self._own, text.encode())
+
+
+def test_chat_in_a_terminal(chatting: Path, tmp_path: Path, reference_tokenizer: Any) -> None:
+    """Ctrl-C ends an answer alone; keys and values of the conversation are those of a run of the whole of it."""
+    prompts, answers = [PROMPT, "And then?"], list[str]()
+    terminal = Terminal("chat", str(chatting), "--slots", "192", "--new-tokens", "6", "--system", "Be brief.")
+    for number, prompt in enumerate(prompts):
+        terminal.until("> ")
+        terminal.write(f"{prompt}\n")
+        terminal.until(f"{prompt}\n")
+        answers.append(terminal.until("\n> ").strip())
+        asked = f"<system>Be brief.\n<user>{PROMPT}\n"
+        if number:
+            asked += f"<assistant>{answers[0]}\n<user>{prompts[1]}\n"
+        found = ran(tmp_path, f"generate {chatting} --slots 192 --new-tokens 6", "--prompt", f"{asked}<me>")
+        assert found["text"].endswith(answers[-1])
+        terminal.write("/stats\n")
+        assert " tokens, " in terminal.until("in memory, 16 bits a weight")
+    terminal.write("\4")
+    terminal.until("2 answers, 12 tokens")
+    assert terminal.process.wait() == 0
+
+    terminal = Terminal("chat", "reference", "--slots", "192", "--new-tokens", "100000")
+    terminal.until("no chat template: answers continue the text of all lines")
+    for _ in range(2):
+        terminal.until("> ")
+        terminal.write(f"{PROMPT}\n")
+        terminal.until(f"{PROMPT}\n")
+        terminal.until(" ")
+        terminal.write("\3")
+        terminal.until("\n> ")
+        terminal.write("\3")  # at the prompt it drops the line
+        terminal.until("\n")
+        terminal.write("/reset\n")
+    terminal.until("> ")
+    terminal.process.send_signal(signal.SIGTERM)
+    terminal.until("expertcast: interrupted")
+    assert terminal.process.wait() == 143
 
 
 def test_a_missing_extra_is_installed_from_the_checkout(

@@ -30,10 +30,10 @@ SMALLER = {"estimator": ["parameters=80000"]}
 
 
 def documented_commands() -> list[str]:
-    """What stands behind `expertcast` in README and guides, each once, but for what needs a hub or serves: `tests/hub`
-    and `tests/runtime/serving` run these."""
+    """What stands behind `expertcast` in README and guides, each once, but for what needs a hub, serves or chats: other
+    tests run these."""
     found = [line for page in PAGES for line in commands_of(page)]
-    return [line for line in dict.fromkeys(found) if " user/" not in line and not line.startswith("serve ")]
+    return [line for line in dict.fromkeys(found) if " user/" not in line and not line.startswith(("serve ", "chat "))]
 
 
 def shortened(line: str) -> list[str]:

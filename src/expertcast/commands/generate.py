@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from jinja2 import TemplateError
@@ -22,24 +25,19 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, format_bytes
 
 if TYPE_CHECKING:
+    from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.offloading import OffloadedModel
+
+    Generator = tuple[OffloadedModel, Callable[..., Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(DeploymentOptions):
-    """Options of `expertcast generate`."""
+class GenerationOptions(DeploymentOptions):
+    """Options of commands that generate text."""
 
     model: Model
-    prompt: Annotated[str, Option(metavar="P")]
-    """Text to continue; with --chat, the question."""
-    chat: bool = False
-    """Use the model's chat template, and print only the answer."""
-    system: Annotated[str | None, Option(metavar="P")] = None
-    """System prompt, with --chat."""
     draft_length: Annotated[int | None, COUNT] = None
     """Tokens to draft in every cycle (default: the number that is fastest, 0 included)."""
-    new_tokens: Count = 64
-    """Number of tokens to generate."""
     temperature: Annotated[float | None, Option(metavar="T", read=positive_number)] = None
     """Sample with this temperature (default: greedy decoding)."""
     top_p: Annotated[float | None, Option(metavar="P")] = None
@@ -48,8 +46,6 @@ class Options(DeploymentOptions):
     """Random seed of sampling (default: none, samples vary)."""
 
     def __post_init__(self) -> None:
-        if self.system is not None and not self.chat:
-            raise ExpertcastError("--system needs --chat: give --chat too, or leave --system out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ExpertcastError(f"--top-p {self.top_p}: give a probability above 0 and up to 1")
         if self.seed is not None and not self.sampling:
@@ -62,17 +58,59 @@ class Options(DeploymentOptions):
             return {}
         return {"do_sample": True, "temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": 0}
 
+    def configuration(self) -> OffloadConfig:
+        """Return the configuration, as :meth:`DeploymentOptions.configuration`.
+
+        Raises:
+            ExpertcastError: --draft-length without a draft.
+        """
+        config = super().configuration()
+        if self.draft_length is not None and config.draft == "none":
+            raise ExpertcastError(
+                f"--draft-length {self.draft_length} needs a draft: give --draft too, or leave it out"
+            )
+        return config
+
+    @contextmanager
+    def generator(self, config: OffloadConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Generator]:
+        """Load the model offloaded; yield it with its `generate` under these options."""
+        with self.offloaded(self.model, config) as offloaded:
+            if self.seed is not None:
+                torch.manual_seed(self.seed)
+            sampling = self.sampling or {"do_sample": False}
+            yield (
+                offloaded,
+                partial(offloaded.generate, draft_length=self.draft_length, tokenizer=tokenizer, **sampling),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(GenerationOptions):
+    """Options of `expertcast generate`."""
+
+    prompt: Annotated[str, Option(metavar="P")]
+    """Text to continue; with --chat, the question."""
+    chat: bool = False
+    """Use the model's chat template, and print only the answer."""
+    system: Annotated[str | None, Option(metavar="P")] = None
+    """System prompt, with --chat."""
+    new_tokens: Count = 64
+    """Number of tokens to generate."""
+
+    def __post_init__(self) -> None:
+        if self.system is not None and not self.chat:
+            raise ExpertcastError("--system needs --chat: give --chat too, or leave --system out")
+        super().__post_init__()
+
 
 def run(options: Options) -> Outcome:
     """Load the model offloaded, print the continuation word by word, and return timing and statistics."""
     from expertcast.runtime.config import OffloadConfig
 
-    config = options.configuration()
-    if options.draft_length is not None and config.draft == "none":
-        raise ExpertcastError(f"--draft-length {options.draft_length} needs a draft: give --draft too, or leave it out")
-    tokenizer = options.tokenizer(options.model)
+    config, tokenizer = options.configuration(), options.tokenizer(options.model)
     if options.chat:
-        inputs = chat_inputs(tokenizer, options.prompt, options.system, options.model)
+        remedy = "leave --chat out" if options.system is None else "leave --system out"
+        inputs = chat_inputs(tokenizer, conversation(options.system, options.prompt), options.model, remedy)
     else:
         inputs = tokenizer(options.prompt, return_tensors="pt")
     if not inputs["input_ids"].shape[1]:
@@ -83,15 +121,9 @@ def run(options: Options) -> Outcome:
     if config.context == OffloadConfig.context:
         config = replace(config, context=inputs["input_ids"].shape[1] + options.new_tokens)
     inputs = inputs.to(options.device_name)
-    with options.offloaded(options.model, config) as offloaded:
-        if options.seed is not None:
-            torch.manual_seed(options.seed)
+    with options.generator(config, tokenizer) as (offloaded, generate):
         streamer = TimedStreamer(tokenizer, skip_prompt=options.chat)
-        output = offloaded.generate(
-            **inputs, max_new_tokens=options.new_tokens, draft_length=options.draft_length, streamer=streamer,
-            tokenizer=tokenizer,
-            **(options.sampling or {"do_sample": False}),
-        )  # fmt: skip
+        output = generate(**inputs, max_new_tokens=options.new_tokens, streamer=streamer)
         stats, timing, memory = offloaded.stats.as_dict(), streamer.as_dict(), held(offloaded)
         notes = offload_lines(offloaded, config)
     text = tokenizer.decode(output[0], skip_special_tokens=True)
@@ -139,25 +171,29 @@ class TimedStreamer(TextStreamer):  # type: ignore[misc]
         }
 
 
-def chat_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None, model: str) -> BatchEncoding:
-    """Apply the model's chat template to a question and a system prompt.
+def conversation(system: str | None, *prompts: str) -> list[dict[str, str]]:
+    """Return the messages of a system prompt, if there is one, and of a user."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return messages + [{"role": "user", "content": prompt} for prompt in prompts]
+
+
+def chat_inputs(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], model: str, remedy: str
+) -> BatchEncoding:
+    """Apply the model's chat template to a conversation, up to the next answer.
 
     Raises:
-        ExpertcastError: the tokenizer has no template, or one that refuses a system prompt.
+        ExpertcastError: the tokenizer has no template, or one that refuses the messages; the message ends in `remedy`.
     """
     if tokenizer.chat_template is None:
         raise ExpertcastError(f"the tokenizer of {model!r} has no chat template: leave --chat out")
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    messages.append({"role": "user", "content": prompt})
     try:
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        inputs: BatchEncoding = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     except TemplateError as error:
-        what = "leave --system out" if system is not None else "leave --chat out"
-        raise ExpertcastError(f"the chat template of {model!r} refuses this: {error}; {what}") from error
-    made: BatchEncoding = inputs
-    return made
+        raise ExpertcastError(f"the chat template of {model!r} refuses this: {error}; {remedy}") from error
+    return inputs
 
 
 def held(offloaded: OffloadedModel) -> Json:
