@@ -139,15 +139,20 @@ def _pieces(numbers: int, stored: str, deviation: float, draw: np.random.Generat
     while left:
         count = min(left, _PIECE // size)
         blocks = np.frombuffer(draw.bytes(count * size), np.uint8).reshape(count, size).copy()
+        # uniform codes are not symmetric: without random signs the mean weight outgrows all else over 48 layers, and
+        # every token then chooses the same experts
+        sign = np.bitwise_xor.reduce(blocks[:, 2:18], axis=1) & 128
         if stored == "Q4_0":
             blocks[:, :2] = scale
+            blocks[:, 1] |= sign
         elif stored == "Q4_K":  # w = d * scale * code - dmin * min, scale 32 and min 30 of all sub-blocks
             blocks[:, :2] = scale
-            blocks[:, 2:4] = np.frombuffer(np.float16(deviation / _DEVIATIONS[stored] * 7.5).tobytes(), np.uint8)
+            blocks[:, 2:4] = np.frombuffer(np.float16(deviation / _DEVIATIONS[stored] * 8).tobytes(), np.uint8)
             blocks[:, 4:16] = (160,) * 8 + (0,) * 4
         else:
             blocks[:, 192:208] = 32
             blocks[:, 208:210] = scale
+            blocks[:, 209] |= sign
         yield blocks.reshape(-1).data
         left -= count
 

@@ -22,6 +22,8 @@ def main() -> int:
         "processor_s": used.ru_utime + used.ru_stime,
         "wall_s": time.time() - Path("/proc/self").stat().st_ctime,
         "peak_resident_bytes": used.ru_maxrss * 1024,
+        "disk_bytes": used.ru_inblock * 512,
+        "major_faults": used.ru_majflt,
     }
     Path(spec["out"]).write_text(json.dumps(found))
     return status

@@ -70,8 +70,8 @@ class Experts(Protocol):
             The output [T, D].
         """
 
-    def weights(self, layer: MoELayer) -> Iterator[Mapping[str, Tensor]]:
-        """Yield each expert's parameters by name, in order of experts."""
+    def weights(self, layer: MoELayer, *names: str) -> Iterator[Mapping[str, Tensor]]:
+        """Yield each expert's parameters by name, in order of experts; `names`: packed ones other than these may lack."""
 
 
 class Offload(Protocol):
@@ -128,8 +128,8 @@ class ResidentExperts:
             output_TD: Tensor = grouped_mm_experts_forward(layer.experts, hidden_TD, ids_TK, weights_TK)
             return output_TD
 
-    def weights(self, layer: MoELayer) -> Iterator[Mapping[str, Tensor]]:
-        return iterate_plain(layer.experts, layer.num_experts)
+    def weights(self, layer: MoELayer, *names: str) -> Iterator[Mapping[str, Tensor]]:
+        return iterate_plain(layer.experts, layer.num_experts, *names)
 
 
 class ShownExperts(ABC):

@@ -142,7 +142,7 @@ def down_projections(experts: Experts, layer: MoELayer) -> Iterator[tuple[Tensor
     device = down_projection(layer.experts).device
     held: Tensor | None = None
     # one expert at a time: neither an fp32 copy of all weights nor the weights themselves need to fit the memory
-    for weights in experts.weights(layer):
+    for weights in experts.weights(layer, "down_proj"):
         if held is None:
             held = torch.empty_like(weights["down_proj"], dtype=torch.float32, device=device)
         held.copy_(weights["down_proj"])

@@ -119,7 +119,8 @@ class BlockForm:
 
     def expand(self, octets: Tensor) -> Tensor:
         """Return the weights of uint8 [nbytes], float32 [N, I]."""
-        return torch.cat([_expanded(kind, rows) for kind, rows in self.split(octets)])
+        pieces = [_expanded(kind, rows) for kind, rows in self.split(octets)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def multiply(self, rows_PI: Tensor, octets: Tensor) -> Tensor:
         """Multiply rows [P, I] by the expanded weights of uint8 [nbytes], piece by piece; return float32 [P, N]."""
@@ -474,12 +475,15 @@ def write_packed(experts: nn.Module, name: str, parts: Mapping[str, Tensor], mat
     own.form.put(blocks, parts[own.name][first : first + len(blocks)])
 
 
-def expanded_experts(experts: nn.Module, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return one expert's parameters by name, without the expert dimension and with packed ones expanded."""
+def expanded_experts(experts: nn.Module, parts: Mapping[str, Tensor], *names: str) -> dict[str, Tensor]:
+    """Return one expert's parameters by name, without the expert dimension and with packed ones expanded; with `names`,
+    of the packed ones only these."""
     packed = packed_matrices(experts)
     held = {matrix.name for matrix in packed.values()}
     plain = {name: part for name, part in parts.items() if name not in held}
-    for name, matrix in packed.items():
+    for name in names or packed:
+        if (matrix := packed.get(name)) is None:
+            continue
         weights = matrix.form.expand(parts[matrix.name].cpu()).to(matrix.dtype)
         plain[name] = weights.T if matrix.transposed else weights
     return plain
@@ -508,12 +512,12 @@ def at_once(matrices_EDF: Tensor) -> int:
     return max(1, 2**22 // matrices_EDF[0].numel())
 
 
-def iterate_plain(experts: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
-    """Iterate over the experts' parameters by name, with packed ones expanded."""
+def iterate_plain(experts: nn.Module, count: int, *names: str) -> Iterator[dict[str, Tensor]]:
+    """Iterate over the experts' parameters by name; `names` as for :func:`expanded_experts`."""
     own = {
         name: each.detach()
         for name, each in experts.named_parameters(recurse=False)
         if each.dim() and len(each) == count
     }
     for expert in range(count):
-        yield expanded_experts(experts, {name: each[expert] for name, each in own.items()})
+        yield expanded_experts(experts, {name: each[expert] for name, each in own.items()}, *names)

@@ -7,6 +7,7 @@ hidden size, E routed experts per layer, K experts per token, S slots, G groups 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.batch import RouterCall
 from expertcast.data.experts import Answer, Inner, inner_activations
+from expertcast.data.machine import run_alone, usable_processors
 from expertcast.data.packed_experts import expanded_experts, packed_matrices, run_experts
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, experts_digest
@@ -79,13 +81,19 @@ class SlotExperts:
     ) -> Tensor:
         return self._texts.run_seen(layer, hidden_TD, ids_TK, weights_TK, inner)
 
-    def weights(self, layer: MoELayer) -> Iterator[Mapping[str, Tensor]]:
+    def weights(self, layer: MoELayer, *names: str) -> Iterator[Mapping[str, Tensor]]:
         store, first = self._store, layer.index * layer.num_experts
         views = store.views(layer.index) if store.addressable else None
-        for expert in range(layer.num_experts):
+
+        def expanded(expert: int) -> Mapping[str, Tensor]:
             own = store.layout.views(store.block(first + expert), layer.index) if views is None else views
             parts = {name: tensor[0 if views is None else expert] for name, tensor in own.items()}
-            yield expanded_experts(layer.experts, parts)
+            return expanded_experts(layer.experts, parts, *names)
+
+        some = usable_processors()
+        with ThreadPoolExecutor(some, initializer=run_alone) as threads:  # a disk is read while others expand
+            for begin in range(0, layer.num_experts, 2 * some):
+                yield from threads.map(expanded, range(begin, min(begin + 2 * some, layer.num_experts)))
 
     @cached_property
     def _texts(self) -> _TextEngine:

@@ -205,6 +205,8 @@ def test_only_the_bytes_of_a_layers_own_form_move(store: str, tmp_path: Path) ->
         copied = [layer.bytes_moved for layer in offloaded.stats.layers]
         assert [count % size for count, size in zip(copied, (wide, narrow), strict=True)] == [0, 0]
         assert offloaded.link.bytes_moved == sum(copied)
+        for own in offloaded.experts.weights(offloaded.view[0], "down_proj"):
+            assert own.keys() == {"down_proj"}, "default vectors expand no other matrix"
 
 
 def _near(offloaded: OffloadedModel, plain: PreTrainedModel) -> None:
