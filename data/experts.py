@@ -71,7 +71,7 @@ class Experts(Protocol):
         """
 
     def weights(self, layer: MoELayer, *names: str) -> Iterator[Mapping[str, Tensor]]:
-        """Yield each expert's parameters by name, in order of experts; `names`: packed ones other than these may lack."""
+        """Yield each expert's parameters by name, in order of experts; with `names`, of packed ones only these."""
 
 
 class Offload(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,12 +170,12 @@ def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu"
     source, wanted, target = ModelSource.of(model_id, options), torch_dtype(dtype), torch.device(device)
     config = load_config(source)
     form = form_of(config, source)
-    _check_room(source, config, wanted, target)
     mxfp4 = form is not None and form.method == MXFP4
     if not mxfp4:
         forget_quantisation(config)
     model = meta_model(config, wanted, source=source)
     wanted = wanted or getattr(config, "dtype", None)
+    _check_room(source, model if wanted else model.to(torch.bfloat16), target)
     with open_weights(source, form, model, wanted) as files:
         options = {"quantization_config": Mxfp4Config(dequantize=True)} if mxfp4 else {}
         with one_line(source.name):
@@ -190,15 +189,13 @@ class TooLargeError(ExpertcastError):
     """A model exceeds the free memory of its device."""
 
 
-def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device) -> None:
+def _check_room(source: ModelSource, model: PreTrainedModel, device: torch.device) -> None:
     """Raise an error if a model exceeds the device's free memory, before the system kills the process.
 
     Raises:
         TooLargeError: the weights do not fit.
     """
-    available, own = free_memory(device), deepcopy(config)
-    forget_quantisation(own)
-    model = meta_model(own, dtype or getattr(config, "dtype", None) or torch.bfloat16, source=source)
+    available = free_memory(device)
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     if available is not None and needed > available:
         kind = "" if device.type == "cpu" else f"{device.type} "

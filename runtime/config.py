@@ -137,8 +137,8 @@ class OffloadConfig:
     mode: str = "exact"
     """exact: forecasts only prefetch experts; speculate: layers execute them; hybrid: some layers do."""
     slots: int | None = None
-    """Number of slots (default: as many as fit `memory`; `offload` of a model in memory: a quarter of all experts;
-    without a cache: those of a token at three layers)."""
+    """Number of slots (default: as many as fit `memory`; `offload` of a loaded model: a quarter of all experts, on
+    the CPU at most what is free; without a cache: those of a token at three layers)."""
     memory: str | int | None = None
     """Memory of the whole process on the device that computes: bytes, or text such as 8GB. Experts get what all else
     leaves (default: the memory that is free, less a reserve)."""

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.experts import OFFLOAD
+from expertcast.data.machine import free_memory
 from expertcast.data.moe_layers import check_model, find_moe_layers
 from expertcast.data.packed_experts import activation_bytes
 from expertcast.data.source import check_release
@@ -397,6 +398,9 @@ def offload(
         )
         beside = parts_beside(config, store, context_bytes(config, model.config, view, model.dtype), freed)
     slots = slots_for(config, store, beside)
+    free = free_memory(device) if device.type == "cpu" else None  # the experts leave room on other devices
+    if free is not None and config.slots is None and config.memory is None:
+        slots = max(store.top_k, min(slots, free // store.layout.block_bytes))
     return OffloadedModel(
         model,
         config,

@@ -34,17 +34,21 @@ def context_bytes(config: OffloadConfig, model: PretrainedConfig, view: MoEView,
     """
     text, layer = model.get_text_config(), view[0]
     tokens = min(config.context, getattr(text, "max_position_embeddings", None) or config.context)
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or layer.hidden_size // heads
-    pairs = 2 * size * (getattr(text, "num_key_value_heads", None) or heads)
-    if getattr(text, "kv_lora_rank", None):  # keys and values are kept expanded
-        pairs = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
-    cache = text.num_hidden_layers * pairs * dtype.itemsize
+    cache = dtype.itemsize * sum(_pairs(each, layer.hidden_size) for each in text.per_layer_config)
     return {
         f"keys and values of {tokens} tokens": tokens * cache,
         f"the activations of {tokens} tokens": tokens * activation_bytes(layer, dtype.itemsize),
         f"draft={config.draft!r}": draft_bytes(config, view),
     }
+
+
+def _pairs(config: PretrainedConfig, hidden: int) -> int:
+    """Return the numbers in a token's keys and values in a layer of hidden size `hidden` with this configuration."""
+    heads = int(config.num_attention_heads)
+    if getattr(config, "kv_lora_rank", None):  # keys and values are kept expanded
+        return heads * int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    size = getattr(config, "head_dim", None) or hidden // heads
+    return 2 * size * (getattr(config, "num_key_value_heads", None) or heads)
 
 
 def parts_beside(

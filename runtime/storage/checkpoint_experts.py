@@ -43,6 +43,7 @@ _MOST_READERS = 4
 """Maximum number of threads that read and convert experts."""
 _MOST_PIECES = 4
 """Largest number of types of neighbouring rows in a matrix; each is a product of its own."""
+_REMEDY = "give experts='expanded', 'int4' or 'int8'"
 Read = Callable[[TensorFile, Part], Tensor]
 """Reads a part of one checkpoint tensor."""
 
@@ -194,20 +195,17 @@ class ExpertSources:
         found = {}
         for full, number_EN1 in self.convert(group, None, read).items():
             if bool((number_EN1 != number_EN1[:1]).any()):
-                raise ExpertcastError(f"experts of {full} are shipped in different forms: give experts='expanded'")
+                raise ExpertcastError(f"experts of {full} are shipped in different forms: {_REMEDY}")
             found[full] = [kinds[number] for number in number_EN1[0].flatten().tolist()]
         return found
 
     @staticmethod
     def _without_blocks(full: str) -> ExpertcastError:
-        return ExpertcastError(f"no blocks of ggml hold {full} as it is shipped: give experts='expanded'")
+        return ExpertcastError(f"no blocks of ggml hold {full} as it is shipped: {_REMEDY}")
 
     @staticmethod
     def _in_floats(full: str) -> ExpertcastError:
-        return ExpertcastError(
-            f"experts='packed' needs quantised weights, but {full} is shipped in floats: give experts='expanded', "
-            "'int4' or 'int8'"
-        )
+        return ExpertcastError(f"experts='packed' needs quantised weights, but {full} is shipped in floats: {_REMEDY}")
 
     @property
     def quantised(self) -> bool:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from expertcast.cli import main
 from expertcast.data.inspection import OpenModel
+from expertcast.data.models import load_model
 from expertcast.data.source import ModelSource
 from expertcast.runtime.benchmarking.shapes import SHAPES
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources
@@ -47,6 +48,10 @@ def _calls(run: Callable[[], object]) -> dict[str, int]:
 def test_published_tensors() -> None:
     assert len(published(SHAPES["qwen3-30b-a3b"].config(), fp8=False)) == 18_867
     assert len(published(AutoConfig.for_model("deepseek_v3"), fp8=True)) == 91_991
+
+
+def test_a_model_is_built_once_before_it_is_loaded() -> None:
+    assert _calls(lambda: load_model("reference"))["meta_model"] == 1
 
 
 @pytest.mark.parametrize("kind", ["gguf", "sparse"])

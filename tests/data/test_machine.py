@@ -16,6 +16,7 @@ from expertcast.cli import main
 from expertcast.data.machine import available_memory, usable_processors
 from expertcast.data.models import load_model
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime import offload
 from tests.families.models import tiny_model
 from tests.runtime.gguf_files import tiny, write
 from tests.runtime.quantised import fp8, mxfp4
@@ -121,6 +122,16 @@ def held(path: str, dtype: str) -> int:
     """Bytes of a loaded model."""
     model = load_model(path, dtype=dtype)
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.parametrize(("free", "slots"), [(1 << 40, 8), (3.5, 3), (0, 2)])
+def test_default_slots_of_a_loaded_model_fit(free: float, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of 32 experts, or those whose number is free; a token needs 2."""
+    with offload(tiny_model("qwen3_moe")) as offloaded:
+        block = offloaded.store.layout.block_bytes
+    monkeypatch.setattr("expertcast.data.machine.available_memory", lambda: int(free * block))
+    with offload(tiny_model("qwen3_moe")) as offloaded:
+        assert offloaded.pool.count == slots
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp32"])

@@ -396,7 +396,7 @@ WITHOUT_BLOCKS: dict[str, Callable[[Path], str]] = {
 def test_forms_without_blocks(form: str, tmp_path: Path) -> None:
     """Refused in one line; `auto` expands them and says so."""
     path = WITHOUT_BLOCKS[form](tmp_path)
-    with pytest.raises(ExpertcastError, match=r"no blocks of ggml hold .*: give experts='expanded'"):
+    with pytest.raises(ExpertcastError, match=r"no blocks of ggml hold .*: give experts='expanded', 'int4' or 'int8'"):
         load_offloaded(path, device="cpu", slots=6, experts="packed")
     with pytest.warns(UserWarning, match=r"experts are expanded: no blocks of ggml"):
         offloaded = load_offloaded(path, device="cpu", slots=6, experts="auto")
