@@ -52,7 +52,8 @@ def prompts(path: str, share: float = 0.75, length: int = 512, tokens: int = 64)
     everything = config.num_hidden_layers * config.num_experts
     text = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     found: dict[str, Any] = {"moved": [], "hits": []}
-    with load_offloaded(path, device="cpu", slots=int(share * everything)) as offloaded:
+    slots = int(share * everything)
+    with load_offloaded(path, device="cpu", slots=slots, store="disk", in_place=True) as offloaded:
         for _ in range(3):
             offloaded.reset_stats()
             first, cache = _decoded(offloaded, text, 1)
