@@ -48,7 +48,7 @@ def _pairs(config: PretrainedConfig, hidden: int) -> int:
     if getattr(config, "kv_lora_rank", None):  # keys and values are kept expanded
         return heads * int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     size = getattr(config, "head_dim", None) or hidden // heads
-    return 2 * size * (getattr(config, "num_key_value_heads", None) or heads)
+    return int(2 * size * (getattr(config, "num_key_value_heads", None) or heads))
 
 
 def parts_beside(
