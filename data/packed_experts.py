@@ -252,7 +252,7 @@ class PackedMatrix:
         self, own: Mapping[str, Tensor | None], name: str, form: BlockForm, transposed: bool, dtype: torch.dtype
     ) -> None:
         self._own, self.dtype = own, dtype
-        self.form, self.transposed = form, transposed
+        self.form, self.transposed, self.many_rows = form, transposed, form.many_rows
         self.name = name + BLOCKS
         """Name of the parameter that holds the blocks."""
         self._place, self._matrices = (0, 0, 0), list[ggml.Matrices]()
@@ -293,7 +293,7 @@ class PackedMatrix:
 
     def product(self, rows_PI: Tensor) -> Tensor:
         """Multiply rows [P, I] by the first matrix; return new [P, N] in the rows' dtype."""
-        if len(rows_PI) < self.form.many_rows:
+        if len(rows_PI) < self.many_rows:
             made = self.by_ggml(rows_PI.unsqueeze(1), None).squeeze(1)
         else:
             made = self.form.multiply(rows_PI, self.blocks[0])
@@ -302,7 +302,7 @@ class PackedMatrix:
     def products(self, rows_PI: Tensor, groups: Groups) -> Tensor:
         """Multiply each group's rows by its expert's matrix; return float32 [P, N], which the next product may
         overwrite."""
-        most = self.form.many_rows if rows_PI.device.type == "cpu" else 1
+        most = self.many_rows if rows_PI.device.type == "cpu" else 1
         ids_P = _repeated([expert for expert, _ in groups], groups)
         if all(count < most for _, count in groups):
             return self.by_ggml(rows_PI.unsqueeze(1), ids_P.unsqueeze(1)).squeeze(1)
@@ -426,7 +426,7 @@ def run_experts(
 
     up, down = packed
     apart = up is None or grouped or hidden_TD.device.type != "cpu"
-    if not apart and 0 < len(hidden_TD) < min(up.form.many_rows, down.form.many_rows):
+    if not apart and 0 < len(hidden_TD) < min(up.many_rows, down.many_rows):
         ids_P = ids_TK.reshape(-1)
         inner_PN = biased(names[0], up.by_ggml(hidden_TD.unsqueeze(1), ids_TK).flatten(0, 1), ids_P)
         inner_TKI = activated(experts, inner_PN).view(*ids_TK.shape, -1)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from expertcast.data import ggml
 from expertcast.data.packed_experts import MANY_ROWS, BlockForm, Piece
-from expertcast.data.packed_linear import PackedEmbedding, PackedLinear
+from expertcast.data.packed_linear import PackedEmbedding, PackedLinear, pack_linears
 from expertcast.data.tracing import traced
+from tests.families.models import tiny_model
 
 
 def _layer(kind: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PackedLinear, Tensor]:
@@ -68,3 +71,41 @@ def test_in_a_traced_program(kind: str) -> None:
     assert program is not None
     hidden = torch.randn(1, 1, 64).bfloat16()
     assert torch.equal(program(hidden)[0], layer(hidden))
+
+
+class _Heads(TorchFunctionMode):
+    """Heads of queries and keys in each call of torch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            self.seen.append((args[0].shape[1], args[1].shape[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_of_one_token_groups_its_heads() -> None:
+    """Queries of one head of keys are rows of one product; several tokens and plain models run as they did."""
+    model = tiny_model("qwen3_moe").bfloat16()
+    ids, (name, layer) = (
+        torch.tensor([[1, 2, 3, 4]]),
+        next(each for each in model.named_modules() if each[0].endswith("o_proj")),
+    )
+    assert isinstance(layer, nn.Linear)
+    attention, form = model.get_submodule(name.rpartition(".")[0]), BlockForm((Piece("Q4_0", 32),), 32)
+
+    def run() -> tuple[list[tuple[int, int]], Tensor]:
+        with torch.no_grad(), _Heads() as heads:
+            past = model(ids[:, :3], use_cache=True).past_key_values
+            return heads.seen, model(ids[:, 3:], past_key_values=past).logits
+
+    plain, expected = run()
+    assert all(queries > keys for queries, keys in plain)
+    attention.o_proj = PackedLinear(form, None, torch.bfloat16)
+    pack_linears(model, {}, {})
+    attention.o_proj = layer
+    grouped, found = run()
+    assert sum(queries == keys for queries, keys in grouped) == 1
+    assert torch.allclose(found, expected, atol=0.02)

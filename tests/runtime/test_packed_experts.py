@@ -18,7 +18,7 @@ from expertcast.data import ggml
 from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import Piece, expanded_experts, make_packed, packed_matrices
-from expertcast.data.packed_linear import PackedEmbedding, PackedLinear, PackedModule, other_bytes
+from expertcast.data.packed_linear import PackedEmbedding, PackedLinear, PackedModule, other_bytes, pack_linears
 from expertcast.data.source import ModelSource
 from expertcast.data.weights.files import ComputedTensor, SafetensorsFiles
 from expertcast.data.weights.gguf import GgufFile
@@ -161,6 +161,7 @@ def _resident(path: str, offloaded: OffloadedModel, dtype: str) -> tuple[PreTrai
             own = PackedLinear(module.form, replaced.bias, packed.dtype)
         own.load_state_dict(module.state_dict())
         packed.set_submodule(name, own)
+    pack_linears(packed, {}, {})  # attention as in a packed model
     for layer in find_moe_layers(packed):
         forms = {name: each.form for name, each in packed_matrices(offloaded.view[layer.index].experts).items()}
         make_packed(layer.experts, layer.num_experts, forms)
