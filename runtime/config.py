@@ -531,14 +531,14 @@ def slots_for(
     least = top_k + 2 * overfetched(config.overfetch, top_k, store.experts)
     if slots is None and budget is not None:
         block_bytes, parts = store.layout.block_bytes, memory_beside(config, store, beside)
-        slots = (budget - sum(parts.values())) // block_bytes
+        slots = store.slots_in(budget - sum(parts.values()))
         if slots < top_k:
             given = (
                 f"{budget} bytes of free memory hold" if config.memory is None else f"memory={config.memory!r} holds"
             )
             words = f" beside {listed(parts)}" if parts else ""
             raise ExpertcastError(
-                f"{given} {max(0, slots)} experts of {block_bytes} bytes{words}; one token "
+                f"{given} {slots} experts of {block_bytes} bytes{words}; one token "
                 f"needs {top_k}: give {sum(parts.values()) + top_k * block_bytes} bytes or more"
             )
         if config.memory is None and not config.cache:

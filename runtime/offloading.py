@@ -128,16 +128,17 @@ class OffloadedModel:
         undo.enter_context(in_use(link, store, self.predictor))
         undo.callback(self._put_back)
         store.pack(self.view)
-        policies = self.policies.make(
-            CacheShape(layers=store.layers, experts=store.experts, top_k=store.top_k, slots=slots)
+        shape = CacheShape(
+            layers=store.layers, experts=store.experts, top_k=store.top_k, slots=slots, regions=store.regions(slots)
         )
+        policies = self.policies.make(shape)
         if policies.miss.precisions:
             store.add_copies(policies.miss.precisions)
-        self.pool = SlotPool(store.layout, slots, store.device)
+        self.pool = SlotPool(store.layout, slots, store.device, shape.regions)
         undo.callback(self.pool.free)
         link.attach(store, self.pool)
         if link.pools is not None:
-            policies.eviction = Eviction.from_policy(PoolEviction(link.pools), store.layers)
+            policies.eviction = Eviction.from_policy(PoolEviction(link.pools), shape)
         undo.callback(link.close)
         dropped = weakref.finalize(
             self.model, _close_dropped, link

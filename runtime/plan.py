@@ -78,7 +78,7 @@ def fits_memory(config: OffloadConfig, store: ExpertStore, beside: Mapping[str, 
         if config.memory is not None:
             free = size_bytes(config.memory)
         slots = slots_for(replace(config, memory=None), store, room=sys.maxsize)
-        needed = sum(parts_beside(config, store, beside).values()) + slots * store.layout.block_bytes
+        needed = sum(parts_beside(config, store, beside).values()) + store.slots_nbytes(slots)
     return free is None or needed <= free
 
 
@@ -112,18 +112,19 @@ class Plan:
         Raises:
             ExpertcastError: too little memory, or too few slots for one token; names the smallest number that would do.
         """
-        device, block = store.device, store.layout.block_bytes
+        device, least = store.device, store.slots_nbytes(store.top_k)
         parts, free = parts_beside(config, store, beside), free_memory(device)
         slots = slots_for(config, store, parts, free)
         if free is not None and config.memory is not None:
             free = min(free + parts["this process"], size_bytes(config.memory))
         held = sum(parts.values())
-        needed = held + max(slots * block, loading)
+        in_slots = store.slots_nbytes(slots)
+        needed = held + max(in_slots, loading)
         if free is not None and needed > free:
-            least, most = held + max(store.top_k * block, loading), (free - held) // block
+            least, most = held + max(least, loading), store.slots_in(free - held)
             fewer = f"give slots={most} or fewer" if most >= store.top_k and least <= free else ""
             raise ExpertcastError(
-                f"{name!r} needs {needed} bytes of {device.type} memory ({listed(parts)}, {slots * block} for "
+                f"{name!r} needs {needed} bytes of {device.type} memory ({listed(parts)}, {in_slots} for "
                 f"{slots} slots) and {free} are available: {fewer or f'it takes {least} or more'}"
             )
         host = free_memory(torch.device("cpu"))
@@ -132,10 +133,11 @@ class Plan:
         return cls(name=name, form=form, slots=slots, store=store, beside=parts)
 
     def __str__(self) -> str:
-        store, block = self.store, self.store.layout.block_bytes
+        store = self.store
         everything, per_token = store.layers * store.experts, store.layers * store.top_k
+        block = store.slots_nbytes(everything) // everything
         place = {"memory": "host memory", "checkpoint": "the checkpoint's own files"}.get(store.name, "a file on disk")
-        missing = 1 - self.slots / everything
+        missing, in_slots = 1 - self.slots / everything, format_bytes(store.slots_nbytes(self.slots))
         reads = f"all are in {place}, and each is read once"
         if missing:
             reads = (
@@ -144,5 +146,5 @@ class Plan:
             )
         return (
             f"{self.name}: experts {self.form}, {format_bytes(block)} each; {format_bytes(sum(self.beside.values()))} "
-            f"beside them; {self.slots} of {everything} in slots ({format_bytes(self.slots * block)}), {reads}"
+            f"beside them; {self.slots} of {everything} in slots ({in_slots}), {reads}"
         )

@@ -63,12 +63,12 @@ class Window:
                 keys.clear()
             self.keys.clear()
 
-    def victim(self, layer: int, held: Container[int], protected: Container[int]) -> int | None:
-        """Return a held, unprotected expert of the last possible layer after `layer`; None: there is none."""
+    def victim(self, layers: Iterable[int], held: Container[int], protected: Container[int]) -> int | None:
+        """Return a held, unprotected expert of the first possible of these layers; None: there is none."""
         if not self.keys:
             return None
-        for keys in reversed(self._by_layer[layer + 1 :]):
-            for key in keys:
+        for layer in layers:
+            for key in self._by_layer[layer]:
                 if key in held and key not in protected:
                     return key
         return None
@@ -94,7 +94,7 @@ class ExpertCache:
     Args:
         pool: the slots.
         link: copies experts into slots.
-        eviction: policy of each layer, informed of all experts that get or free slots, and slots per layer.
+        eviction: policy of each layer, informed of all experts that get or free slots, and slots of its group.
         stats: counters.
         experts: E.
         keep: False frees an expert's slot as soon as its layer has run, so that each step loads all its experts.
@@ -107,10 +107,11 @@ class ExpertCache:
         self._slots = pool.slots
         """Slot of each expert that has one, experts in flight included."""
         self._policies = eviction.by_layer
-        self._shares = eviction.shares
-        """Slots of each layer; None: all layers share all slots."""
-        self._held_per_layer = [0] * len(eviction.by_layer)
-        """Number of slots in use by layer; counted only if layers have shares."""
+        self._group_of, self._shares = eviction.group_of, eviction.shares
+        self._held = [0] * len(eviction.shares)
+        """Number of slots in use by each group."""
+        self._region_of = list(map(pool.region_of, range(len(self._policies))))
+        """Region of the pool for each layer."""
         self._block_bytes = pool.layout.block_bytes
         self.copies: dict[int, Transfer] = {}
         """Copies that have not been found to have arrived, by key."""
@@ -201,18 +202,19 @@ class ExpertCache:
 
     def limit(self, layer: int) -> int:
         """Return the largest number of a layer's experts that can have slots at once."""
-        return self.pool.count if self._shares is None else self._shares[layer]
+        return self._shares[self._group_of[layer]]
 
     def free(self, layer: int) -> int:
         """Return the number of free slots that the layer's experts may take."""
-        return len(self.pool.free_slots) if self._shares is None else self._shares[layer] - self._held_per_layer[layer]
+        group = self._group_of[layer]
+        return self._shares[group] - self._held[group]
 
     def reset(self) -> None:
         """Free all slots, after an interrupted call may have left the cache inconsistent with the copies."""
         self.link.restart()
         self.pool.clear()
         self.eviction.clear()
-        self._held_per_layer = [0] * len(self._held_per_layer)
+        self._held = [0] * len(self._held)
         for held in (
             self.copies, self._packed, self.running, self._forecast_keys, self._forecasts, self._unused,
             self._streamed, self._first_used, self._evicted,
@@ -424,8 +426,9 @@ class ExpertCache:
         if victim is None:
             victim = self._window_victim(layer)
         if victim is None:
+            group = self._group_of[layer]
             for key in reversed(list(self.copies)):
-                own = self._shares is None or key // self.experts == layer
+                own = self._group_of[key // self.experts] == group
                 if own and key not in self.running and self._cancel(key):
                     return
             victim = self._victim(layer, self._demand_protected)
@@ -441,10 +444,10 @@ class ExpertCache:
             self._evict(victim)
 
     def _window_victim(self, layer: int) -> int | None:
-        """Return the window's expert to evict; None if there is none, or if each layer has its own share of slots."""
-        if self._shares is not None:
-            return None
-        return self.window.victim(layer, self._slots, self._demand_protected)
+        """Return the window's expert to evict, of the last layer of the group; None if there is none."""
+        groups = self._group_of
+        later = (each for each in range(len(groups) - 1, layer, -1) if groups[each] == groups[layer])
+        return self.window.victim(later, self._slots, self._demand_protected)
 
     def _evict(self, key: int) -> None:
         """Free an expert's slot for another expert, and count the eviction."""
@@ -474,10 +477,9 @@ class ExpertCache:
 
     def _load(self, key: int, urgent: bool, precision: str = FULL, *, streamed: bool = False) -> None:
         """Submit a copy into a free slot; `urgent`: for the running layer, otherwise a prefetch, or `streamed`."""
-        slot = self.pool.take(key)
         layer = key // self.experts
-        if self._shares is not None:
-            self._held_per_layer[layer] += 1
+        slot = self.pool.take(key, self._region_of[layer])
+        self._held[self._group_of[layer]] += 1
         full = precision == FULL
         self._policies[layer].insert(key, full)
         try:
@@ -541,8 +543,7 @@ class ExpertCache:
         """Free an expert's slot. Its copy must not be in flight."""
         layer = key // self.experts
         self._policies[layer].remove(key)
-        if self._shares is not None:
-            self._held_per_layer[layer] -= 1
+        self._held[self._group_of[layer]] -= 1
         self.pool.release(key)
         self._packed.pop(key, None)
         self._unused.discard(key)

@@ -9,6 +9,7 @@ from typing import ClassVar, Generic, TypeVar
 from expertcast.predictors.base import Registry
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import options_text, parse_options, validate
+from expertcast.runtime.storage.layout import Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class CacheShape:
     """Slots that the policy manages: all slots, or the share of one layer."""
     sharing: int | None = None
     """Number of layers that use these slots; None: all layers."""
+    regions: tuple[Region, ...] = ()
+    """Parts of the slots that some of the layers share; empty: all layers share all."""
 
 
 @dataclass(frozen=True, kw_only=True)

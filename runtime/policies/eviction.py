@@ -1020,7 +1020,7 @@ SCOPES = ("global", "layer")
 
 
 class Eviction:
-    """Eviction by one policy for all slots (scope `global`) or one policy per layer (scope `layer`).
+    """Eviction by one policy per region of slots (scope `global`) or one policy per layer (scope `layer`).
 
     Args:
         choice: the policy.
@@ -1032,24 +1032,35 @@ class Eviction:
     """
 
     def __init__(self, choice: Choice[EvictionPolicy], shape: CacheShape, scope: str = "global") -> None:
-        self.shares = None if scope == "global" else layer_shares(shape)
-        """Number of slots of each layer; None: the layers share all slots."""
-        if self.shares is None:
-            self._set([choice.make(shape)] * shape.layers)
-        else:
-            self._set([choice.make(replace(shape, slots=share, sharing=1)) for share in self.shares])
+        groups = [region[:2] for region in shape.regions] or [(tuple(range(shape.layers)), shape.slots)]
+        if scope == "layer":
+            layer_shares(shape)  # raises
+            shares = {
+                layer: share
+                for layers, count in groups
+                for layer, share in zip(
+                    layers, layer_shares(replace(shape, layers=len(layers), slots=count)), strict=True
+                )
+            }
+            groups = [((layer,), shares[layer]) for layer in range(shape.layers)]
+        policies = [choice.make(replace(shape, slots=count, sharing=len(layers))) for layers, count in groups]
+        self._set(policies, groups)
 
     @classmethod
-    def from_policy(cls, policy: EvictionPolicy, layers: int) -> Self:
+    def from_policy(cls, policy: EvictionPolicy, shape: CacheShape) -> Self:
         """Return the eviction of all slots by an existing policy."""
         eviction = cls.__new__(cls)
-        eviction.shares = None
-        eviction._set([policy] * layers)
+        eviction._set([policy], [(tuple(range(shape.layers)), shape.slots)])
         return eviction
 
-    def _set(self, by_layer: list[EvictionPolicy]) -> None:
-        first = by_layer[0]
-        self.by_layer, self.policies = by_layer, [first] if self.shares is None else by_layer
+    def _set(self, policies: list[EvictionPolicy], groups: Sequence[tuple[tuple[int, ...], int]]) -> None:
+        of_layer = {layer: number for number, (layers, _) in enumerate(groups) for layer in layers}
+        self.group_of = [of_layer[layer] for layer in range(len(of_layer))]
+        """Number of each layer's group: layers that share slots and a policy."""
+        self.shares = [count for _, count in groups]
+        """Number of slots of each group."""
+        self.policies, first = policies, policies[0]
+        self.by_layer = [policies[number] for number in self.group_of]
         self.reads_scores, self.reads_routing = first.reads_scores, first.reads_routing
         self.reads_forecasts = first.reads_forecasts
 

@@ -152,7 +152,7 @@ class ByteCache:
     def run(self, event: Event, counts: ReplayCounts) -> None:
         """Run one event and add it to the counts."""
         eviction, held, sizes, keys = self.eviction, self._held, self._bytes, event.keys
-        budget = 0 if eviction.shares is None else event.layer
+        budget = eviction.group_of[event.layer]
         policy = eviction.by_layer[event.layer]
         if event.fresh and eviction.reads_routing:
             policy.see_routing(event.layer, event.rows[-PROMPT_ROWS:])

@@ -38,7 +38,7 @@ def set_future(trace: Trace, eviction: Eviction) -> None:
     events = [keys for forward in trace.forwards for keys in forward.keys]
     for index, policy in enumerate(eviction.policies):
         if isinstance(policy, Belady):
-            policy.set_future(events if eviction.shares is None else events[index :: trace.shape.layers])
+            policy.set_future(events[index :: len(eviction.policies)])
 
 
 def simulate_bypass(trace: Trace, slots: int, machine: Machine, scope: str = "global") -> Simulation:
@@ -106,15 +106,14 @@ class VirtualRuntime:
     def __init__(self, trace: Trace, case: Case) -> None:
         shape, machine, self.trace = trace.shape, case.machine, trace
         slots = min(case.slots, shape.layers * shape.experts)
-        self.policies = policies = case.policies.make(
-            CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
-        )
+        cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
+        self.policies = policies = case.policies.make(cache)
         self.link = machine.link()
         pool = SlotPool(_layout(machine.block_bytes[FULL]), slots, torch.device("meta"))  # allocates no memory
         if isinstance(self.link, VirtualDisk):
             self.link.use_pools(pool, shape, passing=1 if case.predictor is None else 2)
         if self.link.pools is not None:
-            policies.eviction = Eviction.from_policy(PoolEviction(self.link.pools), shape.layers)
+            policies.eviction = Eviction.from_policy(PoolEviction(self.link.pools), cache)
         self.residency = ExpertCache(
             pool, self.link, policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=case.cache
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -118,12 +119,17 @@ class BlockLayout:
         last = self.by_layer[layer][-1]
         return min(sectors(last.offset + last.nbytes), self.block_bytes)
 
-    def views(self, blocks: Tensor, layer: int = 0) -> dict[str, Tensor]:
+    def views(self, blocks: Tensor, layer: int = 0, block_bytes: int | None = None) -> dict[str, Tensor]:
         """Return a layer's parameters as strided views [S, ...] of S blocks: contiguous uint8 [S * block_bytes].
 
         One block alone may be cut off behind the bytes that its layer uses.
+
+        Args:
+            blocks: the memory.
+            layer: the layer.
+            block_bytes: bytes from one block to the next; None: those of the layout.
         """
-        rows = blocks.view(-1, min(self.block_bytes, len(blocks)))
+        rows = blocks.view(-1, min(block_bytes or self.block_bytes, len(blocks)))
         return {
             field.name: rows[:, field.offset : field.offset + field.nbytes].view(field.dtype).view(-1, *field.shape)
             for field in self.fields_of(layer)
@@ -147,6 +153,16 @@ class ExpertsForm:
             ExpertcastError: see :meth:`BlockLayout.of`.
         """
         return cls(shape=view.shape, layout=BlockLayout.of(view), model_id=view.model_id)
+
+
+class Region(NamedTuple):
+    """Slots of one size, which some layers share."""
+
+    layers: tuple[int, ...]
+    slots: int
+    """Number of slots."""
+    block_bytes: int
+    """Bytes of a slot."""
 
 
 def sectors(nbytes: int) -> int:

@@ -1,19 +1,20 @@
-"""Device memory for a few experts: S slots of one block each, shared by all layers.
+"""Device memory for a few experts: S slots of one block each, shared by all layers whose blocks have one size.
 
 S slots, E routed experts per layer. An expert's key is layer * E + expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from expertcast.data.machine import with_index
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.layout import BlockLayout, Region
 from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.packed import PackedExperts
 
@@ -35,18 +36,29 @@ _FREE, _LOADING, _READY, _IN_USE = SlotState
 
 
 class SlotPool:
-    """Device buffer divided into slots; each slot can hold any expert of any layer.
+    """Device buffer divided into slots; each slot can hold any expert of the layers of its region.
 
     The pool records the slot of each key and the state of each slot.
     :class:`expertcast.runtime.engine.cache.ExpertCache` decides which experts enter and leave.
+
+    Args:
+        layout: layout of an expert.
+        count: number of slots, S.
+        device: where they are.
+        regions: of the slots, those of larger blocks first; empty: one region for all layers.
     """
 
-    def __init__(self, layout: BlockLayout, count: int, device: torch.device) -> None:
+    def __init__(self, layout: BlockLayout, count: int, device: torch.device, regions: Sequence[Region] = ()) -> None:
         self.layout = layout
         self.count = count
         self.device = with_index(device)
-        self._buffer = _allocate(layout, count, self.device)
-        self.views = layout.views(self._buffer)
+        self._regions = regions or [Region((), count, layout.block_bytes)]
+        self._region_of = [number for number, region in enumerate(self._regions) for _ in range(region.slots)]
+        """Region of each slot."""
+        self._starts = list(accumulate((self._regions[number].block_bytes for number in self._region_of), initial=0))
+        """First byte of each slot, and the end of the last one."""
+        self._buffer = _allocate(self._starts[-1], count, self.device)
+        self.views = self.views_of(0)
         """Each parameter of the first layer as [S, ...], the shape that transformers' kernels take."""
         self.slots: dict[int, int] = {}
         """Slot of each key that has one; only `take`, `release` and `clear` change it."""
@@ -57,7 +69,12 @@ class SlotPool:
         self.slots.clear()
         self._key_of: list[int | None] = [None] * self.count
         self._state = [_FREE] * self.count
-        self.free_slots = list(range(self.count - 1, -1, -1))
+        self.free_slots = list[list[int]]()
+        """Free slots of each region."""
+        first = 0
+        for region in self._regions:
+            self.free_slots.append(list(range(first + region.slots - 1, first - 1, -1)))
+            first += region.slots
 
     @property
     def nbytes(self) -> int:
@@ -69,14 +86,24 @@ class SlotPool:
         self.views.clear()
         self._buffer = self._buffer.new_empty(0)
 
+    def region_of(self, layer: int) -> int:
+        """Return the number of a layer's region."""
+        return next((number for number, region in enumerate(self._regions) if layer in region.layers), 0)
+
     def views_of(self, layer: int) -> dict[str, Tensor]:
-        """Return each parameter of a layer, [S, ...]."""
-        return self.layout.views(self._buffer, layer) if self.layout.by_layer else self.views
+        """Return each parameter of a layer by slot, [S, ...], up to the last slot of its region.
+
+        Views of other regions' slots are meaningless. They lie in the buffer, since slots before are no smaller.
+        """
+        number = self.region_of(layer)
+        first, size = self._region_of.index(number), self._regions[number].block_bytes
+        last = first + self._regions[number].slots
+        start = self._starts[first] - first * size
+        return self.layout.views(self._buffer[start : start + last * size], layer, size)
 
     def block(self, slot: int) -> Tensor:
-        """Return the memory of one slot, uint8 [block_bytes]."""
-        size = self.layout.block_bytes
-        return self._buffer[slot * size : (slot + 1) * size]
+        """Return the memory of one slot, uint8 [bytes of its region's blocks]."""
+        return self._buffer[self._starts[slot] : self._starts[slot + 1]]
 
     def expand(self, slot: int, packed: PackedExperts) -> None:
         """Expand the packed copy in a slot's first bytes to the full block, on the current stream."""
@@ -94,10 +121,10 @@ class SlotPool:
         """Return the keys that have a slot, those still loading included."""
         return list(self.slots)
 
-    def take(self, key: int) -> int:
-        """Assign a free slot to `key`, in state loading, and return it. A slot must be free."""
+    def take(self, key: int, region: int = 0) -> int:
+        """Assign a region's free slot to `key`, in state loading, and return it. A slot must be free."""
         assert key not in self.slots, f"expert {key} has a slot already"
-        slot = self.free_slots.pop()
+        slot = self.free_slots[region].pop()
         assert self._state[slot] is _FREE
         self.slots[key] = slot
         self._key_of[slot] = key
@@ -120,12 +147,11 @@ class SlotPool:
         assert self._state[slot] is not _IN_USE, f"slot {slot} is in use"
         self._key_of[slot] = None
         self._state[slot] = _FREE
-        self.free_slots.append(slot)
+        self.free_slots[self._region_of[slot]].append(slot)
 
 
-def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
-    """Allocate zeroed memory, uint8 [count * block_bytes], aligned to 4096 bytes."""
-    nbytes = count * layout.block_bytes
+def _allocate(nbytes: int, count: int, device: torch.device) -> Tensor:
+    """Allocate zeroed memory for `count` slots, uint8 [nbytes], aligned to 4096 bytes."""
     try:
         if device.type == "cpu":
             # zeroing commits the pages; leaving that to the disk's threads doubled the time of the first prompt
@@ -133,7 +159,7 @@ def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
         raw = torch.zeros(nbytes + _PAGE, dtype=torch.uint8, device=device)
     except (torch.OutOfMemoryError, ExpertcastError) as error:
         raise ExpertcastError(
-            f"slots={count} need {nbytes / 1e9:.3g} GB, which {device} cannot allocate ({layout.block_bytes} bytes per "
+            f"slots={count} need {nbytes / 1e9:.3g} GB, which {device} cannot allocate ({nbytes // count} bytes per "
             "slot): give fewer slots, or set memory=... to the free memory"
         ) from error
     start = -raw.data_ptr() % _PAGE

@@ -5,6 +5,7 @@ L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from expertcast.data.machine import with_index
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoELayer, MoEView
-from expertcast.runtime.storage.layout import FULL, BlockLayout, ExpertsForm, device_of, expert_parameters
+from expertcast.runtime.storage.layout import FULL, BlockLayout, ExpertsForm, Region, device_of, expert_parameters
 from expertcast.runtime.storage.memory import Driver, HostMemory, PageLock, trim_heap
 from expertcast.runtime.storage.packed import PackedExperts, PackedLayout
 
@@ -101,6 +102,36 @@ class ExpertStore:
     def layer_nbytes(self) -> int:
         """Bytes of one layer's blocks."""
         return self.experts * self.layout.block_bytes
+
+    def regions(self, slots: int) -> tuple[Region, ...]:
+        """Divide slots among layers by the size of their experts, largest first, each layer's share being the same.
+
+        Layers whose region would have fewer slots than four tokens need share the next larger ones.
+        """
+        sizes, least = list(map(self.layout.nbytes_of, range(self.layers))), 4 * self.top_k * self.layers
+        groups = list[list[int]]()
+        for layer in sorted(range(self.layers), key=lambda layer: -sizes[layer]):
+            if groups and (sizes[groups[-1][0]] == sizes[layer] or slots * len(groups[-1]) < least):
+                groups[-1].append(layer)
+            else:
+                groups.append([layer])
+        if len(groups) > 1 and slots * len(groups[-1]) < least:
+            groups[-2] += groups.pop()
+        ends = [slots * end // self.layers for end in itertools.accumulate(map(len, groups), initial=0)]
+        return tuple(
+            Region(tuple(layers), end - start, sizes[layers[0]])
+            for layers, (start, end) in zip(groups, itertools.pairwise(ends), strict=True)
+        )
+
+    def slots_nbytes(self, slots: int) -> int:
+        """Return the bytes of some slots."""
+        return sum(region.slots * region.block_bytes for region in self.regions(slots))
+
+    def slots_in(self, nbytes: int) -> int:
+        """Return the largest number of slots in some bytes, at most one per expert."""
+        smallest = min(map(self.layout.nbytes_of, range(self.layers)))
+        most = min(nbytes // smallest, self.layers * self.experts)
+        return next((slots for slots in range(most, 0, -1) if self.slots_nbytes(slots) <= nbytes), 0)
 
     @property
     def pinned_layers(self) -> list[bool]:

@@ -25,6 +25,7 @@ from expertcast.data.weights.gguf import GgufFile
 from expertcast.data.weights.packed import join_packed
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadedModel, load_offloaded, loading
+from expertcast.runtime.policies import Policies
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.gguf_files import tensors_of, tiny, write
@@ -125,7 +126,8 @@ def _packed_once(make: Any, inner: int = 32, **settings: Any) -> Callable[[Path]
     return lambda folder: checkpoint(folder, make, sizes, **settings)[0]
 
 
-_MIXED = {"blk__0__ffn_down_exps__weight": "Q6_K"}
+_WIDE = {"blk.0.ffn_down_exps.weight": "Q6_K"}
+_MIXED = {name.replace(".", "__"): kind for name, kind in _WIDE.items()}
 FORMS: dict[str, tuple[Callable[[Path], str], list[tuple[str, str]]]] = {
     "Q4_0": (_gguf("Q4_0"), [("Q4_0", "Q4_0")] * 2),
     "Q8_0": (_gguf("Q8_0"), [("Q8_0", "Q8_0")] * 2),
@@ -208,6 +210,29 @@ def test_only_the_bytes_of_a_layers_own_form_move(store: str, tmp_path: Path) ->
         assert offloaded.link.bytes_moved == sum(copied)
         for own in offloaded.experts.weights(offloaded.view[0], "down_proj"):
             assert own.keys() == {"down_proj"}, "default vectors expand no other matrix"
+
+
+@pytest.mark.parametrize("options", [{}, {"scope": "layer"}, {"store": "disk", "cache": False}])
+def test_slots_are_as_large_as_their_layers_experts(options: dict[str, Any], tmp_path: Path) -> None:
+    """More of them in the same memory, with the bits of the resident model; those that fit one another are shared."""
+    path, sizes = tmp_path / "model.gguf", {"hidden_size": 256, "moe_intermediate_size": 256}
+    write(path, tiny("qwen3_moe", num_hidden_layers=3, num_experts=16, **sizes), "Q4_K", others=_WIDE)
+    settings: dict[str, Any] = {"device": "cpu", "experts": "packed", "dtype": "bf16", **options}
+    policies = Policies(eviction="lru", scope=settings.pop("scope", "global"))
+    with load_offloaded(str(path), slots=24, policies=policies, **settings) as offloaded:
+        store, pool = offloaded.store, offloaded.pool
+        wide, narrow = (store.layout.nbytes_of(layer) for layer in (0, 1))
+        assert pool.nbytes == 8 * wide + 16 * narrow == store.slots_nbytes(24)
+        assert [len(pool.block(slot)) for slot in range(24)] == [wide] * 8 + [narrow] * 16
+        assert store.slots_in(pool.nbytes) == 24 > pool.nbytes // store.layout.block_bytes
+        assert store.slots_nbytes(8) == 8 * store.layout.block_bytes  # too few to divide
+        assert store.slots_in(store.layout.block_bytes - 1) == store.slots_in(-1) == 0
+        packed, _ = _resident(str(path), offloaded, "bf16")
+        ids = {"input_ids": torch.arange(1, 49).view(1, -1)}
+        assert_same(greedy(offloaded, ids, 4), greedy(packed, ids, 4))
+        assert any(layer.evicted for layer in offloaded.stats.layers) == settings.get("cache", True)
+        starts = [pool.block(slot).data_ptr() - pool.block(0).data_ptr() for slot in (8, 23)]
+        assert starts == [8 * wide, 8 * wide + 15 * narrow]
 
 
 def _near(offloaded: OffloadedModel, plain: PreTrainedModel) -> None:

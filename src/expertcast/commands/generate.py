@@ -209,7 +209,7 @@ def held(offloaded: OffloadedModel) -> Json:
         "weight_bits": weight_bits(offloaded.view),
         "device": str(next(offloaded.view[0].router.parameters()).device),
         "other_bytes": other_bytes(offloaded.model, offloaded.view),
-        "device_bytes": pool.count * store.layout.block_bytes,
+        "device_bytes": pool.nbytes,
         "draft_bytes": drafts,
         "store": store.name,
         "store_bytes": getattr(store, "stored_nbytes", store.nbytes),

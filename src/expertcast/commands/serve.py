@@ -72,7 +72,7 @@ def run(options: Options) -> Outcome:
             api_key=options.api_key,
         )  # fmt: skip
         pool, store = offloaded.pool, offloaded.store
-        in_slots = format_bytes(pool.count * store.layout.block_bytes)
+        in_slots = format_bytes(pool.nbytes)
         say(f"{pool.count} of {store.layers * store.experts} experts in slots, {in_slots}")
         for line in offload_lines(offloaded, config):
             say(line)

@@ -154,7 +154,7 @@ def test_without_cache_slots_are_given_back() -> None:
     assert residency.pool.resident() == [], "8 was never used, 9 and 10 were"
     _run(residency, 1, [1, 2])
     assert residency.stats.layers[1].misses == 2
-    assert len(residency.pool.free_slots) == 6
+    assert len(residency.pool.free_slots[0]) == 6
 
 
 def test_a_failed_copy_gives_its_slot_back() -> None:
@@ -168,7 +168,7 @@ def test_a_failed_copy_gives_its_slot_back() -> None:
     link.queue[0].error = OSError("lost again")
     with pytest.raises(OSError, match="lost again"):
         residency.wait([8])
-    assert len(residency.pool.free_slots) == 4
+    assert len(residency.pool.free_slots[0]) == 4
     _run(residency, 1, [0])
 
 
@@ -371,7 +371,7 @@ def test_slots_are_freed_up_in_the_policys_order() -> None:
     residency.free_up(1, 1, {0})
     assert _held(residency) == [0, 1, 3, 8, 16]
     residency.free_up(1, 1, {0})
-    assert len(residency.pool.free_slots) == 1
+    assert len(residency.pool.free_slots[0]) == 1
     residency.free_up(1, 4, {0})
     assert _held(residency) == [0, 1, 8, 16]
     assert residency.stats.layers[0].evicted == 2
@@ -416,7 +416,7 @@ def test_only_full_precision_is_kept() -> None:
         residency.keep_full_only()
         assert _held(residency) == [1]
         assert residency.idle
-        assert len(residency.pool.free_slots) == 5
+        assert len(residency.pool.free_slots[0]) == 5
         blocks = link.block_bytes("full") + 3 * link.block_bytes("int4")
         assert residency.stats.total.bytes_moved == blocks, "the queued one was taken back"
         assert residency.held(0) == {1: "full"}
@@ -604,7 +604,7 @@ def test_a_refused_copy_takes_no_slot() -> None:
         residency.request([0], {0: "int2"})
     residency.abandon()
     assert residency.pool.resident() == link.queue == []
-    assert len(residency.pool.free_slots) == 2
+    assert len(residency.pool.free_slots[0]) == 2
     assert residency.stats.total.bytes_moved == 0
     _run(residency, 0, [0, 1])
 

@@ -245,7 +245,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             key = self.pool.key_of(slot)
             assert (key is None) == (self.pool.state(slot) is SlotState.FREE)
             assert key is None or slots[key] == slot
-        assert len(self.pool.free_slots) == self.slots - len(slots)
+        assert len(self.pool.free_slots[0]) == self.slots - len(slots)
 
     @invariant()
     @precondition(lambda self: hasattr(self, "pool"))

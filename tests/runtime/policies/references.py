@@ -265,7 +265,7 @@ def tell(residency: ExpertCache, forwards: Sequence[Sequence[Visit]]) -> None:
     events = [visit.needs for forward in forwards for visit in forward]
     for layer, policy in enumerate(eviction.policies):
         if isinstance(policy, Belady):
-            policy.set_future(events if eviction.shares is None else events[layer :: len(forwards[0])])
+            policy.set_future(events[layer :: len(eviction.policies)])
 
 
 def step(residency: ExpertCache, layer: int, visit: Visit, low: Sequence[int] = ()) -> None:
