@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data.early import refusal_lines, static_refusals
@@ -19,7 +16,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.source import BITSANDBYTES, FP8, ModelSource, Quantised, forget_quantisation
 from expertcast.data.weights.files import WeightFiles
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.view import MoELayer, MoEView, OwnTensor
+from expertcast.predictors.view import MoELayer, MoEView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +39,8 @@ class ModelReport:
     hidden: int = 0
     """D, the hidden size."""
     shared_experts: bool = False
-    routing_rule: str = ""
+    router: str = ""
+    """Class of the routers."""
     default_vectors: str = ""
     """Form of the default vectors."""
     router_reads: str = ""
@@ -152,7 +150,7 @@ def _describe(model: PreTrainedModel, model_id: str, form: Quantised | None, vie
         top_k=first.top_k,
         hidden=first.hidden_size,
         shared_experts=first.has_shared,
-        routing_rule=routing_rule(first),
+        router=type(first.router).__name__,
         default_vectors=_each(view, _default_vectors),
         router_reads=_each(view, _router_reads),
         shipped="" if form is None else form.kind,
@@ -195,48 +193,3 @@ def _default_vectors(layer: MoELayer) -> str:
 def _router_reads(layer: MoELayer) -> str:
     words = "the output of a norm" if layer.norm_name else "the residual"
     return words + "".join(f", and {name}" for name, value in layer.router_arguments if value is not None)
-
-
-def routing_rule(layer: MoELayer) -> str:
-    """Describe the layer's routing rule, identified by comparison with known rules on random logits."""
-    layer = _with_real_router(layer)
-    logits_TE = torch.randn(64, layer.num_experts, generator=torch.Generator().manual_seed(0))
-    ids_TK, weights_TK = layer.route(logits_TE)
-    weights_TK = weights_TK.float()
-    found = "custom rule"
-    for name, scores_TE in (("softmax", logits_TE.softmax(-1)), ("sigmoid", logits_TE.sigmoid())):
-        found = _match(name, scores_TE.gather(1, ids_TK), weights_TK, logits_TE.gather(1, ids_TK)) or found
-    if any("correction_bias" in name for name, _ in layer.router.named_buffers()):
-        found += ", choice by score plus correction bias"
-    groups = int(getattr(layer.router, "num_group", 1) or 1)
-    if groups > 1:
-        found += f", top groups of {groups} first"
-    return f"{found} ({type(layer.router).__name__})"
-
-
-def _match(name: str, chosen_TK: Tensor, weights_TK: Tensor, logits_TK: Tensor) -> str:
-    scale = float((weights_TK / chosen_TK).median())
-    if torch.allclose(weights_TK, chosen_TK * scale, rtol=2e-2):
-        return f"{name} over all experts, top-k" + ("" if abs(scale - 1) < 1e-2 else f", scaled by {scale:.3g}")
-    shares_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
-    total = float(weights_TK.sum(-1).median())
-    if torch.allclose(weights_TK, shares_TK * total, rtol=2e-2):
-        after = name == "softmax" and torch.allclose(shares_TK, logits_TK.softmax(-1), rtol=1e-3)
-        rule = "softmax, top-k, renormalised to 1" if after else f"{name}, top-k, renormalised to 1"
-        return rule + ("" if abs(total - 1) < 1e-2 else f", scaled by {total:.3g}")
-    return ""
-
-
-def _with_real_router(layer: MoELayer) -> MoELayer:
-    """Return the layer with a router of zeros (scales: ones) on the CPU in fp32, because the rule only needs logits."""
-    router = deepcopy(layer.router).to_empty(device="cpu")
-    for name, tensor in (*router.named_parameters(), *router.named_buffers()):
-        tensor.data.fill_(1.0 if "scale" in name else 0.0)
-    arguments: list[tuple[str, OwnTensor | float | None]] = []
-    for name, value in layer.router_arguments:
-        if isinstance(value, OwnTensor):
-            owner = nn.Module()
-            owner.register_buffer(value.name, torch.zeros(value.tensor.shape))
-            value = OwnTensor(value.path, owner)
-        arguments.append((name, value))
-    return replace(layer, norm=nn.Identity(), router=router.float(), experts=router, router_arguments=tuple(arguments))

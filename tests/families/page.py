@@ -45,11 +45,11 @@ such a file or assumes smaller blocks. GPTQ, AWQ, compressed-tensors and bitsand
 Columns: *reads* is the input of the router. *default vectors* replace experts that have not run (`quasi_hidden`,
 `estimator`). If the output of the experts is not added to the residual stream directly, the default vector is the
 mean step to the next MoE layer, and forecasts are less accurate; the bits of the output are not affected. The last
-two columns describe the tiny configuration; `expertcast inspect` shows the factors of a checkpoint. `python -m
+column describes the tiny configuration; `expertcast inspect` shows the factors of a checkpoint. `python -m
 tests.families.page` writes this page.
 
-| family | class | reads | default vectors | routing |
-|---|---|---|---|---|
+| family | class | reads | default vectors |
+|---|---|---|---|
 {rows}
 
 ## Refused
@@ -84,8 +84,7 @@ def page() -> str:
             reasons.append(f"| `{family}` | {reason}{_other_class(family)} |")
         else:
             rows.append(
-                f"| `{family}` | {said.architecture} | {said.router_reads} | {said.default_vectors} | "
-                f"{said.routing_rule.rpartition(' (')[0]} |"
+                f"| `{family}` | {said.architecture} | {said.router_reads} | {said.default_vectors} |"
             )
     return _TEXT.format(
         version=".".join(transformers.__version__.split(".")[:2]),

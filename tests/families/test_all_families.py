@@ -143,7 +143,7 @@ def test_meta_model_says_the_same(made: Made) -> None:
     assert report.supported, report.reason
     here = describe(made.model, made.family)
     assert (report.layers, report.experts, report.top_k, report.hidden) == (here.layers, 8, here.top_k, 32)
-    assert (report.default_vectors, report.routing_rule) == (here.default_vectors, here.routing_rule)
+    assert (report.default_vectors, report.router) == (here.default_vectors, here.router)
 
 
 def test_traces_route_as_the_model_does(made: Made, traces: TraceDataset) -> None:
