@@ -1,8 +1,8 @@
-"""Advice with its reasons, and advice on forms of a model's experts: their sizes, and the best measured form."""
+"""Advice with its reasons, and the sizes of a model's experts in each form."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Generic, TypeVar
@@ -10,9 +10,8 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from expertcast.data.inspection import OpenModel
-from expertcast.data.models import form_of, load_config
 from expertcast.data.packed_experts import Forms, form_for, make_packed, matrices, weight_bits
-from expertcast.data.source import MXFP4, ModelSource, Quantised
+from expertcast.data.source import MXFP4
 from expertcast.predictors.messages import ExpertcastError, Json, aligned, format_bytes
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED
@@ -85,8 +84,8 @@ def milliseconds(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormOption(Option):
-    """The experts in one form: sizes, and results where they are measured."""
+class FormOption:
+    """Sizes of the experts in one form."""
 
     form: str
     """Value of `experts` in :class:`expertcast.OffloadConfig`."""
@@ -97,8 +96,6 @@ class FormOption(Option):
     all_experts_bytes: int | None = None
     slots: int | None = None
     """Number of experts that fit the given memory."""
-    tpot_s: float | None = None
-    hit_rate: float | None = None
     note: str = ""
     """Effect on the output, or the reason why the model does not have the form."""
 
@@ -117,31 +114,17 @@ class FormOption(Option):
 
     @property
     def cells(self) -> dict[str, str]:
+        """The row in a table, by column."""
         return {
             "experts": self.form,
             "bits/weight": "-" if self.weight_bits is None else f"{self.weight_bits:.3g}",
             "bytes/expert": "-" if self.expert_bytes is None else f"{self.expert_bytes:,}",
             "all experts": "-" if self.all_experts_bytes is None else format_bytes(self.all_experts_bytes),
             "slots": "-" if self.slots is None else f"{self.slots:,}",
-            "ms/token": "-" if self.tpot_s is None else f"{1e3 * self.tpot_s:.2f}",
-            "hit rate": "-" if self.hit_rate is None else f"{self.hit_rate:.3f}",
         }
 
 
 LOSSY = "rounded, which changes the model's output"
-
-
-def compared_forms(source: ModelSource) -> tuple[str, ...]:
-    """Return the forms to compare for a checkpoint: with codes of its own, or otherwise rounded.
-
-    Raises:
-        ExpertcastError: there is no such model, or its quantised format is not supported.
-    """
-    return _compared(form_of(load_config(source), source))
-
-
-def _compared(form: Quantised | None) -> tuple[str, ...]:
-    return (EXPANDED, *EXPERTS_BITS) if form is None else (EXPANDED, PACKED)
 
 
 def form_sizes(opened: OpenModel, memory: int | None) -> list[FormOption]:
@@ -151,7 +134,8 @@ def form_sizes(opened: OpenModel, memory: int | None) -> list[FormOption]:
         opened: the model, which is supported. Its packed form needs the weight files on this machine.
         memory: bytes for slots; None: room for all experts.
     """
-    return [_sizes(opened, form, memory) for form in dict.fromkeys((*_compared(opened.form), *EXPERTS_BITS))]
+    own = () if opened.form is None else (PACKED,)
+    return [_sizes(opened, form, memory) for form in (EXPANDED, *own, *EXPERTS_BITS)]
 
 
 def checkpoint_forms(opened: OpenModel, experts: str) -> Sequence[Forms]:
@@ -200,43 +184,3 @@ def _rounded(layer: MoELayer, bits: int | None) -> Forms:
         return {}
     found = matrices(layer.experts, layer.num_experts)
     return {name: form_for(layer.experts, matrix, bits) for name, matrix in found.items()}
-
-
-def advise_forms(options: Sequence[FormOption]) -> Advice[FormOption]:
-    """Choose the fastest form with the weights of the checkpoint: `packed` if it saves at least `WORTH`.
-
-    Rounded forms are never chosen, since they change the model's output.
-
-    Args:
-        options: measured forms, the simplest first, and refused ones without measurements.
-    """
-    measured = {option.form: option for option in options if option.tpot_s is not None}
-    exact = [option for form, option in measured.items() if form not in EXPERTS_BITS] or list(measured.values())
-    simple, best = exact[0], min(exact, key=_tpot)
-    chosen = best if _tpot(best) < (1 - WORTH) * _tpot(simple) else simple
-    return Advice(
-        headline=f"advice: experts={chosen.form}; expect {milliseconds(_tpot(chosen))} per token",
-        chosen=chosen,
-        options=options,
-        reasons=_reasons(measured, chosen, {option.form: option.note for option in options if option.tpot_s is None}),
-        facts={},
-        left=1,
-    )
-
-
-def _tpot(option: FormOption) -> float:
-    assert option.tpot_s is not None
-    return option.tpot_s
-
-
-def _reasons(measured: Mapping[str, FormOption], chosen: FormOption, refused: Mapping[str, str]) -> list[str]:
-    reasons = [f"{form} cannot be tried: {note}" for form, note in refused.items()]
-    for form, option in measured.items():
-        change = _tpot(option) / _tpot(chosen) - 1
-        words = f"{form} would take {milliseconds(_tpot(option))} per token, {abs(change):.0%} "
-        words += "less" if change < 0 else "more"
-        if form in EXPERTS_BITS:
-            reasons.append(f"{words}, but is {LOSSY} (--experts {form})")
-        elif option is not chosen:
-            reasons.append(f"{words}, with the weights of the same checkpoint")
-    return reasons

@@ -83,9 +83,7 @@ def page() -> str:
             reason = said.reason.partition(" is not supported: ")[2] or said.reason
             reasons.append(f"| `{family}` | {reason}{_other_class(family)} |")
         else:
-            rows.append(
-                f"| `{family}` | {said.architecture} | {said.router_reads} | {said.default_vectors} |"
-            )
+            rows.append(f"| `{family}` | {said.architecture} | {said.router_reads} | {said.default_vectors} |")
     return _TEXT.format(
         version=".".join(transformers.__version__.split(".")[:2]),
         all=len(FAMILIES), working=len(FAMILIES) - len(REFUSED), refused=len(REFUSED),

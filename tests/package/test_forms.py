@@ -29,10 +29,6 @@ def quantised(tmp_path_factory: pytest.TempPathFactory, reference_tokenizer: Any
     return path
 
 
-def _rows(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["form"]: row for row in found["forms"]["options"]}
-
-
 def test_inspect_shows_the_forms(quantised: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = ran(tmp_path, f"inspect {quantised} --memory 40kB")
     rows = {row["form"]: row for row in found["forms"]}
@@ -47,35 +43,18 @@ def test_inspect_shows_the_forms(quantised: str, capsys: pytest.CaptureFixture[s
     assert ran(tmp_path, f"inspect {quantised}")["memory"] > 1e6  # what is available
 
 
-@pytest.mark.slow
-def test_advise_compares_the_forms(quantised: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """In the memory of the slots of expanded experts, over a link that makes packed ones pay."""
+def test_advise_deploys_packed_experts(quantised: str, tmp_path: Path) -> None:
+    """In memory and on a disk, in the form that other commands choose too."""
     saved = tmp_path / "offload.json"
     found = ran(tmp_path, f"advise {quantised} {SHORT} --slots 5 --bandwidth 1e5 --save {saved}")
-    rows = _rows(found)
-    assert list(rows) == ["expanded", "packed"]
-    assert [row["slots"] for row in rows.values()] == [5, 16]
-    assert all(row["tpot_s"] > 0 and 0 <= row["hit_rate"] <= 1 for row in rows.values())
-    assert found["forms"]["chosen"]["form"] == found["experts_form"] == "packed"
+    assert (found["slots"], found["block_bytes"]) == (5, PACKED_BYTES)
+    config = OffloadConfig.load(saved)
+    assert (config.experts, config.slots, config.bandwidth) == ("auto", 5, 1e5)
+    disk = f"--store-folder {tmp_path / 'store'} --memory 30kB --bandwidth 1e4 --save {saved}"
+    found = ran(tmp_path, f"advise {quantised} {SHORT} {disk}")
     assert found["block_bytes"] == PACKED_BYTES
     config = OffloadConfig.load(saved)
-    assert (config.experts, config.slots, config.bandwidth) == ("packed", 16, 1e5)
-    said = capsys.readouterr().out
-    assert "advice: experts=packed" in said
-    assert main(f"generate {quantised} --prompt It --new-tokens 1 --config {saved}".split()) == 0
-    alone = ran(tmp_path, f"advise {quantised} {SHORT} --experts packed --memory 30kB")
-    assert list(_rows(alone)) == ["packed"]
-    assert alone["slots"] == 7
-
-
-def test_advise_on_a_disk(quantised: str, tmp_path: Path) -> None:
-    saved, folder = tmp_path / "offload.json", tmp_path / "store"
-    found = ran(
-        tmp_path, f"advise {quantised} {SHORT} --store-folder {folder} --memory 30kB --bandwidth 1e4 --save {saved}"
-    )
-    assert {form: row["slots"] for form, row in _rows(found).items()} == {"expanded": 2, "packed": 7}
-    config = OffloadConfig.load(saved)
-    assert (config.experts, config.store, config.codec) == ("packed", "disk", "raw")
+    assert (config.experts, config.store, config.codec, config.slots) == ("auto", "disk", "raw", 7)
     assert main(f"generate {quantised} --prompt It --new-tokens 1 --config {saved}".split()) == 0
 
 

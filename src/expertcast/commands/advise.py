@@ -1,13 +1,12 @@
-"""`expertcast advise`: choose the experts' form, prefetching, and storage on a disk, by short measurements."""
+"""`expertcast advise`: choose prefetching, and storage on a disk, by short measurements."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,8 +17,7 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.options import Count, Form, Option, StoredOptions
 from expertcast.commands.output import Outcome, new_file, say
-from expertcast.data.models import load_tokenizer
-from expertcast.data.packed_experts import weight_bits
+from expertcast.data.models import form_of, load_config, load_tokenizer
 from expertcast.data.source import ModelSource
 from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
@@ -27,7 +25,6 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 
 if TYPE_CHECKING:
-    from expertcast.runtime.advising.forms import FormOption
     from expertcast.runtime.benchmarking.routing import RoutingProcess
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.offloading import OffloadedModel
@@ -76,17 +73,18 @@ class Options(TargetOptions):
         unread = {"link", "latency", "predictor", "copy_over_compute"}
         return Form("--store-folder", frozenset(reads) - unread)
 
-    def forms(self) -> tuple[str, ...]:
-        """Forms of the experts to try: that of --experts, else those that the checkpoint can have."""
-        from expertcast.runtime.advising.forms import compared_forms
+    @cached_property
+    def experts_form(self) -> str:
+        """That of --experts, else `auto` for a quantised checkpoint on the CPU, unless the store compresses."""
         from expertcast.runtime.storage.expert_file import packed_codec
 
         stored = self.store_folder is not None and packed_codec(Path(self.store_folder)) is not None
-        if self.experts is not None or self.random or stored or self.device_name != "cpu":
-            return (self.experts_form,)
-        with suppress(ExpertcastError):  # loading raises a better one
-            return compared_forms(ModelSource.of(self.target, self.passed_on(self.target)))
-        return (self.experts_form,)
+        if self.experts is None and not (self.random or stored) and self.device_name == "cpu":
+            with suppress(ExpertcastError):  # loading raises a better one
+                source = ModelSource.of(self.target, self.passed_on(self.target))
+                if form_of(load_config(source), source) is not None:
+                    return StoredOptions.experts
+        return super().experts_form
 
     @property
     def emulated(self) -> bool:
@@ -100,68 +98,26 @@ class Options(TargetOptions):
             raise ExpertcastError("--store-folder needs a model on the CPU: give --device cpu, or leave it out")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """Measurements and advice with the experts in one form."""
-
-    option: FormOption
-    result: Json
-    text: str
-    config: OffloadConfig
-    """The advised configuration."""
-    link: Json
-    """Name and speed of the link, for the other forms."""
-
-
 def run(options: Options) -> Outcome:
-    """Run the model briefly with the experts in each form, on demand and with forecasts, and choose."""
-    from expertcast.runtime.advising.forms import FormOption, advise_forms
-
+    """Run the model briefly, on demand and with forecasts, and choose."""
     say_if_busy()
-    trials, refused = list[Trial](), dict[str, ExpertcastError]()
-    forms = options.forms()
-    for form in forms:
-        if len(forms) > 1:
-            say(f"experts {form}")
-        try:
-            trials.append(_try(options, form, trials[0] if trials else None))
-        except ExpertcastError as error:
-            refused[form] = error
-        gc.collect()  # one form is in memory at a time
-    if not trials:
-        raise next(iter(refused.values()))
-    found = [trial.option for trial in trials] + [FormOption(form=name, note=str(why)) for name, why in refused.items()]
-    advice = advise_forms(found)
-    chosen = next(trial for trial in trials if trial.option is advice.chosen)
-    text = chosen.text if len(forms) == 1 else f"{advice.text()}\n\nwith experts={advice.chosen.form}: {chosen.text}"
+    result, text, config = _advise_memory(options) if options.store_folder is None else _advise_disk(options)
     if options.save is not None:
-        chosen.config.save(options.save)
+        config.save(options.save)
         text += f"\nwrote {options.save}"
-    return {**chosen.result, "forms": advice.as_dict()}, text
+    return result, text
 
 
-def _try(options: Options, form: str, first: Trial | None) -> Trial:
-    """Measure the experts in one form, over the link and in the memory of the first form."""
-    offload = options.offload
-    if first is not None and offload.memory is None:
-        assert first.option.slots is not None
-        assert first.option.expert_bytes is not None
-        offload = replace(offload, slots=None, memory=first.option.slots * first.option.expert_bytes)
-    own = replace(options, experts=form, offload=offload)
-    return _advise_memory(own, first) if options.store_folder is None else _advise_disk(own)
-
-
-def _advise_memory(options: Options, first: Trial | None) -> Trial:
-    """Run the model with its experts in memory."""
+def _advise_memory(options: Options) -> tuple[Json, str, OffloadConfig]:
+    """Run the model with its experts in memory; return the result, its text and the advised configuration."""
     from expertcast.runtime.advising.advise import advice_from
-    from expertcast.runtime.advising.forms import FormOption
     from expertcast.runtime.advising.survey import survey
 
     target = Target.load(options)
     prompt_ids = target.prompt(options.prompt_tokens)
     process = target.routing_process(options.prompt_tokens, options.new_tokens)
     with process if process is not None else nullcontext():
-        link = target.link(prompt_ids, options.new_tokens) if first is None else first.link
+        link = target.link(prompt_ids, options.new_tokens)
         config = target.config(link)
         say("short runs, on demand and with forecasts")
         predictors = [target.forecaster(process)]
@@ -174,13 +130,7 @@ def _advise_memory(options: Options, first: Trial | None) -> Trial:
     chosen = replace(advice.chosen.config(config), slots=found.case.slots, memory=None, store="memory")
     if link["link"] == "instant":  # the link of a CPU, also without its name
         chosen = replace(chosen, link=options.offload.link)
-    option = replace(
-        FormOption.of(options.experts_form, target.view, None), slots=found.case.slots, tpot_s=advice.chosen.tpot_s,
-        hit_rate=advice.chosen.hit_rate,
-    )  # fmt: skip
-    return Trial(
-        option=option, result=result, text=text, config=replace(chosen, experts=options.experts_form), link=link
-    )
+    return result, text, replace(chosen, experts=options.experts_form)
 
 
 # --store-folder: codec and memory for experts on a disk
@@ -189,14 +139,13 @@ TOKENS = 1000
 """Tokens of --replay."""
 
 
-def _advise_disk(options: Options) -> Trial:
+def _advise_disk(options: Options) -> tuple[Json, str, OffloadConfig]:
     """Run the model briefly from the store, or with its experts in memory, and choose codec and memory.
 
     Raises:
         ExpertcastError: no such model, traces of another model, or a folder that cannot be written.
     """
     from expertcast.runtime.advising.disk import OWN, advise_disk, survey_disk
-    from expertcast.runtime.advising.forms import FormOption
     from expertcast.runtime.config import size_bytes
     from expertcast.runtime.simulation.trace import SequenceSelection, load_trace
     from expertcast.runtime.storage.expert_file import packed_codec
@@ -211,7 +160,7 @@ def _advise_disk(options: Options) -> Trial:
         )
     codec = packed_codec(folder)
     say("a short run on demand; reading and decoding some experts")
-    offloaded, prompt_ids, process, bits = _run_for_disk(options, folder, codec)
+    offloaded, prompt_ids, process = _run_for_disk(options, folder, codec)
     with process if process is not None else nullcontext():
         found = survey_disk(
             offloaded, prompt_ids, folder, new_tokens=options.new_tokens, bandwidth=options.offload.bandwidth,
@@ -224,21 +173,15 @@ def _advise_disk(options: Options) -> Trial:
         own = "" if form == StoredOptions.experts else f" --experts {form}"
         text += f"\npack with: expertcast store {options.target} --store-folder {folder} --codec "
         text += advice.chosen.codec + own
-    option = FormOption(
-        form=form, weight_bits=bits, expert_bytes=found.block_bytes, slots=advice.chosen.slots,
-        all_experts_bytes=found.experts * found.block_bytes, tpot_s=advice.chosen.tpot_s,
-        hit_rate=advice.chosen.hit_rate,
-    )  # fmt: skip
     heading = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(), "target": options.target}
     result = {**heading, "packed": codec, **advice.as_dict()}
-    config = replace(advice.chosen.config(options.offload, folder), experts=form)
-    return Trial(option=option, result=result, text=text, config=config, link={})
+    return result, text, replace(advice.chosen.config(options.offload, folder), experts=form)
 
 
 def _run_for_disk(
     options: Options, folder: Path, codec: str | None
-) -> tuple[Callable[..., OffloadedModel], Tensor, RoutingProcess | None, float | None]:
-    """Return a function that offloads the model, the prompt [1, T], the routing process, if any, and bits per weight.
+) -> tuple[Callable[..., OffloadedModel], Tensor, RoutingProcess | None]:
+    """Return a function that offloads the model, the prompt [1, T], and the routing process, if any.
 
     The function loads from the store if there is one, and otherwise offloads the loaded model or shape.
     """
@@ -255,10 +198,10 @@ def _run_for_disk(
             config = replace(config, slots=slots, memory=None)
         config = replace(config, store="disk", store_folder=str(folder), codec=codec)
         ids_1T = torch.tensor([bundled_ids(load_tokenizer(name, **given), tokens, frozenset())])
-        return partial(load_offloaded, name, config, device="cpu", dtype=options.dtype, **given), ids_1T, None, None
+        return partial(load_offloaded, name, config, device="cpu", dtype=options.dtype, **given), ids_1T, None
     target = Target.load(options)
     process = target.routing_process(tokens, options.new_tokens) if options.replay is None else None
     config = replace(config, experts="expanded", store=target.store, link="instant", bandwidth=None)
     if config.memory is not None:
         config = replace(config, slots=slots_for(config, target.store), memory=None)
-    return partial(offload, target.model, config), target.prompt(tokens), process, weight_bits(target.view)
+    return partial(offload, target.model, config), target.prompt(tokens), process

@@ -78,7 +78,7 @@ class TargetOptions(ModelOptions):
     layers: Annotated[int | None, COUNT] = None
     """Number of MoE layers of a shape (default: all)."""
     experts: Annotated[str | None, Option(choices=EXPERTS)] = None
-    """Form of the experts, as in `expertcast generate` (default: expanded; advise compares the checkpoint's forms)."""
+    """Form of the experts, as in `expertcast generate` (default: expanded; advise: auto)."""
     offload: Annotated[OffloadConfig, _OFFLOAD]
     """Offloading of the experts."""
     copy_over_compute: Annotated[float | None, Option(metavar="R", read=positive_number)] = None

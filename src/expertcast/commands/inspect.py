@@ -81,10 +81,6 @@ def run(options: Options) -> Outcome:
     return {**report, **forms}, "\n".join([table(shown), *early, "", sizes])
 
 
-_MEASURED = ("ms/token", "hit rate")
-"""Columns of `expertcast advise`."""
-
-
 def _forms(opened: OpenModel, memory: str | None) -> tuple[Json, str]:
     """Return the sizes of the experts in each form, as values and as a table."""
     from expertcast.runtime.advising.forms import form_sizes
@@ -92,7 +88,7 @@ def _forms(opened: OpenModel, memory: str | None) -> tuple[Json, str]:
 
     room = available_memory() if memory is None else size_bytes(memory)
     forms = form_sizes(opened, room)
-    rows = [{name: cell for name, cell in form.cells.items() if name not in _MEASURED} for form in forms]
+    rows = [form.cells for form in forms]
     given = "" if room is None else f", slots in {format_bytes(room)} of memory"
     notes = [f"  {form.form}: {form.note}" for form in forms if form.note]
     shown = aligned([list(rows[0]), *(list(row.values()) for row in rows)])

@@ -1,4 +1,4 @@
-"""Forms of experts: sizes as loaded, and the choice by hand-made measurements."""
+"""Forms of experts: sizes as loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from expertcast.data.packed_experts import weight_bits
 from expertcast.data.source import ModelSource
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime import OffloadConfig, load_offloaded
-from expertcast.runtime.advising.forms import FormOption, advise_forms, form_sizes
+from expertcast.runtime.advising.forms import form_sizes
 from tests.families.models import tiny_model
 from tests.runtime.test_packed_experts import FORMS
 
@@ -40,37 +40,6 @@ def test_a_form_that_a_model_does_not_have(tmp_path: Path) -> None:
     assert rows["int4"].slots is None
     assert "cannot be packed" in rows["int4"].note
     assert rows["expanded"].slots == 32
-
-
-def _measured(form: str, tpot_s: float) -> FormOption:
-    return FormOption(form=form, weight_bits=4.5, expert_bytes=100, slots=8, tpot_s=tpot_s, hit_rate=0.5)
-
-
-@pytest.mark.parametrize(
-    ("times", "chosen"),
-    [
-        ({"expanded": 1.0, "packed": 0.5}, "packed"),
-        ({"expanded": 1.0, "packed": 0.99}, "expanded"),
-        ({"expanded": 1.0, "packed": 2.0}, "expanded"),
-        ({"expanded": 1.0, "int8": 0.5, "int4": 0.2}, "expanded"),
-        ({"int4": 0.2}, "int4"),
-    ],
-)
-def test_the_fastest_form_with_the_same_weights_is_chosen(times: dict[str, float], chosen: str) -> None:
-    advice = advise_forms([_measured(form, tpot_s) for form, tpot_s in times.items()])
-    assert advice.chosen.form == chosen
-    reasons = "\n".join(advice.reasons)
-    for form in times:
-        assert form == chosen or f"{form} would take" in reasons
-    if chosen == "expanded" and "int4" in times:
-        assert "80% less, but is rounded, which changes the model's output (--experts int4)" in reasons
-    assert advice.text().count("\n") > len(times)
-
-
-def test_a_form_that_does_not_fit_is_named_with_the_reason() -> None:
-    advice = advise_forms([FormOption(form="expanded", note="needs 9 bytes"), _measured("packed", 1.0)])
-    assert advice.chosen.form == "packed"
-    assert advice.reasons == ["expanded cannot be tried: needs 9 bytes"]
 
 
 @pytest.mark.parametrize(
