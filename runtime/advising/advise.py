@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from expertcast.runtime.advising.forms import WORTH, Advice, Option, milliseconds
-from expertcast.runtime.advising.survey import Survey, label_of
+from expertcast.runtime.advising.survey import Survey
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.forecasters import executed_layers
 from expertcast.runtime.simulation.machine import Case, Simulation
 
 
@@ -150,43 +149,6 @@ def most_to_gain(on_demand: Simulation, compute_s: Sequence[float], ahead: int =
         pairs = zip(waits_s, compute_s, strict=True)
         hidden_s.append(min(sum(compute_s), sum(min(wait_s, ahead * own_s) for wait_s, own_s in pairs)))
     return statistics.median(hidden_s) / on_demand.tpot_s
-
-
-def advice_errors(
-    found: Survey, runs: Mapping[str, OffloadConfig], measured_s: Mapping[str, float]
-) -> dict[str, dict[str, float]]:
-    """Compare the event model with the TPOT that a benchmark measured over the survey's link, run by run.
-
-    Args:
-        found: the survey.
-        runs: configuration by run. Only predictor, mode, ahead, layers, min_recall, cache and slots are used; without
-            slots, those of the survey.
-        measured_s: measured TPOT in seconds, by run.
-
-    Returns:
-        By run `expected_tpot_s`, `tpot_s`, `relative_error` = expected / measured - 1, and `model_tpot_s`: the event
-        model's TPOT before calibration. For on-demand and exact runs with the survey's slots and cache, the expected
-        TPOT is that of the survey's short run. For others (speculate, hybrid, other slots) it is a prediction.
-
-    Raises:
-        ExpertcastError: the survey did not run a predictor at this distance.
-    """
-    errors = {}
-    for name, config in runs.items():
-        case = replace(found.case, cache=config.cache, slots=config.slots or found.case.slots)
-        label, times, layers = None, case.machine.times, list[int]()
-        if config.predictor is not None:
-            label = label_of(config.predictor)
-            known = found.forecasting_of(label, config.ahead)
-            times, layers = known.times, executed_layers(config, found.trace.shape.layers, known.recall)
-        expected = found.predict(label, config.ahead, executed_layers=layers, case=case).tpot_s
-        errors[name] = {
-            "expected_tpot_s": expected,
-            "tpot_s": measured_s[name],
-            "relative_error": expected / measured_s[name] - 1,
-            "model_tpot_s": expected - times.late_s,
-        }
-    return errors
 
 
 def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int] | None = None) -> PrefetchOption:

@@ -1,4 +1,4 @@
-"""Prescribed routing for benchmarks: drawn from a random process with set properties, or replayed from traces.
+"""Prescribed routing for benchmarks: drawn from a random process with set properties.
 
 P positions of a sequence, N decode positions, L MoE layers, E routed experts per layer, K experts per token.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -18,12 +17,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from expertcast.data.plan import ALL
-from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, ModelShape, MoELayer, MoEView, Predictor
 from expertcast.predictors.base import Forecast, PredictorConfig, RouterState
 from expertcast.predictors.options import validate
-from expertcast.predictors.view import route_all
 
 Ids = NDArray[np.int64]
 Scores = NDArray[np.float64]
@@ -98,45 +94,6 @@ def drawn(shape: ModelShape, *, prompt: int, new_tokens: int, options: RoutingOp
         prompt=prompt,
         experts=shape.experts,
         source=f"drawn: persistence {options.persistence:g}, Zipf exponent {options.skew:g}, "
-        f"forecast accuracy {options.accuracy:g}, seed {options.seed}",
-    )
-
-
-def replayed(
-    folder: str | Path, shape: ModelShape, *, prompt: int, new_tokens: int, options: RoutingOptions
-) -> RoutingTables:
-    """Replay the first tokens of a trace dataset, with forecasts of the set accuracy.
-
-    Args:
-        folder: the trace dataset.
-        shape: the model's shape.
-        prompt: positions of the prompt, 1 or more.
-        new_tokens: positions after the prompt.
-        options: the forecasts' accuracy, and a seed.
-
-    Raises:
-        ExpertcastError: the folder has no traces, another E or K, or too few layers or tokens.
-    """
-    traces = TraceDataset.open(Path(folder))
-    recorded, wanted = traces.view.shape, prompt + new_tokens
-    if (recorded.experts, recorded.top_k) != (shape.experts, shape.top_k) or recorded.layers < shape.layers:
-        raise ExpertcastError(
-            f"--replay {folder}: recorded from {recorded.as_dict()}, but the model has {shape.as_dict()}: use traces "
-            "with the same E and K and at least as many layers"
-        )
-    if traces.token_count() < wanted:
-        raise ExpertcastError(f"--replay {folder} has {traces.token_count()} of the {wanted} needed tokens: use more")
-    batch = next(iter(traces.batches(ALL, wanted)))
-    ids, weights = route_all(traces.view, batch.logits_TLE[:, : shape.layers])
-    ids_PLK = torch.stack(ids, dim=1)
-    rng = np.random.default_rng(options.seed)
-    return RoutingTables(
-        ids_PLK=ids_PLK,
-        weights_PLK=torch.stack(weights, dim=1).float(),
-        forecast_NLK=_forecasts(rng, ids_PLK[prompt:], shape.experts, options.accuracy),
-        prompt=prompt,
-        experts=shape.experts,
-        source=f"replayed from traces of {traces.info.get('model', 'a model')}, "
         f"forecast accuracy {options.accuracy:g}, seed {options.seed}",
     )
 

@@ -185,7 +185,6 @@ def summary(done: Simulation) -> Json:
       without copies that were dropped before they started
     - `prefetch_recall`: share of all used copies that were prefetched
     - `redundant`: share of copies that were never used, or that replaced an eviction in the same step (ActiveEvict)
-    - `read_per_step`: bytes read from the disk; None without a disk
     """
     total, steps = done.decode.total, max(1, len(done.steps_s))
     used = total.prefetched_used
@@ -194,7 +193,6 @@ def summary(done: Simulation) -> Json:
         "evicted": total.evicted,
         "skipped": total.skipped,
         "bytes_per_step": total.bytes_moved / steps,
-        "read_per_step": done.bytes_read / steps if done.bytes_read + done.prefill_bytes_read else None,
         "tpot_s": done.tpot_s,
         "tpot_mean_s": statistics.fmean(done.steps_s),
         "ttft_s": done.ttft_s,
@@ -243,10 +241,7 @@ COLUMNS = (
     ("bandwidth", "GB/s", "{:.3g}"),
     ("hit_rate", "hits", "{:.1%}"),
     ("collision_rate", "collisions", "{:.1%}"),
-    ("codec", "codec", "{}"),
-    ("pools", "pools", "{}"),
     ("bytes_per_step", "MB/step", "{:.2f}"),
-    ("read_per_step", "MB read", "{:.2f}"),
     ("tpot_s", "TPOT ms", "{:.3f}"),
     ("ttft_s", "TTFT ms", "{:.2f}"),
     ("blocking_s", "waiting ms", "{:.3f}"),
@@ -258,7 +253,7 @@ COLUMNS = (
     ("kl", "KL", "{:.4f}"),
 )
 _UNITS = {
-    "bandwidth": 1e-9, "bytes_per_step": 1e-6, "read_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3, "blocking_s": 1e3,
+    "bandwidth": 1e-9, "bytes_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3, "blocking_s": 1e3,
 }  # fmt: skip
 _OMITTED = {
     "prefetch": "none", "miss": "fetch", "routing": "standard", "pre_eviction": "none", "scope": "global",

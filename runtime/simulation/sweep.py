@@ -17,7 +17,6 @@ from expertcast.data.machine import usable_processors
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.policies.base import CacheShape
-from expertcast.runtime.policies.eviction import PoolEviction
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, check_slots, summary
 from expertcast.runtime.simulation.simulator import simulate
@@ -149,9 +148,6 @@ def refusal(case: Case, shape: ModelShape) -> str | None:
     """Return why a case cannot run, or None if it can."""
     if case.policies.eviction.name == BELADY and case.policies.lossy:
         return "belady needs the experts in advance, but lossy policies change them: choose another eviction policy"
-    own = str(case.policies.eviction) != Policies.eviction or case.policies.scope != "global"
-    if case.pooled and (own or case.policies.lossy):
-        return "pools decide what stays in a slot: leave eviction, scope and lossy misses out"
     try:
         check_slots(case.slots, shape.top_k)
         case.policies.make(CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=case.slots))
@@ -165,7 +161,7 @@ def _heading(case: Case, shape: ModelShape) -> Json:
     words = case.policies.as_dict()
     return {
         **words,
-        "eviction": BYPASS if case.bypass else PoolEviction.name if case.pooled else words["eviction"],
+        "eviction": BYPASS if case.bypass else words["eviction"],
         "prefetch": "none" if case.predictor is None else words["prefetch"],
         "predictor": case.predictor,
         "slots": case.slots,
@@ -174,6 +170,4 @@ def _heading(case: Case, shape: ModelShape) -> Json:
         "latency": case.machine.latency,
         "write_back": case.machine.write_back,
         "base_precision": case.machine.base,
-        "codec": None if case.machine.stored is None else case.machine.stored.codec,
-        "pools": None if case.machine.stored is None else case.machine.stored.pools_text or None,
     }

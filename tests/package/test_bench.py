@@ -46,7 +46,7 @@ def test_bench_a_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 @pytest.mark.slow
 def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = "--prompt-tokens 8 --slots 96"
-    ways = "--mode on_demand exact --cache with --repetitions 1 --no-advice --bandwidth pcie3"
+    ways = "--mode on_demand exact --cache with --repetitions 1 --bandwidth pcie3"
     got = ran(tmp_path, f"bench reference {options} --new-tokens 3 {ways}")
     assert list(got["runs"]) == ["on_demand_cache", "exact_cache"]
     assert all(run["identical"] for run in got["runs"].values())

@@ -43,7 +43,7 @@ def commands(model: str, traces: str, tmp_path: Path) -> dict[str, list[str]]:
         "eval": ["eval", traces, "--predictor", "next_norm", *quality],
         "generate": ["generate", model, "--prompt", "It is", "--slots", "6", "--new-tokens", "2"],
         "store": ["store", model, "--store-folder", store],
-        "bench": ["bench", model, *short, "--repetitions", "1", "--no-advice"],
+        "bench": ["bench", model, *short, "--repetitions", "1"],
         "advise": ["advise", model, *short],
         "advise on disk": ["advise", model, *short, "--store-folder", store],
         "simulate": ["simulate", traces, "--miss", "drop", "--capacity", "0.25", "--tokens", "50", *quality],

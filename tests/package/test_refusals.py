@@ -24,7 +24,6 @@ GENERATE = "generate reference --prompt x --new-tokens 1"
 COLLECT = "collect reference --out {new} --data"
 DISK = "advise reference --store-folder {tmp}"
 TRAIN = "train {traces} --predictor linear --out {new}"
-BITSPLIT = "simulate {traces} --codec bitsplit"
 REFUSED = [
     ("", "COMMAND"),
     (f"{COLLECT} {{text}} --tokens 0", "'0'"),
@@ -99,7 +98,7 @@ REFUSED = [
         )
     ),
     ("advise olmoe-1b-7b --accuracy 1.5", "accuracy=1.5"),
-    ("advise reference --replay no/traces", "no/traces"),
+    ("advise reference --store-folder {new} --replay no/traces", "no/traces"),
     ("advise reference --save {tmp}/no/offload.json", "there is no folder"),
     ("advise reference --save {new} --accuracy 0.5", "--save needs a model"),
     (f"{DISK} --link instant --predictor next_norm", "--link, --predictor: not read by --store-folder"),
@@ -121,14 +120,6 @@ REFUSED = [
     ("simulate {traces} --model no/model", "give --data"),
     ("simulate {others} --miss drop", "give --model and --data"),
     ("simulate {traces} --out {tmp}/no/folder", "there is no folder"),
-    ("simulate {traces} --pools C=1MB --decoders 2", "--pools, --decoders needs"),
-    ("simulate {traces} --codec raw --stored 0.7", "--stored needs"),
-    ("simulate {traces} --codec int8", "choose from raw, bitsplit"),
-    ("simulate {traces} --codec zip", "unknown codec 'zip'"),
-    (f"{BITSPLIT} --stored 0.4", "--stored 0.4"),
-    (f"{BITSPLIT} --pools F=1MB", "such as 'C=2GB"),
-    (f"{BITSPLIT} --pools C=1MB --policy lfu", "leave eviction, scope"),
-    (f"{BITSPLIT} --pools C=much", "'much' is no size"),
     ("simulate no/file.parquet", "no such file"),
     ("simulate {routing} --predictor linear --miss drop", "--miss, --predictor: not read by a routing file"),
     ("collect reference --out {new} --tokens 900 --data reference --text-column body", "'body' (--text-column) is of"),
@@ -180,7 +171,7 @@ FORMS = (
     "inspect {traces}", "inspect {model}", "inspect {traces} --verify", "simulate {routing}", "simulate {traces}",
     "simulate {traces} --miss drop", "simulate {traces} --miss drop --no-quality",
     "advise reference", "advise reference --store-folder {new}", "advise olmoe-1b-7b", "bench reference",
-    "bench olmoe-1b-7b", "bench reference --accuracy 0.5", "bench reference --replay {traces}",
+    "bench olmoe-1b-7b", "bench reference --accuracy 0.5",
 )  # fmt: skip
 """Each way to run each command, as short as it can be."""
 VALUES = {"--experts": "int4", "--policies": "lru", "--config": "x.json", "--draft": "none", "--picture": "x.png"}

@@ -151,30 +151,6 @@ def test_forecasts(capsys: pytest.CaptureFixture[str], reference_traces: TraceDa
     assert forecast["prefetch_precision"] > 0.5
 
 
-def test_codecs_beside_each_other(
-    capsys: pytest.CaptureFixture[str], reference_traces: TraceDataset, tmp_path: Path
-) -> None:
-    """Misses do not change with the codec; a slow disk is waited for less when it reads fewer bytes, and least when
-    memory holds parts of them."""
-    disk = "--bandwidth 2e7 --slots 60 --layer-time 1e-4 --codec"
-    rows, fast = [], "bitsplit --decode-rate 4e9"
-    for codec in ("raw", fast, f"{fast} --pools C=9MB"):
-        found = ran(tmp_path, f"simulate {reference_traces.folder} --tokens 200 --processes 1 {disk} {codec}")
-        rows += found["results"]
-    raw, coded, pooled = rows
-    assert raw["misses"] == coded["misses"] > 0
-    assert [row["eviction"] for row in rows] == ["lrfu", "lrfu", "pooled"]
-    assert [row["codec"] for row in rows] == ["raw", "bitsplit", "bitsplit"]
-    assert pooled["pools"] == "C=9000000"
-    assert raw["read_per_step"] == raw["bytes_per_step"]
-    assert coded["read_per_step"] == pytest.approx(0.68 * raw["read_per_step"], rel=1e-3)
-    assert pooled["read_per_step"] < coded["read_per_step"]
-    assert raw["tpot_s"] > coded["tpot_s"] > pooled["tpot_s"]
-    printed = capsys.readouterr().out
-    assert "MB read" in printed
-    assert "C=9000000" in printed
-
-
 ROUTING = Path(__file__).resolve().parents[2] / "benchmarks" / "routing" / "gpt-oss-120b-k2.parquet"
 
 

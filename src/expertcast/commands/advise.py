@@ -49,6 +49,8 @@ class Options(TargetOptions):
     """Tokens to decode per run."""
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
     """Advise on experts in this folder instead: compressed or not, and with how much memory."""
+    replay: Annotated[Path | None, Option(metavar="TRACES")] = None
+    """With --store-folder, use the routing recorded in a traces folder."""
     save: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
     """Write the advised configuration, for `expertcast generate --config`."""
 
@@ -69,7 +71,7 @@ class Options(TargetOptions):
         """A model or shape with its experts in memory or in a store."""
         name, reads = super().form
         if self.store_folder is None:
-            return Form(name, reads)
+            return Form(name, frozenset(reads) - {"replay"})
         unread = {"link", "latency", "predictor", "copy_over_compute"}
         return Form("--store-folder", frozenset(reads) - unread)
 

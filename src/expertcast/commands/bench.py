@@ -56,11 +56,6 @@ def describe_prompt(prompt: Json) -> list[str]:
         lines += ["", drafts_table(prompt["drafts"]), ""]
     if prompt["resident"] is not None:
         lines.append(f"resident model: {prompt['resident']['tpot_s'] * 1e3:.2f} ms per token")
-    if "advice" in prompt:
-        errors = ", ".join(
-            f"{name} {error['relative_error']:+.0%}" for name, error in prompt["advice"]["errors"].items()
-        )
-        lines.append(f"advise would expect, against what was measured: {errors}")
     return lines
 
 
@@ -145,8 +140,6 @@ class Options(TargetOptions):
     """Amount of measurement."""
     draft: Annotated[tuple[str, ...], Option(metavar="DRAFT")] = ()
     """Also generate with these drafts, compared with plain exact decoding: auto, int4, resident and others."""
-    no_advice: bool = False
-    """Skip the comparison with the expectation of `advise`."""
     timeline: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
     """Write the runs of the first prompt as a Chrome trace."""
 
@@ -174,8 +167,6 @@ class Prompt:
     bench: Bench
     process: RoutingProcess | None
     link: Json
-    advice: Json | None = None
-    """Expectation of the event model, and its errors."""
     drafts: Json | None = None
     """Measurements by draft."""
 
@@ -185,7 +176,6 @@ class Prompt:
         whole = resident and {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s}
         beside = {
             "measured_routing": self.process and self.process.tables.measured(),
-            "advice": self.advice,
             "drafts": self.drafts,
         }
         return {
@@ -252,8 +242,6 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: Json | Non
             config = replace(target.config(link), predictor=target.forecaster(None), cache=options.cache != "without")
             drafts, config = options.draft, options.forecasting(config)
             prompt.drafts = bench_drafts(target.model, prompt_ids, config, drafts, options.settings, say=say)
-        if not options.no_advice:
-            prompt.advice = check_advice(options, target, prompt)
     return prompt
 
 
@@ -279,32 +267,6 @@ def ways(options: Options, target: Target, process: RoutingProcess | None, link:
         for mode in modes
         if not options.mode or mode in options.mode
     }
-
-
-def check_advice(options: Options, target: Target, prompt: Prompt) -> Json:
-    """Return the expectation of `expertcast advise`, and its errors against the runs."""
-    from expertcast.runtime.advising.advise import advice_errors, advice_from
-    from expertcast.runtime.advising.survey import survey
-
-    say(f"{prompt.ids.shape[1]} tokens: expectation of advise")
-    found = survey(
-        target.model,
-        prompt.ids,
-        target.config(prompt.link),
-        predictors=[target.forecaster(prompt.process, options.ahead)],
-        new_tokens=options.settings.new_tokens,
-        repetitions=1,
-    )
-    measured = {name: run for name, run in prompt.bench.runs.items() if known_to_advise(run.config)}
-    runs = {name: replace(run.config, slots=run.slots, memory=None) for name, run in measured.items()}
-    errors = advice_errors(found, runs, {name: run.tpot_s for name, run in measured.items()})
-    return {**advice_from(found).as_dict(), "errors": errors}
-
-
-def known_to_advise(config: OffloadConfig) -> bool:
-    """Return whether the event model covers such a run: all forecasts are made."""
-    every = config.predictor is None or config.forecasts == "always"
-    return config.policies is None and every
 
 
 def hybrid_layers(measured: Bench) -> list[int] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -37,7 +36,6 @@ from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import weight_bits
 from expertcast.data.text import bundled_ids
-from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.messages import Json
 
@@ -87,8 +85,6 @@ class TargetOptions(ModelOptions):
     """Predictor, with the model's own routing (default: next_norm)."""
     process: Annotated[Given[RoutingOptions], _PROCESS]
     """Synthetic routing, for shapes (random weights route at random) and, with any of these options, for models."""
-    replay: Annotated[Path | None, Option(metavar="TRACES")] = None
-    """Use the routing recorded in a traces folder, for shapes and models."""
     seed: Annotated[int, SEED] = 0
     """Seed of random weights, routing and prompts."""
 
@@ -107,11 +103,9 @@ class TargetOptions(ModelOptions):
                 f"link {config.link!r} has its own speed: leave out --bandwidth, --latency and --copy-over-compute, or "
                 "give --link emulated on the CPU, cuda on CUDA"
             )
-        if self.replay is not None:
-            TraceDataset.open(self.replay)
         if self.routing is not None and self.predictor is not None:
             raise ExpertcastError(
-                "--predictor needs the model's own routing, here routing is synthetic or replayed: leave it out, "
+                "--predictor needs the model's own routing, here routing is synthetic: leave it out, "
                 "--accuracy sets the quality of forecasts"
             )
         if self.random:
@@ -119,13 +113,11 @@ class TargetOptions(ModelOptions):
 
     @property
     def form(self) -> Form:
-        """A shape or a model, with its own, drawn or replayed routing."""
-        unread: set[str] = {"persistence", "skew"} if self.replay is not None else set()
+        """A shape or a model, with its own or drawn routing."""
         if self.random:
-            return Form("a shape", read_by(type(self), but=unread | read_by(CheckpointOptions, but={"dtype"})))
-        if self.routing is None:
-            unread.add("seed")
-        return Form("a model", read_by(type(self), but={"layers", *unread}))
+            return Form("a shape", read_by(type(self), but=read_by(CheckpointOptions, but={"dtype"})))
+        unread = {"layers", "seed"} if self.routing is None else {"layers"}
+        return Form("a model", read_by(type(self), but=unread))
 
     @property
     def experts_form(self) -> str:
@@ -157,7 +149,7 @@ class TargetOptions(ModelOptions):
         """
         from expertcast.runtime.benchmarking.routing import RoutingOptions
 
-        if not self.random and not self.process and self.replay is None:
+        if not self.random and not self.process:
             return None
         return replace(RoutingOptions(seed=self.seed), **self.process)  # type: ignore[arg-type]
 
@@ -213,15 +205,14 @@ class Target:
         """Return the routing process that replaces the model's routers; None if the model routes.
 
         Raises:
-            ExpertcastError: traces of another model, or too few.
+            ExpertcastError: a number out of range.
         """
-        from expertcast.runtime.benchmarking.routing import RoutingProcess, drawn, replayed
+        from expertcast.runtime.benchmarking.routing import RoutingProcess, drawn
 
-        options, shape, replay = self.options.routing, self.view.shape, self.options.replay
+        options = self.options.routing
         if options is None:
             return None
-        make = drawn if replay is None else partial(replayed, replay)
-        tables = make(shape, prompt=prompt, new_tokens=new_tokens, options=options)
+        tables = drawn(self.view.shape, prompt=prompt, new_tokens=new_tokens, options=options)
         return RoutingProcess(self.model, self.view, tables)
 
     def forecaster(self, process: RoutingProcess | None, ahead: int = 1) -> str | Predictor:

@@ -23,7 +23,6 @@ from expertcast.commands.options import (
     Form,
     ModelOptions,
     Option,
-    flags_of,
     own_policy,
     read_by,
 )
@@ -53,19 +52,10 @@ from expertcast.training.unseen import unseen_traces
 if TYPE_CHECKING:
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.policies import Policies
-    from expertcast.runtime.simulation.link import StoredExperts
     from expertcast.runtime.simulation.machine import Case, Machine
     from expertcast.runtime.simulation.trace import SequenceSelection
-    from expertcast.runtime.storage.layout import BlockLayout
 
 TABLE, RESULT = "table.txt", "results.json"
-
-
-STORED = 0.68
-"""Default of --stored."""
-DECODE_RATE = 1e9
-"""Default of --decode-rate, in bytes of weights per second."""
-_CODED = "raw", "bitsplit"
 
 
 class Chosen(NamedTuple):
@@ -160,78 +150,16 @@ def swept_evictions() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """Options of the link or disk and of computing.
-
-    Raises:
-        ExpertcastError: options of compressed experts without a codec that compresses.
-    """
+    """Options of the link and of computing."""
 
     bandwidth: Annotated[tuple[float, ...], BANDWIDTH] = ()
-    """Speed of the link or disk in bytes per second (default: pcie4)."""
+    """Speed of the link in bytes per second (default: pcie4)."""
     latency: Annotated[float, Option(metavar="S", read=not_negative)] = 0.0
     """Latency of the link per copy, in seconds."""
     write_back: Annotated[float, Option(metavar="F", read=not_negative)] = 0.0
     """Time of an eviction on the link as a share of a copy's, for hosts that keep no weights (default: 0)."""
     layer_time: Annotated[tuple[float, ...], Option(metavar="S", read=positive_number)] = ()
     """Seconds of computing of every layer, or of each layer in order."""
-    codec: Annotated[str | None, Option(metavar="CODEC")] = None
-    """Experts on a disk with this codec: raw or bitsplit (default: experts in memory)."""
-    stored: Annotated[float | None, Option(metavar="F", read=positive_number)] = None
-    """With bitsplit, stored bytes as a share of the plain bytes (default: 0.68)."""
-    decode_rate: Annotated[float | None, Option(metavar="BYTES/S", read=positive_number)] = None
-    """With bitsplit, decoding speed of one thread (default: 1e9)."""
-    decoders: Count = 1
-    """With bitsplit, number of decoding threads."""
-    pools: Annotated[str, Option(metavar="C=BYTES,...")] = ""
-    """With bitsplit, memory beside the slots for compressed experts (C), low bytes (S) and high bytes (E)."""
-
-    def __post_init__(self) -> None:
-        from expertcast.runtime.config import pool_bytes
-        from expertcast.runtime.storage.codecs import check_codec
-
-        bitsplit = {"stored": self.stored, "decode_rate": self.decode_rate, "pools": self.pools}
-        given = [name for name, value in bitsplit.items() if value] + ["decoders"] * (self.decoders > 1)
-        if self.codec is not None:
-            check_codec(self.codec)
-            if self._name not in _CODED:
-                raise ExpertcastError(f"--codec {self.codec}: choose from {', '.join(_CODED)}")
-        if given and self._name != "bitsplit":
-            raise ExpertcastError(
-                f"{flags_of(given)} needs compressed experts: give --codec bitsplit too, or leave it out"
-            )
-        if self.stored is not None and not 0.5 < self.stored <= 1:
-            raise ExpertcastError(f"--stored {self.stored:g}: give a share above 0.5 and up to 1")
-        pool_bytes(self.pools)
-
-    @property
-    def _name(self) -> str:
-        return (self.codec or "").partition(":")[0]
-
-    def on_disk(self, layout: BlockLayout) -> StoredExperts | None:
-        """Return sizes and rates of experts on a disk; None for experts in memory.
-
-        Raises:
-            ExpertcastError: the codec cannot hold them.
-        """
-        if self.codec is None:
-            return None
-        from expertcast.runtime.config import pool_bytes
-        from expertcast.runtime.simulation.link import StoredExperts
-        from expertcast.runtime.storage.codecs import make_codec
-
-        block_bytes, codec = layout.block_bytes, make_codec(self.codec, layout)
-        if self._name == "raw":
-            return StoredExperts(plain=block_bytes)
-        plain, shards = block_bytes // 2, sum(codec.planes[shard.plane].compressed for shard in codec.shards)
-        return StoredExperts(
-            codec=codec.text,
-            plain=plain,
-            coded=(max(1, round((self.stored or STORED) * block_bytes) - plain),),
-            shards=shards,
-            decode_s=block_bytes / (self.decode_rate or DECODE_RATE) / shards,
-            threads=self.decoders,
-            pools=pool_bytes(self.pools),
-        )
 
     def machines(
         self, view: MoEView, policies: Sequence[Policies], *, bandwidth: float | None = None, base: str | None = None
@@ -245,8 +173,7 @@ class MachineOptions:
             base: precision of the stored experts, by default the model's own; copies are never larger.
 
         Raises:
-            ExpertcastError: copies in a precision that does not shrink these experts, or a codec that cannot hold
-                them.
+            ExpertcastError: copies in a precision that does not shrink these experts.
         """
         from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
         from expertcast.runtime.policies import CacheShape
@@ -263,15 +190,12 @@ class MachineOptions:
         block_bytes = {FULL: whole}
         block_bytes |= {name: min(whole, PackedLayout.of(layout, name).block_bytes) for name in sorted(lower)}
         bandwidths = self.bandwidth or (BANDWIDTHS["pcie4"] if bandwidth is None else bandwidth,)
-        stored = self.on_disk(layout)
-        if stored is not None and base != FULL:
-            raise ExpertcastError("--codec and --published exclude each other: leave one out")
         copies_s = shape.top_k * (self.latency + whole / bandwidths[0])
         times = constant_times(shape.layers, self.layer_time or copies_s / COPY_OVER_COMPUTE)
         return [
             Machine(
                 times=times, block_bytes=block_bytes, bandwidth=speed, latency=self.latency, base=base,
-                write_back=self.write_back, stored=stored,
+                write_back=self.write_back,
             )
             for speed in bandwidths
         ]  # fmt: skip

@@ -15,7 +15,6 @@ from expertcast.predictors import ExpertcastError, MoEView, predictor_class
 from expertcast.predictors.baselines import NextNorm
 from expertcast.runtime.advising.advise import (
     PrefetchOption,
-    advice_errors,
     advice_from,
     most_to_gain,
 )
@@ -170,33 +169,6 @@ def test_most_to_gain() -> None:
     assert most_to_gain(run, [2.0, 0.5, 6.0]) == (2.0 + 0.5 + 4.0) / 20.0
     assert most_to_gain(run, [2.0, 2.0, 6.0], ahead=2) == (4.0 + 1.0 + 4.0) / 20.0
     assert most_to_gain(run, [0.5, 0.5, 0.5], ahead=9) == 1.5 / 20.0
-
-
-def test_expected_and_measured() -> None:
-    found = _survey(perfect(TRACE))
-    runs = {
-        "on_demand": OffloadConfig(cache=False),
-        "cached": OffloadConfig(cache=True, slots=32),
-        "exact": OffloadConfig(predictor="made", cache=False),
-        "speculate": OffloadConfig(predictor="made", mode="speculate", cache=False),
-        "hybrid": OffloadConfig(predictor="made", mode="hybrid", min_recall=0.4, cache=False),
-    }
-    got = advice_errors(
-        found, runs, {"on_demand": 20.0, "cached": 8.0, "exact": 10.0, "speculate": 8.0, "hybrid": 10.0}
-    )
-    assert got["on_demand"]["expected_tpot_s"] == got["on_demand"]["model_tpot_s"] == 16.0
-    assert (got["on_demand"]["tpot_s"], got["on_demand"]["relative_error"]) == (20.0, pytest.approx(-0.2))
-    later = replace(found, case=found.case.with_times(replace(TIMES, late_s=2.0)))
-    late = advice_errors(later, {"a": runs["on_demand"]}, {"a": 18.0})["a"]
-    assert (late["relative_error"], late["expected_tpot_s"], late["model_tpot_s"]) == (0.0, 18.0, 16.0)
-    assert got["cached"]["relative_error"] == 0.0
-    assert got["exact"]["relative_error"] == 0.0
-    assert got["speculate"]["relative_error"] == 0.25
-    assert got["hybrid"]["expected_tpot_s"] == 10.0
-    with pytest.raises(ExpertcastError, match=r"predictor='other', ahead=1 is not in this survey \(it has made"):
-        advice_errors(found, {"a": OffloadConfig(predictor="other")}, {"a": 1.0})
-    with pytest.raises(ExpertcastError, match="ahead=2"):
-        advice_errors(found, {"a": OffloadConfig(predictor="made", ahead=2, mode="hybrid")}, {"a": 1.0})
 
 
 # ---- forecasts of a run

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.bundled import REFERENCE
-from expertcast.data.collect import collect
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError, ModelShape
 from expertcast.runtime import offload
-from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn, replayed
+from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn
 from expertcast.runtime.benchmarking.runs import decode_greedily, same_logits
 from tests.families.models import tiny_model
 
@@ -147,22 +143,3 @@ def test_a_longer_run_than_the_tables_is_one_line(tiny: PreTrainedModel) -> None
     made = tables(view.shape, prompt=5, new_tokens=2)
     with RoutingProcess(tiny, view, made), pytest.raises(ExpertcastError, match="more than 7"):
         decode_greedily(tiny, torch.arange(5).unsqueeze(0), 4)
-
-
-def test_replay(reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path) -> None:
-    view = find_moe_layers(reference_model)
-    traces = collect(
-        reference_model, reference_tokenizer, load_documents(REFERENCE), tmp_path / "traces", tokens=300, window=64
-    )
-    options = RoutingOptions(accuracy=1.0)
-    made = replayed(traces.folder, view.shape, prompt=40, new_tokens=NEW, options=options)
-    batch = next(traces.batches("all", 40 + NEW))
-    for layer in view:
-        ids_TK, weights_TK = layer.route(batch.logits_TLE[:, layer.index].to(torch.bfloat16))
-        assert made.ids_PLK[:, layer.index].sort().values.equal(ids_TK.sort().values)
-        torch.testing.assert_close(made.weights_PLK[:, layer.index], weights_TK.float(), atol=0.01, rtol=0.02)
-    assert made.measured()["accuracy"] == 1.0
-    with pytest.raises(ExpertcastError, match="E and K"):
-        replayed(traces.folder, SHAPE, prompt=4, new_tokens=2, options=options)
-    with pytest.raises(ExpertcastError, match="301 needed tokens"):
-        replayed(traces.folder, view.shape, prompt=299, new_tokens=2, options=options)
