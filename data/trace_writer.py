@@ -2,7 +2,7 @@
 
 Rows are appended to a :class:`TraceWriter` and committed a shard at a time. The shard is written under a temporary name
 and renamed; then the record of committed shards is replaced. A later writer deletes shards that the record does not
-list. A server's record is trace.json (:mod:`expertcast.data.live`); a collecting rank's record is a progress file with
+list. A server's record is trace.json (`expertcast_vllm.traffic`); a collecting rank's record is a progress file with
 its sums for the default vectors.
 """
 

@@ -55,7 +55,7 @@ class TraceSource(Documented):
     view: MoEView
     """The model's norms and routers."""
     defaults: DefaultVectors
-    """Default vectors of the train split, or from elsewhere (:func:`expertcast.data.live.with_default_vectors`)."""
+    """Default vectors of the train split, or from elsewhere (:mod:`expertcast.data.default_vectors`)."""
     defaults_learned_from: frozenset[str] = frozenset()
     """Hashes of other documents that contributed to the default vectors."""
     info: Json

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from expertcast.data.live import NOTE, default_vectors_holder
+from expertcast.data.default_vectors import NOTE, default_vectors_holder
 from expertcast.data.processes import join_ranks, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, predictor_class

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from expertcast_vllm.traffic import Conversations, LiveOptions, LiveTraces
 from transformers import PreTrainedModel
 
 from expertcast.data import trace_format as layout
-from expertcast.data.live import Conversations, LiveOptions, LiveTraces
 from expertcast.data.models import load_tokenizer
 from expertcast.data.plan import SPLITS
 from expertcast.data.text import Document

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from expertcast_vllm.traffic import Conversations, LiveDocument, LiveOptions, LiveTraces
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.live import Conversations, LiveDocument, LiveOptions, LiveTraces
 from expertcast.data.models import load_tokenizer
 from expertcast.data.text import Document, text_hash
 from expertcast.data.trace_format import rounded

@@ -19,7 +19,7 @@ from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predicto
 from expertcast.cli import main
 from expertcast.data import trace_format as layout
 from expertcast.data.collect import collect
-from expertcast.data.live import NOTE, with_default_vectors
+from expertcast.data.default_vectors import NOTE, with_default_vectors
 from expertcast.data.online import OnlineTraces
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset

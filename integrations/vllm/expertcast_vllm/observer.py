@@ -22,7 +22,6 @@ from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from expertcast.data.batch import RouterCall
-from expertcast.data.live import Conversations, LiveDocument, LiveOptions, LiveTraces
 from expertcast.data.processes import exclusive
 from expertcast.predictors import Predictor
 from expertcast.predictors.messages import ExpertcastError, first_line
@@ -32,6 +31,7 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.forecasters import make_monitor, resolve_predictor
 from expertcast_vllm.settings import Settings
 from expertcast_vllm.step import Part, Requests, observe_requests, refuse
+from expertcast_vllm.traffic import Conversations, LiveDocument, LiveOptions, LiveTraces
 from expertcast_vllm.wiring import ForecastRouter, GateParameters, find_layers
 
 if TYPE_CHECKING:

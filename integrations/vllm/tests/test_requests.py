@@ -12,9 +12,9 @@ import torch
 from expertcast_vllm import observer, offload
 from expertcast_vllm.observer import PreviousTokens, TrafficCollector
 from expertcast_vllm.step import Part, Requests
+from expertcast_vllm.traffic import LiveOptions, LiveTraces
 
 from expertcast.data.batch import RouterCall, TraceBatch
-from expertcast.data.live import LiveOptions, LiveTraces
 from expertcast.data.trace_format import read_info
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView

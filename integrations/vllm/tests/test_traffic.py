@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from elsewhere import command, elsewhere, train
 from engines import LOADING, PROMPTS, REFERENCE, Ran, run
+from expertcast_vllm.traffic import Conversations
 from family_models import make_model
 from safetensors.torch import load_file, save_file
 from servers import SECONDS, serve
 from transformers import AutoTokenizer
-
-from expertcast.data.live import Conversations
 
 TOKENS = 96
 """Tokens per request: three blocks of forward passes of the recall monitor."""

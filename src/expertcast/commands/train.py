@@ -26,7 +26,7 @@ from expertcast.commands.options import (
 )
 from expertcast.commands.output import Outcome, folder, say
 from expertcast.commands.predictors import checkpoint_metrics, ledger_of, predictor_config
-from expertcast.data.live import NOTE, with_default_vectors
+from expertcast.data.default_vectors import NOTE, with_default_vectors
 from expertcast.data.online import OnlineTraces
 from expertcast.data.plan import SPLITS
 from expertcast.data.processes import exclusive, training_share
