@@ -544,8 +544,8 @@ class EarlyAttention:
         """Return the residual [T, D] before `layer`'s router norm for the block input `hidden_TD`.
 
         Call it in a decode step, after the router of the layer before. Returns None if the layer is refused, if its
-        cache cannot be read or lacks tokens (earlier forwards skipped its block), or if the model has not yet called a
-        block of its kind in this step, whose mask it needs (the second layer of gpt_oss).
+        cache cannot be read, or if the model has not yet called a block of its kind in this step, whose mask it needs
+        (the second layer of gpt_oss).
 
         Args:
             layer: MoE layer.
@@ -554,7 +554,7 @@ class EarlyAttention:
         block = self._blocks[layer]
         latest = self._latest.get(block.kind)
         call = None if latest is None else latest.call
-        if layer in self.refused or latest is None or call is None or _lacks_tokens(block, latest, call):
+        if layer in self.refused or latest is None or call is None:
             return None
         hidden_B1D = hidden_TD.unsqueeze(1)
         own = partial(self._run, block, hidden_B1D, call)
@@ -634,15 +634,3 @@ class EarlyAttention:
                 "use a DynamicCache or StaticCache",
                 stacklevel=2,
             )
-
-
-def _lacks_tokens(block: Block, latest: Block, call: Call) -> bool:
-    """Return whether the cache held fewer tokens for a block than for `latest` before this step.
-
-    `call` is the call of `latest`.
-    """
-    past = call.kwargs.get("past_key_values")
-    if past is None or block.cache_index is None or latest.cache_index is None:
-        return False
-    own, other = (growing_layer(past, index) for index in (block.cache_index, latest.cache_index))
-    return own is not None and other is not None and own.get_seq_length() + 1 < other.get_seq_length()

@@ -109,7 +109,7 @@ _OPTIONS = {
     "next_use": ["horizon=2"], "marking": ["seed=7"],
     "fld": ["distance=absolute"], "least_stale": ["order=layer"], "importance": ["alpha=0.0", "alpha=1.0"],
     "gap": ["literal=true", "tau=0.2,r_max=4"], "substitute": ["tolerance=1.0"], "drop": ["fetched=1"],
-    "cache_aware": ["strength=1.0"], "early_exit": ["layers=1", "layers=3"], "bitsplit": ["shards=1", "shards=3"],
+    "cache_aware": ["strength=1.0"], "bitsplit": ["shards=1", "shards=3"],
 }  # fmt: skip
 """Options of policies, drafts and codecs, drawn beside the defaults."""
 _ESTIMATOR = {"parameters": 80_000, "steps": 8, "step_tokens": 64}

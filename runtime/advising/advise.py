@@ -31,8 +31,6 @@ class PrefetchOption(Option):
     bytes_per_token: float
     recall: float | None
     """Recall@k, mean over layers."""
-    recall_source: str | None
-    """Source of `recall`: `metrics.json` or `measured`."""
 
     @property
     def name(self) -> str:
@@ -167,7 +165,6 @@ def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int
         hit_rate=replayed.hit_rate,
         bytes_per_token=replayed.copies * found.block_bytes,
         recall=None if forecasting is None else forecasting.mean_recall,
-        recall_source=None if forecasting is None else forecasting.source,
     )
 
 
@@ -197,7 +194,7 @@ def _choice(on_demand: PrefetchOption, exact: Sequence[PrefetchOption], chosen: 
 def _verdict(on_demand: PrefetchOption, best: PrefetchOption, chosen: PrefetchOption) -> str:
     change = best.tpot_s / on_demand.tpot_s - 1
     saved_s, cost_s = on_demand.wait_s - best.wait_s, best.tpot_s - best.wait_s - (on_demand.tpot_s - on_demand.wait_s)
-    who = f"{best.name} ({best.recall:.0%} of experts forecast right, {best.recall_source})"
+    who = f"{best.name} ({best.recall:.0%} of experts forecast right)"
     if chosen is best:
         return (
             f"{who} hides {milliseconds(saved_s)} of waiting, and costs {milliseconds(cost_s)} of forecasts and slower "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -13,14 +12,13 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.benchmarking.bench import BenchSettings
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.forecasters import recall_per_layer, resolve_predictor
+from expertcast.runtime.forecasters import resolve_predictor
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.speed import LinkSpeed, link_speed
@@ -78,40 +76,6 @@ def measured_recall(trace: Trace, prefetches: RecordedPrefetches) -> dict[int, f
     return {target: sum(values) / len(values) for target, values in sorted(shares.items())}
 
 
-def with_recall(
-    trace: Trace, prefetches: RecordedPrefetches, wanted: Mapping[int, float], seed: int = 0
-) -> RecordedPrefetches:
-    """Change forecasts at random so that their expected recall@k is `wanted`, by target layer.
-
-    A few steps give a poor estimate of recall, but show which experts are forecast wrongly: those that the layer needs
-    in other steps. If recall is too high, right experts are replaced by such experts. If it is too low, wrong experts
-    are replaced by needed ones.
-
-    Args:
-        trace: experts that the layers needed.
-        prefetches: experts that were forecast.
-        wanted: recall@k by target layer.
-        seed: seed of the random choices.
-    """
-    choose, measured, decode = random.Random(seed), measured_recall(trace, prefetches), trace.decode
-    changed: list[dict[int, list[int]]] = []
-    for forward, forecasts in zip(decode, prefetches.steps, strict=True):
-        step: dict[int, list[int]] = {}
-        for target, keys in forecasts.items():
-            have, want, needed = measured[target], wanted[target], forward.keys[target]
-            popular = sorted({key for other in decode for key in other.keys[target]}.difference(needed))
-            step[target] = list(keys)
-            for place, key in enumerate(keys[: trace.shape.top_k]):
-                right = key in needed
-                spoil = right and have > want and choose.random() < 1 - want / have
-                mend = not right and have < want and choose.random() < (want - have) / (1 - have)
-                others = [other for other in (popular if spoil else needed) if other not in step[target]]
-                if (spoil or mend) and others:
-                    step[target][place] = choose.choice(others)
-        changed.append(step)
-    return replace(prefetches, steps=changed)
-
-
 def executed(trace: Trace, prefetches: RecordedPrefetches, layers: Iterable[int]) -> Trace:
     """Return the trace of a decoding that executes the forecasts instead of its routing at some layers."""
     chosen, top_k = frozenset(layers), trace.shape.top_k
@@ -162,11 +126,9 @@ class Forecasting:
     """Measurements of a predictor at one distance: its prefetches, recall and cost."""
 
     prefetches: RecordedPrefetches
-    """Prefetches in the decode steps, adjusted to `recall` if that comes from `metrics.json`."""
+    """Prefetches in the decode steps."""
     recall: dict[int, float]
-    """Recall@k by target layer."""
-    source: str
-    """Source of `recall`: `metrics.json`, or `measured` in the run's decode steps."""
+    """Recall@k of these by target layer."""
     times: LayerTimes
     """Layer times of the run with these forecasts."""
 
@@ -268,8 +230,7 @@ def survey(
         prompt_ids: typical prompt, [1, T] on the model's device.
         config: slots, cache, link, store and so on, without a predictor. Link `auto` on CUDA becomes `cuda`, since the
             tables of `kernel` are on the device.
-        predictors: predictors, as for :func:`expertcast.offload`. If a checkpoint's metrics.json has the recall at a
-            distance, the survey uses it; otherwise it uses the recall measured in the short run.
+        predictors: predictors, as for :func:`expertcast.offload`.
         new_tokens: number of tokens per run; the first comes from the prefill. With too few, the cache is still being
             filled.
         repetitions: number of repetitions of each run. The fastest one counts, as the least disturbed.
@@ -293,12 +254,12 @@ def survey(
     if prompt_ids.is_cuda and config.link == "auto":
         config = replace(config, link="cuda")
     view = find_moe_layers(model)
-    resolved = {label_of(given): resolve_predictor(given, view) for given in predictors}
+    resolved = {label_of(given): resolve_predictor(given, view)[0] for given in predictors}
     base_runs: list[_Run] = []
     runs: dict[tuple[str, int], list[_Run]] = defaultdict(list)
     for _ in range(repetitions):
         base_runs.append(_run(model, prompt_ids, new_tokens, config))
-        for label, (predictor, _) in resolved.items():
+        for label, predictor in resolved.items():
             assert predictor is not None
             for ahead in (ahead for ahead in predictor.ahead if ahead < len(view)):
                 own = replace(config, predictor=predictor, ahead=ahead, forecasts=ALWAYS)
@@ -311,9 +272,7 @@ def survey(
         trace=trace,
         tpot_s=base.tpot_s,
         forecasting={
-            (label, ahead): _forecasting(
-                trace, base.case, min(found, key=attrgetter("tpot_s")), resolved[label][1], ahead
-            )
+            (label, ahead): _forecasting(trace, base.case, min(found, key=attrgetter("tpot_s")), ahead)
             for (label, ahead), found in runs.items()
         },
     )
@@ -356,14 +315,7 @@ def without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
     )
 
 
-def _forecasting(
-    trace: Trace, base: Case, run: _Run, checkpoint: PredictorCheckpoint | None, ahead: int
-) -> Forecasting:
-    """Return a run's measurements; with the recall of the checkpoint's metrics if these have this distance."""
+def _forecasting(trace: Trace, base: Case, run: _Run, ahead: int) -> Forecasting:
     prefetches = run.watched.forecasts(ahead)
     times = calibrated(run.tpot_s, trace, base.with_times(run.case.machine.times), prefetches)
-    recall, source = measured_recall(trace, prefetches), "measured"
-    known = recall_per_layer(checkpoint, ahead)
-    if known is not None and set(known) == set(recall):
-        prefetches, recall, source = with_recall(trace, prefetches, known), known, "metrics.json"
-    return Forecasting(prefetches=prefetches, recall=recall, source=source, times=times)
+    return Forecasting(prefetches=prefetches, recall=measured_recall(trace, prefetches), times=times)

@@ -26,7 +26,6 @@ from expertcast.runtime.drafts.kinds import (
     ProposalDraft,
     QuantisedExperts,
     QuantisedStage,
-    early_exit,
     forecast_draft,
 )
 from expertcast.runtime.drafts.prefetch import Schedule
@@ -173,9 +172,6 @@ class Drafter:
             if speculator.predictor is None:
                 raise ExpertcastError("draft='speculate' needs forecasts: offload the model with a predictor")
             return forecast_draft(name, self._engine, speculator)
-        if base == names.EARLY_EXIT:
-            count = names.early_exit_options(name).layers
-            return early_exit(name, self._engine, self._model, speculator.view[0].experts, count)
         if base == names.PROMPT_LOOKUP:
             return ProposalDraft(name, self._lookup)
         if base == names.MTP:

@@ -4,7 +4,6 @@
     resident              resident experts replace absent ones
     drop, substitute, cascade, drop_cascade, cache_aware     a lossy policy, with its options
     speculate             the model executes the forecasts of the predictor
-    early_exit:layers=N   the first N blocks and the output head
     prompt_lookup, mtp    proposers of transformers; also an assistant model
 
 Source of int4 drafts: MoE-SpeQ.
@@ -22,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from expertcast.data.batch import RouterCall
 from expertcast.data.packed_experts import form_for, matrices, pack_module, run_experts
-from expertcast.predictors.messages import ExpertcastError, Progress
+from expertcast.predictors.messages import Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.drafts.proposals import Proposer
@@ -68,35 +67,6 @@ class PassDraft(Draft):
 def forecast_draft(name: str, engine: Engine, speculator: Speculator) -> PassDraft:
     """Return the draft that executes forecasts at all layers that have one."""
     return PassDraft(name, engine, swap=(speculator, "layers", frozenset(range(len(speculator.view)))))
-
-
-def early_exit(name: str, engine: Engine, model: nn.Module, inside: nn.Module, count: int) -> PassDraft:
-    """Return the draft that runs the first blocks and the output head.
-
-    Args:
-        name: name of the draft, with options.
-        engine: engine of the offload.
-        model: the model; its list of decoder blocks is replaced by a shorter one while drafting.
-        inside: a module inside one of the decoder blocks.
-        count: number of blocks that run, less than all; 0: half of them.
-
-    Raises:
-        ExpertcastError: `count` is out of range, or the model has no list of blocks.
-    """
-    lists = (
-        (owner, attribute, blocks)
-        for owner in model.modules()
-        for attribute, blocks in owner.named_children()
-        if isinstance(blocks, nn.ModuleList) and any(part is inside for part in blocks.modules())
-    )
-    found = next(lists, None)
-    if found is None:
-        raise ExpertcastError(f"draft {name!r} needs a model with a list of decoder blocks: choose another draft")
-    owner, attribute, blocks = found
-    count = count or len(blocks) // 2
-    if not 0 < count < len(blocks):
-        raise ExpertcastError(f"draft {name!r}: give layers from 1 to {len(blocks) - 1}")
-    return PassDraft(name, engine, swap=(owner, attribute, nn.ModuleList(list(blocks)[:count])))
 
 
 @dataclass

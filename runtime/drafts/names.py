@@ -19,15 +19,7 @@ NONE, AUTO = "none", "auto"
 QUANTISED = ("int4", "int8")
 RESIDENT = Policies(prefetch="none", miss="substitute:tolerance=1.0")
 """Policies of the draft `resident`: the best resident expert replaces a missing one."""
-EARLY_EXIT, SPECULATE, PROMPT_LOOKUP, MTP = "early_exit", "speculate", "prompt_lookup", "mtp"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EarlyExitOptions:
-    """Options of `early_exit`."""
-
-    layers: int = 0
-    """Number of blocks that run; 0: half of them."""
+SPECULATE, PROMPT_LOOKUP, MTP = "speculate", "prompt_lookup", "mtp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +40,7 @@ def lossy_names() -> dict[str, str]:
 
 def draft_names() -> list[str]:
     """Return all names of drafts, without options."""
-    return [NONE, AUTO, *QUANTISED, "resident", *lossy_names(), SPECULATE, EARLY_EXIT, PROMPT_LOOKUP, MTP]
+    return [NONE, AUTO, *QUANTISED, "resident", *lossy_names(), SPECULATE, PROMPT_LOOKUP, MTP]
 
 
 def keeps_copies(miss: Choice[MissPolicy]) -> bool:
@@ -73,8 +65,6 @@ def check_draft(name: str, packed: bool = False) -> None:
         return
     if base in lossy_names():
         policies_of(name)
-    elif base == EARLY_EXIT:
-        early_exit_options(name)
     elif base == AUTO:
         auto_options(name)
     else:
@@ -91,15 +81,6 @@ def policies_of(name: str) -> Policies:
         return RESIDENT
     kind = lossy_names()[name.partition(":")[0]]
     return Policies(prefetch="none", **{kind: name})  # type: ignore[arg-type]
-
-
-def early_exit_options(name: str) -> EarlyExitOptions:
-    """Return the options of a name such as `early_exit:layers=4`.
-
-    Raises:
-        ExpertcastError: an option is unknown or out of range.
-    """
-    return parse_options(name.partition(":")[2], EarlyExitOptions, f"draft {EARLY_EXIT!r}")
 
 
 def auto_options(name: str) -> AutoOptions:

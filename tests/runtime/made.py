@@ -126,7 +126,7 @@ def made_survey(
         trace=trace,
         tpot_s=1.0,
         forecasting={
-            name: Forecasting(prefetches=asked, recall={1: 0.5}, source="measured", times=own)
+            name: Forecasting(prefetches=asked, recall={1: 0.5}, times=own)
             for name, (asked, own) in forecasting.items()
         },
     )

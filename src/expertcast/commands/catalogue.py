@@ -15,7 +15,7 @@ from expertcast.commands.options import lowered
 from expertcast.predictors import names, predictor_class
 from expertcast.predictors.base import Registry
 from expertcast.predictors.options import field_docs, settable, written
-from expertcast.runtime.drafts.names import AUTO, EARLY_EXIT, AutoOptions, EarlyExitOptions, draft_names
+from expertcast.runtime.drafts.names import AUTO, AutoOptions, draft_names
 from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING, Policies
 from expertcast.runtime.policies.eviction import SCOPES
 from expertcast.runtime.storage.codecs import CODECS
@@ -91,8 +91,7 @@ def presets() -> str:
 def drafts() -> str:
     """Return the names of drafts and their options; :func:`policies` shows those of lossy policies."""
     entry = _entry("", ", ".join(draft_names()))
-    options = ((AUTO, AutoOptions), (EARLY_EXIT, EarlyExitOptions))
-    return _section("drafts", entry, *(_entry(name, "") + _fields(cls) for name, cls in options))
+    return _section("drafts", entry, _entry(AUTO, "") + _fields(AutoOptions))
 
 
 def codecs() -> str:

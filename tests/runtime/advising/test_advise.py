@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.predictors import ExpertcastError, MoEView, predictor_class
-from expertcast.predictors.baselines import NextNorm
 from expertcast.runtime.advising.advise import (
     PrefetchOption,
     advice_from,
     most_to_gain,
 )
 from expertcast.runtime.advising.forms import WORTH, Advice
-from expertcast.runtime.advising.survey import TraceObserver, executed, measured_recall, survey, with_recall
+from expertcast.runtime.advising.survey import TraceObserver, executed, measured_recall, survey
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.simulation.machine import Simulation
-from expertcast.runtime.simulation.trace import RecordedPrefetches, Trace
+from expertcast.runtime.simulation.trace import RecordedPrefetches
 from tests.runtime.made import Setting, decoding, layer_times, made_survey, perfect, routings
 
 LAYERS, EXPERTS = 4, 8
@@ -190,28 +187,6 @@ def test_what_was_watched() -> None:
     assert routings(executed(trace, asked, [0])) == routings(trace)
 
 
-@pytest.mark.parametrize("wanted", [0.0, 0.3, 0.6, 1.0])
-def test_forecasts_at_another_recall(wanted: float) -> None:
-    many = _repeated(TRACE, 400)
-    half = RecordedPrefetches(
-        steps=[{layer: [keys[layer][0], 8 * layer + 7] for layer in range(1, LAYERS)} for keys in routings(many)]
-    )
-    assert measured_recall(many, half) == {1: 0.5, 2: 0.5, 3: 0.5}
-    changed = with_recall(many, half, dict.fromkeys(range(1, LAYERS), wanted))
-    for value in measured_recall(many, changed).values():
-        assert value == pytest.approx(wanted, abs=0.06)
-    for forecasts in changed.steps:
-        for layer, keys in forecasts.items():
-            assert len(set(keys)) == 2
-            assert {key // EXPERTS for key in keys} == {layer}
-    assert with_recall(many, half, dict.fromkeys(range(1, LAYERS), 0.5)) == half
-
-
-def _repeated(trace: Trace, count: int) -> Trace:
-    steps = routings(trace)
-    return decoding(trace.forwards[0].keys, [steps[step % len(steps)] for step in range(count)], experts=EXPERTS)
-
-
 # ---- the reference model
 
 
@@ -228,7 +203,6 @@ def test_survey_and_advice(reference_model: PreTrainedModel, one: dict[str, Any]
     assert found.speed.copy_s >= 36864 / 4e7
     assert (found.case.slots, found.case.cache, found.case.machine.window) == (64, False, 1)
     assert found.trace.steps == 5
-    assert found.forecasting_of("next_norm", 1).source == "measured"
     assert 0.5 < found.forecasting_of("next_norm", 1).mean_recall < 1
     assert set(found.forecasting_of("next_norm", 1).recall) == set(range(1, 12))
     advice = advice_from(found)
@@ -242,22 +216,6 @@ def test_survey_and_advice(reference_model: PreTrainedModel, one: dict[str, Any]
     assert json.loads(json.dumps(advice.as_dict(), allow_nan=False))["options"][1]["predictor"] == "next_norm"
     for line in ("on_demand", "exact", "speculate", "64 of 768 experts in 2.359 MB"):
         assert line in advice.text()
-
-
-def test_recall_from_a_checkpoint(
-    reference_model: PreTrainedModel, reference_view: MoEView, one: dict[str, Any], tmp_path: Path
-) -> None:
-    predictor = NextNorm(NextNorm.config_class(), reference_view.shape)
-    recall = {"next_norm": {"mean": 1.0, "per_layer": [1.0] * 11}}
-    metrics = {"ahead": 1, "targets": list(range(1, 12)), "recall_at_k": recall}
-    save_predictor(predictor, tmp_path / "ckpt", view=reference_view, metrics=metrics)
-    config = OffloadConfig(slots=64, cache=False, bandwidth=1e8)
-    ids = one["input_ids"]
-    found = survey(reference_model, ids, config, predictors=[tmp_path / "ckpt"], new_tokens=4, repetitions=1)
-    known = found.forecasting_of(str(tmp_path / "ckpt"), 1)
-    assert (known.source, known.mean_recall) == ("metrics.json", 1.0)
-    assert measured_recall(found.trace, known.prefetches) == dict.fromkeys(range(1, 12), 1.0)
-    assert found.predict(str(tmp_path / "ckpt")).hit_rate >= 11 / 12
 
 
 def test_every_distance_is_surveyed(

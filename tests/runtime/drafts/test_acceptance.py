@@ -262,7 +262,7 @@ WARM: dict[str, Any] = {"top_k": 3, "temperature": 1.6}
 
 @pytest.mark.parametrize(
     ("draft", "rows", "batches", "given"),
-    [("int4", 1000, 3, WARM), ("early_exit", 1000, 3, PLAIN), ("resident", 4, 80, PLAIN),
+    [("int4", 1000, 3, WARM), ("resident", 4, 80, PLAIN),
      ("prompt_lookup", 1000, 3, WARM), ("script", 1000, 3, PLAIN)],
 )  # fmt: skip
 def test_texts_follow_the_exact_model(

@@ -112,9 +112,9 @@ def settled(model: PreTrainedModel, cache: DynamicCache, whole: torch.Tensor) ->
 @pytest.mark.parametrize(
     ("family", "draft", "place"),
     [
-        *(("qwen3_next", ("int4", "early_exit")[number % 2], place) for number, place in enumerate(PLACES)),
+        *(("qwen3_next", ("int4", "resident")[number % 2], place) for number, place in enumerate(PLACES)),
         *(("qwen3_moe", "int4", place) for place in PLACES),
-        *(("qwen3_moe", draft, "last experts") for draft in ("resident", "speculate", "early_exit")),
+        *(("qwen3_moe", draft, "last experts") for draft in ("resident", "speculate")),
         *(("qwen3_moe", draft, "processor") for draft in ("drop_cascade", "prompt_lookup")),
     ],
 )

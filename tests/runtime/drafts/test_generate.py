@@ -140,7 +140,7 @@ def test_stop_strings(reference_model: PreTrainedModel, reference_tokenizer: Any
 
 @pytest.mark.parametrize(
     ("draft", "rows", "length"),
-    [("int4", 1, 3), ("int4", 3, None), ("early_exit", 1, None), ("early_exit", 3, 3), ("prompt_lookup", 3, 3)],
+    [("int4", 1, 3), ("int4", 3, None), ("resident", 1, None), ("prompt_lookup", 3, 3)],
 )
 def test_scores_logits_and_cache(draft: str, rows: int, length: int | None, offloaded: OffloadedModel) -> None:
     """Scores and logits of every step, of rows that go on; the cache holds the text but its last token."""
@@ -248,9 +248,7 @@ def test_the_same_tokens_whatever_the_offload(kind: str) -> None:
     ("given", "message"),
     [
         ({"draft": "nonsense"}, "unknown draft 'nonsense': choose from none, auto, int4"),
-        ({"draft": "early_exit:layers=3"}, "give layers from 1 to 2"),
-        ({"draft": "early_exit:layers=-1"}, "early_exit:layers=-1|give layers"),
-        ({"draft": "early_exit:depth=1"}, "depth"),
+        ({"draft": "auto:depth=1"}, "depth"),
         ({"draft": "auto", "draft_length": 2}, "leave the length out"),
         ({"draft": "speculate"}, "offload the model with a predictor"),
         ({"draft": Policies()}, "lossless policies"),

@@ -11,21 +11,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.early import EarlyAttention
-from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors.early_attention import EarlyAttention as EarlyPredictor
-from expertcast.predictors.early_attention import EarlyConfig
 from expertcast.runtime import OffloadedModel, offload
 from expertcast.runtime.drafts.names import AUTO, MTP, NONE, draft_names
-from tests.data.early_oracle import random_stand_in
 from tests.runtime.conftest import refused
-from tests.runtime.drafts.loops import LENGTHS, SLOTS, check_books, cycles_of, padded, prompt, tiny
+from tests.runtime.drafts.loops import LENGTHS, SLOTS, check_books, cycles_of, prompt, tiny
 
 FAMILIES = (
     "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid", "lfm2_moe", "minimax", "gemma4", "qwen3_next",
 )  # fmt: skip
 DRAFTS = [name for name in draft_names() if name not in (NONE, AUTO, MTP)]
-EACH = ("int4", "resident", "speculate", "early_exit", "prompt_lookup", AUTO)
+EACH = ("int4", "resident", "speculate", "prompt_lookup", AUTO)
 """One of each kind: the others differ in nothing that a family sees."""
 NEW = 10
 
@@ -67,35 +62,6 @@ def test_every_draft_gives_the_same_tokens(family: str, monkeypatch: pytest.Monk
         check_books(offloaded)
         assert torch.equal(plain(offloaded, ids_BS), expected)
     assert 0 < accepted < drafted
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_early_attention_leaves_out_layers_that_a_draft_skips(
-    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cache of a block that a draft left out lacks the drafted tokens: only the first of them has all before it."""
-    model = tiny(family)
-    view = find_moe_layers(model)
-    predictor = EarlyPredictor(EarlyConfig(stand_in_rank=3), view.shape).bind(view)
-    predictor.set_stand_in(random_stand_in(view))
-    found: list[bool] = []
-    attend = EarlyAttention.attend
-
-    def noted(self: EarlyAttention, layer: int, hidden_TD: Tensor) -> Tensor | None:
-        residual_TD = attend(self, layer, hidden_TD)
-        if layer == 2:
-            found.append(residual_TD is not None)
-        return residual_TD
-
-    given = {**padded(rows), "max_new_tokens": NEW, "do_sample": False}
-    with offload(model, slots=SLOTS, predictor=predictor, forecasts="always") as offloaded:
-        expected = offloaded.generate(**given, draft=NONE)
-        monkeypatch.setattr(EarlyAttention, "attend", noted)
-        with cycles_of(monkeypatch) as cycles:
-            got = offloaded.generate(**given, draft="early_exit:layers=2", draft_length=3)
-        assert torch.equal(got, expected)
-    assert found == [place == 0 for cycle in cycles for place in range(max(1, cycle.drafted))]
 
 
 @pytest.mark.parametrize("family", ["jamba", "nemotron_h"])
