@@ -163,8 +163,6 @@ class OffloadConfig:
     predictor itself; never. Executed forecasts are always made."""
     ahead: Annotated[int, Field(ge=1)] = 1
     """Distance in layers between a forecast and its target."""
-    reach: int | None = None
-    """Furthest distance in layers of prefetches while the link is idle, nearest first (default: ahead)."""
     layers: tuple[int, ...] | None = None
     """With hybrid, layers that execute their forecast (default: those with recall@k of at least min_recall)."""
     min_recall: Annotated[float, Field(ge=0, le=1)] = 0.9
@@ -236,8 +234,6 @@ class OffloadConfig:
                 )
         if self.experts not in (EXPANDED, BY_FORM):
             self._check_packed()
-        if self.reach is not None and self.reach < self.ahead:
-            raise ExpertcastError(f"reach={self.reach} is nearer than ahead={self.ahead}: give a larger one, or none")
         if self.router_free and (self.mode == "exact" or self.true_weights):
             with_what = "mode 'exact'" if self.mode == "exact" else "true_weights"
             raise ExpertcastError(f"router_free runs no routers, and {with_what} needs them: give one of the two")
@@ -460,7 +456,7 @@ def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iter
         named = [f"{kind} {str(own)!r}" for kind, own in of_policies.items() if str(own) not in usual]
         named = named if config.policies is not None else []  # otherwise it comes from `overfetch`
         overfetch = changed("overfetch") if config.cache else []  # without a cache it sets the default number of slots
-        yield "without a predictor", [*changed("ahead", "reach", "forecasts"), *overfetch, *named]
+        yield "without a predictor", [*changed("ahead", "forecasts"), *overfetch, *named]
 
 
 # Link, store and slots of one device

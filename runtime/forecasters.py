@@ -56,7 +56,7 @@ def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEVie
     early = early_attention_for(predictor, model, view)
     speculator = Speculator(
         view, predictor, layers=layers, true_weights=config.true_weights, prefill=config.speculate_prefill,
-        ahead=config.ahead, router_free=config.router_free, reach=config.reach, early=early,
+        ahead=config.ahead, router_free=config.router_free, early=early,
     )  # fmt: skip
     return Forecasters(speculator=speculator, drift=drift, recall=mean_recall(checkpoint))
 

@@ -320,8 +320,6 @@ def _forecasts(choose: Random, layers: int) -> dict[str, Any]:
         if choose.random() < 0.3 and predictor not in FREE:
             options["ahead"] = 2
         if choose.random() < 0.3:
-            options["reach"] = choose.randint(1, layers)
-        if choose.random() < 0.3:
             options["forecasts"] = "always"
         if choose.random() < 0.1:
             options["drift"] = False

@@ -673,7 +673,7 @@ class Engine:
             self._drift.see(call.layer, forecast, routed)
 
     def _forecast(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> None:
-        """Make the forecast that is due at a layer, and forecasts for further layers while the link is idle.
+        """Make the forecast that is due at a layer.
 
         On CUDA the host waits for a forecast before it launches the layer's experts, so that the link has prefetches
         queued when it ends the layer's own copies.
@@ -697,21 +697,13 @@ class Engine:
                 self._known[target] = [expert for row in rows for expert in row[: call.ids_TK.shape[1]]]
             flow.prefetch(target, by_rank(rows))
         elif forecast is not None:
-            self._hint(forecast, known=rung == own)
+            ids, weights = flow.read(forecast.topk_ids_TK, forecast.topk_weights_TK)
+            if rung == own:
+                self._known[target] = [expert for row in ids for expert in row]
+            flow.hint(forecast, ids, weights)
         else:
             return
         flow.forecast(target, rung, perf_counter() - start)
-        for further in speculator.further(call, rung):
-            if not self.residency.idle:  # the link has nearer layers' experts to bring
-                break
-            self._hint(further)
-
-    def _hint(self, forecast: Forecast, *, known: bool = False) -> None:
-        """Prefetch a forecast's experts; `known`: the predictor itself made it, for comparison and execution."""
-        ids, weights = self.flow.read(forecast.topk_ids_TK, forecast.topk_weights_TK)
-        if known:
-            self._known[forecast.layer] = [expert for row in ids for expert in row]
-        self.flow.hint(forecast, ids, weights)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the output of a layer's experts, computed from slots.

@@ -125,7 +125,6 @@ class Speculator:
         ahead: how many layers ahead forecasts are made.
         early: runs the model's blocks early, for a predictor that reads early attention.
         router_free: layers that execute their forecast leave their router out.
-        reach: the furthest distance of :meth:`further`.
 
     Raises:
         ExpertcastError: layers that do not exist, or distances that the predictor was not made for.
@@ -142,13 +141,10 @@ class Speculator:
         ahead: int = 1,
         early: EarlyAttention | None = None,
         router_free: bool = False,
-        reach: int | None = None,
     ) -> None:
         self._memory = TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
-        self._further = range(ahead + 1, min(reach or ahead, len(view)) + 1)
         if predictor is not None:
-            for distance in (ahead, *self._further):
-                predictor.check_ahead(distance)
+            predictor.check_ahead(ahead)
             assert early is not None or not predictor.uses_early, f"{predictor.name} reads early attention"
         self.view, self.predictor = view, predictor
         self.layers = frozenset(layers)
@@ -307,20 +303,6 @@ class Speculator:
             found_TD = self.early.attend(call.layer + 1, standing_TD)
             state.early_TD = standing_TD if found_TD is None else found_TD
         return traced.hint(state, self.ahead)
-
-    def further(self, call: RouterCall, rung: int = -1) -> Iterator[Forecast]:
-        """A rung's forecasts of decode steps for layers beyond the one that :meth:`forecast` looked at, nearest first:
-        hints, made as the iterator advances."""
-        state, traced = self._state, self.rungs[rung]
-        if state is None or call.tokens > 1:
-            return
-        for distance in self._further:
-            target = call.layer + distance
-            if target >= len(self.view) or target in self._check.wrong:
-                continue
-            if state.early_TD is None and traced.predictor.wants_early(call.layer, distance):
-                self._look_early(call, state, traced)
-            yield traced.forecast(state, distance)
 
     def _look_early(self, call: RouterCall, state: RouterState, traced: TracedForecasts) -> bool:
         """Fill in early attention; False: over whole sequences the next block's own attention runs first."""

@@ -201,19 +201,6 @@ def test_caches_that_can_be_read_and_grow() -> None:
     assert growing_layer(cache, 1) is None
 
 
-def test_a_layer_that_was_left_out_is_not_run_early() -> None:
-    """Its cache lacks a token that the others have; nor is anything run without a cache."""
-    model = tiny_model("qwen3_moe", torch.float32)
-    view, given = find_moe_layers(model), ids()
-    follower, cache = Follower(model, view, random_stand_in(view)), prefilled(model, given[:, :-1])
-    left_out = cache.layers[2]
-    left_out.keys, left_out.values = left_out.keys[:, :, :-1], left_out.values[:, :, :-1]
-    found = follower.run(input_ids=given[:, -1:], past_key_values=cache)
-    assert [each is None for each in found] == [False, True, False]
-    assert follower.run(input_ids=given[:, -1:], use_cache=False) == [None, None, None]
-    assert follower.early.refused == {0: FIRST}
-
-
 @pytest.mark.parametrize("kind", [None, torch.bool, torch.float32, torch.bfloat16])
 def test_masks_of_whole_texts(kind: torch.dtype | None) -> None:
     """A query reads the true keys before its own that it may, and beside them its own stand-in where it sees itself."""

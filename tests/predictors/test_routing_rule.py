@@ -186,19 +186,6 @@ def test_offloaded_in_every_mode(model: PreTrainedModel) -> None:
             assert torch.equal(greedy(model), expected) == (mode == "hybrid")
 
 
-def test_nothing_is_asked_for_from_further_off(model: PreTrainedModel) -> None:
-    view, hinted = find_moe_layers(model), []
-    predictor = NextNorm(PredictorConfig(ahead=(1, 2)), view.shape).bind(view)
-    with pytest.warns(UserWarning, match="have no forecasts"):
-        offloaded = expertcast.offload(model, predictor=predictor, reach=2, slots=32, forecasts="always")
-    with offloaded:
-        hint = offloaded.flow.hint
-        offloaded.flow.hint = lambda *given: (hinted.append(given[0].layer), hint(*given))[1]  # type: ignore[method-assign]
-        for _ in range(3):  # until nothing misses: then the link is idle
-            greedy(model)
-    assert set(hinted) == {1, 3}
-
-
 def test_the_first_batch_is_asked_too() -> None:
     """A router changes its rule at a batch size that random test inputs do not reach."""
     model = tiny_model("mixtral")

@@ -85,7 +85,6 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
     exact = values["mode"] == "exact" and not OffloadConfig(policies=policies).resolved_policies().lossy
     routers = values["mode"] == "exact" or values["true_weights"]
     values |= {
-        "reach": draw(st.none() | st.integers(values["ahead"], values["ahead"] + 9)),
         "router_free": not routers and draw(st.booleans()),
         "slots": None,
         "memory": None,
@@ -239,7 +238,7 @@ def test_every_field_refuses_values_of_another_type() -> None:
         ({"min_recall": -0.1}, "min_recall=-0.1: must be greater than or equal to 0"),
         ({"min_recall": float("nan")}, "min_recall=nan: must be a finite number"),
         ({"ahead": 0}, "ahead=0: must be greater than or equal to 1"),
-        ({"ahead": -1, "reach": -1}, "ahead=-1: must be greater"),
+        ({"ahead": -1}, "ahead=-1: must be greater"),
         ({"bandwidth": 0.0}, "bandwidth=0.0"),
         ({"bandwidth": 1e-300}, "bandwidth=1e-300"),
         ({"bandwidth": float("nan")}, "bandwidth=nan"),
@@ -316,7 +315,7 @@ def test_a_preset_with_a_predictor_is_not_on_demand() -> None:
 
 LINES: list[tuple[dict[str, Any], list[str]]] = [
     ({}, []),
-    ({"predictor": "next_norm", "ahead": 2, "reach": 3, "overfetch": 1.5, "forecasts": "always"}, []),
+    ({"predictor": "next_norm", "ahead": 2, "overfetch": 1.5, "forecasts": "always"}, []),
     ({"mode": "speculate", "predictor": "next_norm", "policies": Policies(miss="drop")}, []),
     ({"mode": "hybrid", "predictor": "next_norm", "min_recall": 0.5, "true_weights": True}, []),
     ({"policies": "on_demand"}, []),

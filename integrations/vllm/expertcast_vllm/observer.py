@@ -388,16 +388,16 @@ def make_speculator(offload: WorkerOffload, observer: ModelObserver | None) -> t
         return Speculator(view, None), None
     _check_predictor(predictor, observer)
     predictor.to(next(view[0].router.parameters()).device)
-    speculator = ObservingSpeculator(observer, predictor, ahead=config.ahead, reach=config.reach)
+    speculator = ObservingSpeculator(observer, predictor, ahead=config.ahead)
     return speculator, make_monitor(config, view.shape, predictor, checkpoint)
 
 
 class ObservingSpeculator(Speculator):
     """Forecasts from the observed layers. The exact routing always runs."""
 
-    def __init__(self, observer: ModelObserver, predictor: Predictor, *, ahead: int, reach: int | None) -> None:
+    def __init__(self, observer: ModelObserver, predictor: Predictor, *, ahead: int) -> None:
         with torch.inference_mode(False):
-            super().__init__(observer.view, predictor, ahead=ahead, reach=reach)
+            super().__init__(observer.view, predictor, ahead=ahead)
         self._observer = observer
         self._memory = None  # a row belongs to another request in the next step
         shape = observer.view.shape

@@ -159,20 +159,6 @@ def test_running_recall_is_that_of_a_count_by_hand(
     assert torch.allclose(torch.tensor(list(got.values()), dtype=torch.float64), expected[1:], atol=1e-9)
 
 
-def test_only_forecasts_of_the_distance_that_the_checkpoint_scores_are_compared(
-    reference_model: PreTrainedModel, reference_view: MoEView, ids: Tensor, block: int
-) -> None:
-    """The second layer ahead is asked for as well; a layer without a forecast from the one before it counts for
-    nothing."""
-    predictor = NextNorm(PredictorConfig(ahead=(1, 2)), reference_view.shape).bind(reference_view)
-    with offload(reference_model, predictor=predictor, slots=768, reach=2) as offloaded:
-        offloaded.flow.choose = lambda target, own: None if target % 2 else own  # type: ignore[method-assign]
-        _decode(offloaded, ids, 2 * block)
-        counts, recall = offloaded.stats.layers, offloaded.stats.as_dict()["forecast_recall"]["per_layer"]
-    assert all(count.prefetched for count in counts[2:])
-    assert list(recall) == [2, 4, 6, 8, 10]
-
-
 def test_executed_forecasts_are_compared_with_the_router_now_and_then(
     reference_model: PreTrainedModel, reference_view: MoEView, ids: Tensor, block: int
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,13 +24,11 @@ from expertcast.predictors import (
 )
 from expertcast.predictors.baselines import QuasiHidden, RouterInput
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
-from expertcast.predictors.hybrid import Choice, Hybrid, HybridConfig
 from expertcast.predictors.view import weights_over
 from expertcast.runtime import offload, speculate
 from expertcast.runtime.policies import Policies
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy
-from tests.runtime.links.manual import ManualLink
 
 
 @pytest.fixture(scope="module")
@@ -258,93 +254,12 @@ def test_families(family: str) -> None:
             assert_same(greedy(offloaded, inputs, 4), expected)
 
 
-# Early attention in an offloaded run: forecasts beside the experts, further layers, no routers
+# Early attention in an offloaded run: forecasts beside the experts, no routers
 
 
 @pytest.fixture(scope="module")
 def early(reference_view: MoEView) -> Predictor:
     return EarlyAttention(EarlyConfig(ahead=(1, 2, 3)), reference_view.shape).bind(reference_view)
-
-
-@pytest.mark.parametrize("mode", ["exact", "speculate"])
-def test_further_layers_are_asked_for_while_the_link_idles(
-    mode: str, reference_model: PreTrainedModel, early: Predictor, one: dict[str, Tensor]
-) -> None:
-    def run(**options: object) -> tuple[tuple[Tensor, list[Tensor]], list[int]]:
-        asked: list[int] = []
-        with offload(
-            reference_model, predictor=early, mode=mode, slots=128, forecasts="always", **options
-        ) as offloaded:
-            flow, here = offloaded.flow, -1
-            begin, prefetch = flow.begin, flow.prefetch
-
-            def begun(layer: int, *given: object) -> object:
-                nonlocal here
-                here = layer
-                return begin(layer, *given)  # type: ignore[arg-type]
-
-            def prefetched(layer: int, experts: Sequence[int]) -> None:
-                asked.append(layer - here)
-                prefetch(layer, experts)
-
-            flow.begin, flow.prefetch = begun, prefetched  # type: ignore[assignment, method-assign]
-            return greedy(offloaded, one, 3), asked
-
-    near, only = run()
-    far, all_distances = run(reach=3)
-    assert set(only) == {1}
-    assert set(all_distances) == {1, 2, 3}, "an instant link is always idle"
-    assert all(before == now - 1 for before, now in pairwise(all_distances) if now > 1), "the nearest first"
-    assert_same(far, near)
-    _, busy = run(reach=3, link=ManualLink())
-    assert busy.count(3) < all_distances.count(3) / 2, "a busy link gets the nearest layer's experts only"
-
-
-def test_further_layers_have_early_attention_where_the_nearest_needs_none(
-    reference_model: PreTrainedModel, reference_view: MoEView, one: dict[str, Tensor]
-) -> None:
-    """A hybrid may choose early attention for the second layer ahead alone, whose forecasts are then its own."""
-    config = EarlyConfig(ahead=(1, 2))
-    choices = [
-        Choice(ahead=ahead, layer=layer, predictor="early_attention" if ahead == 2 else "next_norm", recall={})
-        for ahead in config.ahead
-        for layer in range(ahead, len(reference_view))
-    ]
-    members = {"next_norm": PredictorConfig(ahead=config.ahead).as_dict(), "early_attention": config.as_dict()}
-    hybrid = HybridConfig(ahead=config.ahead, candidates=list(members), member_configs=members, choices=choices)
-
-    def run(predictor: Predictor) -> tuple[tuple[Tensor, list[Tensor]], dict[tuple[int, int], list[list[int]]]]:
-        second: dict[tuple[int, int], list[list[int]]] = {}
-        with offload(reference_model, predictor=predictor, reach=2, slots=128, forecasts="always") as offloaded:
-            flow, here = offloaded.flow, [0, 0]
-            begin, hint = flow.begin, flow.hint
-
-            def begun(layer: int, *given: object) -> object:
-                here[:] = here[0] + (layer == 0), layer
-                return begin(layer, *given)  # type: ignore[arg-type]
-
-            def hinted(forecast: Forecast, ids: list[list[int]], *given: object) -> None:
-                if forecast.layer == here[1] + 2:
-                    second[here[0], forecast.layer] = ids
-                hint(forecast, ids, *given)  # type: ignore[arg-type]
-
-            flow.begin, flow.hint = begun, hinted  # type: ignore[assignment, method-assign]
-            return greedy(offloaded, one), second
-
-    expected, by_early = run(EarlyAttention(config, reference_view.shape).bind(reference_view))
-    got, by_hybrid = run(Hybrid(hybrid, reference_view.shape).bind(reference_view))
-    assert_same(got, expected)
-    both = by_early.keys() & by_hybrid.keys()
-    assert len(both) > 20
-    assert all(by_hybrid[key] == by_early[key] for key in both)
-
-
-def test_a_distance_that_was_not_trained_is_refused(reference_model: PreTrainedModel, quasi: Predictor) -> None:
-    for reach in (3, 10**30):  # no further than there are layers
-        with pytest.raises(ExpertcastError, match="layers ahead, not 3"):
-            offload(reference_model, predictor=quasi, reach=reach)
-    with pytest.raises(ExpertcastError, match="reach=1 is nearer than ahead=2"):
-        offload(reference_model, predictor=quasi, ahead=2, reach=1)
 
 
 def test_routers_are_left_out_where_forecasts_are_executed(
