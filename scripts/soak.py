@@ -268,7 +268,7 @@ def draw(choose: Random, world: World) -> Case:
     kernel = choose.choice(("grouped_mm", "grouped_mm", "batched_mm"))
     view = find_moe_layers(world.model(model, dtype))
     shape, block = view.shape, BlockLayout.of(view).block_bytes
-    options = _forecasts(choose, shape.layers) | _transport(choose, model, dtype)
+    options = _forecasts(choose) | _transport(choose, model, dtype)
     pools = options.pop("pools", {})
     if pools and choose.random() < 0.9:
         options |= {"policies": {"prefetch": _named(choose, choose.choice(PREFETCH.names()))}, "cache": True}
@@ -297,7 +297,7 @@ def _named(choose: Random, name: str) -> str:
     return f"{name}:{choose.choice(_OPTIONS[name])}" if name in _OPTIONS and choose.random() < 0.4 else name
 
 
-def _forecasts(choose: Random, layers: int) -> dict[str, Any]:
+def _forecasts(choose: Random) -> dict[str, Any]:
     """Draw options of forecasts and policies."""
     options: dict[str, Any] = {}
     if choose.random() < 0.15:
