@@ -79,11 +79,6 @@ class Case:
     carry: bool = True
     """Without a cache: the last layer requests the previous experts of the first layers for the next token."""
 
-    @property
-    def pooled(self) -> bool:
-        """Whether pools, and not the eviction policy, select the residents."""
-        return self.machine.stored is not None and any(self.machine.stored.pools.values())
-
     def with_times(self, times: LayerTimes) -> Case:
         """Return a copy with other layer times."""
         return replace(self, machine=replace(self.machine, times=times))

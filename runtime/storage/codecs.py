@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -286,60 +286,6 @@ class Raw(Codec):
     def recover(self, planes: Sequence[Tensor], block: Tensor, shard: Shard | None = None) -> None:
         if planes[0].data_ptr() != block.data_ptr():
             block.copy_(planes[0])
-
-
-# Statistics of exponents, and the lower bound on size that follows for lossless codecs.
-
-_SHIFTS = {torch.bfloat16: 7, torch.float16: 10}
-"""Bits below the exponent."""
-_MASKS = {torch.bfloat16: 0xFF, torch.float16: 0x1F}
-_BITS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExponentHistogram:
-    """Counts of the exponents of 16-bit floats of one type."""
-
-    counts: Tensor
-    """int64 [256] (bf16) or [32] (fp16), by the biased exponent."""
-
-    @property
-    def entropy(self) -> float:
-        """Entropy H of the exponents in bits; 0 without weights."""
-        p = self.counts[self.counts > 0].double() / self.counts.sum()
-        return float(-(p * p.log2()).sum())
-
-    @property
-    def bound(self) -> float:
-        """Smallest coded size as a fraction of the bytes, if one table codes each exponent separately and sign and
-        mantissa stay uncoded: (8 + H) / 16 for bf16.
-
-        The paper's three models have bounds of .6657, .6602 and .6596. Its 68% for zstd refers to split planes.
-        """
-        exponent_bits = len(self.counts).bit_length() - 1
-        return (_BITS - exponent_bits + self.entropy) / _BITS
-
-
-def exponent_histogram(tensors: Iterable[Tensor]) -> ExponentHistogram:
-    """Count the exponents of tensors, which are read one at a time.
-
-    Raises:
-        ExpertcastError: there is no tensor, or one is neither bf16 nor fp16, or not of the first one's type.
-    """
-    counts: Tensor | None = None
-    dtype = None
-    for tensor in tensors:
-        dtype = tensor.dtype if dtype is None else dtype
-        if tensor.dtype != dtype or dtype not in _SHIFTS:
-            raise ExpertcastError(f"exponents of {tensor.dtype}: give tensors of one type, bf16 or fp16")
-        mask = _MASKS[dtype]
-        for part in torch.split(tensor.detach(), 1):  # row by row, since counting makes copies
-            exponents = part.contiguous().view(torch.int16).flatten() >> _SHIFTS[dtype] & mask
-            found = torch.bincount(exponents, minlength=mask + 1).cpu()
-            counts = found if counts is None else counts + found
-    if counts is None:
-        raise ExpertcastError("an exponent histogram of no tensors: give at least one")
-    return ExponentHistogram(counts=counts)
 
 
 # 16-bit weights with their high bytes compressed

@@ -60,7 +60,7 @@ def test_store_and_generate_from_it(capsys: pytest.CaptureFixture[str], tmp_path
     store = tmp_path / "store"
     packed = f"--store-folder {store} --codec bitsplit"
     said = ran(tmp_path, f"store reference {packed}")
-    assert said["bound"] < said["ratio"] < 0.8
+    assert 0.5 < said["ratio"] < 0.8
     printed = capsys.readouterr().out
     assert "768 experts" in printed
     changed = (store / FILE_NAME).stat().st_mtime_ns

@@ -17,8 +17,6 @@ from expertcast.predictors import ExpertcastError
 
 if TYPE_CHECKING:
     from expertcast.runtime.config import EXPERTS, OffloadConfig
-    from expertcast.runtime.storage.codecs import ExponentHistogram
-    from expertcast.runtime.storage.store import ExpertStore
 
 
 def codecs() -> str:
@@ -80,29 +78,15 @@ def run(options: Options) -> Outcome:
         place = getattr(store, "in_place", None)
         codec = config.codec if place is None else None
         where = f"in {options.store_folder}, codec {codec}" if place is None else str(place)
-        stored, histogram, bits = store.stored_nbytes, _histogram(store), weight_bits(offloaded.view)
-        bound = None if histogram is None else histogram.bound
+        stored, bits = store.stored_nbytes, weight_bits(offloaded.view)
         result = {
             "store_folder": options.store_folder, "in_place": place is not None, "codec": codec,
             "experts_form": options.experts, "weight_bits": bits, "layers": store.layers,
             "experts": store.experts, "nbytes": store.nbytes, "stored_nbytes": stored, "ratio": stored / store.nbytes,
-            "bound": bound,
         }  # fmt: skip
     text = (
         f"{store.layers * store.experts} experts of {store.layout.block_bytes:,} bytes {where}, "
         f"{bits:.3g} bits a weight: {stored:,} bytes, "
         f"{stored / store.nbytes:.3f} of {store.nbytes:,}"
     )
-    if bound is not None:
-        text += f"; the entropy bound of the exponents is {bound:.3f} (middle layer)"
     return result, text
-
-
-def _histogram(store: ExpertStore) -> ExponentHistogram | None:
-    """Return the exponents of the middle layer's experts; None for other dtypes than 16-bit floats."""
-    from expertcast.runtime.storage.codecs import exponent_histogram
-
-    fields = store.layout.fields
-    if {field.dtype for field in fields} not in ({torch.bfloat16}, {torch.float16}):
-        return None
-    return exponent_histogram(store.views(store.layers // 2).values())
