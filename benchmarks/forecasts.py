@@ -49,9 +49,8 @@ from expertcast.data.text import bundled_ids, load_documents
 from expertcast.predictors import MoEView
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.messages import Json
-from expertcast.runtime.benchmarking.bench import decode_resident
+from expertcast.runtime.benchmarking.bench import BorrowedStore, balanced_bandwidth, decode_resident
 from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn
-from expertcast.runtime.benchmarking.runs import BorrowedStore, balanced_bandwidth
 from expertcast.runtime.benchmarking.shapes import build_shape
 from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, OffloadConfig, pack_experts
 from expertcast.runtime.offloading import OffloadedModel, offload

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from expertcast.runtime.loading import load_offloaded as load_offloaded
     from expertcast.runtime.offloading import OffloadedModel as OffloadedModel
     from expertcast.runtime.offloading import offload as offload
-    from expertcast.runtime.quality.forecasts import QualityRun as QualityRun
-    from expertcast.runtime.quality.forecasts import measure_quality as measure_quality
-    from expertcast.runtime.quality.forecasts import text_windows as text_windows
+    from expertcast.runtime.quality import QualityRun as QualityRun
+    from expertcast.runtime.quality import measure_quality as measure_quality
+    from expertcast.runtime.quality import text_windows as text_windows
 
 if UNSUPPORTED:
     raise ImportError(UNSUPPORTED)
@@ -35,7 +35,7 @@ _NAMES = {
     "runtime.links.emulated": "EmulatedLink",
     "runtime.loading": "load_offloaded",
     "runtime.offloading": "OffloadedModel offload",
-    "runtime.quality.forecasts": "QualityRun measure_quality text_windows",
+    "runtime.quality": "QualityRun measure_quality text_windows",
 }
 """Public names by module."""
 _MODULE = {name: f"expertcast.{module}" for module, names in _NAMES.items() for name in names.split()}

@@ -5,7 +5,7 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per
 Teacher-forced: the state at layer l has the model's own routing, as in exact execution. Chained: the state has the
 routing that the previous forecast of the chain executed, as in speculative execution; the first `ahead` layers use the
 model's routing. Both forms use the recorded residual. The drift of the residual after wrong experts needs a model run
-(:func:`expertcast.runtime.quality.forecasts`).
+(:func:`expertcast.runtime.quality`).
 """
 
 from __future__ import annotations

@@ -25,13 +25,12 @@ from expertcast.data.routing_file import ABSENT, Routing
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.advising.forms import Advice, Option, milliseconds
 from expertcast.runtime.advising.survey import TraceObserver, without_copies
-from expertcast.runtime.benchmarking.runs import decode_greedily
+from expertcast.runtime.benchmarking.bench import decode_greedily
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.pools.planner import plans
-from expertcast.runtime.pools.ranks import rank_model
+from expertcast.runtime.pools.planner import plans, rank_model
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
 from expertcast.runtime.recording.recorder import LayerTimes, Recorder, layer_times
 from expertcast.runtime.simulation.link import StoredExperts

@@ -15,13 +15,11 @@ from transformers import PreTrainedModel
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.benchmarking.bench import BenchSettings
-from expertcast.runtime.benchmarking.runs import decode_greedily
+from expertcast.runtime.benchmarking.bench import BenchSettings, LinkSpeed, decode_greedily, link_speed
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.forecasters import resolve_predictor
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.cuda import CudaLink
-from expertcast.runtime.links.speed import LinkSpeed, link_speed
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies.settings import ALWAYS
 from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times

@@ -13,34 +13,273 @@ import math
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import torch
 from pydantic import Field
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
+from expertcast.data.machine import with_index
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
-from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.predictors.messages import Json
+from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.predictors.messages import Json, Progress
 from expertcast.predictors.options import validate
-from expertcast.runtime.benchmarking.runs import (
-    BorrowedStore,
-    Decoding,
-    balanced_bandwidth,
-    decode_greedily,
-    same_logits,
-)
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.drafts.names import NONE, check_draft
 from expertcast.runtime.engine.kernels import kernel_name
-from expertcast.runtime.links.speed import link_speed
+from expertcast.runtime.links.base import Link
+from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
+from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.links.disk_cuda import CudaDiskLink
+from expertcast.runtime.links.driver import CudaDevice, copy_seconds
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+
+# Measurement of a link's undisturbed speed.
+
+_LARGE = 256 * 2**20
+"""Bytes of the large copy; the store's size if that is less."""
+_SMALL = 4096
+_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeed:
+    """Undisturbed speed of a link."""
+
+    rate: float
+    """Bytes per second of a large copy, or of blocks back to back on links that move only blocks."""
+    copy_s: float
+    """Seconds per expert among copies back to back."""
+    latency_s: float
+    """Fixed seconds per copy, independent of its size."""
+
+
+def link_speed(link: Link, store: ExpertStore) -> LinkSpeed:
+    """Measure an attached link between two forward passes. The run's slots are not touched.
+
+    On CUDA: time page-locked copies with events, a large one for the rate and a small one for the latency, and add the
+    delays of a paced link. Other links: copy blocks back to back through a second link of the same kind.
+
+    Raises:
+        ExpertcastError: the speed of this kind of link is unknown on the CPU.
+    """
+    if link.driver is not None and not isinstance(link, CudaDiskLink | DiskLink):
+        return _cuda_speed(link, link.driver, store)
+    block_bytes = store.layout.block_bytes
+    copy_s = _block_seconds(store, link.unattached_copy())
+    return LinkSpeed(rate=block_bytes / copy_s, copy_s=copy_s, latency_s=link.latency)
+
+
+def _block_seconds(store: ExpertStore, link: Link) -> float:
+    """Return the seconds per block of the fastest of several series back to back."""
+    count = min(16, store.layers * store.experts)
+    pool = SlotPool(store.layout, count, store.device)
+    link.attach(store, pool)
+    try:
+        seconds = []
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            copies = [link.submit(key, slot, urgent=True) for slot, key in enumerate(range(count))]
+            for copy in copies:
+                link.wait(copy)
+            if isinstance(link, CudaLink):
+                link.synchronize()
+            seconds.append((time.perf_counter() - start) / count)
+    finally:
+        link.close()
+    return min(seconds)
+
+
+def _cuda_speed(link: Link, driver: CudaDevice, store: ExpertStore) -> LinkSpeed:
+    block_bytes = store.layout.block_bytes
+    large = min(_LARGE, max(store.nbytes, block_bytes))
+    small = min(_SMALL, large)
+    seconds_of = {size: copy_seconds(driver, size) for size in {large, block_bytes, small}}
+    rate = large / seconds_of[large]
+    latency_s, copy_s = max(0.0, seconds_of[small] - small / rate), seconds_of[block_bytes]
+    if isinstance(link, PacedCudaLink):
+        rate, latency_s = link.bandwidth or rate, latency_s + link.latency
+        copy_s = link.latency + block_bytes / rate
+    return LinkSpeed(rate=rate, copy_s=copy_s, latency_s=latency_s)
+
+
+# Timed greedy decoding, and a store shared by several offloads.
+#
+# V vocabulary, L MoE layers, E routed experts per layer.
+
+
+@dataclass(slots=True)
+class Decoding:
+    """One greedy decoding."""
+
+    tokens: list[int]
+    logits: list[Tensor]
+    """Logits [V] of each token."""
+    ttft_s: float
+    """Seconds of the prefill, up to the first token."""
+    steps_s: list[float]
+    """Seconds of each later token."""
+
+
+@torch.no_grad()
+def decode_greedily(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    new_tokens: int,
+    *,
+    offloaded: OffloadedModel | None = None,
+    recorder: Recorder | None = None,
+) -> Decoding:
+    """Decode `new_tokens` tokens, past any end-of-text token.
+
+    Statistics and recording start after the prefill and describe the tokens after the first.
+
+    Args:
+        model: the model, offloaded or not.
+        prompt_ids: [1, T] on the model's device.
+        new_tokens: number of tokens.
+        offloaded: the model's offload, if any.
+        recorder: the offload's recorder, if any.
+    """
+    cache = DynamicCache(config=model.config)
+    decoding = Decoding([], [], 0.0, [])
+    inputs = prompt_ids
+    for step in Progress("decoding", unit="token", steps=range(new_tokens)):
+        start = _now(prompt_ids.device)
+        if recorder is not None:
+            recorder.step_start()
+        logits_V = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        inputs = logits_V.argmax().view(1, 1)
+        if recorder is not None:
+            recorder.step_end()
+        seconds = _now(prompt_ids.device) - start
+        decoding.logits.append(logits_V)
+        if step:
+            decoding.steps_s.append(seconds)
+        else:
+            decoding.ttft_s = seconds
+            if offloaded is not None:
+                offloaded.reset_stats()
+            if recorder is not None:
+                recorder.clear()
+        decoding.tokens.append(int(inputs))
+    return decoding
+
+
+def balanced_bandwidth(model: PreTrainedModel, resident: Decoding) -> float:
+    """Return the bytes per second at which K copies take as long as one layer of the resident model."""
+    view = find_moe_layers(model)
+    layer_s = statistics.median(resident.steps_s) / len(view)
+    return view.shape.top_k * BlockLayout.of(view).block_bytes / layer_s
+
+
+def same_logits(one: Decoding, other: Decoding) -> bool:
+    """Return whether the logits of all common steps are equal bit for bit."""
+    return all(torch.equal(own, its) for own, its in zip(one.logits, other.logits, strict=False))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class BorrowedStore(ExpertStore):
+    """Store shared by several offloads of one model in turn: experts are packed once. :meth:`give_back` ends it.
+
+    Between offloads the model's experts are views of the blocks in host memory. A model that computes on the CPU runs
+    as usual; a model on `device` runs inside :meth:`resident`, and its experts may stay on the CPU otherwise.
+    """
+
+    def __init__(self, view: MoEView, device: torch.device) -> None:
+        super().__init__(view, device=device, pinned=device.type == "cuda")
+        self._view = view
+        super().pack(view)
+        self._lend(self.views)
+
+    def pack(self, view: MoEView) -> None:
+        """Do nothing: the experts are packed already."""
+        assert view[0].experts is self._view[0].experts, "a shared store belongs to one model"
+
+    def unpack(self) -> None:
+        """Point the model's experts at the blocks again, for the next offload."""
+        self._lend(self.views)
+
+    def close(self) -> None:
+        """Keep the blocks for the next offload."""
+
+    def give_back(self, device: torch.device | None = None) -> None:
+        """Copy the weights into the model's own parameters on `device` (None: the compute device); free the blocks."""
+        if device is not None:
+            self.device = device
+        super().unpack()
+        super().close()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the whole model fits the compute device."""
+        if self.device.type != "cuda":
+            return True
+        return torch.cuda.mem_get_info(self.device)[0] > 1.1 * self.nbytes
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """Put all experts on the compute device for a while."""
+        if self.device.type != "cuda":
+            yield
+            return
+
+        def on_device(layer: int) -> dict[str, Tensor]:
+            blocks = self._layer_bytes[layer]
+            assert blocks is not None
+            return self.layout.views(blocks.to(self.device), layer)
+
+        self._lend(on_device)
+        try:
+            yield
+        finally:
+            self._lend(self.views)
+            torch.cuda.empty_cache()
+
+    def _lend(self, views: Callable[[int], dict[str, Tensor]]) -> None:
+        """Set these [E, ...] tensors as the model's parameters."""
+        for layer in self._view:
+            for name, tensor in views(layer.index).items():
+                layer.experts._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+
+
+def loaded_model(offloaded: OffloadedModel) -> PreTrainedModel:
+    """Close an offload of :func:`expertcast.load_offloaded`, and return its model with all of its experts in memory."""
+    held = [(layer.experts, offloaded.store.views(layer.index)) for layer in offloaded.view]
+    offloaded.close()
+    for experts, parts in held:
+        for name, part in parts.items():
+            experts._parameters[name] = nn.Parameter(part, requires_grad=False)
+    return offloaded.model
+
+
+def without_experts_to(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move a model to a device without its experts. A model on that device is returned unchanged."""
+    if next(model.parameters()).device == with_index(device):
+        return model
+    kept = [(layer.experts._parameters, dict(layer.experts._parameters)) for layer in find_moe_layers(model)]
+    for parameters, _ in kept:
+        parameters.clear()
+    try:
+        return model.to(device)
+    finally:
+        for parameters, own in kept:
+            parameters.update(own)
+
 
 MOST_NOISE = 0.5
 """Largest standard error of a reported ratio; a ratio between 0 and 1, or near 1, is meaningless with a larger one."""

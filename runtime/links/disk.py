@@ -9,8 +9,7 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.links.base import Link, check_rate
 from expertcast.runtime.pools.cache import Pools
-from expertcast.runtime.pools.schedule import makespan, schedule
-from expertcast.runtime.pools.states import Costs, ExpertBytes, State
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State, makespan, schedule
 from expertcast.runtime.storage.codecs import Codec
 from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN, CodedRead, CodedReader, Kinds
 from expertcast.runtime.storage.disk_store import DiskStore

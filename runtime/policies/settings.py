@@ -24,11 +24,11 @@ from expertcast.runtime.policies.eviction import (
     Importance,
     LeastStale,
     Marking,
+    NextUse,
     PreEviction,
     Score,
 )
 from expertcast.runtime.policies.miss import MISS, MissPolicy
-from expertcast.runtime.policies.next_use import NextUse
 from expertcast.runtime.policies.prefetch import MAX_OVERFETCH, PREFETCH, PrefetchPolicy
 from expertcast.runtime.policies.routing import ROUTING, RoutingPolicy
 

@@ -215,7 +215,7 @@ def simulate(trace: Trace, case: Case, *, waits: bool = False) -> Simulation:
     """Simulate a trace in virtual time.
 
     Lossy policies change what is loaded and computed, but not the recorded routing of later layers and tokens. Their
-    effect on quality needs a model: :func:`expertcast.runtime.quality.policies.measure_policies`.
+    effect on quality needs a model: :func:`expertcast.runtime.quality.measure_policies`.
 
     Args:
         trace: recorded routing, with forecasts.

@@ -15,7 +15,7 @@ from expertcast.cli import build_parser, main
 from expertcast.commands import demo
 from expertcast.commands.demo import link_bandwidth
 from expertcast.data.traces import TraceDataset
-from expertcast.runtime.benchmarking.runs import Decoding
+from expertcast.runtime.benchmarking.bench import Decoding
 from tests.package.test_cli import fails
 
 

@@ -17,7 +17,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors import messages as progress
 from expertcast.predictors.messages import Progress, with_token_progress
-from expertcast.runtime.benchmarking.runs import decode_greedily
+from expertcast.runtime.benchmarking.bench import decode_greedily
 from expertcast.training import loop
 from tests.package.conftest import RUN
 

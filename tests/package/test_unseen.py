@@ -28,7 +28,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, PredictorConfig
 from expertcast.predictors.baselines import QuasiHidden
 from expertcast.predictors.hybrid import HybridConfig
-from expertcast.runtime.quality.forecasts import text_windows
+from expertcast.runtime.quality import text_windows
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import FITTERS, fit, select_hybrid
 from expertcast.training.scoring import FitOptions, Fitted

@@ -10,8 +10,7 @@ from torch import Tensor
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.advising import survey as observation
 from expertcast.runtime.advising.survey import Forecasting, Survey
-from expertcast.runtime.benchmarking.runs import decode_greedily
-from expertcast.runtime.links.speed import LinkSpeed
+from expertcast.runtime.benchmarking.bench import LinkSpeed, decode_greedily
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.recorder import LayerTimes, Recorder, Span

@@ -77,7 +77,7 @@ class Options(TargetOptions):
 
     @cached_property
     def experts_form(self) -> str:
-        """That of --experts, else `auto` for a quantised checkpoint on the CPU, unless the store compresses."""
+        """`experts`, else `auto` for a quantised checkpoint on the CPU, unless the store compresses."""
         from expertcast.runtime.storage.expert_file import packed_codec
 
         stored = self.store_folder is not None and packed_codec(Path(self.store_folder)) is not None

@@ -191,7 +191,7 @@ class Prompt:
 
 def run(options: Options) -> Outcome:
     """Measure all prompts, one after another."""
-    from expertcast.runtime.recording.timeline import write_timeline
+    from expertcast.runtime.recording.recorder import write_timeline
 
     say_if_busy()
     prompts: list[Prompt] = []

@@ -40,8 +40,8 @@ from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.messages import Json
 
 if TYPE_CHECKING:
+    from expertcast.runtime.benchmarking.bench import BorrowedStore
     from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess
-    from expertcast.runtime.benchmarking.runs import BorrowedStore
     from expertcast.runtime.config import EXPERTS, OffloadConfig
 
 _EXPANDED = "expanded"
@@ -171,7 +171,7 @@ class Target:
         Raises:
             ExpertcastError: neither a shape nor a model, a form that it does not have, or too little memory.
         """
-        from expertcast.runtime.benchmarking.runs import BorrowedStore, without_experts_to
+        from expertcast.runtime.benchmarking.bench import BorrowedStore, without_experts_to
         from expertcast.runtime.benchmarking.shapes import build_shape
         from expertcast.runtime.config import pack_experts
 
@@ -283,7 +283,7 @@ def say_if_busy() -> None:
 
 
 def _load_model(options: TargetOptions) -> PreTrainedModel:
-    from expertcast.runtime.benchmarking.runs import loaded_model
+    from expertcast.runtime.benchmarking.bench import loaded_model
     from expertcast.runtime.config import OffloadConfig
 
     name = options.target

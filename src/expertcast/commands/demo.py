@@ -30,7 +30,7 @@ from expertcast.training.report import PAGE, example_text, report_sources, write
 from expertcast.training.scoring import scored_batches
 
 if TYPE_CHECKING:
-    from expertcast.runtime.benchmarking.runs import Decoding
+    from expertcast.runtime.benchmarking.bench import Decoding
 
 # Last stage: a model decodes with its experts behind a slow link, in every mode
 
@@ -59,10 +59,9 @@ def deploy(
         predictor: forecasts in all modes but `on_demand`.
         layers: layers that execute their forecast in mode `hybrid`.
     """
-    from expertcast.runtime.benchmarking.bench import BenchSettings, benchmark, usual_runs
-    from expertcast.runtime.benchmarking.runs import decode_greedily
+    from expertcast.runtime.benchmarking.bench import BenchSettings, benchmark, decode_greedily, usual_runs
     from expertcast.runtime.config import OffloadConfig
-    from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+    from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
 
     windows_NW = text_windows(tokenizer, texts, length=WINDOW, count=QUALITY_TOKENS // WINDOW)
     executed = {"speculate": QualityRun(predictor=predictor), "hybrid": QualityRun(predictor=predictor, layers=layers)}
@@ -86,8 +85,7 @@ def link_bandwidth(model: PreTrainedModel, resident: Decoding, steps: int, secon
     The link copies all experts of `steps` decode steps within `seconds` at the slowest. The computing time is that of
     the fastest tenth of the `resident` model's steps, so that other load on the machine does not slow the link.
     """
-    from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
-    from expertcast.runtime.benchmarking.runs import balanced_bandwidth
+    from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, balanced_bandwidth
     from expertcast.runtime.storage.layout import BlockLayout
 
     quick = sorted(resident.steps_s)[: max(1, len(resident.steps_s) // 10)]

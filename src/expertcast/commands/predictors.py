@@ -230,7 +230,7 @@ def quality_windows(
     Raises:
         ExpertcastError: no document is left, or all are shorter than a window.
     """
-    from expertcast.runtime.quality.forecasts import text_windows
+    from expertcast.runtime.quality import text_windows
 
     texts: dict[str, list[str]] = {}
     chosen_by = frozenset(each.hash for each in traces.chosen("validation") if each.hash)
@@ -267,7 +267,7 @@ def forecast_quality(
     Raises:
         ExpertcastError: the traces are of another model.
     """
-    from expertcast.runtime.quality.forecasts import QualityRun, measure_quality
+    from expertcast.runtime.quality import QualityRun, measure_quality
 
     model, _ = options.load(name)
     check_routers(view := experts_of(model).view, traces.info)
@@ -321,8 +321,7 @@ def policy_quality(
         batch: sequences decoded together, as in the simulation.
         fitted: predictors by name; documents that they learned from are left out.
     """
-    from expertcast.runtime.quality.forecasts import text_windows
-    from expertcast.runtime.quality.policies import measure_policies
+    from expertcast.runtime.quality import measure_policies, text_windows
 
     length = options.window or min(max(POLICY_WINDOW, 2 * prefill), max(options.quality_tokens, 32))
     say(f"measuring the quality of {name} under {len(runs)} lossy sets of policies")

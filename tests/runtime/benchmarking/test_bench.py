@@ -19,18 +19,16 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadConfig, benchmark, offload
 from expertcast.runtime.benchmarking.bench import (
     BenchSettings,
+    BorrowedStore,
+    Decoding,
     Measured,
     Run,
     StepTimes,
     bench_drafts,
-    report,
-    step_times,
-)
-from expertcast.runtime.benchmarking.runs import (
-    BorrowedStore,
-    Decoding,
     decode_greedily,
+    report,
     same_logits,
+    step_times,
     without_experts_to,
 )
 from expertcast.runtime.config import draft_bytes, slots_for

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, ModelShape
 from expertcast.runtime import offload
+from expertcast.runtime.benchmarking.bench import decode_greedily, same_logits
 from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn
-from expertcast.runtime.benchmarking.runs import decode_greedily, same_logits
 from tests.families.models import tiny_model
 
 SHAPE = ModelShape(layers=6, experts=32, top_k=4, hidden=8)

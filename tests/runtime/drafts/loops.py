@@ -15,8 +15,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.data.models import auto_class
 from expertcast.runtime import OffloadedModel
-from expertcast.runtime.drafts.acceptance import accept_greedy
 from expertcast.runtime.drafts.costs import Cycle
+from expertcast.runtime.drafts.decoding import accept_greedy
 from expertcast.runtime.drafts.governor import Governor
 from expertcast.runtime.drafts.kinds import ProposalDraft
 from expertcast.runtime.drafts.proposals import Proposer

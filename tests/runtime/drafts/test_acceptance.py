@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
 from expertcast.runtime import OffloadedModel, offload
-from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled, pick
+from expertcast.runtime.drafts.decoding import accept_greedy, accept_sampled, pick
 from tests.runtime.drafts.loops import SLOTS, Scripted, cycles_of, script, tiny
 
 SAMPLES = 30_000

@@ -14,8 +14,8 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 import expertcast
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.drafts.acceptance import accept_greedy
 from expertcast.runtime.drafts.cache import SharedCache
+from expertcast.runtime.drafts.decoding import accept_greedy
 from expertcast.runtime.drafts.proposals import MtpHeads, MtpProposer
 from tests.families.models import tiny_model
 from tests.families.table import tiny_config

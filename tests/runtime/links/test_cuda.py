@@ -18,11 +18,10 @@ from expertcast.data.machine import torch_device, with_index
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import CudaLink
-from expertcast.runtime.benchmarking.runs import without_experts_to
+from expertcast.runtime.benchmarking.bench import link_speed, without_experts_to
 from expertcast.runtime.links import cuda
 from expertcast.runtime.links.cuda import PacedCudaLink
 from expertcast.runtime.links.driver import CudaDevice, Readback
-from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage import slots
 from expertcast.runtime.storage.slots import SlotPool

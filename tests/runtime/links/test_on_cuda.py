@@ -12,9 +12,9 @@ import torch
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import CudaLink
+from expertcast.runtime.benchmarking.bench import link_speed
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.driver import CudaDevice, Readback
-from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import PRECISIONS

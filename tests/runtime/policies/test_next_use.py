@@ -12,7 +12,7 @@ import pytest
 
 from expertcast.data.routing_file import Routing, read_routing
 from expertcast.runtime.policies import EVICTION, CacheShape
-from expertcast.runtime.policies.next_use import LayerUse, NextUse, UsageModel
+from expertcast.runtime.policies.eviction import LayerUse, NextUse, UsageModel
 from expertcast.runtime.simulation.byte_cache import forwards_of, replay
 
 REAL = Path(__file__).resolve().parents[3] / "benchmarks" / "routing" / "gpt-oss-120b-k2.parquet"

@@ -38,7 +38,7 @@ from expertcast.runtime.policies.miss import Lookup, MissDecision
 from expertcast.runtime.policies.prefetch import Candidates, LinkState, TopKConfig
 from expertcast.runtime.policies.routing import RouterOutput
 from expertcast.runtime.policies.settings import preset, published
-from expertcast.runtime.quality.policies import measure_policies
+from expertcast.runtime.quality import measure_policies
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from expertcast.data.routing_file import Routing, read_routing
 from expertcast.runtime.pools.cache import PoolCache
-from expertcast.runtime.pools.schedule import makespan, schedule
-from expertcast.runtime.pools.states import Costs, ExpertBytes, State
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State, makespan, schedule
 
 RECORDED = Path(__file__).resolve().parents[3] / "benchmarks" / "routing"
 

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.pools.planner import estimate_makespan, expected_makespans, found_states, plans
-from expertcast.runtime.pools.ranks import (
+from expertcast.runtime.pools.planner import (
     RankModel,
+    estimate_makespan,
+    expected_makespans,
     fit_selection,
+    found_states,
     hit_patterns,
     inclusion,
     interval_hits,
     pattern_chances,
+    plans,
     rank_model,
 )
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State

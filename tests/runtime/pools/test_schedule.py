@@ -10,8 +10,7 @@ from math import ceil, factorial, prod
 
 import pytest
 
-from expertcast.runtime.pools.schedule import makespan, schedule
-from expertcast.runtime.pools.states import Costs, ExpertBytes, State, pools_text
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State, makespan, pools_text, schedule
 
 INSTANCES, MOST = 1000, 600
 F, C, S, E, M = State

@@ -24,10 +24,9 @@ from expertcast.data.batch import RouterCall
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadConfig
+from expertcast.runtime import OffloadConfig, quality
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.quality import policies as quality
-from expertcast.runtime.quality.policies import decode_log_probs, harness_model, measure_policies
+from expertcast.runtime.quality import decode_log_probs, harness_model, measure_policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import PREFILL, Routes, Trace, trace_of

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.offloading import offload
-from expertcast.runtime.recording.recorder import Recorder, Span
-from expertcast.runtime.recording.timeline import chrome_trace, write_timeline
+from expertcast.runtime.recording.recorder import Recorder, Span, chrome_trace, write_timeline
 from tests.runtime.made import MadeRecorder, record, spans_of
 
 STATES = [

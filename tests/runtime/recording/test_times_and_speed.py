@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime.benchmarking.bench import link_speed
 from expertcast.runtime.links.emulated import EmulatedLink
-from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.recorder import Observer, Recorder, Span
 from expertcast.runtime.recording.recorder import layer_times as times_of

@@ -25,7 +25,7 @@ from expertcast.predictors import Forecast, MoEView, Predictor
 from expertcast.runtime.advising.disk import part_sizes
 from expertcast.runtime.advising.disk import stored_experts as stored_by
 from expertcast.runtime.advising.survey import TraceObserver
-from expertcast.runtime.benchmarking.runs import decode_greedily
+from expertcast.runtime.benchmarking.bench import decode_greedily
 from expertcast.runtime.config import OffloadConfig, pool_bytes
 from expertcast.runtime.forecasters import resolve_predictor
 from expertcast.runtime.offloading import offload

@@ -1,1 +1,0 @@
-"""Quality of a model with executed forecasts or lossy policies."""
