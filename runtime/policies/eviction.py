@@ -1038,16 +1038,11 @@ class Eviction:
         groups = [region[:2] for region in shape.regions] or [(tuple(range(shape.layers)), shape.slots)]
         if scope == "layer":
             layer_shares(shape)  # raises
-            shares = {
-                layer: share
-                for layers, count in groups
-                for layer, share in zip(
-                    layers, layer_shares(replace(shape, layers=len(layers), slots=count)), strict=True
-                )
-            }
-            groups = [((layer,), shares[layer]) for layer in range(shape.layers)]
-        policies = [choice.make(replace(shape, slots=count, sharing=len(layers))) for layers, count in groups]
-        self._set(policies, groups)
+            shared = [
+                (layers, layer_shares(replace(shape, layers=len(layers), slots=count))) for layers, count in groups
+            ]
+            groups = sorted(((layer,), share) for own in shared for layer, share in zip(*own, strict=True))
+        self._set([choice.make(replace(shape, slots=count, sharing=len(layers))) for layers, count in groups], groups)
 
     @classmethod
     def from_policy(cls, policy: EvictionPolicy, shape: CacheShape) -> Self:

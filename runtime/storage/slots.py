@@ -69,12 +69,10 @@ class SlotPool:
         self.slots.clear()
         self._key_of: list[int | None] = [None] * self.count
         self._state = [_FREE] * self.count
-        self.free_slots = list[list[int]]()
+        self.free_slots: list[list[int]] = [[] for _ in self._regions]
         """Free slots of each region."""
-        first = 0
-        for region in self._regions:
-            self.free_slots.append(list(range(first + region.slots - 1, first - 1, -1)))
-            first += region.slots
+        for slot in reversed(range(self.count)):
+            self.free_slots[self._region_of[slot]].append(slot)
 
     @property
     def nbytes(self) -> int:

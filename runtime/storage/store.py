@@ -116,7 +116,7 @@ class ExpertStore:
             else:
                 groups.append([layer])
         if len(groups) > 1 and slots * len(groups[-1]) < least:
-            groups[-2] += groups.pop()
+            groups = [*groups[:-2], groups[-2] + groups[-1]]
         ends = [slots * end // self.layers for end in itertools.accumulate(map(len, groups), initial=0)]
         return tuple(
             Region(tuple(layers), end - start, sizes[layers[0]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from expertcast.runtime.policies import EVICTION, CacheShape, Choice, Eviction, EvictionPolicy, PolicyConfig
+from expertcast.runtime.storage.layout import Region
 
 
 def eviction(
@@ -13,6 +14,8 @@ def eviction(
     slots: int,
     top_k: int = 2,
     scope: str = "global",
+    regions: tuple[Region, ...] = (),
 ) -> Eviction:
     choice = EVICTION.choose(policy) if isinstance(policy, str) else Choice(policy, PolicyConfig())
-    return Eviction(choice, CacheShape(layers=layers, experts=experts, top_k=top_k, slots=slots), scope)
+    shape = CacheShape(layers=layers, experts=experts, top_k=top_k, slots=slots, regions=regions)
+    return Eviction(choice, shape, scope)

@@ -20,6 +20,7 @@ from expertcast.runtime.policies import LRU, EvictionPolicy, Policies
 from expertcast.runtime.recording.recorder import LayerStatistics, Observer, Observers, RunStatistics
 from expertcast.runtime.simulation.machine import Case
 from expertcast.runtime.simulation.simulator import VirtualRuntime
+from expertcast.runtime.storage.layout import Region
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer
@@ -45,11 +46,12 @@ def _residency(
     scope: str = "global",
     link: ManualLink | None = None,
     policy: str | type[EvictionPolicy] = "lru",
+    regions: tuple[Region, ...] = (),
 ) -> tuple[ExpertCache, ManualLink]:
     store, link = _store(), link or ManualLink()
-    pool = SlotPool(store.layout, slots, store.device)
+    pool = SlotPool(store.layout, slots, store.device, regions)
     link.attach(store, pool)
-    policies = eviction(policy, layers=4, experts=8, slots=slots, scope=scope)
+    policies = eviction(policy, layers=4, experts=8, slots=slots, scope=scope, regions=regions)
     return ExpertCache(pool, link, policies, RunStatistics(4), experts=8, keep=keep), link
 
 
@@ -230,6 +232,29 @@ def test_layers_with_shares_leave_each_others_slots_alone() -> None:
     residency.reset()
     assert link.queue == []
     assert [residency.free(layer) for layer in range(4)] == [3, 3, 3, 2]
+
+
+@pytest.mark.parametrize(("scope", "limits"), [("global", [5, 4, 5, 4]), ("layer", [3, 2, 2, 2])])
+def test_layers_of_a_region_share_its_slots(scope: str, limits: list[int]) -> None:
+    """Layers 1 and 3 have larger experts than 0 and 2: each pair evicts, and waits for, its own experts."""
+    block = _store().layout.block_bytes
+    residency, _ = _residency(9, scope=scope, regions=(Region((1, 3), 4, 2 * block), Region((0, 2), 5, block)))
+    assert [residency.limit(layer) for layer in range(4)] == limits
+    for layer in range(4):
+        _run(residency, layer, [0, 1])
+    assert [residency.free(layer) for layer in range(4)] == ([1, 0, 1, 0] if scope == "global" else [1, 0, 0, 0])
+    assert [residency.pool.slots[key] for key in (0, 1, 8, 9, 16, 17, 24, 25)] == [4, 5, 0, 1, 6, 7, 2, 3]
+    assert [len(residency.pool.block(slot)) // block for slot in range(9)] == [2] * 4 + [1] * 5
+    if scope == "layer":
+        return
+    _run(residency, 3, [2])
+    assert not residency.holds(8), "1.0 gave its slot, though 0.0 is older"
+    residency.window.add(25)
+    assert residency.load_ahead(8), "for 1.1"
+    assert residency.holds(0)
+    residency.start_layer(1, [10, 11, 12, 13])
+    residency.request([10, 11, 12, 13])
+    assert sorted(residency.pool.slots) == [0, 1, 10, 11, 12, 13, 16, 17], "a demand takes no slot of the others either"
 
 
 def test_a_reset_cache_is_a_new_one() -> None:
