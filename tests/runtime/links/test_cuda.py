@@ -261,9 +261,7 @@ def test_cuda_without_a_number_is_the_current_device() -> None:
 
 @pytest.mark.usefixtures("second_device")
 def test_whatever_keeps_a_device_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        slots, "_allocate", lambda layout, count, _device: torch.zeros(count * layout.block_bytes).byte()
-    )
+    monkeypatch.setattr(slots, "_allocate", lambda nbytes, *_: torch.zeros(nbytes, dtype=torch.uint8))
     named = torch.device("cuda")
     assert CudaDevice(named).device == torch.device("cuda:1")
     assert SlotPool(bytes_layout(256), 2, named).device == torch.device("cuda:1")
