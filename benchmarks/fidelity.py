@@ -37,7 +37,8 @@ from expertcast.training.fit import fit
 
 _PAIRS = (("packed", "packed", "expanded"), ("rounded", "expanded", "bf16"), ("kernel", "eager", "expanded"))
 """Comparison, side, reference side."""
-FORMS = ("int4", "int8", "Q4_0")
+FORMS = ("int4", "int8", "Q4_0", "Q8_0", "MXFP4")
+"""Two that round the experts, and types of GGUF files; blocks of 256, as in Q4_K, do not divide the model's rows."""
 WINDOW = 256
 """Tokens of a text that are read at once."""
 
@@ -49,7 +50,7 @@ def fidelity(name: str, tokens: int, form: str) -> Json:
     Args:
         name: of the model.
         tokens: to read, in windows.
-        form: `int4` or `int8`, its experts rounded; `Q4_0`, a GGUF file in which all matrices are.
+        form: `int4` or `int8`, its experts rounded; else the type of all matrices of a GGUF file.
 
     Returns:
         `packed` (against expanded), `rounded` (expanded against bf16) and `kernel` (expanded, grouped against eager),
@@ -61,7 +62,9 @@ def fidelity(name: str, tokens: int, form: str) -> Json:
     sums: dict[str, dict[str, float]] = {}
     packed_experts.MANY_ROWS = WINDOW  # all products by ggml, none of expanded weights
     with ExitStack() as stack:
-        packed, expanded = stack.enter_context(_of_gguf(model)) if form == "Q4_0" else _rounded(model, int(form[3:]))
+        packed, expanded = (
+            _rounded(model, int(form[3:])) if "int" in form else stack.enter_context(_of_gguf(model, form))
+        )
         sides = {"bf16": (model, "grouped_mm"), "packed": (packed, None), "expanded": (expanded, "grouped_mm"),
                  "eager": (expanded, "eager")}  # fmt: skip
         for window in windows:
@@ -72,11 +75,11 @@ def fidelity(name: str, tokens: int, form: str) -> Json:
 
 
 @contextmanager
-def _of_gguf(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
-    """The packed model, offloaded with all of its experts, and the expanded one, of a Q4_0 file."""
+def _of_gguf(model: PreTrainedModel, kind: str = "Q4_0") -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
+    """The packed model, offloaded with all of its experts, and the expanded one, of a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write(path, model, "Q4_0")
+        write(path, model, kind)
         with load_offloaded(path, device="cpu", dtype="bf16", slots=_experts(model), experts="packed") as offloaded:
             yield offloaded.model, load_model(path).bfloat16()
 
