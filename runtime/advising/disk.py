@@ -23,8 +23,8 @@ from torch import Tensor
 from expertcast.data.machine import available_memory, run_alone, usable_processors
 from expertcast.data.routing_file import ABSENT, Routing
 from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.runtime.advising.advise import TraceObserver, without_copies
 from expertcast.runtime.advising.forms import Advice, Option, milliseconds
-from expertcast.runtime.advising.survey import TraceObserver, without_copies
 from expertcast.runtime.benchmarking.bench import decode_greedily
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink

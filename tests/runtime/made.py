@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.advising import survey as observation
-from expertcast.runtime.advising.survey import Forecasting, Survey
+from expertcast.runtime.advising import advise as observation
+from expertcast.runtime.advising.advise import Forecasting, Survey
 from expertcast.runtime.benchmarking.bench import LinkSpeed, decode_greedily
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies

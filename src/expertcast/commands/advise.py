@@ -112,8 +112,7 @@ def run(options: Options) -> Outcome:
 
 def _advise_memory(options: Options) -> tuple[Json, str, OffloadConfig]:
     """Run the model with its experts in memory; return the result, its text and the advised configuration."""
-    from expertcast.runtime.advising.advise import advice_from
-    from expertcast.runtime.advising.survey import survey
+    from expertcast.runtime.advising.advise import advice_from, survey
 
     target = Target.load(options)
     prompt_ids = target.prompt(options.prompt_tokens)

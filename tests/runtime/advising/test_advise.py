@@ -12,11 +12,14 @@ from transformers import PreTrainedModel
 from expertcast.predictors import ExpertcastError, MoEView, predictor_class
 from expertcast.runtime.advising.advise import (
     PrefetchOption,
+    TraceObserver,
     advice_from,
+    executed,
+    measured_recall,
     most_to_gain,
+    survey,
 )
 from expertcast.runtime.advising.forms import WORTH, Advice
-from expertcast.runtime.advising.survey import TraceObserver, executed, measured_recall, survey
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.recording.recorder import RunStatistics

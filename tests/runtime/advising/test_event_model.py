@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from expertcast.runtime.advising.survey import executed
+from expertcast.runtime.advising.advise import executed
 from expertcast.runtime.simulation.trace import Trace
 from tests.runtime.made import Setting, calibrated, decoding, layer_times, perfect, replay, routings
 
