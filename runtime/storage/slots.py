@@ -53,11 +53,12 @@ class SlotPool:
         self.count = count
         self.device = with_index(device)
         self._regions = regions or [Region((), count, layout.block_bytes)]
+        nbytes = sum(region.slots * region.block_bytes for region in self._regions)
+        self._buffer = _allocate(nbytes, count, self.device)  # before anything as long as the slots
         self._region_of = [number for number, region in enumerate(self._regions) for _ in range(region.slots)]
         """Region of each slot."""
         self._starts = list(accumulate((self._regions[number].block_bytes for number in self._region_of), initial=0))
         """First byte of each slot, and the end of the last one."""
-        self._buffer = _allocate(self._starts[-1], count, self.device)
         self.views = self.views_of(0)
         """Each parameter of the first layer as [S, ...], the shape that transformers' kernels take."""
         self.slots: dict[int, int] = {}
