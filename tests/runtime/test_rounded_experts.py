@@ -257,7 +257,9 @@ def test_traces(experts: str, folder: Path, tmp_path: Path, reference_tokenizer:
     documents = [Document(each.index, each.text[:150]) for each in load_documents("reference")[:40]]
 
     def traces(name: str, model: Any) -> TraceDataset:
-        return collect(model, reference_tokenizer, documents, tmp_path / name, tokens=600, window=16, early_rank=2)
+        return collect(
+            model, reference_tokenizer, documents, tmp_path / name, tokens=600, window=16, early_rank=2, batch_size=8
+        )
 
     model = load_model(str(folder))
     expanded = traces("expanded", model)
