@@ -9,7 +9,7 @@ from types import ModuleType
 
 from expertcast.predictors import ExpertcastError
 
-NAMES = ("disk", "fidelity", "forecasts", "life_size", "loading", "overhead", "packed", "serving", "timed")
+NAMES = ("disk", "fidelity", "forecasts", "life_size", "loading", "overhead", "packed", "policies", "serving", "timed")
 
 
 def _module(name: str) -> ModuleType:

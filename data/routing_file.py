@@ -1,17 +1,28 @@
-"""Read recorded routing from a .parquet, .csv, .npy or .npz file of any origin.
+"""Read recorded routing from a .parquet, .csv, .jsonl, .npy or .npz file of any origin.
 
-A table has one row per routed expert with the columns `token` (or `step`), `layer`, `rank` (0 = largest weight) and
-`expert`, and optionally `weight`, `prefill` (true for tokens of a prompt) and `expert_bytes` (0 if the expert was not
-loaded). An array has expert ids of shape [tokens, layers, K], vLLM's format of routed experts.
+.parquet  one row per routed expert with the columns `token` (or `step`), `layer`, `rank` (or `slot`; 0 = largest
+          weight) and `expert`, and optionally `weight`, `prefill` (true for tokens of a prompt; or `phase`: `prefill`)
+          and `expert_bytes` (0 if the expert was not loaded)
+.csv      the same, after comments that begin with # (BigMoeOnEdge); or, without a header, the rows of llama.cpp's
+          moe-trace: position (negative for a prompt), layer, experts
+.jsonl    one object per token and layer: `token` (`t`, `step`), `layer`, `experts` (a list), optionally `prefill`; or
+          one per step and layer with `top_indices` (a list per token): Megatron's RouterTracer
+.npy      expert ids [tokens, layers, K], vLLM's routed experts
+.npz      the same as `routed_experts`, with `prompt_routed_experts`; or an array [tokens, K] per layer, in the order of
+          the numbers in their names
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -131,7 +142,7 @@ def _refuse(source: object, wrong: npt.NDArray[np.bool_], values: npt.NDArray[np
         raise ExpertcastError(f"{source}: " + why.format(*place, value=values[tuple(place)]))
 
 
-SUFFIXES = (".parquet", ".csv", ".npy", ".npz")
+SUFFIXES = (".parquet", ".csv", ".jsonl", ".npy", ".npz")
 DECODED, PROMPT = "routed_experts", "prompt_routed_experts"
 """Arrays of an .npz file: routing of decoded tokens, and optionally of a prompt."""
 _NEEDED = ("layer", "rank", "expert")
@@ -168,18 +179,134 @@ def read_routing(path: Path | str, *, experts: int | None = None) -> Routing:
 
 
 def _arrays(path: Path) -> dict[str, npt.NDArray[np.int64]]:
-    """Read the arrays of a numpy file by name; the array of an .npy file is named `DECODED`."""
+    """Read the arrays of a numpy file by name; arrays of single layers, and that of an .npy file, become `DECODED`."""
     loaded = np.load(path, allow_pickle=False)
-    return {DECODED: loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
+    if isinstance(loaded, np.ndarray):
+        return {DECODED: loaded}
+    arrays = {name: loaded[name] for name in loaded.files}
+    if DECODED in arrays or not all(re.search(r"\d", name) and array.ndim == 2 for name, array in arrays.items()):
+        return arrays
+    ordered = sorted(arrays, key=lambda name: int(re.findall(r"\d+", name)[-1]))
+    odd = next((name for name in ordered if arrays[name].shape != arrays[ordered[0]].shape), None)
+    if odd is not None:
+        raise ValueError(f"array {odd} is {list(arrays[odd].shape)}, {ordered[0]} is {list(arrays[ordered[0]].shape)}")
+    return {DECODED: np.stack([arrays[name] for name in ordered], axis=1)}
+
+
+_NAMES = {"slot": "rank", "phase": "prefill", "t": "token", "token_idx": "token", "layer_idx": "layer",
+          "selected_ids": "experts"}  # fmt: skip
+"""Names of columns and fields in files of other projects, and ours."""
+_FIRST_LINE = b"first_line"
+"""Metadata of a table read from text: line of its first row."""
 
 
 def _table(path: Path) -> pyarrow.Table:
     """Read a table and validate its names and values."""
-    read = pyarrow.csv.read_csv if path.suffix.lower() == ".csv" else pyarrow.parquet.read_table
+    read = {".csv": _csv, ".jsonl": _jsonl}.get(path.suffix.lower(), pyarrow.parquet.read_table)
     table = read(path)
     table.validate(full=True)
     assert all(isinstance(name, str) for name in table.column_names)
-    return table
+    given, metadata = table.column_names, table.schema.metadata
+    table = table.rename_columns([name if _NAMES.get(name) in given else _NAMES.get(name, name) for name in given])
+    if "prefill" in table.column_names and pyarrow.types.is_string(table["prefill"].type):
+        place = table.column_names.index("prefill")
+        words = [word in ("prefill", "prompt") for word in table["prefill"].to_pylist()]
+        table = table.set_column(place, "prefill", pyarrow.array(words))
+    return table.replace_schema_metadata(metadata)
+
+
+def _csv(path: Path) -> pyarrow.Table:
+    data, line = path.read_bytes(), 1
+    while data.startswith(b"#"):
+        data, line = data.partition(b"\n")[2], line + 1
+    if not re.search(rb"[a-zA-Z]", data.partition(b"\n")[0]):
+        return _of_records(_moe_trace(data.decode(), line))
+    table = pyarrow.csv.read_csv(io.BytesIO(data))
+    return table.replace_schema_metadata({_FIRST_LINE: str(line + 1)})
+
+
+_Record = tuple[int, int, list[int], bool]
+"""Token, layer, experts, and whether the token belongs to a prompt."""
+
+
+def _moe_trace(text: str, line: int) -> Iterator[_Record]:
+    """Yield the records of rows `position,layer,expert,expert,...`; rows of a prompt have a position below 0."""
+    prompt: Counter[int] = Counter()
+    rows = []
+    for number, row in enumerate(text.splitlines(), line):
+        cells = row.split(",") if row.strip() else []
+        wrong = next((place for place, cell in enumerate(cells, 1) if not re.fullmatch(r"\s*-?\d+\s*", cell)), None)
+        if wrong is not None:
+            raise ValueError(f"line {number}, column {wrong}: {cells[wrong - 1]!r} is no integer")
+        if cells and len(cells) < 3:
+            raise ValueError(f"line {number}: {len(cells)} columns; use position, layer and experts")
+        if cells:
+            rows.append(list(map(int, cells)))
+    for position, layer, *_ in rows:
+        prompt[layer] += position < 0
+    length = max(prompt.values(), default=0)
+    seen: Counter[int] = Counter()
+    for position, layer, *experts in rows:
+        seen[layer] += position < 0
+        yield length + position if position >= 0 else seen[layer] - 1, layer, experts, position < 0
+
+
+def _jsonl(path: Path) -> pyarrow.Table:
+    return _of_records(_json_records(path.read_text().splitlines()))
+
+
+def _json_records(lines: Iterable[str]) -> Iterator[_Record]:
+    """Yield the records of all lines; a step of several tokens is a prompt if other steps have one token."""
+    steps: dict[int, list[tuple[int, list[list[int]]]]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} is no JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"line {number} is no object")
+        found = {_NAMES.get(name, name): value for name, value in found.items()}
+        if "top_indices" not in found:
+            token = _field(found, number, "step" if "token" not in found and "step" in found else "token", 0)
+            prompt = found.get("prefill") in (True, "prefill", "prompt")
+            yield token, _field(found, number, "layer", 0), _field(found, number, "experts", 1), prompt
+        elif found.get("block", "decoder") == "decoder":
+            layer, rows = _field(found, number, "layer", 0), _field(found, number, "top_indices", 2)
+            steps.setdefault(_field(found, number, "step", 0), []).append((layer, rows))
+    single = any(len(rows) == 1 for step in steps.values() for _, rows in step)
+    first = 0
+    for _, step in sorted(steps.items()):
+        length = max(len(rows) for _, rows in step)
+        for layer, rows in step:
+            for place, row in enumerate(rows, first):
+                yield place, layer, row, single and length > 1
+        first += length
+
+
+def _field(record: dict[str, Any], line: int, name: str, depth: int) -> Any:
+    """Return a whole number, or lists of them, of a record."""
+    values = [record.get(name)]
+    for _ in range(depth):
+        values = [each for value in values for each in (value if isinstance(value, list) else [None])]
+    wrong = [value for value in values if isinstance(value, bool) or not isinstance(value, int) or value < 0]
+    if wrong or not values:
+        kind = ("a whole number", "a list of whole numbers", "lists of whole numbers, one per token")[depth]
+        raise ValueError(f"line {line}, field {name}: {str(record.get(name))[:40]!r}; use {kind} from 0 on")
+    return record[name]
+
+
+def _of_records(records: Iterable[_Record]) -> pyarrow.Table:
+    """Return a table with one row per expert; layers are renumbered without gaps, since some may be dense."""
+    rows = [
+        (token, layer, rank, expert, prompt)
+        for token, layer, experts, prompt in records for rank, expert in enumerate(experts)
+    ]  # fmt: skip
+    token, layer, rank, expert, prompt = zip(*rows, strict=True) if rows else ((),) * 5
+    dense = np.unique(np.array(layer, dtype=np.int64), return_inverse=True)[1]
+    names = ("token", "layer", "rank", "expert", "prefill")
+    return pyarrow.table(dict(zip(names, (token, dense, rank, expert, prompt), strict=True)))
 
 
 def _parsed(path: Path, parse: Callable[[Path], T]) -> T:
@@ -255,13 +382,13 @@ def _whole(path: Path, table: pyarrow.Table, name: str) -> Column:
     if not column.null_count and values.dtype.kind in "iub" and values.min() >= 0 and values.max() < 2**62:
         whole: Column = values.astype(np.int64)
         return whole
-    if column.null_count:
-        what = "has empty rows"
-    elif values.dtype.kind not in "iub":
-        what = f"has type {column.type}"
-    else:
-        what = f"has value {values.min()}" if values.min() < 0 else f"has value {values.max()}"
-    raise ExpertcastError(f"{path}: column {name} {what}: use a non-negative integer in every row")
+    cells = column.to_pylist()
+    good = (isinstance(cell, bool) or (str(cell).isdigit() and int(cell) < 2**62) for cell in cells)
+    row = next((row for row, each in enumerate(good) if not each), 0)
+    first = (table.schema.metadata or {}).get(_FIRST_LINE)
+    place = f"row {row}" if first is None else f"line {int(first) + row}"
+    cell = "empty" if cells[row] is None else repr(cells[row])
+    raise ExpertcastError(f"{path}: {place}, column {name} is {cell}: use a non-negative integer in every row")
 
 
 def _check_weights(path: Path, table: pyarrow.Table) -> None:

@@ -98,6 +98,8 @@ class Simulation:
     """Seconds of each prefill."""
     waits_s: list[list[float]] = field(default_factory=list)
     """Seconds that each layer waited for copies [step][L]; empty unless requested."""
+    policy_s: list[float] = field(default_factory=list)
+    """Seconds that policies and cache computed in this process, of each decode step."""
     bytes_read: int = 0
     """Bytes read from the disk in decode steps."""
     prefill_bytes_read: int = 0
@@ -180,6 +182,7 @@ def summary(done: Simulation) -> Json:
       without copies that were dropped before they started
     - `prefetch_recall`: share of all used copies that were prefetched
     - `redundant`: share of copies that were never used, or that replaced an eviction in the same step (ActiveEvict)
+    - `policy_s`: median seconds per step that policies and cache computed in this process; None for a bound
     """
     total, steps = done.decode.total, max(1, len(done.steps_s))
     used = total.prefetched_used
@@ -193,6 +196,7 @@ def summary(done: Simulation) -> Json:
         "ttft_s": done.ttft_s,
         "ttft_mean_s": statistics.fmean(done.prefills_s),
         "blocking_s": total.waited_s / steps,
+        "policy_s": statistics.median(done.policy_s) if done.policy_s else None,
         "prefetched": total.prefetched,
         "dropped": total.dropped,
         "prefetch_precision": done.decode.prefetch_precision,
@@ -240,6 +244,7 @@ COLUMNS = (
     ("tpot_s", "TPOT ms", "{:.3f}"),
     ("ttft_s", "TTFT ms", "{:.2f}"),
     ("blocking_s", "waiting ms", "{:.3f}"),
+    ("policy_s", "policy ms", "{:.3f}"),
     ("redundant", "redundant", "{:.1%}"),
     ("prefetch_precision", "precision", "{:.3f}"),
     ("prefetch_recall", "recall", "{:.3f}"),
@@ -248,7 +253,7 @@ COLUMNS = (
     ("kl", "KL", "{:.4f}"),
 )
 _UNITS = {
-    "bandwidth": 1e-9, "bytes_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3, "blocking_s": 1e3,
+    "bandwidth": 1e-9, "bytes_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3, "blocking_s": 1e3, "policy_s": 1e3,
 }  # fmt: skip
 _OMITTED = {
     "prefetch": "none", "miss": "fetch", "routing": "standard", "pre_eviction": "none", "scope": "global",

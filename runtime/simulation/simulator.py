@@ -10,6 +10,7 @@ T tokens, L MoE layers, E routed experts per layer, K experts per token. The key
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -262,7 +263,9 @@ def simulate(trace: Trace, case: Case, *, waits: bool = False) -> Simulation:
             done.prefills_s.append(runtime.run(forward))
             done.prefill_bytes_read += runtime.link.bytes_read - read
         else:
+            began = time.perf_counter()
             done.steps_s.append(runtime.run(forward))
+            done.policy_s.append(time.perf_counter() - began)
             done.bytes_read += runtime.link.bytes_read - read
         if waits and not forward.fresh:
             so_far_s, waited_s = waited_s, [layer.waited_s for layer in done.decode.layers]

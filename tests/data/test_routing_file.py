@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable
@@ -74,6 +75,91 @@ def test_arrays_as_vllm_returns_them(tmp_path: Path) -> None:
     assert routing.prompt_T.tolist() == [True, True, False]
 
 
+ROWS = [[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[2, 3], [0, 1]]]
+"""Experts of 3 tokens at 2 layers; the first 2 tokens are a prompt."""
+
+
+def _lines(make: Callable[[int, int, list[int]], object]) -> str:
+    return "".join(
+        f"{made if isinstance(made, str) else json.dumps(made)}\n"
+        for token, layers in enumerate(ROWS) for layer, experts in enumerate(layers)
+        for made in [make(token, layer, experts)]
+    )  # fmt: skip
+
+
+def _megatron(token: int, layer: int, experts: list[int]) -> object:
+    record = {"step": 5, "stage": "pre_dispatch", "block": "decoder", "layer": layer + 3, "rank": 0, "num_tokens": 2,
+              "topk": 2, "top_indices": [ROWS[0][layer], ROWS[1][layer]]}  # fmt: skip
+    return (
+        record
+        if token == 0
+        else {**record, "step": 6, "top_indices": [experts]}
+        if token == 2
+        else {"block": "mtp", "top_indices": 0}
+    )
+
+
+OTHERS: dict[str, tuple[str, str]] = {
+    "llama.cpp, ranks": (
+        ".csv",
+        "phase,token,layer,rank,expert\n"
+        + _lines(lambda t, layer, ids: "\n".join(f"{'prefill' if t < 2 else 'decode'},{t},{layer},{k},{e}"
+                                                  for k, e in enumerate(ids))),
+    ),
+    "llama.cpp, wide": (".csv", _lines(lambda t, layer, ids: f"{t - 2},{layer + 1},{ids[0]},{ids[1]}")),
+    "BigMoeOnEdge": (
+        ".csv",
+        "# route_trace v1\n# model=m n_layer=2\nturn,phase,step,layer,slot,expert,weight,residency,expert_bytes\n"
+        + _lines(lambda t, layer, ids: "\n".join(f"0,{'prefill' if t < 2 else 'decode'},{t},{layer},{k},{e},0.5,hit,9"
+                                                  for k, e in enumerate(ids))),
+    ),
+    "JSONL": (
+        ".jsonl", _lines(lambda t, layer, ids: {"t": t, "layer": layer + 1, "experts": ids, "prefill": t < 2})
+    ),
+    "JSONL of other names": (
+        ".jsonl",
+        _lines(lambda t, layer, ids: {"token_idx": t, "layer_idx": layer, "selected_ids": ids, "prefill": t < 2}),
+    ),
+    "Megatron": (".jsonl", _lines(_megatron)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_files_of_other_engines(tmp_path: Path, name: str) -> None:
+    suffix, text = OTHERS[name]
+    path = tmp_path / f"a{suffix}"
+    path.write_text(text)
+    routing = read_routing(path)
+    assert routing.ids_TLK.tolist() == ROWS
+    assert routing.prompt_T.tolist() == [True, True, False]
+    assert (routing.bytes_LE is not None) == (name == "BigMoeOnEdge")
+
+
+def test_arrays_by_layer(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **{f"layer_{layer}": np.zeros((3, 1), dtype=np.int8) + layer for layer in (10, 2)})
+    assert read_routing(tmp_path / "a.npz").ids_TLK.tolist() == [[[2], [10]]] * 3
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "message"),
+    [
+        (".csv", "# a\ntoken,layer,rank,expert\n0,0,0,1\n1,0,0,x\n", "line 4, column expert is 'x'"),
+        (".csv", "# a\n0,0,1\n1,0,x\n", "line 3, column 3: 'x' is no integer"),
+        (".csv", "0,0\n", "line 1: 2 columns; use position, layer and experts"),
+        (".jsonl", '{"token": 0, "layer": 0, "experts": [1]}\n{"token": 1', "line 2 is no JSON"),
+        (".jsonl", '{"token": 0, "experts": [1]}', "line 1, field layer: 'None'; use a whole number"),
+        (".jsonl", '\n{"token": 0, "layer": 0, "experts": [1, "a"]}', "line 2, field experts: "),
+        (".jsonl", '{"step": 0, "layer": 0, "top_indices": [1]}', "line 1, field top_indices: '[1]'; use lists of"),
+        (".jsonl", "[1]", "line 1 is no object"),
+        (".jsonl", "", "has no rows"),
+    ],
+)
+def test_wrong_text_is_named_by_line(tmp_path: Path, suffix: str, text: str, message: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    path.write_text(text)
+    assert message in (refusal(path) or "")
+
+
 def test_what_is_a_routing_file(tmp_path: Path) -> None:
     assert is_routing_file("no/such.parquet")
     assert not is_routing_file("traces")
@@ -111,20 +197,28 @@ def _without(name: str) -> Callable[[Columns], None]:
     return apply
 
 
+def _set_text(name: str, row: int, value: str) -> Callable[[Columns], None]:
+    def change(columns: Columns) -> None:
+        columns[name] = list(map(str, columns[name]))
+        columns[name][row] = value
+
+    return change
+
+
 DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     "no token": (_without("token"), "lacks the column token: a routing table has token"),
     "no layer": (_without("layer"), "lacks the column layer"),
     "no rank": (_without("rank"), "lacks the column rank"),
     "no expert": (_without("expert"), "lacks the column expert"),
     "no rows": (_drop(lambda columns, row: False), "has no rows"),
-    "empty cell": (_set("expert", 3, None), "column expert has empty rows"),
-    "text": (_each("layer", str), "column layer has type string: use a non-negative integer"),
+    "empty cell": (_set("expert", 3, None), "row 3, column expert is empty: use a non-negative integer"),
+    "text": (_set_text("layer", 5, "x"), "row 5, column layer is 'x': use a non-negative integer"),
     "fraction": (
         _each("expert", lambda value: value + 0.5),
-        "column expert has type double: use a non-negative integer",
+        "row 0, column expert is 0.5: use a non-negative integer",
     ),
-    "nan": (_each("rank", lambda value: float("nan")), "column rank has type double"),
-    "negative": (_set("expert", 4, -2), "column expert has value -2: use a non-negative integer"),
+    "nan": (_each("rank", lambda value: float("nan")), "row 0, column rank is nan"),
+    "negative": (_set("expert", 4, -2), "row 4, column expert is -2: use a non-negative integer"),
     "nan weight": (_set("weight", 1, float("nan")), "column weight has values"),
     "endless weight": (_set("weight", 1, float("inf")), "column weight has values"),
     "expert out of range": (_set("expert", 5, 9), "has expert 9 of 4: ids range from 0 to 3"),
@@ -143,7 +237,7 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     "nothing decoded": (_each("prefill", lambda value: True), "has no decoded tokens"),
     "two sizes": (_set("expert_bytes", 1, 7), "bytes: record one size per expert"),
     "no size": (_each("expert_bytes", lambda value: 0), "expert_bytes is 0 throughout layer 0"),
-    "negative size": (_set("expert_bytes", 2, -5), "column expert_bytes has value -5"),
+    "negative size": (_set("expert_bytes", 2, -5), "row 2, column expert_bytes is -5"),
 }
 
 
@@ -210,8 +304,9 @@ def test_damaged_bytes(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", columns)
     np.save(tmp_path / "a.npy", ids)
     np.savez(tmp_path / "a.npz", routed_experts=ids)
+    (tmp_path / "a.jsonl").write_text(OTHERS["Megatron"][1])
     refused = 0
-    for suffix in (".parquet", ".csv", ".npy", ".npz"):
+    for suffix in (".parquet", ".csv", ".jsonl", ".npy", ".npz"):
         whole = (tmp_path / f"a{suffix}").read_bytes()
         path = tmp_path / f"b{suffix}"
         for _ in range(40):

@@ -131,6 +131,13 @@ def lfru(history: History, key: int) -> tuple[float, ...]:
     return (uses / (history.event - history.event_of[key] + 1), uses, last)
 
 
+def class_lru(history: History, key: int) -> tuple[float, ...]:
+    """Fewer than 128 passes: no count is halved."""
+    uses, last = lfu(history, key)
+    weight = next(2**c for c in range(7, -1, -1) if uses >= 2**c or not c)
+    return (weight / (history.event - history.event_of[key] + 1), weight, last)
+
+
 def lrfu(history: History, key: int) -> tuple[float, ...]:
     uses = 0.0 if key in history.passing else sum(2 ** (at / 2) for at in history.used_at.get(key, []))
     return (round(uses, 9), history.inserted[key])
@@ -202,6 +209,7 @@ ORDERS: dict[str, Order] = {
     "fifo": fifo,
     "lfu": lfu,
     "lfru": lfru,
+    "class_lru": class_lru,
     "lrfu:half_life=2": lrfu,
     "lhu": lhu,
     "fld": fld,
