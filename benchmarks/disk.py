@@ -1,6 +1,6 @@
 """Experts on a disk in equal memory: read directly, compressed, mapped, and with pools of compressed experts.
 
-    python -m benchmarks disk --keep FOLDER --page benchmarks/disk.md
+    python -m benchmarks disk --keep FOLDER --page PAGE.md
 
 The model has OLMoE-1B-7B's shape with random bf16 weights whose routing has the locality of a trained model: a token's
 own embedding is small beside the first layer's attention over its neighbours, and later layers add little.
