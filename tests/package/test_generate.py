@@ -201,6 +201,14 @@ class Terminal:
     def write(self, text: str) -> None:
         os.write(self._own, text.encode())
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C at the prompt until its line is dropped: `input` misses one between its prompt and its wait."""
+        while "\n" not in self._seen:
+            self.write("\3")
+            if select.select([self._own], [], [], 10)[0]:
+                self._seen += os.read(self._own, 4096).decode().replace("\r", "")
+        self.until("\n")
+
 
 def test_chat_in_a_terminal(chatting: Path, tmp_path: Path, reference_tokenizer: Any) -> None:
     """Ctrl-C ends an answer alone; keys and values of the conversation are those of a run of the whole of it."""
@@ -218,6 +226,7 @@ def test_chat_in_a_terminal(chatting: Path, tmp_path: Path, reference_tokenizer:
         assert found["text"].endswith(answers[-1])
         terminal.write("/stats\n")
         assert " tokens, " in terminal.until("in memory, 16 bits a weight")
+    terminal.until("\n> ")  # before it, the terminal takes Ctrl-D for itself
     terminal.write("\4")
     terminal.until("2 answers, 12 tokens")
     assert terminal.process.wait() == 0
@@ -231,8 +240,7 @@ def test_chat_in_a_terminal(chatting: Path, tmp_path: Path, reference_tokenizer:
         terminal.until(" ")
         terminal.write("\3")
         terminal.until("\n> ")
-        terminal.write("\3")  # at the prompt it drops the line
-        terminal.until("\n")
+        terminal.interrupt()
         terminal.write("/reset\n")
     terminal.until("> ")
     terminal.process.send_signal(signal.SIGTERM)
