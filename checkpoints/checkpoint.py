@@ -305,7 +305,7 @@ def replace_folder(new: Path, folder: Path) -> None:
     while new.exists():
         if folder.exists():
             aside.append(new.with_name(f"{new.name}.{len(aside)}{_OLD}"))
-            os.rename(folder, aside[-1])
+            shutil.move(folder, aside[-1])  # copies where an overlay file system refuses to rename
         try:
             os.rename(new, folder)
         except OSError:

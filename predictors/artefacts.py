@@ -196,18 +196,25 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path`, or the file behind a link, once it is completely on disk."""
+    """Yield a file that replaces `path`, or the file behind a link, once it is completely on disk.
+
+    A device or a pipe, such as /dev/null, is written and not replaced.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
     path = Path(os.path.realpath(path))
     partial = path.with_name(path.name + PARTIAL)
-    with partial.open("wb") as file:
-        try:
+    try:
+        with partial.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    os.replace(partial, path)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_user_file(path: Path, content: bytes) -> None:

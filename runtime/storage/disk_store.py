@@ -58,8 +58,8 @@ class DiskStore(ExpertStore):
         device: where the model computes. None: the device of the experts.
 
     Raises:
-        ExpertcastError: the codec is unknown or cannot hold these experts, or `folder` holds a file of the same name
-            that expertcast did not write.
+        ExpertcastError: the codec is unknown or cannot hold these experts, or `folder` has no such file and holds
+            something else, or one that expertcast did not write.
     """
 
     name = "disk"
@@ -90,6 +90,10 @@ class DiskStore(ExpertStore):
                 self._open_existing(self._target, used=fingerprint is not None)
             except StaleFileError as reason:
                 warnings.warn(f"{str(self.path)!r} is rebuilt: {reason}", stacklevel=2)
+        elif folder is not None:
+            for other in Path(folder).glob("[!.]*"):
+                if not other.name.startswith(FILE_NAME):  # else left by a process that was killed while packing
+                    raise ExpertcastError(f"{str(folder)!r} contains {other.name!r}: give a new or empty store_folder")
 
     def _open_existing(self, path: Path, *, used: bool) -> None:
         """Open an existing file. Without `used`, only check that it may be overwritten.

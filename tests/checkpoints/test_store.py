@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from contextlib import nullcontext
@@ -186,6 +187,23 @@ def test_a_link_stays_a_link(
     write_user_file(file, b"new")
     assert file.is_symlink()
     assert (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_a_folder_that_cannot_be_renamed_is_replaced(
+    linear: Path, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder in a container's image: an overlay file system renames it to no other name."""
+    rename = os.rename
+
+    def overlay(old: Path, new: Path) -> None:
+        if Path(old) == linear:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", overlay)
+    save_predictor(fitted_predictors["frequency"].predictor, linear, view=reference_traces.view)
+    assert PredictorCheckpoint.open(linear).name == "frequency"
+    assert [path.name for path in linear.parent.iterdir()] == [linear.name]
 
 
 def test_a_folder_of_something_else_is_left_alone(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -58,7 +60,15 @@ def test_a_file_at_a_users_path(tmp_path: Path) -> None:
     for content in (b"old", b"new"):
         write_user_file(path, content)
         assert path.read_bytes() == content
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    os.mkfifo(pipe := tmp_path / "pipe")  # neither replaced nor opened for reading, as /dev/null
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_user_file(pipe, b"sent")
+    assert pipe.is_fifo()
+    assert os.read(reader, 9) == b"sent"
+    os.close(reader)
+    with pytest.raises(ExpertcastError, match="replaced"), patch("os.replace", side_effect=OSError(16, "not replaced")):
+        write_user_file(path, b"newest")  # a mounted file
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, pipe.name}
     with pytest.raises(ExpertcastError, match=f"{tmp_path / 'nowhere' / 'file'}: No such file"):
         write_user_file(tmp_path / "nowhere" / "file", b"")
 

@@ -45,6 +45,8 @@ REFUSED = [
     ("store reference --store-folder {new} --device cuda", "unknown option --device"),
     ("train reference --predictor nope --out {new}", "unknown predictor 'nope'"),
     ("train no/traces --predictor linear --out {text}", "is a file"),
+    (f"{COLLECT} reference --tokens 900".replace("{new}", "{broken}"), "is a broken link: give a folder"),
+    ("store reference --store-folder {traces}", "give a new or empty store_folder"),
     ("eval no/traces --predictor linear", "no/traces"),
     ("eval no/traces --predictor linear --bandwidth pcie4", "give --layer-time"),
     ("eval no/traces --predictor linear --expert-bytes 9", "give --bandwidth"),
@@ -142,11 +144,12 @@ def paths(
 ) -> dict[str, Path]:
     """What the commands are given, by the name in braces."""
     folder = tmp_path_factory.mktemp("refused")
-    names = ("new", "text", "damaged", "others", "array.npy")
+    names = ("new", "text", "damaged", "others", "broken", "array.npy")
     found = {Path(name).stem: folder / name for name in names}
     found |= {"tmp": folder, "traces": reference_traces.folder, "routing": ROUTING}
     found["model"] = Path(tiny_folder)
     found["text"].write_text("some text\n")
+    found["broken"].symlink_to(folder / "nothing")
     found["damaged"].mkdir()
     (found["damaged"] / "config.json").write_text('{"model')
     (folder / "experts.safetensors").write_bytes(b"something else")

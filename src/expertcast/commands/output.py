@@ -25,11 +25,11 @@ def folder(text: str) -> Path:
     """Parse a folder to write, which need not exist.
 
     Raises:
-        ArgumentTypeError: the path is a file.
+        ArgumentTypeError: the path is a file, or a link to nothing.
     """
     path = Path(text)
-    if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is a file: give a folder")
+    if os.path.lexists(path) and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is {'a file' if path.exists() else 'a broken link'}: give a folder")
     return path
 
 
