@@ -13,7 +13,7 @@ turns of 11 decode steps over the same tokens. The first step of a turn has cold
 is left out of the figures of every side. All sides must predict the same tokens. Every repetition opens the sides anew,
 so that each gets other memory: where it lies makes a side several percent faster or slower. The file keeps the seconds
 of every turn; :mod:`benchmarks.forecasts_page` computes ratios and intervals. The file is written after every setting,
-and the same command resumes it; once every setting is measured, the command only prints the tables.
+and the same command resumes it; once every setting is measured, the command only prints the table.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Times:
 
     tokens: list[Tensor] = field(default_factory=list)
     """Predicted tokens [B] of each step."""
-    turns: dict[str, list[float]] = field(default_factory=lambda: {"seconds": [], "waited_s": [], "first_s": []})
-    """By turn: seconds and seconds of waiting of all steps but the first, and seconds of the first step."""
+    turns: dict[str, list[float]] = field(default_factory=lambda: {"seconds": [], "waited_s": []})
+    """By turn: seconds and seconds of waiting of all steps but the first."""
     hits: int = 0
     requests: int = 0
     bytes_moved: int = 0
@@ -144,11 +144,11 @@ class Side:
     def turn(self, ids_BT: Tensor) -> None:
         """Run one step for each of the T tokens."""
         first, *others = ids_BT.split(1, dim=1)
-        first_s = self.step(first)
+        self.step(first)
         before = self.offloaded.stats.total
         seconds = sum(self.step(ids_B1) for ids_B1 in others)
         after, times = self.offloaded.stats.total, self.times
-        values = {"seconds": seconds, "waited_s": after.waited_s - before.waited_s, "first_s": first_s}
+        values = {"seconds": seconds, "waited_s": after.waited_s - before.waited_s}
         for name, value in values.items():
             times.turns[name].append(round(value, 7))
         times.hits += after.hits - before.hits

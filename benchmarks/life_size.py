@@ -10,18 +10,15 @@ are limited to the memory in their name by a control group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from benchmarks.children import abilities, run
-from benchmarks.conditions import ROOT
 from benchmarks.life_size_files import make
-from benchmarks.results import ResultFile, markdown, result_parser, write_section
+from benchmarks.results import ResultFile, markdown, result_parser
 from expertcast.predictors.messages import Json, format_bytes
 
-PAGE = ROOT / "benchmarks" / "life_size.md"
 _GB = 10**9
 
 
@@ -31,34 +28,22 @@ class Command:
 
     kind: str = "Q4_0"
     """Kind of the checkpoint."""
-    layers: int | None = None
     memory: int | None = None
     """Limit in bytes; None: none."""
-    run: str = "command"
-    given: dict[str, Any] = field(default_factory=dict)
-    """Arguments; {path}, {json} and {folder} in words stand for the checkpoint, a result file and an empty folder."""
-
-
-def _words(line: str, result: bool = False) -> dict[str, Any]:
-    return {"words": line.split(), **({"result": "{json}"} if result else {})}
+    line: str
+    """Its words; {path}, {json} and {folder} stand for the checkpoint, a result file and an empty folder."""
 
 
 _GENERATE = "generate {path} --prompt Once --new-tokens 32 --temperature 1 --seed 0 --json {json}"
 _COLLECT = "collect {path} --data reference --tokens 30000 --out {folder}/traces"
 COMMANDS: dict[str, Command] = {
-    **{
-        f"inspect {kind}": Command(kind=kind, given=_words("inspect {path} --memory 8GB"))
-        for kind in ("Q4_0", "safetensors", "deepseek-v3")
-    },
-    **{f"generate, {size} GB": Command(memory=size * _GB, given=_words(_GENERATE, result=True)) for size in (4, 8, 20)},
-    **{f"reads, {size} GB": Command(memory=size * _GB, run="reads", given={"path": "{path}"}) for size in (4, 8, 20)},
-    "prompts, 12 layers": Command(layers=12, run="prompts", given={"path": "{path}"}),
-    "generate safetensors, 8 GB": Command(
-        kind="safetensors", memory=8 * _GB, given=_words(_GENERATE.replace("{json}", "{json} --experts int4"))
-    ),
-    "collect, 8 GB": Command(memory=8 * _GB, given=_words(_COLLECT)),
-}
-"""Runs by name: a command without further options, reads of a token beside the plan, and prompts."""
+    **{f"inspect {kind}": Command(kind=kind, line="inspect {path} --memory 8GB")
+       for kind in ("Q4_0", "safetensors", "deepseek-v3")},
+    **{f"generate, {size} GB": Command(memory=size * _GB, line=_GENERATE) for size in (4, 8, 20)},
+    "generate safetensors, 8 GB": Command(kind="safetensors", memory=8 * _GB, line=f"{_GENERATE} --experts int4"),
+    "collect, 8 GB": Command(memory=8 * _GB, line=_COLLECT),
+}  # fmt: skip
+"""Commands by name."""
 
 
 def table(runs: Sequence[Json]) -> str:
@@ -73,27 +58,14 @@ def table(runs: Sequence[Json]) -> str:
         seconds = [f"{min(each[key] for each in done):.1f}" for key in ("processor_s", "wall_s")]
         sizes = ("peak_resident_bytes", "peak_bytes", "disk_bytes")
         memory = [format_bytes(max(each[key] for each in done)) for key in sizes]
-        rows.append([name, *seconds, *memory, _found(done[-1])])
-    return markdown(["run", "processor s", "wall s", "memory", "with pages", "read from disk", ""], rows)
-
-
-def _found(done: Json) -> str:
-    if "first_token_s" in done:
-        return f"first token after {done['first_token_s']:.1f} s"
-    if "planned_bytes" in done:
-        planned, read = done["planned_bytes"], done["read_bytes"]
-        return (
-            f"{done['slots']} slots; a token reads {format_bytes(read)}, planned {format_bytes(planned)} "
-            f"({read / planned - 1:+.0%})" if planned else "all experts fit"
-        )  # fmt: skip
-    if "moved" in done:
-        moved, hits = (", ".join(f"{each:.1%}" for each in done[key]) for key in ("moved", "hits"))
-        return f"prompts move {moved} of the experts; hits of the decode steps after each {hits}"
-    return ""
+        rows.append(
+            [name, *seconds, *memory, f"{done[-1]['first_token_s']:.1f}" if "first_token_s" in done[-1] else ""]
+        )
+    return markdown(["run", "processor s", "wall s", "memory", "with pages", "read from disk", "first token s"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every command that the result lacks, print the table and write the page."""
+    """Run every command that the result lacks, and print the table."""
     parser = result_parser("life_size", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
@@ -108,20 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             runs.append({"command": name, "round": number, **_run(COMMANDS[name], args.folder)})
             result.write()
-    text = table(runs)
-    print(text)
-    write_section(PAGE, "Runs", f"{text}\n\n`python -m benchmarks life_size FOLDER`, {result.values['date'][:10]}")
+    print(table(runs))
     return 0
 
 
 def _run(command: Command, folder: Path) -> Json:
-    path = make(folder, command.kind, command.layers)
+    path = make(folder, command.kind)
     with TemporaryDirectory(dir=folder) as empty:
         places = {"path": path, "json": f"{empty}/result.json", "folder": empty}
-
-        def filled(value: Any) -> Any:
-            return [filled(each) for each in value] if isinstance(value, list) else value.format(**places)
-
-        given = {name: filled(value) for name, value in command.given.items()}
-        spec = {"run": command.run, "given": given}
+        spec = {"words": command.line.format(**places).split(), "result": places["json"]}
         return run("benchmarks.life_size_run", spec, folder=folder, memory=command.memory, cold=[path])

@@ -8,7 +8,7 @@ model, with experts offloaded on demand, and with exact forecasts by a linear pr
 at a time and with continuous batching; and vLLM's server likewise, if PYTHON belongs to an environment with vLLM and
 the plug-in. A quarter of the experts has slots, behind an emulated link. Every second round reverses the order of sides
 and loads. Each side's texts are compared with those of its resident side, and its requests per second with other sides
-of the same round. After its loads each server gets SIGTERM while one client reads a long answer.
+of the same round.
 
 The file is written after every server; a second call resumes it. --small takes a minute.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.results import ResultFile, result_parser
-from benchmarks.serving_clients import ask, ended, figures, kept
+from benchmarks.serving_clients import ask, figures, kept
 from benchmarks.serving_sides import Running, Setting, chosen, running, sides
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
@@ -104,7 +104,7 @@ class Bench:
     def _measured(self, server: Running, number: int) -> Json:
         model, asked, loads = str(self._setting.model), prompts(), []
         ask(server.address, model, asked, clients=1, requests=_WARMING, new_tokens=4)
-        used, counts = server.resident_bytes(), server.counts()
+        counts = server.counts()
         for clients in alternating(self._args.clients, number):
             load = ask(
                 server.address, model, asked, clients=clients, requests=max(clients, self._args.requests),
@@ -114,8 +114,7 @@ class Bench:
                 raise ExpertcastError(f"{server.side.name} answered none of {clients} clients: {server.last_lines()}")
             before, counts = counts, server.counts()
             loads.append(kept(load, clients, before, counts))
-        memory = [used, server.resident_bytes()]
-        return {"loads": loads, "memory_bytes": memory, "end": ended(server, model)}
+        return {"loads": loads}
 
     def _write(self) -> None:
         self.result |= figures(self.result)

@@ -1,7 +1,6 @@
 """Clients of a server, and the figures from their answers.
 
-Clients of OpenAI's library send requests at the same time, each the next one after its answer. Another client reads a
-long answer while the server gets SIGTERM.
+Clients of OpenAI's library send requests at the same time, each the next one after its answer.
 """
 
 from __future__ import annotations
@@ -9,17 +8,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import statistics
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import openai
 from openai import AsyncOpenAI
 
-from benchmarks.serving_sides import BATCHED, EXACT, ON_DEMAND, ONE_BY_ONE, RESIDENT, Running, end, place
-from expertcast.predictors import ExpertcastError
+from benchmarks.serving_sides import BATCHED, EXACT, ON_DEMAND, ONE_BY_ONE, RESIDENT, place
 from expertcast.predictors.messages import Json
 
 WAIT_S = 300.0
@@ -101,74 +97,6 @@ async def _one(client: AsyncOpenAI, model: str, prompts: list[str], prompt: int,
     return Answer(prompt, "".join(parts), counted, first, last)
 
 
-PROMPT, NEW_TOKENS = "It is a truth", 900
-"""A prompt and a number of tokens within which the bundled model's answer does not end."""
-TOLD, CUT_OFF, WHOLE, HALF = "told", "cut off", "whole", "half"
-_PARTS = 8
-"""Parts of the answer received before SIGTERM."""
-
-
-def ended(server: Running, model: str) -> Json:
-    """End a server while one client reads a long answer.
-
-    Args:
-        server: a server without other clients.
-        model: its model's name.
-
-    Returns:
-        `seconds` from SIGTERM to the end of all processes; `killed`, whether they needed SIGKILL; `status`, the exit
-        status (negative: the signal that ended it); and the client's `answer`: "told" by an error message, "cut off"
-        with the connection, "whole" to its last token, or "half" if it is incomplete but looks whole.
-
-    Raises:
-        ExpertcastError: the answer ended before SIGTERM.
-    """
-    begun = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read_long_answer, server.address, model, begun)
-        while not begun.wait(0.01):
-            if reading.done():
-                found = f"{reading.result()}; {server.last_lines()}"
-                raise ExpertcastError(f"{server.side.name}: the long answer ended before SIGTERM: {found}")
-        start = time.perf_counter()
-        killed = not end(server.process)
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "killed": killed, "status": server.process.returncode, "answer": reading.result()}
-
-
-def read_long_answer(address: str, model: str, begun: threading.Event) -> str:
-    """Read a long answer to its end.
-
-    Args:
-        address: URL of the server.
-        model: its model's name.
-        begun: set after the first parts.
-
-    Returns:
-        `answer` of :func:`ended`.
-    """
-    parts, counted, reason = 0, 0, None
-    try:
-        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
-            stream = client.completions.create(
-                model=model, prompt=PROMPT, max_tokens=NEW_TOKENS, temperature=0, stream=True,
-                stream_options={"include_usage": True},
-            )  # fmt: skip
-            for part in stream:
-                counted = part.usage.completion_tokens if part.usage else counted
-                if part.choices:
-                    parts, reason = parts + 1, part.choices[0].finish_reason or reason
-                if parts == _PARTS:
-                    begun.set()
-    except openai.APIConnectionError:
-        return CUT_OFF
-    except openai.APIError:
-        return TOLD
-    if counted == NEW_TOKENS:
-        return WHOLE
-    return HALF if reason in (None, "stop", "length") else TOLD
-
-
 OTHERS = ("resident", "on_demand", "one_by_one")
 """Sides to compare requests per second with."""
 Loads = dict[tuple[str, int], dict[int, Json]]
@@ -193,16 +121,13 @@ def kept(load: Load, clients: int, before: tuple[float, float] | None, after: tu
 
 
 def figures(result: Json) -> Json:
-    """Compute `rows`, `ratios`, `memory` and `ends` from a result's runs.
+    """Compute `rows` and `ratios` from a result's runs.
 
     Args:
-        result: its `runs` have one entry per side and round: `side`, `round`, `loads` from :func:`kept`,
-            `memory_bytes` before and after them, and `end` from :func:`ended`.
+        result: its `runs` have one entry per side and round: `side`, `round`, and `loads` from :func:`kept`.
     """
     loads: Loads = {}
-    own: dict[str, list[Json]] = {}
     for run in sorted(result["runs"], key=lambda run: (place(run["side"]), run["round"])):
-        own.setdefault(run["side"], []).append(run)
         for load in run["loads"]:
             loads.setdefault((run["side"], load["clients"]), {})[run["round"]] = load
     keys = sorted(loads, key=lambda key: (place(key[0]), key[1]))
@@ -210,8 +135,6 @@ def figures(result: Json) -> Json:
     return {
         "rows": [_row(*key, loads) for key in keys],
         "ratios": [row for row in ratios if any(row[name] for name in OTHERS)],
-        "memory": [_memory(side, runs) for side, runs in own.items()],
-        "ends": [_end(side, [run["end"] for run in runs]) for side, runs in own.items()],
     }
 
 
@@ -253,20 +176,6 @@ def _ratios(side: str, clients: int, loads: Loads) -> dict[str, list[float]]:
         theirs = loads.get((other, clients), {})
         found[name] = [_speed(own[number]) / _speed(theirs[number]) for number in own if number in theirs]
     return found
-
-
-def _memory(side: str, runs: Sequence[Json]) -> Json:
-    before, after = (statistics.median(run["memory_bytes"][place] for run in runs) for place in (0, 1))
-    return {"side": side, "before_bytes": before, "after_bytes": after}
-
-
-def _end(side: str, own: Sequence[Json]) -> Json:
-    seconds = [end["seconds"] for end in own]
-    return {
-        "side": side, "seconds": statistics.median(seconds), "most_s": max(seconds),
-        "killed": sum(end["killed"] for end in own), "statuses": [end["status"] for end in own],
-        "answers": [end["answer"] for end in own],
-    }  # fmt: skip
 
 
 def _speed(load: Json) -> float:

@@ -146,12 +146,6 @@ class Running:
             raise ExpertcastError(f"{side.name}: its page counts no experts, so nothing is offloaded")
         return hits, misses
 
-    def resident_bytes(self) -> int:
-        """Return the unique memory of its processes in bytes."""
-        own = psutil.Process(self.process.pid)
-        every = [own, *own.children(recursive=True)]
-        return sum(each.memory_full_info().uss for each in every if each.is_running())
-
     def last_lines(self) -> str:
         """Return the end of its log."""
         return " / ".join(self.log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:])
@@ -181,17 +175,9 @@ def running(side: Side, setting: Setting, log: Path) -> Iterator[Running]:
             end(process)
 
 
-def end(process: subprocess.Popen[bytes], seconds: float = ENDS_S) -> bool:
-    """End a server with SIGTERM and wait until its processes are gone.
-
-    Args:
-        process: the server, leader of its own session.
-        seconds: time until SIGKILL.
-
-    Returns:
-        Whether the processes ended without SIGKILL.
-    """
-    until, children = time.monotonic() + seconds, list[psutil.Process]()
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a server, the leader of its own session, with SIGTERM, and its processes after `ENDS_S` with SIGKILL."""
+    until, children = time.monotonic() + ENDS_S, list[psutil.Process]()
     if process.poll() is None:
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
@@ -200,9 +186,8 @@ def end(process: subprocess.Popen[bytes], seconds: float = ENDS_S) -> bool:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            return False
+            return
         time.sleep(0.01)
-    return True
 
 
 def _gone(process: psutil.Process) -> bool:

@@ -16,22 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_of_load_offloaded(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    shape = ["--layers", "12", "--experts", "48", "--hidden", "256", "--intermediate", "384"]
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "loading",
-        *shape,
-        "--rounds",
-        "1",
-        "--out",
-        str(out),
-        "--allow-dirty",
-    ]
-    subprocess.run(
-        [*command, "--methods", "load_offloaded memory"], cwd=ROOT, check=True, capture_output=True, timeout=300
-    )
+    words = f"loading --layers 12 --experts 48 --hidden 256 --intermediate 384 --rounds 1 --out {out} --allow-dirty"
+    command = [sys.executable, "-m", "benchmarks", *words.split(), "--methods", "load_offloaded memory"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
     result = json.loads(out.read_text())
     assert 300e6 < (size := result["checkpoint_bytes"]) < 400e6
     (run,) = result["runs"]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import conditions, disk, packed, side_by_side
+from benchmarks import conditions, packed
 from benchmarks.__main__ import main
 from benchmarks.children import drop_cached
 from benchmarks.fidelity import fidelity
@@ -17,12 +17,10 @@ from benchmarks.life_size_files import make, qwen3
 from benchmarks.results import ResultFile, shown, spread, write_section
 
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.messages import Json
 
 gguf = pytest.importorskip("gguf")
 SMALL = ["--small", "--layers", "2", "--repetitions", "1", "--prompt", "6", "--warm", "2", "--new-tokens", "3"]
 SMALL += ["--readahead", "0", "--allow-dirty"]
-CELL = {"memory": 0.5, "readahead_kib": 128, "throttle": None}
 
 
 @pytest.mark.slow
@@ -46,44 +44,6 @@ def test_the_whole_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(out.read_text())["runs"] == json.loads(before)["runs"], "nothing is measured twice"
     assert main([*command, "--prompt", "7"]) == 2
     assert "other settings" in capsys.readouterr().err
-
-
-def _result(runs: list[Json], **more: object) -> Json:
-    model = {"experts_bytes": 800, "count": 8, "top_k": 2, "layers": 2}
-    return {"model": model, "settings": {"new_tokens": 2}, "runs": runs, "beside_bytes": {"llama.cpp": 100}, **more}
-
-
-def _run(side: str, tpot_s: float, repetition: int = 0, **more: object) -> Json:
-    found = {"tpot_s": tpot_s, "ttft_s": 1.0, "bytes_read": 1.0, "peak_bytes": 1, "limit_bytes": 500, "largest": [1, 2]}
-    return {"side": side, **CELL, "repetition": repetition, **found, "capped": True, "throttled": False, **more}
-
-
-def test_the_page_compares_the_best_sides() -> None:
-    runs = [_run("packed", tpot_s, n, slots=4) for n, tpot_s in enumerate((0.3, 0.1, 0.2))]
-    runs += [_run("llama.cpp, mmap", 3.0), _run("llama.cpp, lazy on", 1.2, largest=[1, 3])]
-    runs += [{**_run("expanded", 0), "failed": "killed"}]
-    rows = side_by_side.summaries(_result(runs))
-    assert rows[0]["tpot_s"] == {"median": 0.2, "low": 0.1, "high": 0.3}
-    assert "| 50% | 128 KiB | 1200.0 | 200.0 (100.0-300.0) | **6.00** |" in side_by_side.conclusion(rows, "llama.cpp")
-    shown_rows = side_by_side.details(rows)
-    assert "| expanded | killed |" in shown_rows
-    assert "| 50% |  |" not in shown_rows
-
-
-def test_the_bytes_needed_are_belady_s() -> None:
-    """Layers 0 and 1 alternate between experts; four slots of eight hold what two tokens use."""
-    passes = [[[[0, 1], [2, 3]], [[0, 1], [0, 1]]], [[[0, 1]], [[0, 1]]], [[[2, 3]], [[0, 1]]], [[[0, 1]], [[2, 3]]]]
-    row = {"slots": spread([8]), "limit_bytes": None, "side": "packed"}
-    assert side_by_side.needed_bytes(_result([], routing=passes), row) == 100
-    assert side_by_side.needed_bytes(_result([], routing=passes), {**row, "slots": spread([0])}) == 400
-    limited = {"slots": None, "limit_bytes": 900, "side": "llama.cpp, mmap"}
-    assert side_by_side.needed_bytes(_result([], routing=passes), limited) == 100
-    assert side_by_side.needed_bytes(_result([]), row) is None
-
-
-@pytest.mark.parametrize(("text", "memory"), [("0", None), (".5", 0.5), ("8GB", 8e9)])
-def test_limits_are_shares_or_sizes(text: str, memory: float | None) -> None:
-    assert side_by_side.memory_of(text) == memory
 
 
 def test_readahead_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +93,6 @@ def test_a_mixed_file_has_weights_of_the_model_s_size(tmp_path: Path) -> None:
     assert packed.described_file(path, 2)["count"] == 32
     drop_cached([path])
     assert os.path.getsize(path) > packed.described_file(path, 2)["experts_bytes"] > 0
-
-
-def test_sides_have_names_of_their_own() -> None:
-    for sides in (packed.SIDES, disk.SIDES):
-        assert len({side.name for side in sides}) == len(sides)
 
 
 def test_fidelity_of_eight_bits_is_better_than_of_four() -> None:

@@ -364,15 +364,17 @@ def test_bits_of_bitsandbytes(form: str) -> None:
     assert torch.equal(joined["x.weight"][8:16], wanted[8:16])
 
 
-_EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+_EXPERT, _DENSE = "model.layers.1.mlp.experts.3.up_proj", "model.layers.0.self_attn.k_proj"
 
 
 def _drop(suffix: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.__delitem__(f"{_EXPERT}.{suffix}")
 
 
-def _change(suffix: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
-    return lambda tensors: tensors.update({f"{_EXPERT}.{suffix}": change(tensors[f"{_EXPERT}.{suffix}"]).contiguous()})
+def _change(
+    suffix: str, change: Callable[[Tensor], Tensor], weight: str = _EXPERT
+) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({f"{weight}.{suffix}": change(tensors[f"{weight}.{suffix}"]).contiguous()})
 
 
 @pytest.mark.parametrize(
@@ -381,6 +383,7 @@ def _change(suffix: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[s
         ("gptq", _drop("scales"), rf"no {_EXPERT}\.scales: it is incomplete"),
         ("gptq", _drop("qzeros"), rf"no {_EXPERT}\.qzeros: it is incomplete"),
         ("gptq", _change("g_idx", lambda t: t + 9), r"up_proj\.g_idx names a group that is not there"),
+        ("gptq", _change("g_idx", lambda t: t + 9, _DENSE), rf"{_DENSE}\.g_idx names a group that is not there"),
         ("gptq", _change("g_idx", lambda t: t.view(2, -1)), r"up_proj has g_idx \[2, 16\]: not supported"),
         ("gptq", _change("scales", torch.flatten), r"up_proj has scales \[64\]: not supported"),
         (
@@ -406,13 +409,4 @@ def test_damaged_files_are_one_line(form: str, edit: Any, line: str, tmp_path: P
     path, _ = checkpoint(tmp_path, make, **settings)
     edit_weights(Path(path), edit)
     with refused(f"{path}.*{line}"):
-        load_offloaded(path, device="cpu", slots=6)
-
-
-def test_a_damaged_dense_weight_is_one_line(tmp_path: Path) -> None:
-    make, settings, _ = FORMS["gptq"]
-    path, _ = checkpoint(tmp_path, make, **settings)
-    name = "model.layers.0.self_attn.k_proj.g_idx"
-    edit_weights(Path(path), lambda tensors: tensors.update({name: tensors[name] + 9}))
-    with refused(f"{path}.*{name} names a group that is not there"):
         load_offloaded(path, device="cpu", slots=6)

@@ -59,23 +59,6 @@ def test_fp8(family: str, block: tuple[int, int] | None, scale_fmt: str, tmp_pat
     assert_same(greedy(load_model(path), IDS, 4), expected)
 
 
-def test_fp8_by_other_names(tmp_path: Path) -> None:
-    """Scales under another name, and those of activations beside them."""
-    path = fp8("qwen3_moe", tmp_path / "model")
-    with load_offloaded(path, slots=6) as offloaded:
-        expected = greedy(offloaded, IDS, 4)
-
-    def rename(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
-            stem = name.removesuffix(".weight_scale_inv")
-            tensors[f"{stem}.scale"] = tensors.pop(name)
-            tensors[f"{stem}.activation_scale"] = torch.tensor(0.5)
-
-    edit_weights(tmp_path / "model", rename)
-    with load_offloaded(path, slots=6) as offloaded:
-        assert_same(greedy(offloaded, IDS, 4), expected)
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_fp8_in_another_dtype(dtype: str, tmp_path: Path) -> None:
     """Codes times scales rounded once; what is not in FP8 is cast, which transformers leaves undone."""
@@ -106,24 +89,32 @@ def test_fp8_blocks_that_are_cut_off(tmp_path: Path) -> None:
         )
 
 
-def test_fp8_fused_experts(tmp_path: Path) -> None:
+def _rename(tensors: dict[str, Tensor]) -> None:
+    """Scales under another name, and those of activations beside them."""
+    for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
+        stem = name.removesuffix(".weight_scale_inv")
+        tensors[f"{stem}.scale"] = tensors.pop(name)
+        tensors[f"{stem}.activation_scale"] = torch.tensor(0.5)
+
+
+def _fuse(tensors: dict[str, Tensor]) -> None:
     """All experts of a layer in one tensor with one of scales."""
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for end in ("", "_scale_inv"):
+            each = [
+                [tensors.pop(f"{prefix}.{e}.{p}_proj.weight{end}") for p in ("gate", "up", "down")] for e in range(8)
+            ]
+            tensors[f"{prefix}.gate_up_proj{end}"] = torch.stack([torch.cat(three[:2]) for three in each])
+            tensors[f"{prefix}.down_proj{end}"] = torch.stack([three[2] for three in each])
+
+
+@pytest.mark.parametrize("edit", [_rename, _fuse])
+def test_fp8_in_other_files(edit: Callable[[dict[str, Tensor]], None], tmp_path: Path) -> None:
     path = fp8("qwen3_moe", tmp_path / "model")
     with load_offloaded(path, slots=6) as offloaded:
         expected = greedy(offloaded, IDS, 4)
-
-    def fuse(tensors: dict[str, Tensor]) -> None:
-        for layer in range(4):
-            prefix = f"model.layers.{layer}.mlp.experts"
-            for end in ("", "_scale_inv"):
-                each = [
-                    [tensors.pop(f"{prefix}.{e}.{p}_proj.weight{end}") for p in ("gate", "up", "down")]
-                    for e in range(8)
-                ]
-                tensors[f"{prefix}.gate_up_proj{end}"] = torch.stack([torch.cat(three[:2]) for three in each])
-                tensors[f"{prefix}.down_proj{end}"] = torch.stack([three[2] for three in each])
-
-    edit_weights(tmp_path / "model", fuse)
+    edit_weights(tmp_path / "model", edit)
     with load_offloaded(path, slots=6) as offloaded:
         assert_same(greedy(offloaded, IDS, 4), expected)
 
