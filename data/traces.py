@@ -279,8 +279,8 @@ class TraceDataset(TraceSource):
         (torch.Size([64, 12, 192]), torch.Size([64, 12, 64]))
     """
 
-    def __init__(self, folder: Path, info: TraceInfo) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, info: TraceInfo, device: torch.device | str = "cpu") -> None:
+        self.folder, self._device = folder, device
         self.info = {name: value for name, value in info.items() if name != SEAL}
         rows_of = documents_in(info)
         self.documents = sorted(rows_of, key=lambda document: SPLITS.index(document.split))
@@ -310,12 +310,15 @@ class TraceDataset(TraceSource):
         )
 
     @classmethod
-    def open(cls, folder: Path | str, *, revision: str | None = None) -> TraceDataset:
+    def open(
+        cls, folder: Path | str, *, revision: str | None = None, device: torch.device | str = "cpu"
+    ) -> TraceDataset:
         """Open a folder of traces, or download `user/repo` or `user/repo@revision` from the hub.
 
         Args:
             folder: folder or hub repository.
             revision: branch, tag or commit of the repository.
+            device: device of the norms and routers, on which predictors are fitted and scored.
 
         Raises:
             ExpertcastError: there are no traces, a file is invalid, or the collection is incomplete.
@@ -328,7 +331,7 @@ class TraceDataset(TraceSource):
                 raise ExpertcastError(f"no traces in {found} ({missing}): create them with expertcast collect")
             if not info["complete"]:
                 raise ExpertcastError(f"the collection in {found} is incomplete: run the same collect command again")
-            return cls(found, info)
+            return cls(found, info, device)
 
     def without(self, documents: Collection[int]) -> TraceDataset:
         """Return the traces without some documents (by `PlannedDocument.index`).
@@ -363,7 +366,7 @@ class TraceDataset(TraceSource):
         folder = self.folder / layout.SKELETON_FOLDER
         for name in (CONFIG, WEIGHTS):
             self._check(f"{layout.SKELETON_FOLDER}/{name}")
-        view = load_skeleton(folder, self.info["model"])
+        view = load_skeleton(folder, self.info["model"], self._device)
         if view.shape != self._shape or self.info["fingerprint"] != view.fingerprint():
             raise ExpertcastError(f"{folder} belongs to another model than {TRACE_FILE}; {REMEDY}")
         return replace(view, experts_known=self.info.get("experts_fingerprint"))
@@ -379,7 +382,7 @@ class TraceDataset(TraceSource):
             raise ExpertcastError(
                 f"{self.folder} has a server's traffic without default vectors: add those of other traces or a "
                 "checkpoint of the same model (expertcast train --default-vectors), or train linear "
-                "with --set reads=router_input, or a predictor without them (router_input, next_norm, frequency, "
+                "with --set inputs=router_input, or a predictor without them (router_input, next_norm, frequency, "
                 "previous_token)"
             )
         path = self.folder / layout.DEFAULTS_FILE

@@ -53,11 +53,11 @@ def router_map(layer: MoELayer) -> tuple[Tensor, Tensor] | None:
     """Return W [D, E] and b [E] in fp32 if the logits of a layer's router are x W + b, else None."""
     like = next(layer.router.parameters()).new_empty(0, dtype=layer.dtype)
     unit_DD = torch.eye(layer.hidden_size).to(like)
-    bias_1E = layer.routed(torch.zeros_like(unit_DD[:1]), hooks=False)[0].float()
-    map_DE = layer.routed(unit_DD, hooks=False)[0].float() - bias_1E
+    bias_1E = layer.routed(torch.zeros_like(unit_DD[:1]))[0].float()
+    map_DE = layer.routed(unit_DD)[0].float() - bias_1E
     x_TD = _random(_PROBES, layer.hidden_size, like)
     folded_TE = torch.addmm(bias_1E, x_TD.float(), map_DE)
-    return (map_DE, bias_1E[0]) if _close(folded_TE, layer.routed(x_TD, hooks=False)[0]) else None
+    return (map_DE, bias_1E[0]) if _close(folded_TE, layer.routed(x_TD)[0]) else None
 
 
 def _random(rows: int, size: int, like: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def _close(folded: Tensor, own: Tensor) -> bool:
 # A forecast as maps
 
 NORMED = ("quasi_hidden", "early")
-"""Inputs that pass through the target's norm; names as in `EstimatorConfig.inputs`."""
+"""Inputs that pass through the target's norm; names as in `LinearConfig.inputs`."""
 _IN_ORDER = (*NORMED, "router_input", "previous")
 
 
@@ -120,8 +120,8 @@ class Hints:
         """Whether the norm can be left out: a positive factor does not change the order of logits."""
         self._rows = maps.defaults
         """Rows by expert and the start of their sum: default vectors, joined with the map of `routing`."""
-        if maps.defaults is not None and "routing" in maps.of:
-            expert_ED, shared_D = maps.defaults
+        if "routing" in maps.of:
+            expert_ED, shared_D = maps.defaults or (maps.of["routing"][:, :0], maps.bias_X[:0])
             self._rows = torch.cat([expert_ED, maps.of["routing"]], dim=1), torch.cat([shared_D, maps.bias_X])
 
     def __call__(self, state: RouterState) -> Tensor:
@@ -133,7 +133,8 @@ class Hints:
             if "routing" in maps.of:
                 outputs = len(maps.bias_X)
                 mixed_TV, start = mixed_TV.split_with_sizes([mixed_TV.shape[1] - outputs, outputs], dim=1)
-            parts.append(mixed_TV + state.residual_TD)
+            if maps.defaults is not None:
+                parts.append(mixed_TV + state.residual_TD)
         if "early" in maps.of:
             assert state.early_TD is not None
             parts.append(state.early_TD)

@@ -109,19 +109,16 @@ class MoELayer:
         """Return the logits [T, E] of this layer's own router for inputs [T, D]."""
         return self.routed(hidden_TD)[0]
 
-    def routed(self, hidden_TD: Tensor, *, hooks: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    def routed(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run this layer's own router on inputs [T, D] and return logits [T, E], weights and ids [T, K].
 
-        Args:
-            hidden_TD: router inputs.
-            hooks: whether the router's forward hooks run.
+        The router's hooks do not run: those of an offloaded model belong to its own forward.
         """
         given = hidden_TD if self.router_dims == 2 else hidden_TD.unsqueeze(0)
         arguments = {
             name: value.tensor if isinstance(value, OwnTensor) else value for name, value in self.router_arguments
         }
-        run = self.router if hooks else self.router.forward
-        logits_TE, weights_TK, ids_TK = run(given, **arguments)
+        logits_TE, weights_TK, ids_TK = self.router.forward(given, **arguments)
         return logits_TE, weights_TK, ids_TK
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -408,7 +405,7 @@ def _logits_of(layer: MoELayer) -> _MadeLogits:
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # keep this run out of a trace being recorded
         try:
             with torch.no_grad(), _Watched() as watched:
-                logits_TE = layer.routed(placeholder_1D, hooks=False)[0]
+                logits_TE = layer.routed(placeholder_1D)[0]
         finally:
             torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
         made = [number for number, result in enumerate(watched.results) if result is logits_TE]
@@ -426,7 +423,7 @@ def _run(layer: MoELayer, answers: _Answers) -> tuple[Tensor, Tensor]:
     """Return the router's ids and weights under the replacements."""
     placeholder_TD = _placeholder(layer, len(answers.logits_TE))
     with answers:
-        _, weights_TK, ids_TK = layer.routed(placeholder_TD, hooks=False)
+        _, weights_TK, ids_TK = layer.routed(placeholder_TD)
     return ids_TK, weights_TK
 
 
@@ -500,7 +497,7 @@ class RuleCheck:
 @torch.no_grad()
 def follows_rule(layer: MoELayer, router_input_TD: Tensor) -> bool:
     """Return whether the rule, applied to a router's own logits, reproduces its ids and weights bit for bit."""
-    logits_TE, weights_TK, ids_TK = layer.routed(router_input_TD, hooks=False)
+    logits_TE, weights_TK, ids_TK = layer.routed(router_input_TD)
     if not logits_TE.isfinite().all():  # NaN compares unequal to itself; other code rejects it
         return True
     try:

@@ -39,7 +39,7 @@ TEXT = "the old man went down to the river and saw that the boat was gone so he 
 TOKENS = 360
 _SPEED = ("bandwidth", "latency")
 """Options left out of the file: a damaged value could be a valid link of one byte per second."""
-ESTIMATOR_SETTINGS = "parameters=2000", "steps=6", "step_tokens=32"
+ESTIMATOR_SETTINGS = "width=8", "steps=6", "step_tokens=32"
 
 
 def collect_words(made: Path, out: Path, data: Path | None = None) -> list[str]:

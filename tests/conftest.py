@@ -62,5 +62,5 @@ def reference_traces(
 @pytest.fixture(scope="session")
 def fitted_predictors(reference_traces: TraceDataset) -> dict[str, Fitted]:
     """Every registered predictor fitted on the reference traces with its report, the estimator by a short training."""
-    configs = {"estimator": EstimatorConfig(parameters=150_000, steps=120, step_tokens=256)}
+    configs = {"estimator": EstimatorConfig(width=16, steps=120, step_tokens=256)}
     return fit_many(names(), reference_traces, configs)

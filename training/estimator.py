@@ -1,24 +1,25 @@
-"""Fit `estimator`: ridge regression in one pass, then distillation of the network, then a gate per layer pair.
+"""Fit `linear` and `estimator`: ridge regression, then distillation of the maps, then of the estimator's network.
 
-T tokens, D hidden size, F features, E routed experts, P layer pairs, S maps, G gates.
+T tokens, D hidden size, F features, E routed experts, P layer pairs, G gates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.processes import sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoELayer, PredictorConfig, RouterState
-from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
+from expertcast.predictors.estimator import Estimator, EstimatorConfig, EstimatorNetwork
+from expertcast.predictors.linear import Linear, LinearConfig, default_inputs
 from expertcast.predictors.messages import Json
-from expertcast.training.linear import RidgeStatistics, gather, score_maps
+from expertcast.training.linear import fit_ridge
 from expertcast.training.loop import NetworkTraining, TrainingData, run, steps_of
 from expertcast.training.metrics import Recall
 from expertcast.training.scoring import (
@@ -28,62 +29,97 @@ from expertcast.training.scoring import (
     candidate_recall,
     device_of,
     mask_previous,
+    pooled,
     require_stand_in,
     states_of,
     train_batches,
     validation_batch,
 )
 
-# Distillation of routers into the network. The KL loss is that of Madan et al. (Speculating Experts, 2026, section 4).
-# N rows (tokens, or layers x tokens).
+L = TypeVar("L", bound=Linear)
+C = TypeVar("C", bound=LinearConfig)
+
+# Distillation of routers into maps and networks. The KL loss is that of Madan et al. (Speculating Experts, 2026,
+# section 4). N rows (tokens, or layers x tokens).
+
+
+class MapChange(nn.Module):
+    """Change of the maps of all pairs, for standardised features; initially zero."""
+
+    def __init__(self, pairs: int, features: int, experts: int) -> None:
+        super().__init__()
+        self.weight_PFE = nn.Parameter(torch.zeros(pairs, features, experts))
+        self.bias_P1E = nn.Parameter(torch.zeros(pairs, 1, experts))
+
+    def forward(self, x_PTF: Tensor) -> Tensor:
+        """Return the change of the logits [P, T, E]."""
+        return torch.baddbmm(self.bias_P1E, x_PTF, self.weight_PFE)
+
+    def one(self, x_TF: Tensor, pair: int) -> Tensor:
+        """Return the change of the logits [T, E] of one pair."""
+        return torch.addmm(self.bias_P1E[pair], x_TF, self.weight_PFE[pair])
+
+
+Network = MapChange | EstimatorNetwork
 
 
 class Distiller(NetworkTraining):
-    """Trains the network of one distance of an estimator; all other tensors stay fixed.
+    """Trains what is added to the maps of one distance; all other tensors stay fixed.
 
     Logs `loss` per step, and per validation round `recall` and `recall_per_layer/<target layer>`.
     """
 
-    def __init__(self, estimator: Estimator, ahead: int, *, loss: str, scale_P: Tensor, steps: int) -> None:
+    def __init__(
+        self, predictor: Linear, network: Network, ahead: int, config: LinearConfig, *, loss: str, scale_P: Tensor,
+        moments: tuple[Tensor, Tensor] | None, steps: int, **start: float,
+    ) -> None:  # fmt: skip
         """
         Args:
-            estimator: bound estimator with its standardisation and ridge maps set.
+            predictor: bound predictor with its maps set.
+            network: network to train, of all pairs.
             ahead: distance in layers.
+            config: training options.
             loss: key of `LOSSES`.
             scale_P: divides each pair's logits before the loss (1 for the paper's form).
-            steps: optimiser steps of the schedule.
+            moments: mean and spread [P, F] that standardise the features of the network; None: not standardised.
+            steps, start: as for :class:`NetworkTraining`.
         """
-        super().__init__(estimator.network(ahead), estimator.config, steps)
-        self._estimator = [estimator]  # a list hides it from nn.Module: only the network is trained and synchronised
+        super().__init__(network, config, steps, **start)
+        self._predictor = [predictor]  # a list hides it from nn.Module: only the network is trained and synchronised
         self._ahead, self._loss = ahead, loss
+        self._moments = moments
         self.register_buffer("scale_P", scale_P.clone())
         self.recall = Recall(len(scale_P))
 
     def identity(self) -> Json:
-        return super().identity() | {"ahead": self._ahead, "loss": self._loss}
+        return super().identity() | {"ahead": self._ahead, "loss": self._loss, "start": self.best.score}
 
     def forecast(self, batch: TraceBatch) -> tuple[Tensor, Tensor]:
         """Return the routers' logits and the forecast logits of a batch, both [P, T, E]."""
-        estimator, ahead = self._estimator[0], self._ahead
+        predictor, ahead = self._predictor[0], self._ahead
         with torch.no_grad():
-            states = states_of(estimator.view, mask_previous(batch) if self.training else batch)
-            x_PTF = torch.stack([estimator.features(state, ahead) for state in states[: len(self.scale_P)]])
+            states = states_of(predictor.view, mask_previous(batch) if self.training else batch)
+            x_PTF = torch.stack([predictor.features(state, ahead) for state in states[: len(self.scale_P)]])
             y_PTE = batch.logits_TLE[:, ahead:].transpose(0, 1).float().to(x_PTF.device)
-            x_PTF = estimator.standardised(x_PTF, ahead)
-        return y_PTE, estimator.base(x_PTF, ahead) + self.scale_P[:, None, None] * self.network(x_PTF).float()
+            base_PTE: Tensor | float = 0.0
+            if self._moments is not None:
+                weight_PFE, bias_PE = predictor.map_of(ahead)
+                base_PTE = torch.baddbmm(bias_PE[:, None], x_PTF, weight_PFE)
+                x_PTF = x_PTF.sub_(self._moments[0][:, None]).div_(self._moments[1][:, None])
+        return y_PTE, base_PTE + self.scale_P[:, None, None] * self.network(x_PTF).float()
 
     def training_step(self, batch: TraceBatch, batch_index: int) -> Tensor:
         y_PTE, z_PTE = self.forecast(batch)
         scale_P11 = self.scale_P[:, None, None]
-        estimator, y_PTE = self._estimator[0], y_PTE / scale_P11
-        weight_PTE = None if estimator.config.form == "paper" else boundary_weight(y_PTE, estimator.shape.top_k)
+        y_PTE = y_PTE / scale_P11
+        weight_PTE = None if self._moments is None else boundary_weight(y_PTE, self._predictor[0].shape.top_k)
         loss = LOSSES[self._loss](y_PTE, z_PTE / scale_P11, self.config.temperature, weight_PTE)
         self.log("loss", loss, batch_size=len(batch))
         return loss
 
     def validation_step(self, batch: TraceBatch, batch_index: int) -> None:
         y_PTE, z_PTE = self.forecast(batch)
-        for pair, layer in enumerate(self._estimator[0].view.layers[self._ahead :]):
+        for pair, layer in enumerate(self._predictor[0].view.layers[self._ahead :]):
             self.recall.update(pair, layer.route(z_PTE[pair])[0], layer.route(y_PTE[pair])[0])
 
     def on_validation_epoch_end(self) -> None:
@@ -162,111 +198,90 @@ def suited_loss(layer: MoELayer) -> str:
 
 
 GATES = (0.0, 0.5, 1.0)
-"""Candidate factors of the network's output."""
+"""Candidate factors of what is trained."""
 MARGIN = 5e-4
-"""Minimum gain in validation recall for which a layer pair uses more than the ridge map of `linear`."""
+"""Minimum gain in validation recall for which a layer pair uses the network."""
 
 
-def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
-    """Fit an estimator, each distance separately."""
+def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
+    """Fit the maps of every distance: ridge regression, then distillation where it gains on validation."""
+    assert isinstance(config, LinearConfig)
+    predictor = _prepared(Linear, with_inputs(config, source), source, options)
+    return Fitted(
+        predictor=predictor,
+        report={"distances": {str(a): _fit_maps(predictor, source, a, config, options) for a in config.ahead}},
+    )
+
+
+def fit_estimator(
+    source: TraceSource, config: PredictorConfig, options: FitOptions, linear: Fitted | None = None
+) -> Fitted:
+    """Fit the maps by ridge regression, or take those of a fitted `linear`, then the network of each distance."""
     assert isinstance(config, EstimatorConfig)
     config = with_inputs(config, source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        predictor = Estimator(config, source.view.shape)
-    predictor.set_defaults(source.defaults)
-    if predictor.uses_early and source.stand_in is not None:
-        predictor.set_stand_in(source.stand_in)
-    predictor.to(device_of(source.view)).bind(source.view)
-    if predictor.uses_previous_token:
-        predictor.get_buffer("usual_LE").copy_(_usual_logits(source, options))
-    sums = {} if config.form == "paper" else gather(source, predictor.features, config, options, Estimator.name)
+        predictor = _prepared(Estimator, config, source, options)
+    known = linear is not None and isinstance(linear.predictor, Linear) and linear.predictor.inputs == config.inputs
     report = {}
     for ahead in config.ahead:
-        if config.form == "paper":  # no ridge map; plain KL on unscaled logits
+        if config.form == "paper":  # no maps; plain KL on unscaled logits
             scale_P = torch.ones(source.view.shape.layers - ahead, device=device_of(source.view))
-            report[str(ahead)] = _distil(predictor, source, options, ahead, loss="kl", scale_P=scale_P)
-        else:
-            report[str(ahead)] = _fit_residual(predictor, source, ahead, options, sums[ahead])
+            report[str(ahead)] = _distil(
+                predictor, predictor.network(ahead), source, options, ahead, config, loss="kl", scale_P=scale_P,
+                moments=None,
+            )  # fmt: skip
+            continue
+        if linear is not None and known and ahead in linear.predictor.ahead:
+            maps = linear.report["distances"][str(ahead)]
+            for values, name in zip(predictor.map_of(ahead), ("weight_PFE", "bias_PE"), strict=True):
+                values.copy_(linear.predictor.get_buffer(f"{name}_{ahead}"))
+        else:  # distilling the maps too gains nothing below the network
+            maps = fit_ridge(predictor, source, ahead, config, options)
+        report[str(ahead)] = _fit_network(predictor, source, ahead, options, maps)
     return Fitted(predictor=predictor, report={"distances": report})
 
 
-def _usual_logits(source: TraceSource, options: FitOptions) -> Tensor:
-    """Return the mean of the centred router logits [L, E] over each rank's first batch of the train split.
-
-    Raises:
-        ExpertcastError: the train split is empty.
-    """
-    batch = next(train_batches(source, replace(options, progress=False), Estimator.name), None)
+def _prepared(cls: type[L], config: LinearConfig, source: TraceSource, options: FitOptions) -> L:
+    """Return a bound predictor with default vectors, stand-in and usual logits."""
+    predictor = cls(config, source.view.shape)
+    if "quasi_hidden" in config.inputs:
+        predictor.set_defaults(source.defaults)
+    if predictor.uses_early and source.stand_in is not None:
+        predictor.set_stand_in(source.stand_in)
+    predictor.to(device_of(source.view)).bind(source.view)
+    batch = next(train_batches(source, replace(options, progress=False), cls.name, whole=True), None)
     if batch is None:
         raise ExpertcastError(NO_TRAINING)
-    logits_TLE = batch.logits_TLE.float()
-    mean_LE = (logits_TLE - logits_TLE.mean(dim=2, keepdim=True)).mean(dim=0)
-    sum_over_ranks(training_share(), [mean_LE])  # the batches of ranks are of one size
-    return mean_LE / training_share().world
+    if predictor.uses_previous_token:
+        logits_TLE = batch.logits_TLE.float()
+        predictor.get_buffer("usual_LE").copy_((logits_TLE - logits_TLE.mean(dim=2, keepdim=True)).mean(dim=0))
+    return predictor
 
 
-def with_inputs(config: EstimatorConfig, source: TraceSource) -> EstimatorConfig:
-    """Return the config with its inputs resolved: by default all that the source has.
+def with_inputs(config: C, source: TraceSource) -> C:
+    """Return the config with its inputs resolved: by default those of :func:`default_inputs` that the source has.
 
     Raises:
         ExpertcastError: `inputs` include early attention, which the source does not have.
     """
-    if not config.inputs:
-        inputs = [name for name in INPUTS if name != "early" or source.stand_in is not None]
-    else:
-        inputs = list(config.inputs)
-    if "early" not in inputs:
-        return replace(config, inputs=inputs, stand_in_rank=None)
-    return replace(config, inputs=inputs, stand_in_rank=require_stand_in(source, "inputs=early").rank)
+    without = [] if source.stand_in is not None else ["early"]
+    inputs = list(config.inputs) or default_inputs(source.view.shape, without)
+    rank = require_stand_in(source, "inputs=early").rank if "early" in inputs else None
+    return replace(config, inputs=inputs, stand_in_rank=rank)
 
 
-def _fit_residual(
-    predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, sums: RidgeStatistics
-) -> Json:
-    maps, linear_count = _base_maps(predictor, sums), len(predictor.config.strengths)
-    recall_SP = score_maps(source, predictor.features, ahead, maps, options, Estimator.name)
-    linear_P, plain_P = recall_SP[:linear_count].max(dim=0)
-    base_P = recall_SP.argmax(dim=0)
-    _set_base(predictor, ahead, sums, maps, base_P)
-    scale_P = _spread(source, ahead, options)
-    report = _distil(predictor, source, options, ahead, loss=suited_loss(source.view[ahead]), scale_P=scale_P)
-    best_P, gate_P = _score_gates(predictor, source, options, ahead, scale_P).max(dim=0)
-    # where neither the wider ridge map nor the network gains enough, the pair uses the map of `linear`
-    back_P = best_P < linear_P + MARGIN
-    gates = torch.tensor(GATES)[gate_P].masked_fill(back_P, 0.0)
-    chosen_P = torch.where(back_P, plain_P, base_P)
-    _set_base(predictor, ahead, sums, maps, chosen_P)
-    predictor.get_buffer(f"gain_P_{ahead}").copy_(gates.to(scale_P) * scale_P)
-    return report | {
-        "base": ["linear" if index < linear_count else "all inputs" for index in chosen_P],
-        "gates": gates.tolist(),
-        "linear_recall": linear_P.tolist(),
-        "validation_recall": torch.where(back_P, linear_P, best_P).tolist(),
-    }
-
-
-def _base_maps(predictor: Estimator, sums: RidgeStatistics) -> tuple[Tensor, Tensor]:
-    """Solve the candidate ridge maps, [S, P, F, E] and [S, P, E]: first those on q_l alone, then on all inputs."""
-    strengths, hidden = predictor.config.strengths, predictor.shape.hidden
-    weight_SPFE, bias_SPE = sums.solve(strengths)
-    linear_SPDE, linear_SPE = sums.solve(strengths, features=hidden)
-    padded_SPFE = torch.zeros_like(weight_SPFE)
-    padded_SPFE[:, :, :hidden] = linear_SPDE
-    return torch.cat([padded_SPFE, weight_SPFE]), torch.cat([linear_SPE, bias_SPE])
-
-
-def _set_base(
-    predictor: Estimator, ahead: int, sums: RidgeStatistics, maps: tuple[Tensor, Tensor], index_P: Tensor
-) -> None:
-    """Set each pair's ridge map, converted from raw to standardised inputs."""
-    weight_PFE, bias_PE = (values[index_P, torch.arange(len(index_P))] for values in maps)
-    mean_PF, spread_PF = sums.moments()
-    inverse_PF = torch.where(spread_PF > 0, 1 / spread_PF, 0.0)
-    predictor.get_buffer(f"mean_PF_{ahead}").copy_(mean_PF)
-    predictor.get_buffer(f"inverse_PF_{ahead}").copy_(inverse_PF)
-    predictor.get_buffer(f"weight_PFE_{ahead}").copy_(weight_PFE * spread_PF[:, :, None])
-    predictor.get_buffer(f"bias_PE_{ahead}").copy_(bias_PE + torch.einsum("pf,pfe->pe", mean_PF, weight_PFE))
+@torch.no_grad()
+def _moments(predictor: Linear, source: TraceSource, options: FitOptions, ahead: int) -> tuple[Tensor, Tensor]:
+    """Return mean and spread [P, F] of the features over the first batch of the train split; no spread is 0."""
+    batch = next(train_batches(source, replace(options, progress=False), predictor.name, whole=True))
+    found = []
+    for state in states_of(source.view, batch)[: source.view.shape.layers - ahead]:
+        x_TF = predictor.features(state, ahead)
+        spread_F = x_TF.std(dim=0, correction=0)
+        # an expert that the batch rarely chose must not be blown up
+        found.append((x_TF.mean(dim=0), spread_F.clamp(min=max(1e-6, 0.05 * float(spread_F.mean())))))
+    return torch.stack([mean_F for mean_F, _ in found]), torch.stack([spread_F for _, spread_F in found])
 
 
 def _spread(source: TraceSource, ahead: int, options: FitOptions) -> Tensor:
@@ -276,27 +291,93 @@ def _spread(source: TraceSource, ahead: int, options: FitOptions) -> Tensor:
     return centred_TPE.square().mean(dim=(0, 2)).sqrt().clamp(min=1e-6).to(device_of(source.view))
 
 
+def _fit_maps(predictor: Linear, source: TraceSource, ahead: int, config: LinearConfig, options: FitOptions) -> Json:
+    """Set the maps of one distance, and return their report."""
+    report = fit_ridge(predictor, source, ahead, config, options)
+    weight_PFE, bias_PE = predictor.map_of(ahead)
+    change = MapChange(*weight_PFE.shape).to(weight_PFE.device)
+    trained, gates_P, scale_P, moments = _distil_residual(
+        predictor, change, source, ahead, config, options, report, margin=0.0
+    )
+    factor_P1 = (gates_P * scale_P)[:, None]
+    change_PFE = change.weight_PFE * (factor_P1 / moments[1])[:, :, None]
+    weight_PFE += change_PFE
+    bias_PE += factor_P1 * change.bias_P1E[:, 0] - torch.einsum("pf,pfe->pe", moments[0], change_PFE)
+    return report | {"distillation": trained, "validation_recall": trained.pop("validation_recall")}
+
+
+def _fit_network(predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, linear: Json) -> Json:
+    """Train the network of one distance, fold the standardisation into it, and return the report."""
+    network = predictor.network(ahead)
+    report, gates_P, scale_P, moments = _distil_residual(
+        predictor, network, source, ahead, predictor.config, options, linear, margin=MARGIN
+    )
+    network.projection_GFW.div_(moments[1][:, :, None])
+    network.position_PW.sub_(torch.einsum("pf,pfw->pw", moments[0], network.projection_GFW))
+    network.head_GWE.mul_((gates_P * scale_P)[:, None, None])
+    predictor.get_buffer(f"gain_P_{ahead}").copy_((gates_P > 0).float())
+    return report | {"linear": linear}
+
+
+def _distil_residual(
+    predictor: Linear, network: Network, source: TraceSource, ahead: int, config: LinearConfig, options: FitOptions,
+    before: Json, *, margin: float,
+) -> tuple[Json, Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """Train what is added to the maps, and choose its gate of each pair on validation.
+
+    Args:
+        predictor, network, source, ahead, config, options: as for :class:`Distiller`.
+        before: report of what it is added to, with its `validation_recall`.
+        margin: minimum gain for which a pair uses it.
+
+    Returns:
+        The report, the gates and the spread of the logits by pair, and the moments of the features.
+    """
+    before_P = torch.tensor(before["validation_recall"], dtype=torch.float64)
+    scale_P, moments = _spread(source, ahead, options), _moments(predictor, source, options, ahead)
+    loss = suited_loss(source.view[ahead])
+    report = _distil(
+        predictor, network, source, options, ahead, config, loss=loss, scale_P=scale_P, moments=moments,
+        start=float(before_P.mean()),
+    )  # fmt: skip
+    gates_P, recall_P = torch.zeros(len(before_P)), before_P
+    if report["steps"]:
+        recall_GP = _score_gates(predictor, network, source, options, ahead, scale_P, moments)
+        score_GP = pooled(recall_GP, source, options)
+        score_GP[1:] -= margin
+        best_P = score_GP.argmax(dim=0)
+        gates_P, recall_P = torch.tensor(GATES)[best_P], recall_GP.gather(0, best_P[None])[0]
+    report |= {"gates": gates_P.tolist(), "validation_recall": recall_P.tolist()}
+    return report, gates_P.to(scale_P), scale_P, moments
+
+
 def _distil(
-    predictor: Estimator, source: TraceSource, options: FitOptions, ahead: int, *, loss: str, scale_P: Tensor
-) -> Json:
-    """Train the network of one distance, restore its best validation round, and return its report."""
-    config = predictor.config
-    module = Distiller(predictor, ahead, loss=loss, scale_P=scale_P, steps=steps_of(config, source, options))
-    run(module, TrainingData(source, options, config.step_tokens), source, options, f"ahead{ahead}")
+    predictor: Linear, network: Network, source: TraceSource, options: FitOptions, ahead: int, config: LinearConfig,
+    *, loss: str, scale_P: Tensor, moments: tuple[Tensor, Tensor] | None, **start: float,
+) -> Json:  # fmt: skip
+    """Train a network of one distance, restore its best validation round, and return its report."""
+    steps = steps_of(config, source, options)
+    module = Distiller(
+        predictor, network, ahead, config, loss=loss, scale_P=scale_P, moments=moments, steps=steps, **start
+    )
+    if steps:
+        name = f"{'maps' if isinstance(network, MapChange) else 'ahead'}{ahead}"
+        run(module, TrainingData(source, options, config.step_tokens), source, options, name)
     return {"loss": loss, **module.finish()}
 
 
 @torch.no_grad()
-def _score_gates(predictor: Estimator, source: TraceSource, options: FitOptions, ahead: int, scale_P: Tensor) -> Tensor:
+def _score_gates(
+    predictor: Linear, network: Network, source: TraceSource, options: FitOptions, ahead: int, scale_P: Tensor,
+    moments: tuple[Tensor, Tensor],
+) -> Tensor:  # fmt: skip
     """Return recall@k [G, P] on validation for each candidate factor of the network's output."""
+    weight_PFE, bias_PE = predictor.map_of(ahead)
 
-    def forecasts(states: list[RouterState]) -> Iterator[Iterable[Tensor]]:
-        x_PTF = torch.stack([predictor.features(state, ahead) for state in states[: len(scale_P)]])
-        x_PTF = predictor.standardised(x_PTF, ahead)
-        base_PTE = predictor.base(x_PTF, ahead)
-        added_PTE = scale_P[:, None, None] * predictor.network(ahead)(x_PTF)
-        for layer, base_TE, added_TE in zip(source.view.layers[ahead:], base_PTE, added_PTE, strict=True):
-            yield [layer.route(base_TE + gate * added_TE)[0] for gate in GATES]
+    def forecasts(state: RouterState) -> Iterable[Tensor]:
+        pair, layer, x_TF = state.layer, source.view[state.layer + ahead], predictor.features(state, ahead)
+        base_TE = torch.addmm(bias_PE[pair], x_TF, weight_PFE[pair])
+        added_TE = scale_P[pair] * network.one((x_TF - moments[0][pair]) / moments[1][pair], pair)
+        return (layer.route(base_TE + gate * added_TE)[0] for gate in GATES)
 
-    what = f"{Estimator.name}: choosing gates, {ahead} ahead"
-    return candidate_recall(source, ahead, options, len(GATES), forecasts, what)
+    return candidate_recall(source, ahead, options, len(GATES), forecasts, f"choosing gates, {ahead} ahead")

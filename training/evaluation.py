@@ -274,8 +274,6 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
 # Learning curve: recall by number of training tokens (Madan et al., Speculating Experts, 2026, figure 9)
 
 PAPER = "estimator (paper's form)"
-PAPER_PARAMETERS = 200_000
-"""Parameters of the paper's form. All layer pairs share one network, so a parameter costs P times more work."""
 VALIDATION_SHARE = 8
 """A learning-curve point with N training tokens chooses on N / 8 validation tokens, the ratio of the splits."""
 
@@ -316,7 +314,7 @@ def learning_curve(
     forms: dict[str, tuple[str, PredictorConfig]] = {
         "linear": ("linear", LinearConfig(ahead=(ahead,))),
         "estimator": ("estimator", EstimatorConfig(ahead=(ahead,))),
-        PAPER: ("estimator", EstimatorConfig(ahead=(ahead,), form="paper", parameters=PAPER_PARAMETERS)),
+        PAPER: ("estimator", EstimatorConfig(ahead=(ahead,), form="paper")),
     }
     curve: dict[str, dict[str, float]] = {form: {} for form in forms}
     fits = [
@@ -340,7 +338,7 @@ def learning_curve(
 
 
 def _steps(config: PredictorConfig, traces: TraceDataset, options: FitOptions) -> int:
-    return steps_of(config, traces, options) if isinstance(config, EstimatorConfig) else 0
+    return steps_of(config, traces, options) if isinstance(config, LinearConfig) else 0
 
 
 # Baselines in a checkpoint's metrics and card: recall of forecasts without training

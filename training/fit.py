@@ -24,8 +24,7 @@ from expertcast.predictors.baselines import Frequency, PreviousToken, QuasiHidde
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.hybrid import CANDIDATES, PAPER, Choice, Hybrid, HybridConfig, member_recall
 from expertcast.training.calibrate import calibrate
-from expertcast.training.estimator import fit_estimator
-from expertcast.training.linear import fit_linear
+from expertcast.training.estimator import fit_estimator, fit_linear
 from expertcast.training.scoring import (
     NO_TRAINING,
     FitOptions,
@@ -107,7 +106,8 @@ def fit(
         source: traces, or a running model.
         config: the predictor's configuration; default: its default configuration.
         options: tokens, seed, logging and resuming.
-        known: predictors fitted earlier; `hybrid` chooses among them and fits the missing candidates.
+        known: predictors fitted earlier; `hybrid` chooses among them and fits the missing candidates, and `estimator`
+            starts from a `linear` of the same inputs.
 
     Returns:
         The predictor, bound and in eval mode, with a report of the fit.
@@ -132,7 +132,11 @@ def fit(
         )
     join_ranks()  # under torchrun: before the documents are divided among ranks
     start, earlier_s = time.perf_counter(), options.earlier_s
-    fitter = partial(fit_hybrid, known=known) if name == Hybrid.name else FITTERS.get(name)
+    fitter = FITTERS.get(name)
+    if name == Hybrid.name:
+        fitter = partial(fit_hybrid, known=known)
+    elif name == "estimator":
+        fitter = partial(fit_estimator, linear=(known or {}).get("linear"))
     fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)
     predictor = fitted.predictor.to(device_of(source.view)).bind(source.view).eval()
     calibrate(predictor, source, options)
@@ -203,7 +207,8 @@ def fit_hybrid(
     for name in config.candidates:
         if name not in fitted:
             values = {"ahead": config.ahead} | config.member_configs.get(name, {})
-            fitted[name] = fit(name, source, config=predictor_class(name).config_class(**values), options=options)
+            member = predictor_class(name).config_class(**values)
+            fitted[name] = fit(name, source, config=member, options=options, known=fitted)
     result = select_hybrid({name: f.predictor for name, f in fitted.items()}, source, config, options)
     result.report["candidates"] = {name: f.report for name, f in fitted.items()}
     result.report["known_seconds"] = sum(

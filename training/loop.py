@@ -43,7 +43,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.processes import training_share, wait_for_all
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.artefacts import digest, open_file, write_atomically
-from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.linear import LinearConfig
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.training.scoring import NO_VALIDATION, FitOptions, train_tokens, validation_batches
 
@@ -174,12 +174,15 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
         network: network to train.
         config: training options.
         steps: optimiser steps of the schedule.
+        start: validation recall with the network's first weights, which a round must exceed; default: unknown.
     """
 
-    def __init__(self, network: nn.Module, config: EstimatorConfig, steps: int) -> None:
+    def __init__(self, network: nn.Module, config: LinearConfig, steps: int, start: float = -math.inf) -> None:
         super().__init__()
         self.network, self.config, self.steps = network, config, steps
-        self.best = BestRound()
+        self.best = BestRound(score=start)
+        if math.isfinite(start):
+            self.best.tensors = _copied(network)
         self.begun, self.earlier_s = time.perf_counter(), 0.0
         """Start of this training, and seconds of the killed ones that it resumes."""
 
@@ -194,7 +197,7 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
         best.history.append({"step": step, "recall": recall})
         if recall > best.score:
             best.score, best.step = recall, step
-            best.tensors = {key: tensor.detach().clone() for key, tensor in self.network.state_dict().items()}
+            best.tensors = _copied(self.network)
 
     def finish(self) -> Json:
         """Restore the best round's weights, disable gradients, and return the report.
@@ -230,6 +233,10 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
 
     def on_load_checkpoint(self, checkpoint: Json) -> None:
         self.best = BestRound(**checkpoint["best"])
+
+
+def _copied(network: nn.Module) -> dict[str, Tensor]:
+    return {key: tensor.detach().clone() for key, tensor in network.state_dict().items()}
 
 
 class TrainingData(lightning.LightningDataModule):  # type: ignore[misc]
@@ -282,10 +289,10 @@ class _Stream(IterableDataset[TraceBatch]):
         return self._make()
 
 
-def steps_of(config: EstimatorConfig, source: TraceSource, options: FitOptions) -> int:
+def steps_of(config: LinearConfig, source: TraceSource, options: FitOptions) -> int:
     """Return the optimiser steps of a training: `config.steps`, limited to `config.passes` passes over the tokens."""
     per_pass = max(1, train_tokens(source, options) // (config.step_tokens * training_share().world))
-    return max(1, min(config.steps, config.passes * per_pass))
+    return min(config.steps, config.passes * per_pass)
 
 
 def warm_cosine(step: int, steps: int) -> float:
@@ -365,10 +372,11 @@ def run(module: NetworkTraining, data: TrainingData, source: TraceSource, option
         keeping = [ModelCheckpoint(folder, name, save_on_train_epoch_end=False, enable_version_counter=False)]
         states = SealedCheckpoints(mark)
     stopping = EarlyStopping("recall", mode="max", patience=module.config.patience, min_delta=1e-4)
+    stopping.best_score = torch.tensor(module.best.score)
     if state is not None and state["callbacks"][stopping.state_key]["wait_count"] >= stopping.patience:
         module.on_load_checkpoint(state)  # this training was complete when the process was killed
         return
-    begin = 0 if state is None else state["global_step"]
+    begin, device = 0 if state is None else state["global_step"], next(module.parameters()).device
     with (
         _quiet(),
         Progress(f"training {name}", total=module.steps, unit="step", initial=begin, shown=options.progress) as bar,
@@ -381,6 +389,7 @@ def run(module: NetworkTraining, data: TrainingData, source: TraceSource, option
             if isinstance(left.__context__, KeyboardInterrupt):
                 raise left.__context__ from None
             raise
+    module.to(device)  # Lightning leaves it on the CPU
 
 
 def _trainer(

@@ -5,7 +5,7 @@ T tokens, P layer pairs, C candidates, E routed experts, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.processes import training_share
+from expertcast.data.processes import Share, training_share
 from expertcast.data.trace_format import is_live
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
@@ -75,25 +75,32 @@ def validation_tokens(source: TraceSource, options: FitOptions) -> int:
 
 
 BATCH = 4096
-"""Tokens per batch for sums and scores, whose result does not depend on the batch size."""
+"""Largest number of tokens per batch for sums and scores, whose result does not depend on the batch size."""
+BATCH_BYTES = 256 << 20
 RANK_BATCH = 256
 MASK_EVERY = 10
-Candidates = Callable[[list[RouterState]], Iterable[Iterable[Tensor]]]
-"""Maps the states of all layers to the expert ids [T, K] forecast by each candidate, for each layer pair."""
+Candidates = Callable[[RouterState], Iterable[Tensor]]
+"""Maps the state of a source layer to the expert ids [T, K] forecast by each candidate."""
 
 
-def train_batches(source: TraceSource, options: FitOptions, what: str) -> Iterator[TraceBatch]:
-    """Yield this rank's share of the train split in order, with a progress bar labelled `what`."""
-    share = training_share()
+def _batch_tokens(source: TraceSource) -> int:
+    """Return the tokens per batch for sums and scores: `BATCH`, fewer if they exceed `BATCH_BYTES`."""
+    shape = source.view.shape
+    return max(1, min(BATCH, BATCH_BYTES // (4 * shape.layers * (shape.hidden + shape.experts))))
+
+
+def train_batches(source: TraceSource, options: FitOptions, what: str, *, whole: bool = False) -> Iterator[TraceBatch]:
+    """Yield this rank's share of the train split in order, or the whole split, with a progress bar `what`."""
+    share = Share() if whole else training_share()
     # ranks use equally many full batches, so small batches waste fewer tokens
-    size = BATCH if share.world == 1 else RANK_BATCH
+    size = _batch_tokens(source) if share.world == 1 else RANK_BATCH
     batches = source.batches("train", size, max_tokens=options.tokens, share=share)
     return with_token_progress(batches, what, train_tokens(source, options) // share.world, shown=options.progress)
 
 
-def validation_batches(source: TraceSource, options: FitOptions, size: int = BATCH) -> Iterator[TraceBatch]:
+def validation_batches(source: TraceSource, options: FitOptions, size: int | None = None) -> Iterator[TraceBatch]:
     """Yield the validation split in order, in full on every rank, so that all ranks choose alike."""
-    return source.batches("validation", size, max_tokens=options.validation_tokens)
+    return source.batches("validation", size or _batch_tokens(source), max_tokens=options.validation_tokens)
 
 
 def validation_pass(source: TraceSource, options: FitOptions, what: str) -> Iterator[TraceBatch]:
@@ -178,8 +185,9 @@ def mask_previous(batch: TraceBatch) -> TraceBatch:
 
 @torch.no_grad()
 def candidate_recall(
-    source: TraceSource, ahead: int, options: FitOptions, count: int, forecasts: Candidates, what: str
-) -> Tensor:
+    source: TraceSource, ahead: int, options: FitOptions, count: int, forecasts: Candidates, what: str,
+    pairs: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """Return teacher-forced recall@k [C, P] of several candidates on the same validation tokens.
 
     Args:
@@ -189,21 +197,34 @@ def candidate_recall(
         count: C.
         forecasts: computes the candidates' forecasts.
         what: label of the progress bar.
+        pairs: source layers; default: all that have a target.
 
     Raises:
         ExpertcastError: the validation split is empty.
     """
-    pairs = source.view.shape.layers - ahead
-    recall = Recall(pairs * count).to(device_of(source.view))
+    view = source.view
+    pairs = range(view.shape.layers - ahead) if pairs is None else pairs
+    recall = Recall(len(pairs) * count).to(device_of(view))
     for batch in validation_pass(source, options, what):
-        states = states_of(source.view, batch)
-        for pair, candidates in enumerate(forecasts(states)):
-            for index, ids_TK in enumerate(candidates):
-                recall.update(pair * count + index, ids_TK, states[pair + ahead].topk_ids_TK)
+        batch = batch.to(device_of(view))
+        for row, pair in enumerate(pairs):
+            target_TK = view[pair + ahead].route(batch.logits_TLE[:, pair + ahead])[0]
+            for index, ids_TK in enumerate(forecasts(batch.state(view, pair))):
+                recall.update(row * count + index, ids_TK, target_TK)
     if not recall.count_L.all():
         raise ExpertcastError(NO_VALIDATION)
-    recall_PC: Tensor = recall.per_row().view(pairs, count)
+    recall_PC: Tensor = recall.per_row().view(len(pairs), count)
     return recall_PC.T.cpu()
+
+
+POOLED = 1000
+"""Validation tokens that the mean over layer pairs counts for in a choice for one pair."""
+
+
+def pooled(recall_CP: Tensor, source: TraceSource, options: FitOptions) -> Tensor:
+    """Return each candidate's recall [C, P], drawn towards its mean over pairs the fewer tokens were scored."""
+    own = validation_tokens(source, options) / (validation_tokens(source, options) + POOLED)
+    return own * recall_CP + (1 - own) * recall_CP.mean(dim=1, keepdim=True)
 
 
 def validation_recall(
@@ -216,10 +237,8 @@ def validation_recall(
         source, ahead, options: as for :func:`candidate_recall`.
     """
 
-    def forecasts(states: list[RouterState]) -> Iterator[Iterable[Tensor]]:
-        for state in states[: len(states) - ahead]:
-            yield (member.forecast(state, ahead).topk_ids_TK for member in members.values())
+    def forecasts(state: RouterState) -> Iterable[Tensor]:
+        return (member.forecast(state, ahead).topk_ids_TK for member in members.values())
 
-    return dict(
-        zip(members, candidate_recall(source, ahead, options, len(members), forecasts, "comparing"), strict=True)
-    )
+    found_CP = candidate_recall(source, ahead, options, len(members), forecasts, "comparing")
+    return dict(zip(members, found_CP, strict=True))

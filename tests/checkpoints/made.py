@@ -24,7 +24,7 @@ METRICS = {"split": "test", **SCORES, "further": {"2": FURTHER}, "validation": {
 LEARNED = frozenset({"0123456789abcdef", "00000000000000ff"})
 CONFIGS = {
     "linear": LinearConfig(),
-    "estimator": EstimatorConfig(parameters=20_000),
+    "estimator": EstimatorConfig(width=8),
     "hybrid": HybridConfig(
         candidates=["next_norm", "linear"],
         choices=[{"ahead": 1, "layer": 1 + at, "predictor": "linear", "recall": {"linear": 0.5}} for at in range(3)],

@@ -29,6 +29,7 @@ from tests.checkpoints.made import CONFIGS, LEARNED, METRICS, write
 from tests.sealed import edit_json
 from tests.training.synthetic import tiny_view
 
+LINEAR = LinearConfig(inputs=["quasi_hidden"]).as_dict()
 WILD: tuple[Any, ...] = (None, True, -1, 10**9, 10**30, 0.5, "x", [], [[]], [-1], {})
 
 
@@ -222,10 +223,10 @@ class Allocated(TorchDispatchMode):
     [
         ("linear", {"shape": {"L": 10_000, "E": 65_536, "K": 4, "D": 1_000_000}}),
         ("linear", {"shape": {"L": 4, "E": 4096, "K": 4, "D": 65_536}}),
-        ("linear", {"predictor_config": {"ahead": [10_000], "strengths": [1.0], "reads": "quasi_hidden"}}),
-        ("linear", {"predictor_config": {"ahead": [*range(1, 10_000)], "strengths": [1.0], "reads": "quasi_hidden"}}),
-        ("estimator", {"predictor_config": EstimatorConfig(parameters=10**12, expansion=1e-3).as_dict()}),
-        ("estimator", {"predictor_config": EstimatorConfig(parameters=10**9).as_dict()}),
+        ("linear", {"predictor_config": LINEAR | {"ahead": [10_000]}}),
+        ("linear", {"predictor_config": LINEAR | {"ahead": [*range(1, 10_000)]}}),
+        ("estimator", {"predictor_config": EstimatorConfig(width=10**6, expansion=1e-3).as_dict()}),
+        ("estimator", {"predictor_config": EstimatorConfig(width=10**6).as_dict()}),
     ],
 )
 def test_no_memory_is_taken_for_what_the_file_does_not_hold(

@@ -19,10 +19,12 @@ from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predicto
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names
 from expertcast.predictors.artefacts import write_user_file
+from expertcast.predictors.linear import LinearConfig
 from expertcast.training.scoring import Fitted
 from tests.sealed import edit_json
 from tests.training.synthetic import tiny_view
 
+LINEAR = LinearConfig(inputs=["quasi_hidden"]).as_dict()
 METRICS = {"recall_at_k": {"linear": {"mean": 0.5, "per_layer": [0.25, 0.75]}}}
 
 
@@ -108,15 +110,10 @@ def test_a_missing_file_gives_one_clear_line(linear: Path, name: str) -> None:
         ({"format": 99}, "format is 99.*upgrade expertcast"),
         ({"predictor": "oracle"}, r"linear/config.json: unknown predictor 'oracle'.*train it again"),
         ({"predictor": "o" * 9999}, r"linear/config.json: unknown predictor 'o{,40}\.\.\.o{,40}':"),
-        (
-            {"predictor_config": {"ahead": [1], "strengths": [0.1], "reads": "quasi_hidden", "depth": 3}},
-            "unknown field 'depth'",
-        ),
-        ({"predictor_config": {"ahead": [1]}}, "strengths is missing"),
-        (
-            {"predictor_config": {"ahead": [2], "strengths": [0.1], "reads": "quasi_hidden"}},
-            "does not match",
-        ),
+        ({"predictor_config": LINEAR | {"depth": 3}}, "unknown field 'depth'"),
+        ({"predictor_config": LINEAR | {"strengths": []}}, "strengths"),
+        ({"predictor_config": {"ahead": [1]}}, "stand_in_rank is missing"),
+        ({"predictor_config": LINEAR | {"ahead": [2]}}, "does not match"),
         ({"shape": {"L": 12, "E": 64, "K": 4, "D": 96}}, "does not match"),
     ],
 )

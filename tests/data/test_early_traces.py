@@ -27,8 +27,9 @@ from expertcast.data.trace_writer import write_stand_in
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.early_attention import EarlyAttention, StandIn
-from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
+from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
+from expertcast.predictors.linear import INPUTS
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 from expertcast.training.report import write_report
@@ -37,7 +38,7 @@ from tests.families.models import CONFIGS, tiny_model
 from tests.sealed import edit_json
 
 SETTINGS: dict[str, Any] = {"tokens": 600, "window": 32, "batch_size": 4, "early_rank": 2}
-SMALL: dict[str, Any] = {"parameters": 4000, "steps": 4, "step_tokens": 64}
+SMALL: dict[str, Any] = {"width": 8, "steps": 4, "step_tokens": 64}
 
 
 @pytest.fixture(scope="module")

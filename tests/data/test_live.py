@@ -47,7 +47,7 @@ def test_values_and_model_are_those_of_the_requests(live: TraceDataset, collecte
 
 
 def test_predictors_on_router_inputs_are_trained_and_the_others_say_what_they_lack(live: TraceDataset) -> None:
-    linear = fit("linear", live, config=LinearConfig(reads="router_input")).predictor
+    linear = fit("linear", live, config=LinearConfig(inputs=["router_input"])).predictor
     assert not linear.reads_residual
     assert "expert_LED" not in linear.state_dict()
     scored = {"linear": linear, **{name: fit(name, live).predictor for name in ("router_input", "frequency")}}

@@ -26,7 +26,7 @@ STAND_INS = {
     "qwen3-30b-a3b": "reference", "8": "2", "ROUTING.parquet": ROUTING,
 }  # fmt: skip
 FEW_TOKENS = ["--prompt-tokens", "8", "--new-tokens", "4", "--repetitions", "1", "--slots", "96"]
-SMALLER = {"estimator": ["parameters=80000"]}
+SMALLER = {"estimator": ["width=8"]}
 
 
 def documented_commands() -> list[str]:
@@ -107,7 +107,7 @@ def test_collect_and_train_with_two_ranks(tmp_path: Path) -> None:
     rows = list(dataset.batches("all", 1000))
     places = {(int(d), int(p)) for batch in rows for d, p in zip(batch.document_T, batch.position_T, strict=True)}
     assert len(places) == sum(map(len, rows)) == dataset.token_count("all")
-    settings = ["steps=6", "step_tokens=128", "parameters=80000"]
+    settings = ["steps=6", "step_tokens=128", "width=8"]
     text = two_ranks(
         "train", traces, "--predictor", "estimator", "--out", checkpoint, "--json", result, "--set", *settings
     )

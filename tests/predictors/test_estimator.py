@@ -18,7 +18,7 @@ PAIRS, FEATURES, EXPERTS = 3, 10, 6
 
 def network(shared: bool) -> EstimatorNetwork:
     """With weights in which every term of the equation is worth something."""
-    made = EstimatorNetwork(PAIRS, FEATURES, EXPERTS, parameters=4000, expansion=2.0, shared=shared)
+    made = EstimatorNetwork(PAIRS, FEATURES, EXPERTS, width=8, expansion=2.0, shared=shared)
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
@@ -62,7 +62,7 @@ def test_the_papers_form_reads_its_own_layers_position() -> None:
     """One network for all layers: the same q_l at two layers differs by pos_l alone."""
     view = tiny_view()
     shape: ModelShape = view.shape
-    config = EstimatorConfig(form="paper", inputs=["quasi_hidden"], parameters=20_000)
+    config = EstimatorConfig(form="paper", inputs=["quasi_hidden"], width=16)
     predictor = Estimator(config, shape).bind(view)
     assert isinstance(predictor, Estimator)
     net = predictor.network(1)

@@ -14,10 +14,10 @@ from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.baselines import QuasiHidden
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
-from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
+from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.folded import folded_stand_in, hints
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
-from expertcast.predictors.linear import Linear, LinearConfig
+from expertcast.predictors.linear import INPUTS, Linear, LinearConfig
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.training.scoring import Fitted
 from tests.data.early_oracle import random_stand_in
@@ -25,14 +25,16 @@ from tests.families.models import CONFIGS, tiny_model
 from tests.predictors.test_routing_rule import BY_LOGITS
 
 STATES = 64
+OTHERS = [name for name in INPUTS if name != "quasi_hidden"]
 OTHER_NORM = {"phimoe"}
 """Layer norms."""
 SHAPES = {
     "quasi_hidden": (QuasiHidden, PredictorConfig()),
     "linear": (Linear, LinearConfig()),
-    "linear_of_router_input": (Linear, LinearConfig(reads="router_input")),
+    "linear_of_wide_models": (Linear, LinearConfig(inputs=["early", "routing", "previous"], stand_in_rank=2)),
+    "linear_of_router_input": (Linear, LinearConfig(inputs=["router_input"])),
     "early_attention": (EarlyAttention, EarlyConfig(stand_in_rank=2)),
-    "estimator": (Estimator, EstimatorConfig(inputs=INPUTS, stand_in_rank=2, parameters=20_000)),
+    "estimator": (Estimator, EstimatorConfig(inputs=INPUTS, stand_in_rank=2, width=8)),
 }
 
 
@@ -46,7 +48,7 @@ def randomised(predictor: Predictor) -> Predictor:
     with torch.no_grad():
         for tensor in predictor.state_dict().values():
             tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.1 * torch.randn(tensor.shape))
-    if isinstance(predictor, Estimator) and predictor.uses_previous_token:  # usual logits are about their mean
+    if "usual_LE" in dict(predictor.named_buffers()):  # the usual logits of the previous token are about their mean
         predictor.usual_LE -= predictor.usual_LE.mean(dim=1, keepdim=True)
     return predictor
 
@@ -93,7 +95,7 @@ def test_hints_are_the_forecasts_experts(family: str, name: str, tokens: int) ->
         assert recall(predictor, view, layer, STATES // tokens, tokens) >= 0.999
 
 
-@pytest.mark.parametrize("inputs", [subset for size in range(5) for subset in combinations(INPUTS[1:], size)])
+@pytest.mark.parametrize("inputs", [subset for size in range(5) for subset in combinations(OTHERS, size)])
 @torch.no_grad()
 def test_the_order_of_an_estimators_inputs_does_not_matter(inputs: tuple[str, ...]) -> None:
     """Forecasts and hints of one predictor agree for each choice of inputs, in any order; none is taken twice."""
@@ -102,7 +104,7 @@ def test_the_order_of_an_estimators_inputs_does_not_matter(inputs: tuple[str, ..
     state = random_state(view, 0, torch.Generator().manual_seed(1), tokens=5)
     logits, weights = [], None
     for order in orders:
-        config = EstimatorConfig(inputs=order, stand_in_rank=2, parameters=20_000)
+        config = EstimatorConfig(inputs=order, stand_in_rank=2, width=8)
         predictor = randomised(Estimator(config, view.shape).bind(view))
         weights = weights or predictor.state_dict()
         predictor.load_state_dict(weights)

@@ -26,14 +26,19 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import PredictorConfig
 from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.linear import LinearConfig
 from expertcast.training.fit import fit
 from expertcast.training.scoring import FitOptions
 from tests.families.models import tiny_model
 
 SETTINGS: dict[str, Any] = {"tokens": 2500, "window": 64, "batch_size": 4}
 TOKENS_PER_BATCH = 128
-ESTIMATOR = EstimatorConfig(parameters=10_000, steps=12, step_tokens=64, patience=12)
-CONFIGS: dict[str, PredictorConfig | None] = {"frequency": None, "linear": None, "estimator": ESTIMATOR}
+ESTIMATOR = EstimatorConfig(width=8, steps=12, step_tokens=64, patience=12)
+CONFIGS: dict[str, PredictorConfig | None] = {
+    "frequency": None,
+    "linear": LinearConfig(inputs=["quasi_hidden", "routing"], steps=12, step_tokens=64),
+    "estimator": ESTIMATOR,
+}
 
 
 class Dying(TraceDataset):

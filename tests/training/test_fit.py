@@ -11,14 +11,16 @@ import torch
 
 from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, PredictorConfig, names
+from expertcast.predictors import ExpertcastError, ModelShape, PredictorConfig, names, predictor_class
 from expertcast.predictors.baselines import QuasiInput
-from expertcast.predictors.estimator import Estimator, EstimatorConfig, EstimatorNetwork, fitting_width
+from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
-from expertcast.predictors.linear import LinearConfig
+from expertcast.predictors.linear import Linear, LinearConfig, default_inputs
+from expertcast.training.estimator import LOSSES, MapChange, boundary_weight
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit, forecast_flops, select_hybrid
-from expertcast.training.scoring import FitOptions, Fitted, mask_previous, validation_recall
+from expertcast.training.linear import pairs_at_once
+from expertcast.training.scoring import FitOptions, Fitted, mask_previous, pooled, validation_recall
 from tests.training.synthetic import Rows, random_batch, tiny_view
 
 
@@ -41,8 +43,8 @@ def recall(fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset)
 def test_all_eight_are_there_and_ranked_as_expected(recall: dict[str, Any]) -> None:
     assert list(recall) == names()[:9]
     mean = {name: value["mean"] for name, value in recall.items()}
-    assert mean["frequency"] < mean["router_input"] < mean["quasi_hidden"] < mean["linear"]
-    assert mean["linear"] < mean["estimator"] <= mean["hybrid"] + 1e-9
+    assert mean["frequency"] < mean["router_input"] < mean["quasi_hidden"] < mean["early_attention"]
+    assert mean["early_attention"] - 2e-3 < mean["linear"] <= mean["estimator"] + 2e-3
 
 
 def test_estimator_is_nowhere_far_below_linear(recall: dict[str, Any]) -> None:
@@ -50,31 +52,27 @@ def test_estimator_is_nowhere_far_below_linear(recall: dict[str, Any]) -> None:
         assert estimator > linear - 0.01
 
 
-def test_linear_is_the_ridge_of_its_strength(
-    fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
+def test_strength_is_the_best_on_validation_and_never_worse_than_the_router_itself(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer 4's map, by the normal equations over the whole train split at once."""
-    predictor = fitted_predictors["linear"].predictor
-    batch = next(reference_traces.batches("train", 1_000_000))
-    assert len(batch) == reference_traces.token_count("train")
-    x_TD = predictor.input_vector(batch.state(reference_traces.view, 4), 1)
-    assert x_TD is not None
-    x_TD, y_TE = x_TD.double(), batch.logits_TLE[:, 5].double()
-    centred_TD, strength = x_TD - x_TD.mean(0), predictor.get_buffer("strength_P_1")[4].double()
-    gram_DD = centred_TD.T @ centred_TD
-    weight_DE = torch.linalg.solve(gram_DD + strength * gram_DD.diagonal().diag(), centred_TD.T @ y_TE)
-    got_DE = predictor.get_buffer("weight_PDE_1")[4]
-    torch.testing.assert_close(got_DE.double(), weight_DE, rtol=1e-2, atol=1e-3 * float(weight_DE.abs().max()))
-    bias_E = y_TE.mean(0) - x_TD.mean(0) @ weight_DE
-    torch.testing.assert_close(predictor.get_buffer("bias_PE_1")[4].double(), bias_E, rtol=1e-2, atol=1e-2)
-
-
-def test_strength_is_the_best_on_validation(rows: Rows) -> None:
+    monkeypatch.setattr("expertcast.training.scoring.POOLED", 0)
     several, *single = (
-        fit("linear", rows, config=LinearConfig(strengths=strengths)).report["validation_recall"]["1"]
+        fit("linear", rows, config=LinearConfig(strengths=strengths, inputs=["quasi_hidden"], steps=0)).report
         for strengths in ([1e-4, 1e2], [1e-4], [1e2])
     )
-    assert several == [max(pair) for pair in zip(*single, strict=True)]
+    recall = [report["distances"]["1"]["validation_recall"] for report in (several, *single)]
+    assert recall[0] == [max(pair) for pair in zip(*recall[1:], strict=True)]
+    untrained = fit("quasi_hidden", rows).predictor
+    assert min(torch.tensor(recall[0]) - validation_recall({"it": untrained}, rows, 1, FitOptions())["it"]) > -1e-6
+
+
+def test_few_validation_tokens_choose_for_all_layers_together() -> None:
+    view = tiny_view()
+    recall_CP = torch.tensor([[0.9, 0.9, 0.9], [0.91, 0.7, 0.7]])
+    for tokens, best in ((60, [0, 0, 0]), (60_000, [1, 0, 0])):
+        source = Rows(view, random_batch(view, 3))
+        source.token_count = lambda split, tokens=tokens: tokens  # type: ignore[method-assign, misc]
+        assert pooled(recall_CP, source, FitOptions()).argmax(dim=0).tolist() == best
 
 
 def test_fewer_tokens_are_the_first_ones(rows: Rows) -> None:
@@ -85,11 +83,14 @@ def test_fewer_tokens_are_the_first_ones(rows: Rows) -> None:
 
 
 def test_network_that_does_not_pay_leaves_plain_ridge(rows: Rows) -> None:
-    """A learning rate that wrecks the network: every gate closes, and the estimator is at least `linear`."""
-    config = EstimatorConfig(inputs=["quasi_hidden"], parameters=8_000, steps=12, step_tokens=64, learning_rate=30.0)
-    fitted, linear = fit("estimator", rows, config=config), fit("linear", rows).predictor
+    """A learning rate that wrecks the network: training stops, and the estimator is `linear`."""
+    config = EstimatorConfig(
+        inputs=["quasi_hidden"], width=8, steps=12, step_tokens=64, learning_rate=30.0, patience=3
+    )  # fmt: skip
+    fitted = fit("estimator", rows, config=config)
+    linear = fit("linear", rows, config=LinearConfig(inputs=["quasi_hidden"], steps=12, step_tokens=64)).predictor
     report = fitted.report["distances"]["1"]
-    assert (set(report["gates"]), set(report["base"])) == ({0.0}, {"linear"})
+    assert (set(report["gates"]), report["steps"], len(report["history"])) == ({0.0}, 0, 3)
     for layer in (0, 2):
         state = rows.batch[:256].state(rows.view, layer)
         torch.testing.assert_close(
@@ -98,22 +99,21 @@ def test_network_that_does_not_pay_leaves_plain_ridge(rows: Rows) -> None:
 
 
 def test_network_is_kept_where_it_gains_more_than_the_margin(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EstimatorConfig(inputs=["quasi_hidden"], parameters=8_000, steps=40, step_tokens=128)
-    gained = 0.0
-    for margin in (0.0, 0.05):
+    config = EstimatorConfig(inputs=["quasi_hidden"], strengths=[1e3], width=16, steps=40, step_tokens=128)
+    monkeypatch.setattr("expertcast.training.scoring.POOLED", 0)
+    for margin in (0.0, 0.5):
         monkeypatch.setattr("expertcast.training.estimator.MARGIN", margin)
-        report = fit("estimator", rows, config=config).report["distances"]["1"]
-        gains = [
-            best - linear for best, linear in zip(report["validation_recall"], report["linear_recall"], strict=True)
-        ]
+        fitted = fit("estimator", rows, config=config)
+        report = fitted.report["distances"]["1"]
+        before = report["linear"]["validation_recall"]
+        gains = [best - linear for best, linear in zip(report["validation_recall"], before, strict=True)]
         assert [gate > 0 for gate in report["gates"]] == [gain > 0 for gain in gains]
+        assert fitted.predictor.get_buffer("gain_P_1").tolist() == [float(gate > 0) for gate in report["gates"]]
         assert (max(gains) > 0) == (margin == 0.0)
-        gained = max(gained, *gains)
-    assert 0 < gained < 0.05
 
 
 def test_unknown_previous_tokens_are_the_mean_of_training_tokens(rows: Rows) -> None:
-    config = EstimatorConfig(inputs=["quasi_hidden", "previous"], parameters=8_000, steps=1, step_tokens=64)
+    config = EstimatorConfig(inputs=["quasi_hidden", "previous"], width=8, steps=1, step_tokens=64)
     predictor = fit("estimator", rows, config=config, options=FitOptions(tokens=300)).predictor
     logits_TLE = rows.batch.logits_TLE[:300]
     expected_LE = (logits_TLE - logits_TLE.mean(dim=2, keepdim=True)).mean(dim=0)
@@ -150,7 +150,7 @@ def test_estimator_works_without_a_previous_token(
 
 
 def test_papers_form_learns(rows: Rows) -> None:
-    config = EstimatorConfig(form="paper", parameters=8_000, steps=60, step_tokens=128)
+    config = EstimatorConfig(form="paper", width=16, steps=60, step_tokens=128)
     fitted = fit("estimator", rows, config=config)
     report = fitted.report["distances"]["1"]
     history = [entry["recall"] for entry in report["history"]]
@@ -160,18 +160,52 @@ def test_papers_form_learns(rows: Rows) -> None:
     assert len(fitted.predictor.network(1).head_GWE) == 1, "one network for all layers"
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_budget_is_kept_and_used(shared: bool) -> None:
-    network = EstimatorNetwork(11, 192, 64, parameters=500_000, expansion=2.0, shared=shared)
-    count = sum(parameter.numel() for parameter in network.parameters())
-    assert 0.85 * 500_000 < count <= 500_000
-    with pytest.raises(ExpertcastError, match="use at least"):
-        fitting_width(11, 192, 64, parameters=100, expansion=2.0, shared=shared)
+SHAPES = {
+    "Qwen3-30B-A3B": ModelShape(layers=48, experts=128, top_k=8, hidden=2048),
+    "Qwen3-Next-80B-A3B": ModelShape(layers=48, experts=512, top_k=10, hidden=2048),
+    "Mixtral-8x7B": ModelShape(layers=32, experts=8, top_k=2, hidden=4096),
+    "gpt-oss-20b": ModelShape(layers=24, experts=32, top_k=4, hidden=2880),
+    "gpt-oss-120b": ModelShape(layers=36, experts=128, top_k=4, hidden=2880),
+    "DeepSeek-V2-Lite": ModelShape(layers=26, experts=64, top_k=6, hidden=2048),
+    "DeepSeek-V3": ModelShape(layers=58, experts=256, top_k=8, hidden=7168),
+    "OLMoE-1B-7B": ModelShape(layers=16, experts=64, top_k=8, hidden=2048),
+    "GLM-4.5": ModelShape(layers=89, experts=160, top_k=8, hidden=5120),
+    "Granite-3.1-3B-A800M": ModelShape(layers=32, experts=40, top_k=8, hidden=1536),
+}
+SUM_GB = 4
+
+
+@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("name", names()[:9])
+def test_every_default_predictor_is_made_and_trained_at_life_size(name: str, model: str) -> None:
+    """Without memory for its tensors; a step of a few tokens has gradients of every weight."""
+    shape = SHAPES[model]
+    config = predictor_class(name).config_class()
+    if isinstance(config, LinearConfig):
+        config = replace(config, inputs=default_inputs(shape), stand_in_rank=8)
+    elif name == "hybrid":
+        config = replace(config, candidates=["linear", "next_norm"])
+    with torch.device("meta"):
+        predictor = predictor_class(name)(config, shape)
+        if not isinstance(predictor, Linear):
+            return
+        assert predictor.inputs == ["early", "routing", "previous"]
+        weight_PFE, bias_PE = predictor.map_of(1)
+        network: torch.nn.Module = MapChange(*weight_PFE.shape)
+        if isinstance(predictor, Estimator):
+            network = predictor.network(1)
+        x_PTF = torch.empty(len(bias_PE), 3, weight_PFE.shape[1])
+        z_PTE = torch.baddbmm(bias_PE[:, None], x_PTF, weight_PFE) + network(x_PTF)
+        loss = LOSSES["kl"](torch.empty_like(z_PTE), z_PTE, 1.0, boundary_weight(torch.empty_like(z_PTE), shape.top_k))
+        loss.backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
+    sums = pairs_at_once(shape, weight_PFE.shape[1], 5) * 4 * weight_PFE.shape[1] ** 2
+    assert sums < SUM_GB * 1e9
 
 
 def test_further_distances(rows: Rows) -> None:
     """Recall falls with distance, and each distance forecasts its own layers."""
-    linear = fit("linear", rows, config=LinearConfig(ahead=(1, 2, 3))).predictor
+    linear = fit("linear", rows, config=LinearConfig(ahead=(1, 2, 3), steps=0)).predictor
     recall = [validation_recall({"linear": linear}, rows, ahead, FitOptions())["linear"] for ahead in (1, 2, 3)]
     assert list(map(len, recall)) == [3, 2, 1]
     means = [float(recall_P.mean()) for recall_P in recall]
@@ -206,19 +240,19 @@ class TestHybrid:
             assert isinstance(hybrid, Hybrid)
             chosen[threshold] = set(hybrid.chosen.values())
         assert chosen[1.0] == {"quasi_hidden"}
-        assert "estimator" in chosen[0.0]
+        assert chosen[0.0] != {"quasi_hidden"}
 
     def test_early_attention_is_dearer_than_what_does_without(
         self, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
     ) -> None:
         """Traces have no attention whose operations could be counted."""
-        members = {name: fitted_predictors[name].predictor for name in ("early_attention", "linear")}
+        members = {name: fitted_predictors[name].predictor for name in ("early_attention", "quasi_hidden")}
         cost = forecast_flops(members, reference_traces, 1, FitOptions())
-        assert cost["early_attention"] <= cost["linear"]
+        assert cost["early_attention"] <= cost["quasi_hidden"]
         config = HybridConfig(candidates=list(members), threshold=1.0)
         hybrid = select_hybrid(members, reference_traces, config, FitOptions()).predictor
         assert isinstance(hybrid, Hybrid)
-        assert set(hybrid.chosen.values()) == {"linear"}
+        assert set(hybrid.chosen.values()) == {"quasi_hidden"}
 
     def test_paper_rule_replaces_where_the_routers_forecast_is_bad_and_nowhere_else(
         self, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
@@ -241,8 +275,8 @@ class TestHybrid:
         [
             ({"frequency": 1.0, "quasi_hidden": 2.0, "linear": 3.0}, set()),
             ({"frequency": 2.0, "quasi_hidden": 1.0, "linear": 3.0}, {"frequency"}),
-            ({"frequency": 1.0, "quasi_hidden": 2.9, "linear": 3.0}, {"quasi_hidden"}),
-            ({"frequency": 3.0, "quasi_hidden": 2.0, "linear": 1.0}, {"frequency", "quasi_hidden"}),
+            ({"frequency": 2.8, "quasi_hidden": 2.9, "linear": 3.0}, {"frequency"}),
+            ({"frequency": 3.0, "quasi_hidden": 2.0, "linear": 1.0}, {"frequency"}),
         ],
     )
     def test_keeps_what_no_other_beats_in_recall_and_cost(
@@ -292,10 +326,10 @@ class TestHybrid:
     [
         (lambda: LinearConfig(strengths=[0.0]), "strengths="),
         (lambda: EstimatorConfig(form="poem"), "form='poem'"),
-        (lambda: EstimatorConfig(inputs=["routing"]), "name quasi_hidden"),
+        (lambda: EstimatorConfig(inputs=["routing"]), "name one of early"),
         (lambda: EstimatorConfig(inputs=["quasi_hidden", "routing", "routing"]), "each once"),
         (lambda: EstimatorConfig(temperature=-1.0), "temperature=-1"),
-        (lambda: EstimatorConfig(parameters=0), "parameters=0"),
+        (lambda: EstimatorConfig(width=0), "width=0"),
         (lambda: HybridConfig(candidates=["hybrid"]), "other than hybrid"),
         (lambda: HybridConfig(threshold=-1.0), "threshold=-1"),
         (lambda: HybridConfig(rule="poem"), "rule='poem'"),

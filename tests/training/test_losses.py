@@ -68,10 +68,12 @@ def test_a_step_of_training_goes_from_the_router_to_the_estimator(loss: str) -> 
     """The loss of a training step equals its definition with the router's logits as target."""
     view = tiny_view()
     shape = view.shape
-    estimator = Estimator(EstimatorConfig(form="paper", parameters=20_000), shape)
+    config = EstimatorConfig(form="paper", width=16)
+    estimator = Estimator(config, shape)
     estimator.bind(view)
     scale_P = torch.linspace(0.5, 1.5, shape.layers - 1)
-    distiller = Distiller(estimator, 1, loss=loss, scale_P=scale_P, steps=1)
+    network = estimator.network(1)
+    distiller = Distiller(estimator, network, 1, config, loss=loss, scale_P=scale_P, moments=None, steps=1)
     distiller.log = lambda *args, **kwargs: None  # there is no trainer
     batch = random_batch(view, 12)
     router_PTE, made_PTE = distiller.forecast(batch)

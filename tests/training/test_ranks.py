@@ -4,6 +4,7 @@ predictor."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,11 @@ from safetensors.torch import load_file
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.collect import collect
-from expertcast.data.processes import Share
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.linear import Linear, LinearConfig
-from expertcast.training.linear import RidgeStatistics
+from expertcast.training.fit import fit
 from expertcast.training.loop import read_state
-from expertcast.training.scoring import RANK_BATCH
+from expertcast.training.scoring import FitOptions
 from tests.families.models import tiny_model
 from tests.training.ranks import CONFIGS, ESTIMATOR, SETTINGS, TOKENS_PER_BATCH, two_ranks
 
@@ -92,25 +91,23 @@ def test_both_ranks_end_with_the_same_predictor(ranks: Path, name: str) -> None:
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_linear_is_fitted_on_both_shares_together(ranks: Path, merged: TraceDataset) -> None:
-    """Against the two shares read one after the other by this process."""
-    shape, view = merged.view.shape, merged.view
-    reader = Linear(LinearConfig(), shape)
-    reader.set_defaults(merged.defaults)
-    reader.bind(view)
-    sums = RidgeStatistics(1, shape.hidden, shape.experts)
-    tokens = 0
+def test_ranks_share_layer_pairs_and_find_the_maps_of_one_process(ranks: Path, merged: TraceDataset) -> None:
+    """The ridge regression of a pair reads all tokens, on whichever rank."""
+    config = replace(CONFIGS["linear"], steps=0)
+    alone = fit("linear", merged, config=config, options=FitOptions(validation_tokens=200))
+    reports = [
+        json.loads((ranks / f"reports-{rank}.json").read_text())["linear"]["distances"]["1"] for rank in range(2)
+    ]
+    assert reports[0]["strengths"] == reports[1]["strengths"]
     for rank in range(2):
-        for batch in merged.batches("train", RANK_BATCH, share=Share(rank, 2)):
-            sums.update(0, reader.input_vector(batch.state(view, 1), 1), batch.logits_TLE[:, 2])
-            tokens += len(batch)
-    saved = load_file(ranks / "linear-0.safetensors")
-    weight, bias = sums.solve([float(saved["strength_P_1"][1])])
-    torch.testing.assert_close(saved["weight_PDE_1"][1], weight[0, 0], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(saved["bias_PE_1"][1], bias[0, 0], rtol=1e-3, atol=1e-3)
+        saved = load_file(ranks / f"linear-{rank}.safetensors")
+        for pair, gate in enumerate(reports[rank]["distillation"]["gates"]):
+            if not gate and reports[rank]["strengths"][pair] == alone.report["distances"]["1"]["strengths"][pair]:
+                own = alone.predictor.get_buffer("weight_PFE_1")[pair]
+                torch.testing.assert_close(saved["weight_PFE_1"][pair], own, rtol=1e-4, atol=1e-5)
     count_LE = load_file(ranks / "frequency-0.safetensors")["count_LE"]
-    assert count_LE.sum(dim=1).tolist() == [tokens * shape.top_k] * shape.layers
-    assert tokens > 0.7 * merged.token_count("train"), "whole batches of each share"
+    tokens = int(count_LE[0].sum()) // merged.view.shape.top_k
+    assert 0.7 * merged.token_count("train") < tokens <= merged.token_count("train"), "whole batches of each share"
 
 
 def test_estimator_trains_in_step(reports: list[dict[str, Any]]) -> None:
@@ -118,7 +115,6 @@ def test_estimator_trains_in_step(reports: list[dict[str, Any]]) -> None:
     assert first == second
     assert reports[0]["estimator"]["ranks"] == 2
     assert first["history"][-1]["step"] == ESTIMATOR.steps
-    assert len({entry["recall"] for entry in first["history"]}) > 1, "the network moves"
 
 
 @pytest.mark.slow

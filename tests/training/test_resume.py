@@ -38,9 +38,9 @@ from tests.training.synthetic import Rows, random_batch, tiny_view
 
 ROOT = Path(__file__).parents[2]
 ESTIMATOR = EstimatorConfig(
-    inputs=["quasi_hidden", "previous"], parameters=4000, steps=36, step_tokens=64, passes=9, patience=20,
+    inputs=["quasi_hidden", "previous"], width=8, steps=36, step_tokens=64, passes=9, patience=20,
 )  # fmt: skip
-COMMAND = ["--predictor", "estimator", "--set", "parameters=80000", "steps=60", "step_tokens=256", "passes=99"]
+COMMAND = ["--predictor", "estimator", "--set", "width=8", "steps=60", "step_tokens=256", "passes=99"]
 
 
 class KilledError(BaseException):
@@ -125,12 +125,12 @@ def test_time_and_the_pass_of_sums_are_kept(rows: Rows, tmp_path: Path, monkeypa
         fit("estimator", Fatal(rows, 30), config=ESTIMATOR, options=options(tmp_path))
     spent = {path.name: read_state(path)["seconds"] for path in tmp_path.glob("*.ckpt")}
     assert spent
-    assert (tmp_path / "estimator.safetensors").is_file()
+    assert (tmp_path / "ridge1-0.ckpt").is_file()
     monkeypatch.setattr("expertcast.training.linear.train_batches", None)  # no second pass
     resumed = fit("estimator", rows, config=ESTIMATOR, options=options(tmp_path))
     assert resumed.report["seconds"] > sum(spent.values())
     monkeypatch.undo()
-    (tmp_path / "estimator.safetensors").write_bytes(b"damaged")
+    (tmp_path / "ridge1-0.ckpt").write_bytes(b"damaged")
     assert_same(tensors_of(fit("estimator", rows, config=ESTIMATOR, options=options(tmp_path))), tensors_of(resumed))
 
 
@@ -138,7 +138,7 @@ def test_a_training_that_was_stopped_early_is_not_gone_on_with(rows: Rows, tmp_p
     """A round that gains nothing ends it: a killed process finds the checkpoint of that round."""
     config = replace(ESTIMATOR, learning_rate=1e-12, patience=2)
     whole = fit("estimator", rows, config=config, options=options(tmp_path))
-    assert read_state(tmp_path / "ahead1.ckpt")["global_step"] == 9
+    assert read_state(tmp_path / "ahead1.ckpt")["global_step"] == 6
     again = fit("estimator", Fatal(rows, 0), config=config, options=options(tmp_path))
     assert_same(tensors_of(again), tensors_of(whole))
     assert report_of(again) == report_of(whole)
@@ -184,7 +184,7 @@ def test_a_running_model_as_the_source(
             reference_model, reference_tokenizer, documents, tokens=4000, buffer_tokens=700, early_rank=None
         )
 
-    config = EstimatorConfig(parameters=80_000, steps=30, step_tokens=256, passes=9, patience=20)
+    config = EstimatorConfig(width=8, steps=30, step_tokens=256, passes=9, patience=20)
     whole = fit("estimator", source(), config=config, options=options(None))
     for batches in (11, 12):
         with pytest.raises(KilledError):

@@ -432,7 +432,7 @@ def _check_predictor(predictor: Predictor, observer: ModelObserver) -> None:
     if predictor.reads_residual and not observer.sees_residuals:
         raise ExpertcastError(
             f"{predictor.name} reads the residual stream, which compiled layers hide: start vLLM with --enforce-eager, "
-            "or use router_input, or linear trained with --set reads=router_input"
+            "or use router_input, or linear trained with --set inputs=router_input"
         )
 
 

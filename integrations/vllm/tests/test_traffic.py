@@ -41,7 +41,7 @@ def collected(folder: Path) -> Ran:
 @pytest.fixture(scope="module")
 def checkpoint(collected: Ran, folder: Path) -> Path:
     """A checkpoint trained on the collected traffic."""
-    train(folder / "traces", "linear", folder / "checkpoint", "reads=router_input")
+    train(folder / "traces", "linear", folder / "checkpoint", "inputs=router_input")
     return folder / "checkpoint"
 
 
@@ -104,7 +104,7 @@ def test_with_default_vectors_from_elsewhere_what_reads_residuals_does_too(
 ) -> None:
     """They beat a predictor that reads only router inputs, on the same traffic."""
     made = folder / predictor
-    settings = ["parameters=60000", "steps=100"] if predictor == "estimator" else []
+    settings = ["width=8", "steps=100"] if predictor == "estimator" else []
     train(folder / "traces", predictor, made, *settings, default_vectors=vectors)
     ran = run({"slots": 96, "predictor": str(made), "forecasts": "always"}, tokens=TOKENS)
     assert ran.tokens == resident.tokens
