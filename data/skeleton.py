@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -61,12 +62,13 @@ def save_skeleton(view: MoEView, config: Json, folder: Path) -> None:
     write_atomically(folder / WEIGHTS, save({name: each.cpu().contiguous() for name, each in _tensors(view).items()}))
 
 
-def load_skeleton(folder: Path, model_id: str) -> MoEView:
+def load_skeleton(folder: Path, model_id: str, device: torch.device | str = "cpu") -> MoEView:
     """Load a skeleton: norms and routers with weights, everything else on the meta device.
 
     Args:
         folder: folder of the skeleton.
         model_id: name of the model.
+        device: device of the weights.
 
     Raises:
         ExpertcastError: the folder has no skeleton, or weights of another model.
@@ -78,7 +80,8 @@ def load_skeleton(folder: Path, model_id: str) -> MoEView:
         view = replace(find_moe_layers(meta_model(str(folder))), model_id=model_id)
     except ExpertcastError as error:
         raise ExpertcastError(f"{folder} is not a valid router skeleton: {error}; {REMEDY}") from error
-    tensors, _ = read_tensors(folder / WEIGHTS, _tensors(view), REMEDY)
+    read, _ = read_tensors(folder / WEIGHTS, _tensors(view), REMEDY)
+    tensors = {name: tensor.to(device) for name, tensor in read.items()}
     for name, module in _modules(view):
         module.load_state_dict({key: tensors[f"{name}.{key}"] for key in module.state_dict()}, assign=True)
         module.requires_grad_(False)

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.traces import TraceDataset
+from expertcast.data.traces import TraceSource
 from expertcast.predictors.base import Forecast, Predictor
 from expertcast.predictors.messages import ExpertcastError, with_token_progress
 from expertcast.predictors.options import validate
@@ -227,7 +227,7 @@ class SequenceSelection:
 
 
 def load_trace(
-    traces: TraceDataset, texts: SequenceSelection | None = None, *, predictors: Mapping[str, Predictor] | None = None,
+    traces: TraceSource, texts: SequenceSelection | None = None, *, predictors: Mapping[str, Predictor] | None = None,
     ahead: int = 1,
 ) -> Trace:  # fmt: skip
     """Load the routing of a trace dataset for simulations.

@@ -129,6 +129,7 @@ def test_collect_train_eval_generate_inspect(
     trained = capsys.readouterr().out
     assert trained.count("timely@R: ") == trained.count("ECE: calibration error") == 2  # a legend per distance
     assert re.search(r"^scored on split 'test', \d+ tokens$", trained, flags=re.MULTILINE)
+    assert re.search(rf"^use ({checkpoint}|on demand|\w+): ", trained, flags=re.MULTILINE)
     link = "--bandwidth 4e9 --layer-time 1e-4 --expert-bytes 200000"
     scored = ran(tmp_path, f"eval {traces} --predictor quasi_hidden {checkpoint} --report {report} {link}")
     assert scored["split"] == "test"
@@ -157,12 +158,14 @@ def test_collect_train_eval_generate_inspect(
     both = tmp_path / "both"
     assert main(f"train {traces} --predictor next_norm linear --out {both} --set strengths=1e-3".split()) == 0
     assert decoded("--predictor", both)["tokens"] == plain["tokens"]
-    waiting = ran(tmp_path, f"eval {traces} --predictor next_norm {both}")["waiting"]
-    assert {"on demand", "next_norm", "hybrid", "hybrid/next_norm"} <= set(waiting)
-    assert waiting["next_norm"] == waiting["hybrid/next_norm"]
-    waits = [found["wait_s"] for found in waiting.values()]
-    assert waits == sorted(waits)
-    assert waiting["hybrid"]["wait_s"] < waiting["on demand"]["wait_s"]
+    scored = ran(tmp_path, f"eval {traces} --predictor next_norm {both} again={both}")
+    times = scored["waiting"]
+    assert {"on demand", "next_norm", "hybrid", "hybrid/next_norm", "again"} <= set(times)
+    for one, other in (("next_norm", "hybrid/next_norm"), ("hybrid", "again")):
+        assert times[one]["recall_at_k"] == times[other]["recall_at_k"]
+    assert list(times) == sorted(times, key=lambda name: times[name]["token_ms"])
+    capsys.readouterr()
+    assert f"as in --predictor other={both}" in fails(capsys, "eval", str(traces), "--predictor", str(both), str(both))
     assert "rung | " in (both / "README.md").read_text()
     lossy = decoded(*forecast, "--policies", "routing=budget")
     assert lossy["stats"]["skipped"] > 0  # its routing is lossy

@@ -22,7 +22,7 @@ from expertcast.training import loop
 from tests.package.conftest import RUN
 
 TEXT = Path(__file__).resolve().parents[2] / "checkpoints" / "reference" / "text" / "test.parquet"
-TINY = ["--set", "steps=6", "step_tokens=64", "parameters=10000", "patience=6"]
+TINY = ["--set", "steps=6", "step_tokens=64", "width=8", "patience=6"]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def test_training_online(capsys: pytest.CaptureFixture[str], text: str, tiny_fol
     found = stages(capsys)
     for stage in (
         "default vectors", "stand-in for early attention: maps",
-        "estimator: sums", "solving", "estimator: choosing strengths, 1 ahead", "estimator: choosing gates, 1 ahead",
-        "calibrating", "scoring on split 'validation'", "scoring on split 'test'",
+        "estimator: sums of 3 layer pairs", "estimator: choosing strengths, 1 ahead", "calibrating",
+        "scoring on split 'validation'", "scoring on split 'test'",
     ):  # fmt: skip
         assert "100%" in found[stage], stage
     assert re.search(r"100%.* 6/6 .*recall 0\.\d{4}", found["training ahead1"])

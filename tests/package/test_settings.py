@@ -114,14 +114,14 @@ def test_unknown_options_name_the_known_ones(capsys: pytest.CaptureFixture[str])
     train = ["train", "no/traces", "--out", "no/folder", "--predictor"]
     said = line(capsys, [*train, "linear", "--set", "strength=1"])
     assert said == (
-        "expertcast: --set: predictor 'linear' has no option 'strength=1': options are strengths, "
-        "reads, written name=value"
+        "expertcast: --set: predictor 'linear' has no option 'strength=1': options are stand_in_rank, inputs, "
+        "strengths, temperature, learning_rate, weight_decay, step_tokens, steps, passes, patience, written name=value"
     )
     assert "it has no options" in line(capsys, [*train, "frequency", "--set", "a=1"])
     assert "no option 'strengths'" in line(capsys, [*train, "linear", "--set", "strengths"])
     assert "no option 'ahead=2'" in line(capsys, [*train, "linear", "--set", "ahead=2"])
-    assert "--set steps=1: none of linear, next_norm" in line(
-        capsys, [*train, "linear", "next_norm", "--set", "steps=1"]
+    assert "--set width=1: none of linear, next_norm" in line(
+        capsys, [*train, "linear", "next_norm", "--set", "width=1"]
     )
     assert "no option 'member_configs=1'" in line(capsys, [*train, "hybrid", "--set", "member_configs=1"])
     said = line(capsys, ["simulate", "no/traces", "--policy", "fld:far=1"])

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,8 +18,9 @@ from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name
 from expertcast.checkpoints.hub import HubName
-from expertcast.checkpoints.results import LINK_LEGEND, layer_table, link_table
-from expertcast.commands.options import COUNT, Count, Data, ModelOptions, Option, StoredOptions, TextColumn
+from expertcast.checkpoints.results import LINK_LEGEND, Table, layer_table, link_table
+from expertcast.commands.numbers import positive_number
+from expertcast.commands.options import BANDWIDTH, COUNT, Count, Data, ModelOptions, Option, StoredOptions, TextColumn
 from expertcast.commands.output import say
 from expertcast.data.experts import experts_of
 from expertcast.data.models import load_tokenizer, meta_model
@@ -55,6 +56,8 @@ from expertcast.training.unseen import unseen_documents
 
 if TYPE_CHECKING:
     from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.simulation.machine import Machine
+    from expertcast.runtime.simulation.trace import Trace
 
 # Comparison of --model with the model of the traces
 
@@ -118,7 +121,7 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] 
     """Load checkpoints, and fit registered predictors on the train split; by predictor name, in the order of `wanted`.
 
     Args:
-        wanted: checkpoints and names.
+        wanted: checkpoints and names; `word=checkpoint` renames a predictor.
         traces: traces to fit on.
         ahead: distances in layers of the fitted predictors.
 
@@ -126,7 +129,7 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] 
         ExpertcastError: neither a checkpoint nor a name, two predictors of one name, or a checkpoint that reads early
             attention of another kind than these traces have.
     """
-    found = {given: loaded(given, traces.view) for given in wanted if is_checkpoint(given)}
+    found = {given: loaded(_folder(given), traces.view) for given in wanted if is_checkpoint(given)}
     for given, made in found.items():
         check_stand_in(made.predictor, traces, given)
     known = names()
@@ -140,9 +143,9 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] 
     found |= fit_many(list(configs), traces, configs, options=FitOptions())
     fitted: dict[str, Fitted] = {}
     for given in wanted:
-        name = found[given].predictor.name
+        name = given.removesuffix(_folder(given)).rstrip("=") or found[given].predictor.name
         if name in fitted:
-            raise ExpertcastError(f"two predictors named {name!r}: evaluate them one at a time")
+            raise ExpertcastError(f"two predictors named {name!r}: rename one, as in --predictor other={given}")
         fitted[name] = found[given]
     return fitted
 
@@ -176,9 +179,15 @@ def is_checkpoint(given: str) -> bool:
     """
     if is_name(given):
         return False
-    if os.path.lexists(given):
-        return any((Path(given) / name).is_file() for name in (files.CONFIG, files.METRICS))
-    return HubName.of(given) is not None
+    folder = _folder(given)
+    if os.path.lexists(folder):
+        return any((Path(folder) / name).is_file() for name in (files.CONFIG, files.METRICS))
+    return HubName.of(folder) is not None
+
+
+def _folder(given: str) -> str:
+    """Return the checkpoint of `word=checkpoint`, or `given` if that is a path itself."""
+    return given if os.path.lexists(given) else given.rpartition("=")[2]
 
 
 def unseen_text(
@@ -490,3 +499,129 @@ def scores_ahead(
 def _notes(source: TraceSource) -> list[str]:
     """Return remarks on the scored tokens."""
     return [SHARED] if is_live(source.info) else []
+
+
+# Expected time per token: short simulations of decoding with each predictor and each of its rungs.
+
+CACHED = 0.25
+"""Slots as a share of the experts."""
+SIMULATED = 512
+"""Most tokens to simulate."""
+LAYER_S = 1e-3
+"""Seconds of computing per layer, without --layer-time."""
+ON_DEMAND = "on demand"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """Options of the link over which experts are copied."""
+
+    bandwidth: Annotated[float | None, BANDWIDTH] = None
+    """Link speed in bytes per second, with --layer-time, for timely recall and the time per token (default: K copies
+    take 1, 2 and 5 layers' time for timely recall, one layer's time for the time per token)."""
+    layer_time: Annotated[float | None, Option(metavar="S", read=positive_number)] = None
+    """Seconds of computing per layer; a forecast's time then counts in timely recall (default: 1 ms for the time per
+    token)."""
+    expert_bytes: Count | None = None
+    """Bytes of one expert, with --bandwidth (default: as in the model)."""
+
+    def check_link(self) -> None:
+        """Raise ExpertcastError if the options of the link are incomplete."""
+        if self.bandwidth is not None and self.layer_time is None:
+            raise ExpertcastError("--bandwidth needs the computing time of a layer: give --layer-time too")
+        if self.expert_bytes is not None and self.bandwidth is None:
+            raise ExpertcastError("--expert-bytes needs a link speed: give --bandwidth too")
+
+
+def waiting(
+    options: LinkOptions, predictors: Mapping[str, Predictor], source: TraceSource, split: str, ahead: int
+) -> dict[str, Json]:
+    """Simulate decoding with a quarter of the experts cached: recall@k and time per token.
+
+    Args:
+        options: the link.
+        predictors: by name, bound to the source's view; their rungs are simulated too.
+        source: routing of the model.
+        split: the split of the source.
+        ahead: layers between forecasts and their targets.
+
+    Returns:
+        By predictor, with rungs as `predictor/rung`: `recall_at_k` on the simulated tokens and `forecast_ms` (both None
+        on demand), and `token_ms` with computing, forecasts and waiting; fastest first. Empty if all documents are too
+        short to decode.
+    """
+    from expertcast.runtime.policies.settings import Policies
+    from expertcast.runtime.simulation.machine import Case
+    from expertcast.runtime.simulation.simulator import simulate
+    from expertcast.runtime.simulation.sweep import slots_of
+    from expertcast.runtime.simulation.trace import SequenceSelection, load_trace
+
+    if all(document.tokens < 2 for document in source.chosen(split)):
+        return {}
+    ways = _with_rungs(predictors)
+    trace = load_trace(source, SequenceSelection(split=split, tokens=SIMULATED), predictors=ways, ahead=ahead)
+    forecast_s = forecast_seconds({name: Fitted(predictor=way) for name, way in ways.items()}, source, split, ahead)
+    found: dict[str, Json] = {}
+    for name in (ON_DEMAND, *ways):
+        done = simulate(
+            trace,
+            Case(
+                policies=Policies(prefetch="none" if name == ON_DEMAND else "top_k"),
+                slots=max(source.view.shape.top_k, slots_of(CACHED, source.view.shape)),
+                machine=_machine(options, source.view, forecast_s.get(name, 0.0)),
+                predictor=None if name == ON_DEMAND else name,
+            ),
+        )
+        found[name] = {
+            "recall_at_k": None if name == ON_DEMAND else _recall(trace, name),
+            "forecast_ms": None if name == ON_DEMAND else 1e3 * forecast_s[name],
+            "token_ms": 1e3 * statistics.fmean(done.steps_s),
+        }
+    return dict(sorted(found.items(), key=lambda item: float(item[1]["token_ms"])))
+
+
+def _with_rungs(predictors: Mapping[str, Predictor]) -> dict[str, Predictor]:
+    """Return the predictors, each followed by its cheaper rungs."""
+    found: dict[str, Predictor] = {}
+    for name, predictor in predictors.items():
+        *cheaper, _ = predictor.rungs().items()
+        found |= {name: predictor, **{f"{name}/{rung}": way for rung, way in cheaper}}
+    return found
+
+
+def _machine(options: LinkOptions, view: MoEView, forecast_s: float) -> Machine:
+    """Return the machine of the options: the link, and the computing time of layers."""
+    from expertcast.runtime.simulation.machine import Machine, constant_times
+    from expertcast.runtime.storage.layout import FULL, BlockLayout
+
+    layer_s, layers = options.layer_time or LAYER_S, len(view)
+    size = 1 if options.bandwidth is None else options.expert_bytes or BlockLayout.of(view).block_bytes
+    times = replace(constant_times(layers, layer_s), forecast_s=[forecast_s] * layers)
+    bandwidth = options.bandwidth or size * view.shape.top_k / layer_s
+    return Machine(times=times, block_bytes={FULL: size}, bandwidth=bandwidth)
+
+
+def _recall(trace: Trace, name: str) -> float:
+    """Return the mean recall@k of a trace's hints over their target layers."""
+    from expertcast.runtime.simulation.trace import Hints
+
+    hints, routes = trace.hints[name], trace.require_routes()
+    assert isinstance(hints, Hints)
+    hits = [
+        (routes.ids[layer][:, :, None] == forecast.topk_ids_TK[:, None]).any(dim=2).float().mean()
+        for layer, forecast in hints.forecasts.items()
+    ]
+    return float(torch.stack(hits).mean())
+
+
+def waiting_table(found: Mapping[str, Json]) -> str:
+    """Return a table with a row per predictor and rung of :func:`waiting`."""
+    rows = [[name, *values.values()] for name, values in found.items()]
+    headings = ["forecasts by", "recall@k", "ms per forecast", "ms per token"]
+    caption = f"expected with {CACHED:.0%} of the experts in slots"
+    return Table(caption=caption, headings=headings, rows=rows).text() + (
+        f"\n{RUNG_LEGEND}" if any("/" in name for name in found) else ""
+    )
+
+
+RUNG_LEGEND = "predictor/forecaster: cheaper forecaster inside a predictor, which a run uses where that saves more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,14 @@ from expertcast.commands.options import (
     read_by,
 )
 from expertcast.commands.output import Outcome, folder, say
-from expertcast.commands.predictors import checkpoint_metrics, ledger_of, predictor_config
+from expertcast.commands.predictors import (
+    LinkOptions,
+    checkpoint_metrics,
+    ledger_of,
+    predictor_config,
+    waiting,
+    waiting_table,
+)
 from expertcast.data.default_vectors import NOTE, with_default_vectors
 from expertcast.data.online import OnlineTraces
 from expertcast.data.plan import SPLITS
@@ -33,22 +41,23 @@ from expertcast.data.processes import exclusive, training_share
 from expertcast.data.text import TEXT_COLUMN, load_documents
 from expertcast.data.trace_format import TRACE_FILE
 from expertcast.data.traces import TraceDataset, TraceSource
-from expertcast.predictors import ExpertcastError, predictor_class
+from expertcast.predictors import ExpertcastError, Predictor, predictor_class
 from expertcast.predictors.base import PredictorConfig
+from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.predictors.messages import Json
 from expertcast.predictors.options import settable
 from expertcast.training.evaluation import baseline_recall
-from expertcast.training.fit import fit
+from expertcast.training.fit import fit, fit_early_attention
 from expertcast.training.loop import forget, resume_folder
 from expertcast.training.report import log_evaluation
-from expertcast.training.scoring import FitOptions
+from expertcast.training.scoring import FitOptions, device_of
 
 _FIT = Fields(tokens=COUNT, seed=SEED, log_folder=Option(flag="--log", metavar="DIR", read=Path))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(OffloadedOptions):
+class Options(OffloadedOptions, LinkOptions):
     """Options of `expertcast train`."""
 
     source: Annotated[str, Option(positional=True, metavar="TRACES|MODEL")]
@@ -80,7 +89,7 @@ class Options(OffloadedOptions):
         if self.data:
             return Form("training on a model", read_by(Options))
         of_text = read_by(OffloadedOptions, "data", "text_column", "window", "batch_size", "early_rank")
-        return Form("training on traces", read_by(Options, but=of_text))
+        return Form("training on traces", read_by(Options, but=of_text - {"device"}))
 
 
 def run(options: Options) -> Outcome:
@@ -112,6 +121,7 @@ def _wanted(options: Options) -> tuple[str, PredictorConfig]:
 
 
 def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
+    options.check_link()
     source = training_source(options)
     _check_out(options.out, source)
     if options.default_vectors is not None:
@@ -131,10 +141,37 @@ def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
         forget(options.out)
         if options.fit.log_folder and "recall_at_k" in metrics:
             log_evaluation(options.fit.log_folder, name, metrics)
+    times = _use(options, predictor, source, ahead)
     scored = f"scored on split {metrics['split']!r}, {metrics['tokens']} tokens"
     fitted_in = f"fitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
-    text = "\n\n".join([table, ledger_table(ledger).text(), scored, fitted_in])
+    text = "\n\n".join([table, ledger_table(ledger).text(), *times, scored, fitted_in])
     return {"checkpoint": str(options.out), "training": fitted.report, **metrics}, text
+
+
+UNTRAINED = ("router_input", "next_norm")
+"""Forecasts that need no training; early attention is a third."""
+
+
+def _use(options: Options, predictor: Predictor, source: TraceSource, ahead: int) -> Iterator[str]:
+    """Yield the expected times per token of each rung and of forecasts without training, then the fastest of them."""
+    ways = {name: predictor_class(name)(PredictorConfig(ahead=(ahead,)), source.view.shape) for name in UNTRAINED}
+    if source.stand_in is not None:
+        config = EarlyConfig(ahead=(ahead,))
+        ways[EarlyAttention.name] = fit_early_attention(source, config, options.fit).predictor
+    for way in ways.values():
+        way.to(device_of(source.view)).bind(source.view)
+    found = waiting(options, ways | {predictor.name: predictor}, source, "test", ahead)
+    times = {name: values["token_ms"] for name, values in found.items()}
+    own = [name for name in times if name.partition("/")[0] == predictor.name]
+    others = [name for name in times if name not in own]
+    if own and others:
+        yield waiting_table(found)
+        gain_ms = times[others[0]] - times[own[0]]
+        yield (
+            f"use {options.out}: with {own[0]} {gain_ms:.2f} ms per token less than with {others[0]}"
+            if gain_ms > 0
+            else f"use {others[0]}: training gains nothing here, with {own[0]} {-gain_ms:.2f} ms per token more"
+        )
 
 
 def _check_out(out: Path, source: TraceSource) -> None:
@@ -165,11 +202,11 @@ def training_source(options: Options) -> TraceSource:
     if (Path(options.source) / TRACE_FILE).is_file():
         if options.data:
             raise ExpertcastError(f"{options.source} is a traces folder: leave out --data, which is for a MODEL")
-        return TraceDataset.open(Path(options.source))
+        return TraceDataset.open(Path(options.source), device=options.device_name)
     if not options.data:
         if HubName.of(options.source) is None:
             raise ExpertcastError(f"{options.source} is no traces folder: give --data to train on a model online")
-        return _hub_traces(options.source)
+        return _hub_traces(options)
     documents = load_documents(options.data, column=options.text_column, tokens=options.fit.tokens)
     model, tokenizer = options.load(options.source)
     source = OnlineTraces(model, tokenizer, documents, options.text, seed=options.fit.seed, tokens=options.fit.tokens)
@@ -178,13 +215,13 @@ def training_source(options: Options) -> TraceSource:
     return source
 
 
-def _hub_traces(name: str) -> TraceDataset:
+def _hub_traces(options: Options) -> TraceDataset:
     """Open traces from the hub.
 
     Raises:
         ExpertcastError: no such data set, or a damaged one.
     """
     try:
-        return TraceDataset.open(name)
+        return TraceDataset.open(options.source, device=options.device_name)
     except NotOnHubError as error:
         raise ExpertcastError(f"{error}; to train online on a model of that name, give --data") from error
