@@ -1,12 +1,9 @@
 """Time per token on demand, with each way to forecast always, and with `forecasts="auto"`, over a grid of settings.
 
     python -m benchmarks forecasts --checkpoints FOLDER
-    python -m benchmarks forecasts --shape olmoe-1b-7b --layers 4 --prompt-tokens 8 --accuracies .8 .9 .95 \
-        --links 1 2 5 10 --out benchmarks/results/forecasts-large.json
 
-The bundled model reads text that its predictors have not seen; a shape has random weights and drawn routing
-(persistence .3), with forecasts of set accuracy. A link is R, how many times as long K copies take as one layer
-computes, or `disk`, as fast as it is, or `disk:RATE` in bytes per second.
+The bundled model reads text that its predictors have not seen. A link is R, how many times as long K copies take as one
+layer computes.
 
 All sides of a setting are open at once, on copies of the model that share every weight and the experts' store, and take
 turns of 11 decode steps over the same tokens. The first step of a turn has cold caches and an idle link: it runs, and
@@ -31,14 +28,14 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.forecasts_page import AUTO, ON_DEMAND, TURN, page
 from benchmarks.results import ResultFile, result_parser
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
-from expertcast.commands.numbers import positive
+from expertcast.commands.numbers import positive, positive_number
 from expertcast.commands.output import say
 from expertcast.commands.predictors import learned_documents
 from expertcast.data.collect import collect
@@ -50,20 +47,14 @@ from expertcast.predictors import MoEView
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.messages import Json
 from expertcast.runtime.benchmarking.bench import BorrowedStore, balanced_bandwidth, decode_resident
-from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn
-from expertcast.runtime.benchmarking.shapes import build_shape
-from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, OffloadConfig, pack_experts
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloading import OffloadedModel, offload
-from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.training.fit import fit_many
 
 RUNGS = ("quasi_hidden", "linear", "early_attention", "estimator")
 LADDER = "hybrid"
 """Checkpoint for `auto`: all rungs in one predictor."""
-ALWAYS = "always"
-"""Side of a shape that makes every forecast."""
-DISK = "disk"
-KEPT = ("shape", "experts", "layers", "prompt_tokens", "new_tokens", "repetitions", "train_tokens", "threads")
+KEPT = ("prompt_tokens", "new_tokens", "repetitions", "train_tokens", "threads")
 """Options that a resumed file must share."""
 
 
@@ -71,38 +62,11 @@ KEPT = ("shape", "experts", "layers", "prompt_tokens", "new_tokens", "repetition
 class Setting:
     """One cell of the grid."""
 
-    link: str
-    """R of an emulated link; `disk`, or `disk:` and bytes per second."""
+    link: float
+    """R."""
     capacity: float
     """Share of all experts that has slots; 0: no cache."""
     batch: int
-    accuracy: float | None
-    """Recall of a shape's forecasts."""
-
-
-class LentFile(DiskStore):
-    """File of experts for several offloads. The experts of the model and of its copies are views of the file.
-
-    Args:
-        view: MoE layers of the model, whose experts are written.
-        folder: folder of the file.
-    """
-
-    def __init__(self, view: MoEView, folder: Path) -> None:
-        super().__init__(view, folder)
-        super().pack(view)
-        for layer in view:
-            for name, tensor in self.views(layer.index).items():
-                layer.experts._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-
-    def pack(self, view: MoEView) -> None:
-        """Do nothing: the file holds the experts already."""
-
-    def unpack(self) -> None:
-        """Do nothing: the file stays, and the copy of the model is dropped."""
-
-    def close(self) -> None:
-        """Do nothing: the file stays open until the process ends."""
 
 
 @dataclass
@@ -160,7 +124,7 @@ class Grid:
 
     Args:
         args: arguments of the command line.
-        folder: temporary folder for traces, checkpoints and experts.
+        folder: temporary folder for traces and checkpoints.
     """
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
@@ -173,8 +137,7 @@ class Grid:
         runs: list[Json] = self._file.values["runs"]
         known = [{name: run[name] for name in Setting.__slots__} for run in runs]
         args = self._args
-        accuracies = [None] if args.shape == REFERENCE else args.accuracies
-        for values in itertools.product(args.links, args.capacities, args.batches, accuracies):
+        for values in itertools.product(args.links, args.capacities, args.batches):
             setting = Setting(*values)
             if asdict(setting) not in known:
                 say(f"{setting}")
@@ -184,22 +147,15 @@ class Grid:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        args = self._args
-        model = load_model(REFERENCE) if args.shape == REFERENCE else build_shape(args.shape, layers=args.layers)
-        pack_experts(find_moe_layers(model), args.experts)
-        return model
+        return load_model(REFERENCE)
 
     @cached_property
     def _view(self) -> MoEView:
         return find_moe_layers(self._model)
 
     @cached_property
-    def _memory(self) -> BorrowedStore:
+    def _store(self) -> BorrowedStore:
         return BorrowedStore(self._view, torch.device("cpu"))
-
-    @cached_property
-    def _disk(self) -> LentFile:
-        return LentFile(self._view, self._folder / "store")
 
     @cached_property
     def _checkpoints(self) -> dict[str, str]:
@@ -218,42 +174,25 @@ class Grid:
     def _balanced(self) -> float:
         """Bytes per second of R = 1, the same for all settings of a file."""
         for run in self._file.values["runs"]:
-            if not run["link"].startswith(DISK):
-                return float(run["link"]) * float(run["bandwidth"])
-        ids_1T, tables = self._ids(1), self._tables(None)
+            return float(run["link"] * run["bandwidth"])
         prompt, steps = self._args.prompt_tokens, min(64, self._args.new_tokens)
-        with ExitStack() as stack:
-            if tables is not None:
-                stack.enter_context(RoutingProcess(self._model, self._view, tables))
-            return balanced_bandwidth(self._model, decode_resident(self._model, ids_1T[:, :prompt], steps))
+        return balanced_bandwidth(self._model, decode_resident(self._model, self._ids(1)[:, :prompt], steps))
 
     def _ids(self, batch: int) -> Tensor:
-        """Return the tokens of the prompt and of all steps, [B, T]: unseen text, or random ones for a shape."""
+        """Return the tokens of the prompt and of all steps, [B, T], of unseen text."""
         length = self._args.prompt_tokens + self._args.new_tokens
-        if self._args.shape != REFERENCE:
-            generator = torch.Generator().manual_seed(0)
-            return torch.randint(self._model.config.vocab_size, (batch, length), generator=generator)
         known = learned_documents(list(self._checkpoints.values()))
         return torch.tensor(bundled_ids(load_tokenizer(REFERENCE), batch * length, known)).view(batch, length)
 
-    def _tables(self, accuracy: float | None) -> RoutingTables | None:
-        """Return the drawn routing of a shape; None for the bundled model."""
-        args = self._args
-        if args.shape == REFERENCE:
-            return None
-        options = RoutingOptions() if accuracy is None else RoutingOptions(accuracy=accuracy)
-        return drawn(self._view.shape, prompt=args.prompt_tokens, new_tokens=args.new_tokens, options=options)
-
     def _row(self, setting: Setting) -> Json:
-        fixed = RUNGS if self._args.shape == REFERENCE else (ALWAYS,)
-        times = {name: Times() for name in (ON_DEMAND, *fixed, AUTO)}
+        times = {name: Times() for name in (ON_DEMAND, *RUNGS, AUTO)}
         repetitions = self._args.repetitions
         ids_BT = self._ids(setting.batch)
         chosen = [self._repetition(setting, ids_BT, times, number) for number in range(repetitions)]
         texts = [torch.stack(own.tokens) for own in times.values()]
         return {
             **asdict(setting),
-            "bandwidth": self._link(setting.link)[1],
+            "bandwidth": self._balanced / setting.link,
             "repetitions": repetitions,
             "identical": all(torch.equal(text, texts[0]) for text in texts),
             "chosen": chosen,
@@ -279,37 +218,21 @@ class Grid:
     @contextmanager
     def _opened(self, setting: Setting, times: dict[str, Times]) -> Iterator[dict[str, Side]]:
         """Open all sides of a setting by name; their times are added to `times`."""
-        store, bandwidth = self._link(setting.link)
         slots = round(setting.capacity * self._view.shape.layers * self._view.shape.experts) or None
-        tables = self._tables(setting.accuracy)
+        bandwidth, store = self._balanced / setting.link, self._store
         with ExitStack() as stack:
             sides = {}
             for name, own_times in times.items():
                 model = sharing_copy(self._model)
                 options: Json = {} if name in (ON_DEMAND, AUTO) else {"forecasts": "always"}
-                if tables is not None:
-                    process = stack.enter_context(RoutingProcess(model, find_moe_layers(model), tables))
-                    options["predictor"] = process.predictor((1,))
-                else:
-                    options["predictor"] = self._checkpoints[LADDER if name in (AUTO, ON_DEMAND) else name]
-                if name == ON_DEMAND:
-                    del options["predictor"]
+                if name != ON_DEMAND:
+                    options["predictor"] = self._checkpoints[LADDER if name == AUTO else name]
                 own = copy.copy(store)  # one store object for each offload, with the same blocks
-                if isinstance(own, BorrowedStore):
-                    own._view = find_moe_layers(model)  # its experts become views of the store again at the end
-                config = OffloadConfig(
-                    store=own, bandwidth=bandwidth, cache=setting.capacity > 0, slots=slots, **options
-                )
+                own._view = find_moe_layers(model)  # its experts become views of the store again at the end
+                config = OffloadConfig(store=own, bandwidth=bandwidth, cache=slots is not None, slots=slots, **options)
                 offloaded = stack.enter_context(offload(model, config))
                 sides[name] = Side(offloaded, DynamicCache(config=model.config), own_times)
             yield sides
-
-    def _link(self, link: str) -> tuple[BorrowedStore | LentFile, float | None]:
-        """Return the store of a link and its bytes per second; None: as fast as the disk is."""
-        name, _, rate = link.partition(":")
-        if name == DISK:
-            return self._disk, float(rate) if rate else None
-        return self._memory, self._balanced / float(link)
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -354,13 +277,9 @@ def turns(text: str) -> int:
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = result_parser("forecasts", __doc__)
-    parser.add_argument("--shape", default=REFERENCE)
-    parser.add_argument("--layers", type=positive, help="MoE layers of a shape")
-    parser.add_argument("--experts", default=EXPANDED, choices=(EXPANDED, *EXPERTS_BITS), help="their form")
-    parser.add_argument("--links", nargs="+", default=["1", "2", "5", "10"], help="R, disk, or disk:BYTES_PER_SECOND")
+    parser.add_argument("--links", nargs="+", type=positive_number, default=[1.0, 2.0, 5.0, 10.0], help="R")
     parser.add_argument("--capacities", type=float, nargs="+", default=[0.0, 0.1, 0.25, 0.5])
     parser.add_argument("--batches", type=positive, nargs="+", default=[1])
-    parser.add_argument("--accuracies", type=float, nargs="+", default=[0.9], help="of a shape's forecasts")
     parser.add_argument("--prompt-tokens", type=positive, default=64)
     parser.add_argument("--new-tokens", type=turns, default=110, help=f"decode steps, a multiple of {TURN}")
     parser.add_argument("--repetitions", type=positive, default=3, help="each opens all sides anew")

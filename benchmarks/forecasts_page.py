@@ -118,9 +118,9 @@ def page(values: Json) -> str:
     for each in compared:
         run, shown = each.run, {name: f"{each.ms(name):.1f}" for name in names}
         shown[each.best] = f"**{shown[each.best]}**"
-        setting = [run["link"], f"{run['capacity']:.0%}", str(run["batch"]), str(run["accuracy"] or "")]
+        setting = [f"{run['link']:g}", f"{run['capacity']:.0%}", str(run["batch"])]
         ratios = [str(each.over(ON_DEMAND)), str(each.over_best())]
         rows.append([*setting, *shown.values(), f"{each.bound_ms:.1f}", *ratios])
-    head = ["link", "cached", "batch", "accuracy", *names, "bound", "auto / on demand", "auto / best fixed"]
+    head = ["link", "cached", "batch", *names, "bound", "auto / on demand", "auto / best fixed"]
     differ = sum(not each.run["identical"] for each in compared)
     return f"{markdown(head, rows)}\n\nTokens differ in {differ} of {len(compared)} settings."

@@ -4,7 +4,7 @@
 
 The real engine runs decode steps of a model with 128 experts per layer, 8 per token and 512 slots, with routing for
 which half of the requests miss. Everything it would launch is replaced: copies arrive at once and move nothing, experts
-return their input, forecasts come from a list. Run `prefetch_followed` adds the drift monitor.
+return their input, forecasts come from a list.
 
     python -m benchmarks overhead --beside
 
@@ -33,7 +33,6 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.baselines import NextNorm
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.engine.speculation import Speculator
@@ -116,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     steps = make_steps(args.tokens, missing=0.5)
     for number in range(args.repetitions):
-        for name in ("on_demand", "prefetch", "prefetch_followed"):
-            per_layer, copied = run(steps, forecasts=name != "on_demand", drift=name == "prefetch_followed")
+        for name in ("on_demand", "prefetch"):
+            per_layer, copied = run(steps, forecasts=name == "prefetch")
             file.values["runs"].append(
                 {"run": name, "repetition": number, "seconds_per_layer": per_layer, "not_resident": copied}
             )
@@ -184,9 +183,9 @@ def make_steps(tokens: int, missing: float) -> list[Step]:
     return steps
 
 
-def run(steps: list[Step], *, forecasts: bool, drift: bool = False) -> tuple[float, float]:
+def run(steps: list[Step], *, forecasts: bool) -> tuple[float, float]:
     """Return (seconds per layer and token, copies per request), without the first steps, which fill the slots."""
-    engine, layers, speculator, stats = build(forecasts, drift)
+    engine, layers, speculator, stats = build(forecasts)
     hidden_TD = torch.zeros(1, HIDDEN)
     warm = len(steps) // 4
     begin = 0.0
@@ -204,8 +203,8 @@ def run(steps: list[Step], *, forecasts: bool, drift: bool = False) -> tuple[flo
     return seconds / ((len(steps) - warm) * LAYERS), (total.misses + total.prefetched) / total.requests
 
 
-def build(forecasts: bool, drift: bool) -> tuple[Engine, MoEView, ListedForecasts, RunStatistics]:
-    """Build the engine with a link and kernels that do nothing; `drift` adds the drift monitor."""
+def build(forecasts: bool) -> tuple[Engine, MoEView, ListedForecasts, RunStatistics]:
+    """Build the engine with a link and kernels that do nothing."""
     config = Qwen3MoeConfig(
         vocab_size=32, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
         moe_intermediate_size=HIDDEN, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
@@ -224,7 +223,6 @@ def build(forecasts: bool, drift: bool) -> tuple[Engine, MoEView, ListedForecast
         speculator=speculator,
         policies=policies,
         kernel=NoKernel(kernel_of(model), SLOTS),
-        drift=DriftMonitor(LAYERS, TOP_K, dict.fromkeys(range(1, LAYERS), 0.9)) if drift else None,
     )
     for layer in view:
         engine.attach(layer)

@@ -9,8 +9,6 @@ import pytest
 from benchmarks.forecasts import main
 from benchmarks.forecasts_page import AUTO, ON_DEMAND
 
-from expertcast.runtime.benchmarking.shapes import SHAPES, Shape
-
 FIXED = ("quasi_hidden", "linear", "early_attention", "estimator")
 
 
@@ -29,28 +27,10 @@ def test_settings_of_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFix
         assert list(sides) == [ON_DEMAND, *FIXED, AUTO]
         assert all(len(side[name]) == 4 for side in sides.values() for name in ("seconds", "waited_s"))
         assert sides["estimator"]["hit_rate"] > sides[ON_DEMAND]["hit_rate"]
-    assert "| 2 | 25% | 1 |  |" in capsys.readouterr().out
+    assert "| 2 | 25% | 1 |" in capsys.readouterr().out
     assert main([*words, "--capacities", "0.25", "0"]) == 0
     runs = json.loads(out.read_text())["runs"]
     assert runs[:2] == kept
     assert [(run["capacity"], run["batch"]) for run in runs[2:]] == [(0.0, 1), (0.0, 2)]
     assert kept[0]["bandwidth"] > 0
     assert {run["bandwidth"] for run in runs} == {kept[0]["bandwidth"]}, "R = 1 is measured once for a file"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("link", "experts"), [("2", "expanded"), ("disk", "int4"), ("disk:5e8", "expanded")])
-def test_a_shape_over_any_link(link: str, experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    small |= {"vocab_size": 128, "num_experts": 16, "num_experts_per_tok": 2}
-    monkeypatch.setitem(SHAPES, "small", Shape(hub_id="", model_type="olmoe", values=small))
-    out = tmp_path / "grid.json"
-    words = f"--allow-dirty --out {out} --shape small --layers 3 --links {link} --capacities 0.25".split()
-    words += ["--experts", experts]
-    assert main([*words, "--new-tokens", "22", "--prompt-tokens", "4", "--accuracies", "1", "0.5"]) == 0
-    runs = json.loads(out.read_text())["runs"]
-    assert [run["accuracy"] for run in runs] == [1.0, 0.5]
-    for run in runs:
-        assert run["identical"]
-        assert list(run["sides"]) == [ON_DEMAND, "always", AUTO]
-        assert run["sides"]["always"]["hit_rate"] > run["sides"][ON_DEMAND]["hit_rate"]

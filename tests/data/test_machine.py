@@ -118,6 +118,14 @@ def test_both_versions_side_by_side(tmp_path: Path) -> None:
 HOST_MEMORY = "expertcast.data.machine.available_memory"
 
 
+def saved(kind: str, path: Path) -> str:
+    """Write a checkpoint of a kind; return its path."""
+    if kind in ("fp8", "mxfp4"):
+        return fp8("qwen3_moe", path) if kind == "fp8" else mxfp4(path)
+    tiny_model("qwen2_moe").save_pretrained(path) if kind == "plain" else write(path, tiny("qwen3_moe"), "Q8_0")
+    return str(path)
+
+
 def held(path: str, dtype: str) -> int:
     """Bytes of a loaded model."""
     model = load_model(path, dtype=dtype)
@@ -139,11 +147,7 @@ def test_default_slots_of_a_loaded_model_fit(free: float, slots: int, monkeypatc
 def test_bytes_are_those_of_the_loaded_model(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = str(tmp_path / "model")
-    if kind == "plain":
-        tiny_model("qwen2_moe").save_pretrained(path)
-    else:
-        path = fp8("qwen3_moe", tmp_path / "model") if kind == "fp8" else mxfp4(tmp_path / "model")
+    path = saved(kind, tmp_path / "model")
     needed = held(path, dtype)
     monkeypatch.setattr(HOST_MEMORY, lambda: needed)
     load_model(path, dtype=dtype)
@@ -168,14 +172,7 @@ def test_a_model_for_another_device_never_lies_in_host_memory(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device `meta` replaces a GPU; the exhausted host memory does not count."""
-    path = str(tmp_path / "model")
-    if kind == "plain":
-        tiny_model("qwen2_moe").save_pretrained(path)
-    elif kind == "gguf":
-        path += ".gguf"
-        write(Path(path), tiny("qwen3_moe"), "Q8_0")
-    else:
-        path = fp8("qwen3_moe", tmp_path / "model") if kind == "fp8" else mxfp4(tmp_path / "model")
+    path = saved(kind, tmp_path / ("model.gguf" if kind == "gguf" else "model"))
     assert devices_while_loading(path, "cpu") == {"meta", "cpu"}
     monkeypatch.setattr(HOST_MEMORY, lambda: 0)
     assert devices_while_loading(path, "meta") == {"meta"}

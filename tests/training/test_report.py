@@ -105,17 +105,12 @@ def test_a_folder_on_another_file_system(
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_stranger_in_an_own_report_is_named(values: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_in_the_way_is_named(values: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"format": FORMAT}))
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(ExpertcastError, match=r"thesis\.tex"):
-        write_report(tmp_path, values, chosen="same")
-
-
-def test_file_in_the_way_is_named(values: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "report").write_text("")
-    with pytest.raises(ExpertcastError, match="is a file"):
-        write_report(tmp_path / "report", values, chosen="same")
+    for folder, message in ((tmp_path, r"thesis\.tex"), (tmp_path / "thesis.tex", "is a file")):
+        with pytest.raises(ExpertcastError, match=message):
+            write_report(folder, values, chosen="same")
 
 
 def lines_of(figure: Figure, panel: int) -> dict[str, list[float]]:

@@ -44,13 +44,23 @@ def memory(nbytes: int, shift: int = 0) -> Tensor:
         (SECTOR, 2 * PIECE, 0),  # shared by threads
         (2 * SECTOR, 100, 0),
         (5, 2 * PIECE + 3, 0),  # nothing lies at a sector
+        (2 * PIECE, PIECE + 777, 0),
         (SECTOR, SECTOR, 64),
         (3 * PIECE, 777, 0),  # the file's end
         (0, 3 * PIECE + 777, 0),
     ],
 )
-def test_every_byte(content: Tensor, path: Path, offset: int, nbytes: int, shift: int) -> None:
+@pytest.mark.parametrize(("most", "direct"), [(None, True), (11 * SECTOR // 2, True), (11 * SECTOR // 2, False)])
+def test_every_byte(
+    most: int | None, direct: bool, content: Tensor, path: Path, offset: int, nbytes: int, shift: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also where reads give less than was asked for, as those of network file systems may."""
+    if most is not None:
+        limited(monkeypatch, most)
     reader = DirectReader(path)
+    assert reader.direct
+    reader.direct = direct
     target = memory(nbytes, shift)
     read = Read(target=target, offset=offset)
     reader.submit(read)
@@ -58,7 +68,6 @@ def test_every_byte(content: Tensor, path: Path, offset: int, nbytes: int, shift
     reader.close()
     assert torch.equal(target, content[offset : offset + nbytes])
     assert 0 < read.start < read.end
-    assert reader.direct
 
 
 def test_many_at_once(content: Tensor, path: Path) -> None:
@@ -206,24 +215,6 @@ def test_a_file_that_was_cut_off(path: Path) -> None:
         with pytest.raises(ExpertcastError, match="changed or truncated"):
             read.wait()
     reader.close()
-
-
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize(
-    ("offset", "nbytes", "shift"), [(SECTOR, 2 * PIECE, 0), (5, PIECE + 3, 0), (2 * PIECE, PIECE + 777, 0)]
-)
-def test_reads_that_give_less_than_was_asked_for(
-    direct: bool, offset: int, nbytes: int, shift: int, content: Tensor, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As network file systems may: five sectors and a half at a time."""
-    limited(monkeypatch, 11 * SECTOR // 2)
-    reader = DirectReader(path)
-    reader.direct = direct
-    read = Read(target=memory(nbytes, shift), offset=offset)
-    reader.submit(read)
-    read.wait()
-    reader.close()
-    assert torch.equal(read.target, content[offset : offset + nbytes])
 
 
 def test_neighbours_that_come_in_parts(content: Tensor, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

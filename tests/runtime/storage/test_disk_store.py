@@ -195,14 +195,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 # Files that are there
 
 
-def test_a_damaged_block_is_found_when_the_file_has_changed(expected: Tensor, tmp_path: Path) -> None:
-    _packed(tmp_path).close()
-    flip_a_byte(tmp_path / FILE_NAME)
-    with pytest.warns(UserWarning, match="is rebuilt: part 0 of expert 30 is damaged"):
-        store = _packed(tmp_path)
-    assert torch.equal(_blocks(store), expected)
-
-
 def test_a_copied_file_is_verified_once_and_used(expected: Tensor, tmp_path: Path) -> None:
     """A copy has another time of change: the checksums decide, and the time is set right again."""
     _packed(tmp_path / "one")
