@@ -108,8 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = ResultFile(args, {"tokens": args.tokens, "beside": args.beside})
     if args.beside:
         beside = file.values["step_s"] = measure_beside(args.repetitions, args.seconds)
-        for name, step_s in beside.items():
-            print(f"{name}: {1e3 * step_s:.1f} ms per step, {step_s / beside['alone']:.2f} of alone")
+        for form, own in beside.items():
+            for name, step_s in own.items():
+                print(f"{form}, {name}: {1e3 * step_s:.1f} ms per step, {step_s / own['alone']:.2f} of alone")
         file.write()
         return 0
     torch.set_num_threads(1)
@@ -137,32 +138,34 @@ FOREIGN = {
 """Program that keeps one processor busy, by name."""
 
 
-def measure_beside(repetitions: int, seconds: float) -> dict[str, float]:
-    """Return the median seconds of a decode step alone and beside each foreign process."""
+def measure_beside(repetitions: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Return the median seconds of a decode step by the form of the experts, alone and beside each foreign process."""
     config = Qwen3MoeConfig(
         vocab_size=32000, hidden_size=1024, num_hidden_layers=12, num_experts=32, num_experts_per_tok=4,
         moe_intermediate_size=512, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
     token = torch.tensor([[1]])
-    times: dict[str, list[float]] = {name: [] for name in FOREIGN}
-    with expertcast.offload(model, slots=192), torch.inference_mode():
-        for _, (name, program) in itertools.product(range(repetitions), FOREIGN.items()):
-            other = None if program is None else subprocess.Popen([sys.executable, "-c", program])
-            try:
-                time.sleep(min(2.0, seconds))  # the process starts
-                end, cache = time.perf_counter() + seconds, model(token.expand(1, 16), use_cache=True).past_key_values
-                begin = 0.0
-                while begin < end:
-                    begin = time.perf_counter()
-                    model(token, past_key_values=cache, use_cache=True)
-                    times[name].append(time.perf_counter() - begin)
-            finally:
-                if other is not None:
-                    other.kill()
-                    other.wait()
-    return {name: statistics.median(own) for name, own in times.items()}
+    times: dict[str, dict[str, list[float]]] = {form: {name: [] for name in FOREIGN} for form in ("bf16", "int4")}
+    for form, own in times.items():
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+        experts = "expanded" if form == "bf16" else form
+        with expertcast.offload(model, slots=192, experts=experts), torch.inference_mode():
+            for _, (name, program) in itertools.product(range(repetitions), FOREIGN.items()):
+                other = None if program is None else subprocess.Popen([sys.executable, "-c", program])
+                try:
+                    time.sleep(min(2.0, seconds))  # the process starts
+                    cache = model(token.expand(1, 16), use_cache=True).past_key_values
+                    end, begin = time.perf_counter() + seconds, 0.0
+                    while begin < end:
+                        begin = time.perf_counter()
+                        model(token, past_key_values=cache, use_cache=True)
+                        own[name].append(time.perf_counter() - begin)
+                finally:
+                    if other is not None:
+                        other.kill()
+                        other.wait()
+    return {form: {name: statistics.median(steps) for name, steps in own.items()} for form, own in times.items()}
 
 
 def make_steps(tokens: int, missing: float) -> list[Step]:

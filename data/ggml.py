@@ -20,6 +20,7 @@ from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -221,10 +222,42 @@ def dequantise(kind: str, blocks: Tensor) -> Tensor:
 _GRAPHS = 4096
 """Most graphs of a thread: two for each layer and number of rows that comes again."""
 _NODES = 8
-_SMALL = 1 << 20
-"""Products of fewer weights by numbers run on one thread: waking others takes longer."""
+_LARGE = 1 << 27
+"""Products of more weights by numbers, about 5 ms, run on all threads: then those wait for each other for little."""
+_LATEST, _LATEST_TRIED = 0.1, 0.5
+"""Weight of the latest product in the mean time of its size, for the faster number of threads and for the other."""
+_TRIED = 0.02
+"""Largest share of the time that is spent on trying the slower number of threads."""
 _ALIGNED = 32
 """Alignment in bytes of memory that ggml takes."""
+
+
+class _Team:
+    """Chooses one thread or all for products of about one size, by their measured times.
+
+    Threads of ggml spin where they wait for each other. Beside a busy process, one that has no processor then keeps the
+    others waiting for some milliseconds, so that all threads together take ten times as long as one.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = [0.0, 0.0]
+        """Mean per weight with all threads and with one; 0: not tried yet."""
+        self._since = 0.0
+        """Seconds of products since the slower number was tried."""
+
+    def alone(self, work: int) -> bool:
+        """Return whether the next product, of so many weights, runs on one thread."""
+        all_threads, one = self._seconds
+        slower = one > all_threads
+        trial = self._since * _TRIED > abs(one - all_threads) * work
+        return slower == trial
+
+    def took(self, alone: bool, seconds: float, work: int) -> None:
+        """Count a product."""
+        mean, other = self._seconds[alone], self._seconds[not alone]
+        weight = 1 if not mean else _LATEST_TRIED if mean > other else _LATEST
+        self._seconds[alone] += (seconds / work - mean) * weight
+        self._since = 0.0 if mean > other else self._since + seconds
 
 
 class _Backend:
@@ -239,8 +272,23 @@ class _Backend:
         self._pool = library.threadpool_new(byref(params))
         self._backend = library.backend_cpu_init()
         library.backend_cpu_set_threadpool(self._backend, self._pool)
+        self._teams: dict[object, _Team] = {}
 
-    def compute(self, graph: int, threads: int) -> None:
+    def compute(self, graph: int, kind: str, work: int) -> None:
+        """Compute a graph that multiplies `work` weights of a type by numbers."""
+        if self.threads == 1 or work > _LARGE:
+            self._run(graph, self.threads)
+            return
+        size = kind, work.bit_length()
+        team = self._teams.get(size)
+        if team is None:
+            team = self._teams[size] = _Team()
+        alone = team.alone(work)
+        start = perf_counter()
+        self._run(graph, 1 if alone else self.threads)
+        team.took(alone, perf_counter() - start, work)
+
+    def _run(self, graph: int, threads: int) -> None:
         self._library.backend_cpu_set_n_threads(self._backend, threads)
         status = self._library.backend_graph_compute(self._backend, graph)
         if status:
@@ -303,8 +351,7 @@ class _Graph:
         kind, address, self._count, stride, outputs, inputs = matrices
         (number, elements, nbytes), width = TYPES[kind], row_bytes(kind, inputs)
         (tokens, given, _), top_k = rows.shape, ids.shape[1]
-        self.small = output.numel() * inputs < _SMALL
-        """Whether one thread computes it."""
+        self._kind, self._work = kind, output.numel() * inputs
         self._buffers: list[int] = []
         overhead = library.graph_overhead_custom(_NODES, False) + _NODES * library.tensor_overhead()
         self._context = context = library.init(_InitParams(overhead, None, True))
@@ -336,7 +383,7 @@ class _Graph:
             self._ids.copy_(ids)
             if self._numbers.max() >= self._count:  # negative ones are large
                 raise ExpertcastError(f"an expert's number is out of range: there are {self._count}")
-        backend.compute(self._graph, 1 if self.small else backend.threads)
+        backend.compute(self._graph, self._kind, self._work)
         return self._output
 
     def __del__(self) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,11 +45,24 @@ __version__ = "0.1.0"
 UNSUPPORTED = f"expertcast runs on Linux and macOS, not on {sys.platform}: on Windows, install it in WSL"
 if sys.platform in ("linux", "darwin"):
     UNSUPPORTED = ""
-if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
     # Threads of torch wait for each other at the end of every operator. GNU OpenMP lets them spin there for some
     # milliseconds, and on a busy machine they keep the processor from the thread that they wait for: beside one foreign
     # process, a decode step took 4 times as long, and 1.2 times with this count. It costs nothing on a quiet machine.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if "torch" not in sys.modules:
+        os.environ["GOMP_SPINCOUNT"] = "1000"
+    else:  # it has read the variable; but it spins less in a process with more threads than processors, even asleep
+        _ready = threading.Event()
+
+        def _sleep() -> None:
+            try:
+                sys.modules["torch"].ones(1 << 20, device="cpu").neg_()  # wakes this thread's own team
+            finally:
+                _ready.set()
+            threading.Event().wait()
+
+        threading.Thread(target=_sleep, name="expertcast-asleep", daemon=True).start()
+        _ready.wait()
 
 _NAMES = {
     "checkpoints.checkpoint": "PredictorCheckpoint load_predictor save_predictor",

@@ -56,6 +56,27 @@ def _product(kind: str, blocks: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
     return ggml.product(own, rows, ids).clone()
 
 
+def test_a_product_runs_on_the_faster_number_of_threads() -> None:
+    team, work = ggml._Team(), 1 << 20
+
+    def runs(seconds: dict[bool, float], total: float) -> list[bool]:
+        """Return the choices, whether one thread, of products that take so many seconds together."""
+        found = list[bool]()
+        while total > 0:
+            found.append(team.alone(work))
+            total -= seconds[found[-1]]
+            team.took(found[-1], seconds[found[-1]], work)
+        return found
+
+    quiet, busy = {True: 0.0004, False: 0.00025}, {True: 0.0004, False: 0.004}
+    for seconds, fast in ((quiet, False), (busy, True), (quiet, False)):
+        runs(seconds, 1.5)  # enough to find out
+        found = runs(seconds, 2.0)
+        tried = found.count(not fast)
+        assert tried > 0
+        assert tried * abs(seconds[True] - seconds[False]) <= 2.0 * 0.025
+
+
 @pytest.mark.parametrize("kind", ggml.TYPES)
 def test_products_are_those_of_the_dequantised_weights(kind: str) -> None:
     """Within the rounding of inputs to 8 bits; expanded weights exactly, as gguf has them."""

@@ -64,6 +64,14 @@ def test_threads_of_torch_spin_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
         if name:
             monkeypatch.setenv(name, value)
         assert run("-c", shown).stdout.split() == [expected]
+    late = """
+import os, torch
+torch.set_num_threads(2)
+before = len(os.listdir("/proc/self/task"))
+import expertcast
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    assert run("-c", late).stdout.split() == ["2"]  # more threads than processors
 
 
 def test_the_core_imports_without_transformers() -> None:
