@@ -107,20 +107,6 @@ class OpenModel(ExitStack):
         return bool(self.source.gguf()) or any(any(Path(self.source.path).glob(each)) for each in weights)
 
 
-def inspect_model(model_id: str, **options: object) -> ModelReport:
-    """Describe a model from its configuration, without reading weights.
-
-    Args:
-        model_id: folder, hub id or GGUF file.
-        options: options of `from_pretrained`, such as `revision`.
-
-    Raises:
-        ExpertcastError: the model does not exist. An unsupported model yields a report with a reason.
-    """
-    with OpenModel(ModelSource.of(model_id, options)) as opened:
-        return opened.report()
-
-
 def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
     """Describe a model on any device, including meta; `model_id` is its name, and locates its files."""
     try:

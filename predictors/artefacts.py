@@ -196,14 +196,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path`, or the file behind a link, once it is completely on disk.
-
-    A device or a pipe, such as /dev/null, is written and not replaced.
-    """
-    if path.exists() and not path.is_file():
-        with path.open("wb") as file:
-            yield file
-        return
+    """Yield a file that replaces `path`, or the file behind a link, once it is completely on disk."""
     path = Path(os.path.realpath(path))
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -218,13 +211,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_user_file(path: Path, content: bytes) -> None:
-    """Write a file atomically at a path chosen by the user.
+    """Write a file atomically at a path chosen by the user. A device or a pipe, such as /dev/null, is not replaced.
 
     Raises:
         ExpertcastError: the folder does not exist or is not writable.
     """
+    write = Path.write_bytes if path.exists() and not path.is_file() else write_atomically
     try:
-        write_atomically(path, content)
+        write(path, content)
     except OSError as error:
         raise ExpertcastError(f"cannot write {path}: {error.strerror}; use a path in an existing folder") from error
 

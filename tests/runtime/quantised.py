@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 
+from expertcast.data.inspection import ModelReport, OpenModel
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.source import ModelSource
 from expertcast.runtime import OffloadedModel
 from tests.families.models import CONFIGS, tiny_model
 
@@ -134,3 +136,9 @@ def same_weights(offloaded: OffloadedModel, resident: PreTrainedModel) -> None:
         views = offloaded.store.views(layer.index)
         for name, parameter in layer.experts.named_parameters():
             assert torch.equal(views[name], parameter), (layer.index, name)
+
+
+def inspect_model(path: str | Path) -> ModelReport:
+    """Describe a checkpoint as `expertcast inspect` does."""
+    with OpenModel(ModelSource.of(path)) as opened:
+        return opened.report()

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 
 from expertcast.cli import main
 from expertcast.data import machine
-from expertcast.data.inspection import inspect_model
 from expertcast.data.machine import native_dtype
 from expertcast.data.models import form_of, load_config, load_model, load_tokenizer, meta_model, open_weights
 from expertcast.data.packed_experts import is_packed
@@ -23,7 +22,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.gguf_files import tiny, write
-from tests.runtime.quantised import IDS, same_weights
+from tests.runtime.quantised import IDS, inspect_model, same_weights
 
 gguf = pytest.importorskip("gguf")
 

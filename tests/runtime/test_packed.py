@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from expertcast.data.inspection import inspect_model
 from expertcast.data.models import load_model
 from expertcast.data.weights.packed import join_bnb
 from expertcast.runtime import load_offloaded
 from tests.data.weights.test_files import Held
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
-from tests.runtime.quantised import IDS, PLAIN, edit_weights, quantised, same_weights, say_quantised
+from tests.runtime.quantised import IDS, PLAIN, edit_weights, inspect_model, quantised, same_weights, say_quantised
 
 GROUP = 8
 """Columns that share a scale."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from expertcast.cli import main
-from expertcast.data.inspection import inspect_model
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
@@ -24,6 +23,7 @@ from tests.runtime.quantised import (
     edit_weights,
     fp8,
     fp8_resident,
+    inspect_model,
     mxfp4,
     mxfp4_resident,
     quantised,

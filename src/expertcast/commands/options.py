@@ -239,11 +239,6 @@ def lowered(sentence: str) -> str:
     return sentence if named else sentence[:1].lower() + sentence[1:]
 
 
-def flags_of(names: Iterable[str]) -> str:
-    """Return the flags of fields, for messages."""
-    return ", ".join("--" + name.replace("_", "-") for name in names)
-
-
 def _own_class(module: str, name: str, what: str) -> object:
     """Import a class of the user's own, from the Python path or the current folder, also by processes started later.
 
