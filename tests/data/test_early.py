@@ -275,20 +275,26 @@ def test_layers_that_cannot_be_run_early_are_refused_and_runs_stay_exact(make: A
     assert [each is not None for each in found] == [layer not in whole.early.refused for layer in range(1, len(view))]
 
 
-def test_a_block_that_gives_another_result_early_is_refused() -> None:
-    """Found when it is first called, told of once, and not run again."""
+@pytest.mark.parametrize(
+    ("fails", "line"),
+    [(False, "its attention gave another result"), (True, r"its block cannot .* \(ValueError: two lines\)")],
+)
+def test_a_block_that_gives_another_result_early_or_fails_is_refused(fails: bool, line: str) -> None:
+    """Found when it is first called, told of once, and not run again; the model's own run goes on."""
     model = tiny_model("qwen3_moe")
     view = find_moe_layers(model)
     own, calls = view[2].decoder.self_attn.forward, [0]
 
     def drifting(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
+        if fails and calls[0] == 1:
+            raise ValueError("two\nlines")
         output, *rest = own(*args, **kwargs)
         return (output * calls[0], *rest)
 
     view[2].decoder.self_attn.forward = drifting
     follower = Follower(model, view, random_stand_in(view), whole=True)
-    with pytest.warns(UserWarning, match="without early attention at layer 2: its attention gave another result"):
+    with pytest.warns(UserWarning, match=f"without early attention at layer 2: {line}"):
         found = follower.run(input_ids=ids(), use_cache=False)
     assert [each is None for each in found] == [False, True, False]
     ran = calls[0]
@@ -437,24 +443,6 @@ def test_how_often_a_block_runs(change: Callable[[nn.Module], None] | None, last
     steps = [later - former - 1 for former, later in itertools.pairwise(by_step)]
     assert max(steps) > last
     assert steps[-4:] == [last] * 4
-
-
-def test_a_block_that_fails_beside_the_model_is_refused() -> None:
-    """The model's own run goes on, and the warning holds the error."""
-    model = tiny_model("qwen3_moe")
-    view = find_moe_layers(model)
-    own, calls = view[2].decoder.self_attn.forward, itertools.count()
-
-    def failing_once(*args: Any, **kwargs: Any) -> Any:
-        if not next(calls):
-            raise ValueError("two\nlines")
-        return own(*args, **kwargs)
-
-    view[2].decoder.self_attn.forward = failing_once
-    follower = Follower(model, view, random_stand_in(view), whole=True)
-    with pytest.warns(UserWarning, match=r"at layer 2: its block cannot .* \(ValueError: two lines\)"):
-        found = follower.run(input_ids=ids(), use_cache=False)
-    assert [each is None for each in found] == [False, True, False]
 
 
 def test_a_block_that_fails_before_it_was_checked_is_refused() -> None:
