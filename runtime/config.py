@@ -176,8 +176,6 @@ class OffloadConfig:
     draft: str = NONE
     """Default draft of `generate`: none, auto, int4, int8, resident, a lossy policy and others (see
     `expertcast.runtime.drafts.kinds`). `memory` includes the experts of int4 and int8."""
-    drift: bool = True
-    """Measure the recall of forecasts, and warn once when it falls below the checkpoint's."""
     store: str | ExpertStore = "memory"
     """Storage of the experts: memory (page-locked for CUDA, within a budget; if they do not fit, `load_offloaded` reads
     them from the checkpoint's own files), or disk (a file)."""

@@ -1,4 +1,4 @@
-"""Forecasters of one offload: its predictor, the layers that execute forecasts, and drift.
+"""Forecasters of one offload: its predictor and the layers that execute forecasts.
 
 L MoE layers, K experts per token.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -16,12 +15,8 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, predictor_class
 from expertcast.predictors.hybrid import Hybrid, member_recall
-from expertcast.predictors.view import ModelShape
 from expertcast.runtime.config import OffloadConfig, named_checkpoint
 from expertcast.runtime.engine.speculation import Speculator, early_attention_for
-
-if TYPE_CHECKING:
-    from expertcast.runtime.engine.drift import DriftMonitor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +25,6 @@ class Forecasters:
 
     speculator: Speculator
     """Forecasts later layers, and executes the forecasts where the mode says so."""
-    drift: DriftMonitor | None
     recall: Mapping[str, float]
     """Mean recall@k of the checkpoint's predictor and of the parameter-free ones, by name, as far as it is known."""
 
@@ -39,7 +33,7 @@ def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEVie
     """Return the forecasters that a configuration names.
 
     Args:
-        config: `predictor`, `mode`, `ahead`, `drift` and the fields that refine them.
+        config: `predictor`, `mode`, `ahead` and the fields that refine them.
         model: the model that runs, for early attention.
         view: its MoE layers.
         device: where it computes.
@@ -52,13 +46,12 @@ def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEVie
     if predictor is not None:
         predictor.to(device)
     layers = executed_layers(config, len(view), recall_per_layer(checkpoint, config.ahead))
-    drift = make_monitor(config, view.shape, predictor, checkpoint)
     early = early_attention_for(predictor, model, view)
     speculator = Speculator(
         view, predictor, layers=layers, true_weights=config.true_weights, prefill=config.speculate_prefill,
         ahead=config.ahead, router_free=config.router_free, early=early,
     )  # fmt: skip
-    return Forecasters(speculator=speculator, drift=drift, recall=mean_recall(checkpoint))
+    return Forecasters(speculator=speculator, recall=mean_recall(checkpoint))
 
 
 def resolve_predictor(
@@ -140,20 +133,3 @@ def mean_recall(checkpoint: PredictorCheckpoint | None) -> dict[str, float]:
     return means | member_recall(
         checkpoint.config["predictor_config"]["choices"] if checkpoint.name == Hybrid.name else []
     )
-
-
-def make_monitor(
-    config: OffloadConfig, shape: ModelShape, predictor: Predictor | None, checkpoint: PredictorCheckpoint | None
-) -> DriftMonitor | None:
-    """Return the monitor that `drift` switches on; None without a predictor.
-
-    It compares forecasts with the checkpoint's recall, if metrics.json has it at the forecasts' distance.
-    """
-    if predictor is None or not config.drift:
-        return None
-    from expertcast.runtime.engine.drift import DriftMonitor
-
-    expected = recall_per_layer(checkpoint, config.ahead)
-    if expected is not None and min(expected, default=0) != config.ahead:
-        expected = None
-    return DriftMonitor(shape.layers, shape.top_k, expected, predictor.name)

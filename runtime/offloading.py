@@ -91,8 +91,6 @@ class OffloadedModel:
         """Whether policies may change the output."""
         self.executed_layers = speculator.layers
         """Layers that execute their forecast."""
-        self.drift = forecasters.drift
-        """Follows the recall of the forecasts; None without forecasts."""
         self._draft = config.draft
         room = context_bytes(replace(config, draft=NONE), model.config, self.view, model.dtype)
         self._activations = sum(room.values()), activation_bytes(self.view[0], 4)  # while the experts have their shapes
@@ -105,7 +103,7 @@ class OffloadedModel:
             policies = self._take_experts(undo, slots)
             self._engine = Engine(
                 link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=kernel,
-                drift=self.drift, keep=config.cache, forecasts=config.forecasts, recall=forecasters.recall,
+                keep=config.cache, forecasts=config.forecasts, recall=forecasters.recall,
             )  # fmt: skip
             from expertcast.runtime.drafts.drafting import Drafter
 
@@ -113,8 +111,7 @@ class OffloadedModel:
             """Drafts of this model and their governors."""
             undo.callback(self.drafting.close)
             self.stats = self._engine.stats
-            self.stats.reports = [] if self.drift is None else [self.drift.as_dict]
-            self.stats.reports += [self._engine.flow.forecasts_report, self.drafting.report]
+            self.stats.reports = [self._engine.flow.forecasts_report, self.drafting.report]
             self._guard = run_from_slots(undo, model, self._engine, speculator, kernel)
             model.__dict__[OFFLOAD] = self  # a model stays offloaded without another reference to this
             undo.callback(model.__dict__.pop, OFFLOAD)
@@ -226,8 +223,6 @@ class OffloadedModel:
         """Reset the counters of the run and of the link."""
         self.link.reset()
         self.stats.reset()
-        if self.drift is not None:
-            self.drift.reset()
 
     def close(self) -> None:
         """Restore weights, experts implementation and hooks; a second call does nothing.

@@ -105,7 +105,6 @@ _MODELS = {"qwen3_moe": 4, "deepseek_v3": 4, "gpt_oss": 4, FP8: 1, MXFP4: 1, REF
 """Relative frequency of each model."""
 _OPTIONS = {
     "top_k": ["overfetch=1.5", "overfetch=3.0"], "percentile": ["over=token", "over=mass", "percentile=50.0"],
-    "value": ["eviction=always", "least=0.2"],
     "next_use": ["horizon=2"], "marking": ["seed=7"],
     "fld": ["distance=absolute"], "least_stale": ["order=layer"], "importance": ["alpha=0.0", "alpha=1.0"],
     "gap": ["literal=true", "tau=0.2,r_max=4"], "substitute": ["tolerance=1.0"], "drop": ["fetched=1"],
@@ -321,8 +320,6 @@ def _forecasts(choose: Random) -> dict[str, Any]:
             options["ahead"] = 2
         if choose.random() < 0.3:
             options["forecasts"] = "always"
-        if choose.random() < 0.1:
-            options["drift"] = False
     if choose.random() < 0.2:
         options["cache"] = False
     return options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -42,7 +42,7 @@ class TraceObserver(Observer):
         self._needed: list[dict[int, list[int]]] = []
         """Needed keys by layer, of each forward pass."""
         self._prefetches: list[dict[int, list[int]]] = []
-        """Requested keys by target layer, of each forward pass; without requests for the next token."""
+        """Requested keys by target layer, of each forward pass."""
 
     def needed(self, layer: int, keys: Sequence[int]) -> None:
         if layer == 0:
@@ -366,14 +366,6 @@ class PrefetchOption(Option):
         return replace(given, predictor=self.predictor, ahead=self.ahead or 1, mode="exact", layers=None)
 
 
-_LEVERS: dict[str, Callable[[Case], Case]] = {
-    "twice the slots": lambda case: replace(case, slots=2 * case.slots),
-    "a link of twice the speed": lambda case: replace(
-        case, machine=replace(case.machine, bandwidth=2 * case.machine.bandwidth)
-    ),
-}
-
-
 def advice_from(found: Survey) -> Advice[PrefetchOption]:
     """Choose the fastest option for a survey; loading on demand unless prefetching saves at least `WORTH`."""
     exact = [_option(found, "exact", found.predict(*name), name) for name in found.forecasting]
@@ -390,13 +382,6 @@ def advice_from(found: Survey) -> Advice[PrefetchOption]:
     chosen = best if best.tpot_s < (1 - WORTH) * on_demand.tpot_s else on_demand
     compute_s = found.case.machine.times.compute_s
     most = most_to_gain(replayed, compute_s, max((ahead for _, ahead in found.forecasting), default=1))
-    levers = {
-        name: found.predict(chosen.predictor, chosen.ahead or 1, case=change(found.case)).tpot_s
-        for name, change in _LEVERS.items()
-    }
-    reasons = [_share_of_copies(found, on_demand, most)]
-    if on_demand.wait_s and not fit:
-        reasons += _choice(on_demand, exact, chosen)
     prefetch, speed, memory_bytes = chosen is not on_demand, found.speed, found.case.slots * found.block_bytes
     excess_s = on_demand.unexplained_s + disturbed_s
     what = f"prefetch with {chosen.predictor}, {chosen.ahead} layer{'s' * (chosen.ahead != 1)} ahead"
@@ -404,8 +389,10 @@ def advice_from(found: Survey) -> Advice[PrefetchOption]:
         headline=f"advice: {what if prefetch else 'load on demand'}; expect {milliseconds(chosen.tpot_s)} per token",
         chosen=chosen,
         options=[on_demand, *exact, *speculated],
-        reasons=reasons + _further(on_demand, speculated, chosen, levers),
-        levers=levers,
+        reasons=[
+            _share_of_copies(found, on_demand, most),
+            f"prefetching is advised if it takes {WORTH:.0%} less time per token; speculate changes the model's output",
+        ],
         facts={
             "prefetch": prefetch,
             "predictor": chosen.predictor,
@@ -488,52 +475,3 @@ def _share_of_copies(found: Survey, on_demand: PrefetchOption, most: float) -> s
         f"{milliseconds(on_demand.tpot_s)} per token (hit rate {on_demand.hit_rate:.0%}): prefetching can gain at most "
         f"{most:.0%}"
     )
-
-
-def _choice(on_demand: PrefetchOption, exact: Sequence[PrefetchOption], chosen: PrefetchOption) -> list[str]:
-    """Explain why the best prefetching option was chosen or not, and list the times of the others."""
-    if not exact:
-        return []
-    best, *others = sorted(exact, key=lambda option: (option is not chosen, option.tpot_s))
-    return [
-        _verdict(on_demand, best, chosen),
-        *(f"{option.name} would take {milliseconds(option.tpot_s)} per token" for option in others),
-    ]
-
-
-def _verdict(on_demand: PrefetchOption, best: PrefetchOption, chosen: PrefetchOption) -> str:
-    change = best.tpot_s / on_demand.tpot_s - 1
-    saved_s, cost_s = on_demand.wait_s - best.wait_s, best.tpot_s - best.wait_s - (on_demand.tpot_s - on_demand.wait_s)
-    who = f"{best.name} ({best.recall:.0%} of experts forecast right)"
-    if chosen is best:
-        return (
-            f"{who} hides {milliseconds(saved_s)} of waiting, and costs {milliseconds(cost_s)} of forecasts and slower "
-            f"compute: {-change:.0%} less time per token"
-        )
-    if saved_s <= 0:
-        return f"{who} hides nothing, since its wrong copies delay the needed ones: load on demand"
-    if cost_s >= saved_s:
-        return (
-            f"{who} costs {milliseconds(cost_s)} of forecasts and slower compute, more than the "
-            f"{milliseconds(saved_s)} of waiting that it hides: load on demand"
-        )
-    return f"{who} gains {-change:.1%}, too little to be worth it: load on demand"
-
-
-def _further(
-    on_demand: PrefetchOption, speculated: Sequence[PrefetchOption], chosen: PrefetchOption, levers: Mapping[str, float]
-) -> list[str]:
-    """List faster alternatives that change the output or the machine."""
-    reasons = []
-    fastest = min(speculated, key=lambda option: option.tpot_s, default=chosen)
-    if fastest.tpot_s < (1 - WORTH) * chosen.tpot_s:
-        reasons.append(
-            f"executing the forecasts of {fastest.name} (mode speculate) would take {milliseconds(fastest.tpot_s)} per "
-            "token, but changes the model's output"
-        )
-    lever = min(levers, key=lambda name: levers[name])
-    gain = 1 - levers[lever] / chosen.tpot_s
-    if gain > WORTH:
-        most = "most" if gain > 1 - chosen.tpot_s / on_demand.tpot_s else "further"
-        reasons.append(f"{lever} would help {most}: {milliseconds(levers[lever])} per token, {gain:.0%} less")
-    return reasons

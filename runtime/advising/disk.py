@@ -311,7 +311,7 @@ def advise_disk(found: DiskFindings) -> Advice[DiskOption]:
         headline=f"advice: {chosen.name}; expect {milliseconds(chosen.tpot_s)} per token on demand",
         chosen=chosen,
         options=options,
-        reasons=_reasons(found, options, chosen),
+        reasons=_reasons(found, options[0]),
         facts=facts,
         notes=_notes(facts),
         left=3,
@@ -394,33 +394,16 @@ def _pooled(found: DiskFindings, stored: StoredExperts) -> list[DiskOption]:
     return [min(options, key=_tpot)] if options else []
 
 
-def _reasons(found: DiskFindings, options: Sequence[DiskOption], chosen: DiskOption) -> list[str]:
-    raw, *others = options
+def _reasons(found: DiskFindings, raw: DiskOption) -> list[str]:
     if found.slots >= found.experts:
         return [f"all {found.experts} experts fit the slots: each is read once, so leave them uncompressed"]
     reasons = [f"codec raw waits {milliseconds(raw.wait_s)} of {milliseconds(raw.tpot_s)} per token for the disk"]
-    for option in others:
-        change = option.tpot_s / raw.tpot_s - 1
-        less = f"{abs(change):.0%} {'less' if change < 0 else 'more'}"
-        reasons.append(f"{option.name} would take {milliseconds(option.tpot_s)} per token, {less} than raw")
     if found.stored is None:
-        reasons.append(found.refused)
-    elif chosen.codec == "raw" and (coded := [option for option in options if option.codec != "raw"]):
-        reasons.append(
-            f"do not compress: {_why_not(found, found.stored, 1 - min(coded, key=_tpot).tpot_s / chosen.tpot_s)}"
-        )
-    return reasons
-
-
-def _why_not(found: DiskFindings, stored: StoredExperts, gain: float) -> str:
-    read_s, coded_s = found.block_bytes / found.rate, (stored.plain + stored.mean_coded) / found.rate
-    decoding_s = stored.decoding_s / stored.threads
-    if decoding_s >= read_s:
-        return f"decoding an expert takes {milliseconds(decoding_s)}, reading it uncompressed {milliseconds(read_s)}"
-    saved = f"an expert is read in {milliseconds(coded_s)} instead of {milliseconds(read_s)}"
-    if gain <= 0:
-        return f"{saved}, but decoding costs more time per token than this saves"
-    return f"{saved}, which saves {gain:.0%} of the time per token; savings below {COMPRESS:.0%} are not reliable"
+        return [*reasons, found.refused]
+    return [
+        *reasons,
+        f"compression is advised if it takes {COMPRESS:.0%} less time per token: smaller gains are not reliable",
+    ]
 
 
 CODEC = "bitsplit"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Generic, TypeVar
 
 from torch import nn
@@ -45,7 +45,6 @@ class Advice(Generic[Opt]):
         chosen: one of `options`.
         options: all options considered, the simplest first.
         reasons: one sentence each.
-        levers: expected seconds per token of `chosen` with one change of the machine, by the change's name.
         facts: measured values, by name; part of the JSON result.
         notes: the measurements as text.
         left: number of the table's leading columns that are left-aligned.
@@ -55,7 +54,6 @@ class Advice(Generic[Opt]):
     chosen: Opt
     options: Sequence[Opt]
     reasons: Sequence[str] = ()
-    levers: dict[str, float] = field(default_factory=dict)
     facts: Json
     notes: str = ""
     left: int = 0
@@ -66,7 +64,6 @@ class Advice(Generic[Opt]):
             "chosen": asdict(self.chosen),
             "options": [asdict(option) for option in self.options],
             "reasons": list(self.reasons),
-            "levers": self.levers,
             **self.facts,
         }
 

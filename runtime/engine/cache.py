@@ -222,10 +222,6 @@ class ExpertCache:
             held.clear()
         self.window.clear()
 
-    def victim(self, layer: int) -> int | None:
-        """Return the expert that a prefetch for the layer would evict; None: a slot is free, or all are protected."""
-        return None if self.free(layer) else self._victim(layer, self._prefetch_protected)
-
     def _victim(self, layer: int, protected: Container[int]) -> int | None:
         return self.eviction.victim(layer, protected, self._slots)
 

@@ -46,7 +46,6 @@ from expertcast.runtime.storage.transfer import Sent
 
 if TYPE_CHECKING:
     from expertcast.runtime.drafts.prefetch import Schedule
-    from expertcast.runtime.engine.drift import DriftMonitor
     from expertcast.runtime.engine.forecasting import ForecastGovernor, Pace
     from expertcast.runtime.engine.speculation import Speculator
 
@@ -132,22 +131,18 @@ class LayerFlow:
         policies: all of one model.
         shape: of the model.
         view: the model's MoE layers; needed by policies that route anew.
-        carry: distance in layers between forecasts and their targets; 0: no forecasts. Without a cache, so many first
-            layers prefetch their last experts, when the last layer runs.
         rungs: recall@k, where it is known, by name of each way to forecast: a governor chooses between them; None: all
             forecasts are made; empty: only executed forecasts are.
     """
 
     def __init__(
         self, residency: ExpertCache, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
-        carry: int = 0, rungs: Mapping[str, float | None] | None = None,
+        rungs: Mapping[str, float | None] | None = None,
     ) -> None:  # fmt: skip
         self.residency, self.policies = residency, policies
         self._view = view
         self._experts = shape.experts
         self._last = shape.layers - 1
-        self._carry = 0 if residency.keep else carry
-        self._carried: dict[int, list[int]] = {}
         self._pre_evicted: set[int] = set()
         """Layers of the running forward for which a forecast freed slots."""
         self._reroutes = not isinstance(policies.routing, Standard)
@@ -171,10 +166,9 @@ class LayerFlow:
         """Whether the running layer runs in one chunk."""
         self._missing, self._found, self._chunks_left = 0, 0, 0
         """Counts of the running layer: experts without a slot, found by forecasts, chunks not requested yet."""
-        self._reads_transfer = policies.prefetch.reads_link
         self._rungs = rungs
         self._pace: Pace | None = None
-        if self._reads_transfer or rungs:
+        if rungs:
             from expertcast.runtime.engine.forecasting import Pace
 
             self._pace = Pace(residency, shape.layers)
@@ -312,17 +306,10 @@ class LayerFlow:
         The first chunk is requested; the caller requests chunk i + 1 before it waits for chunk i (:meth:`request`), or
         with a single slot after it has released chunk i.
         """
-        limit = self.residency.limit(layer)
-        if layer < self._carry:
-            self._carried[layer] = keys if len(keys) <= limit // 2 else []
         self.residency.observer.needed(layer, keys)
         self.residency.start_layer(layer, keys)
-        if self._pace is not None and (self._weighs or self._reads_transfer):
+        if self._pace is not None and self._weighs:
             self._pace.reached(layer)
-            if self._reads_transfer:
-                experts = [key % self._experts for key in keys]
-                self._pace.used(layer, experts)
-                self.policies.prefetch.see_routing(layer, experts)
         self._executed = len(keys)
         chunks = self._chunked(layer, keys)
         self._whole = len(chunks) == 1
@@ -365,8 +352,7 @@ class LayerFlow:
             policies.eviction.see_forecast(layer, self._mean_probability(forecast.logits_TE))
         if policies.pre_eviction.active:
             self._pre_evict(wanted)
-        transfer = self._pace.transfer(layer) if self._pace is not None and self._reads_transfer else None
-        experts = policies.prefetch.experts(wanted, transfer)
+        experts = policies.prefetch.experts(wanted)
         if experts and not 0 <= min(experts) <= max(experts) < self._experts:
             raise ExpertcastError(
                 f"prefetch policy {policies.prefetch.name!r} chose experts {list(experts)} of layer {layer}: give "
@@ -421,9 +407,6 @@ class LayerFlow:
 
     def finish(self, layer: int) -> None:
         """End a layer's forecasts: loads without a forecast follow their prefetches."""
-        if layer == self._last:
-            for keys in self._carried.values():
-                self.residency.prefetch(keys)
         if self._whole:
             self.stream(layer)
 
@@ -492,7 +475,6 @@ class Engine:
         speculator: makes forecasts.
         policies: of eviction, prefetches, misses and routing.
         kernel: computes experts in slots.
-        drift: compares forecasts with routing.
         keep: whether experts stay in slots; False frees an expert's slot as soon as its layer has run.
         forecasts: forecasts to make: all (always), none (never), or those that save more waiting than they cost (auto).
         recall: recall@k of the ways to forecast by name, where it is known.
@@ -506,8 +488,8 @@ class Engine:
 
     def __init__(
         self, *, link: Link, pool: SlotPool, speculator: Speculator, policies: PolicySet, kernel: Kernel,
-        drift: DriftMonitor | None = None, keep: bool = True, forecasts: str = ALWAYS,
-        recall: Mapping[str, float] | None = None, residency: ExpertCache | None = None,
+        keep: bool = True, forecasts: str = ALWAYS, recall: Mapping[str, float] | None = None,
+        residency: ExpertCache | None = None,
     ) -> None:  # fmt: skip
         shape = speculator.view.shape
         self.speculator, self.kernel, self.pool, self.view = speculator, kernel, pool, speculator.view
@@ -527,15 +509,11 @@ class Engine:
         self.residency = residency
         self._forecasts = speculator.predictor is not None
         rungs = self._rungs(forecasts, recall or {}, policies)
-        self.flow = LayerFlow(
-            residency, policies, shape, view=speculator.view, carry=speculator.ahead if self._forecasts else 0,
-            rungs=rungs,
-        )  # fmt: skip
+        self.flow = LayerFlow(residency, policies, shape, view=speculator.view, rungs=rungs)
         self._last = shape.layers - 1
         self._known: dict[int, list[int]] = {}
         """Ids (flat) of forecasts by target layer, where the host has them."""
         self._plan: Plan | None = None
-        self._drift = drift
         if policies.prefetch.first is not None and not policies.evicts_by_forecasts:
             speculator.hint_only(policies.prefetch.first)
 
@@ -597,8 +575,6 @@ class Engine:
         self._inconsistent = False
         if self._forecasts:
             self.speculator.start(fresh, self.flow.coming(len(self.speculator.rungs) - 1))
-        if self._drift is not None:
-            self._drift.start()
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """Request a routed layer's misses, then forecast a later layer and prefetch.
@@ -629,9 +605,7 @@ class Engine:
         if flow.decides:
             executed, ids, precision = self._decide(call, executed)
             ids_TK = call.ids_TK if executed is None else executed[0]
-        plan = self._begin(layer, ids_TK, ids, precision)
-        if self._drift is not None and forecast_ids is not None and (own or not self.speculator.router_free):
-            self._compare(call, forecast_ids, plan.ids if executed is None else None)
+        self._begin(layer, ids_TK, ids, precision)
         self._forecast(call, executed)
         flow.finish(layer)
         self._enter("compute", layer)
@@ -662,15 +636,6 @@ class Engine:
                 torch.tensor(decision.weights, dtype=weights_TK.dtype, device=weights_TK.device),
             )
         return executed, [expert for row in decision.ids for expert in row], decision.precision
-
-    def _compare(self, call: RouterCall, forecast: list[int], routed: list[int] | None) -> None:
-        """Show the monitor a layer's forecast. Where the host lacks the routing (`routed` is None), some of it is read
-        back."""
-        assert self._drift is not None
-        if routed is None and self._drift.sampled and len(forecast) <= _FEW_IDS:
-            (routed,) = self.flow.read(call.ids_TK.reshape(-1))
-        if routed is not None:
-            self._drift.see(call.layer, forecast, routed)
 
     def _forecast(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> None:
         """Make the forecast that is due at a layer.

@@ -1,4 +1,4 @@
-"""Choice of the forecasts to make, and time that prefetches have.
+"""Choice of the forecasts to make.
 
 L MoE layers, E routed experts per layer, B sequences, S tokens of each in a pass, H rows of a forecast, D hidden size.
 A key is layer * E + expert.
@@ -11,11 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from expertcast.predictors.messages import Json
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.policies.prefetch import LinkState
 from expertcast.runtime.recording.learning import Option, RunningMean, RunningSums, Share, Trials
 
 _MEMORY = 0.1
@@ -32,11 +29,8 @@ class Pace:
 
     def __init__(self, residency: ExpertCache, layers: int) -> None:
         self._link, self._residency = residency.link, residency
-        self._experts = experts = residency.experts
         self._interval = [RunningMean() for _ in range(layers)]
         """Seconds from the routing of the layer before to that of this one."""
-        self._rate_LE = np.zeros((layers, experts))
-        """Share of recent steps that used the expert."""
         self._fresh = True
         self._layer = -1
         self._reached_s = self._other_s = 0.0
@@ -56,11 +50,6 @@ class Pace:
             self._interval[layer].observe(max(1e-9, now - self._reached_s - (other_s - self._other_s)))
         self._layer, self._reached_s, self._other_s = layer, now, other_s
 
-    def used(self, layer: int, experts: list[int]) -> None:
-        """Count the layer's experts in this step."""
-        self._rate_LE[layer] *= 1 - _MEMORY
-        self._rate_LE[layer, experts] += _MEMORY
-
     def forecast(self, seconds: float) -> None:
         """Count a forecast that took the model's thread so long."""
         self._forecast_s += seconds
@@ -74,28 +63,6 @@ class Pace:
         """Return the seconds from `now` that the running layer waits for its copies: forecasts are free meanwhile."""
         residency = self._residency
         return 0.0 if residency.running.isdisjoint(residency.copies) else residency.backlog_s(now)
-
-    def transfer(self, target: int) -> LinkState:
-        """Return the time and room of prefetches for a later layer."""
-        residency, first, now = self._residency, target * self._experts, self._link.clock()
-        copy_s, computing_s = self._link.copy_s, self.computing_s(target)
-        deadline_s = copy_s if computing_s is None else computing_s
-        backlog_s = residency.backlog_s(now)
-        # the running layer waits for its own copies, which delays the target, too
-        return LinkState(
-            copy_s=copy_s,
-            backlog_s=backlog_s,
-            deadline_s=max(0.0, deadline_s - (now - self._reached_s)) + self.awaited_s(now),
-            free=residency.free(target),
-            resident=lambda expert: residency.holds(first + expert),
-            victim_worth=lambda: self._worth(residency.victim(target)),
-            seconds_of=None if self._link.pools is None else lambda expert: self._link.seconds(first + expert),
-        )
-
-    def _worth(self, victim: int | None) -> float:
-        if victim is None:
-            return 0.0
-        return float(self._rate_LE[divmod(victim, self._experts)])
 
 
 # Choice of forecasts

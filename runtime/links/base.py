@@ -113,14 +113,6 @@ class Link(ABC):
         moved = self.bytes_moved
         return self.busy_s * self._store.layout.block_bytes / moved if moved else 0.0
 
-    def seconds(self, key: int) -> float:
-        """Return the seconds that a full-precision copy of this expert takes now.
-
-        It is less than `copy_s` if parts of the expert are in host memory.
-        """
-        del key
-        return self.copy_s
-
     def block_bytes(self, precision: str) -> int:
         """Return the bytes of one expert in this precision.
 

@@ -9,7 +9,7 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.links.base import Link, check_rate
 from expertcast.runtime.pools.cache import Pools
-from expertcast.runtime.pools.states import Costs, ExpertBytes, State, makespan, schedule
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State, schedule
 from expertcast.runtime.storage.codecs import Codec
 from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN, CodedRead, CodedReader, Kinds
 from expertcast.runtime.storage.disk_store import DiskStore
@@ -124,11 +124,6 @@ class KeptParts:
         ordered = list(states)
         return [ordered[place] for block in schedule(list(states.values()), self._costs()) for place in block]
 
-    def seconds(self, key: int) -> float:
-        """Return the seconds until an expert would be ready if no other were read or decoded."""
-        states, costs = [_STATES[self.reader.held(key)]], self._costs()
-        return makespan(states, schedule(states, costs), costs)
-
     def _costs(self) -> Costs:
         rates, codec = self.reader.rates(), self._codec
         shards = sum(codec.planes[shard.plane].compressed for shard in codec.shards)
@@ -202,9 +197,6 @@ class DiskLink(Link):
 
     def unattached_copy(self) -> Link:
         return DiskLink(self._threads, bandwidth=self.bandwidth, pools=self._memory, passing=self._passing)
-
-    def seconds(self, key: int) -> float:
-        return self.copy_s if self._kept is None else self._kept.seconds(key)
 
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         return keys if self._kept is None else self._kept.in_order(keys)

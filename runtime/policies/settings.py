@@ -17,7 +17,6 @@ from expertcast.runtime.policies.eviction import (
     LRFU,
     LRU,
     PRE_EVICTION,
-    S3FIFO,
     SCOPES,
     Belady,
     ClassLRU,
@@ -43,7 +42,6 @@ EVICTION: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
     LFRU,
     ClassLRU,
     LRFU,
-    S3FIFO,
     LHU,
     FLD,
     Score,
@@ -93,7 +91,7 @@ class Policies:
 
     Example:
         >>> import expertcast
-        >>> policies = expertcast.Policies(eviction="lfu", prefetch="value", scope="layer")
+        >>> policies = expertcast.Policies(eviction="lfu", prefetch="percentile", scope="layer")
         >>> policies.eviction.name, policies.lossy
         ('lfu', False)
     """
@@ -175,19 +173,13 @@ class PolicySet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """Policies and predictor of a published system, and the conditions of its published runs where they are known."""
+    """Policies and predictor of a published system."""
 
     policies: Policies
     source: str
     """Paper and section that define the configuration."""
     predictor: str | None = "router_input"
     """Name of the predictor; None: no forecasts."""
-    capacity: float | None = None
-    """Share of all experts that fit on the device in the published runs, 0 to 1."""
-    bandwidth: float | None = None
-    """Bandwidth of the link in the published runs, bytes per second."""
-    base_precision: str | None = None
-    """Precision of the experts in the published runs."""
 
 
 def preset(name: str) -> Preset:
@@ -201,27 +193,9 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def published(name: str) -> tuple[float, float, str]:
-    """Return capacity (share of all experts), bandwidth (bytes/s) and precision of a preset's published runs.
-
-    Raises:
-        ExpertcastError: the name is unknown, or the paper does not state these numbers.
-    """
-    found = preset(name)
-    if found.capacity is None or found.bandwidth is None or found.base_precision is None:
-        known = ", ".join(each for each in PRESETS if PRESETS[each].capacity is not None)
-        raise ExpertcastError(
-            f"preset {name!r} was published without capacity, bandwidth and precision: choose from {known}"
-        )
-    return found.capacity, found.bandwidth, found.base_precision
-
-
 def _specmd(source: str, policies: Policies, predictor: str | None = "router_input") -> Preset:
-    """Return a configuration of SpecMD's Table 1: 5% of the experts, 4-bit experts, 5 GB/s."""
-    return Preset(
-        policies=policies, source=f"SpecMD Table 1, {source}", predictor=predictor,
-        capacity=0.05, bandwidth=5e9, base_precision="int4",
-    )  # fmt: skip
+    """Return a configuration of SpecMD's Table 1. It was run with 5% of the experts, 4-bit experts and 5 GB/s."""
+    return Preset(policies=policies, source=f"SpecMD Table 1, {source}", predictor=predictor)
 
 
 def _activeevict(source: str, eviction: str = "importance", **changes: str) -> Preset:

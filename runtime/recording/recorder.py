@@ -54,7 +54,7 @@ class Observer:
         """A layer will execute these distinct experts, which are requested next."""
 
     def requested(self, layer: int, keys: Sequence[int]) -> None:
-        """A forecast made at `layer` requests experts of a later layer or of the next token, most needed first."""
+        """A forecast made for `layer` requests its experts, most needed first."""
 
     def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
         """A copy has finished.
@@ -424,8 +424,6 @@ class RunStatistics:
         """Return all statistics as plain values.
 
         - the totals, `hit_rate`, `prefetch_precision`, `issued_precision`, and `per_layer`
-        - `drift` and `forecast_recall` of :class:`expertcast.runtime.engine.drift.DriftMonitor`; None without
-          forecasts, `drift` also for a predictor without metrics
         - `forecasts`: how many were made, by sequences; empty where no choice was made, as over the link `instant`
         """
         values = {
@@ -433,8 +431,6 @@ class RunStatistics:
             "hit_rate": self.hit_rate,
             "prefetch_precision": self.prefetch_precision,
             "issued_precision": self.issued_precision,
-            "drift": None,
-            "forecast_recall": None,
             "forecasts": {},
         }
         for report in self.reports:

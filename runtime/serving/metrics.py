@@ -24,7 +24,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from expertcast.runtime.drafts.governor import Tally
-from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
@@ -95,10 +94,6 @@ BUSY = MetricSpec("counter", "link_busy_seconds", "Seconds in which the link had
 READS = MetricSpec("counter", "disk_reads", "Experts read from the disk; only with a disk link.")
 READ_SECONDS = MetricSpec("counter", "disk_read_seconds", "Seconds in which a disk read was in flight.")
 
-RECALL = MetricSpec("gauge", "forecast_recall", "Running share of a router's experts that its forecast named.", _LAYER)
-EXPECTED = MetricSpec("gauge", "forecast_recall_expected", "The same share on the checkpoint's test data.", _LAYER)
-DRIFT = MetricSpec("gauge", "forecast_drift", "Mean over layers of the expected recall minus the running recall.")
-
 EXPERTS = MetricSpec("gauge", "experts", "Routed experts of the model, all layers together.")
 SLOTS = MetricSpec("gauge", "slots", "Experts that fit on the device.")
 HELD = MetricSpec("gauge", "slots_held", "Slots with an expert, arrived or in flight.")
@@ -122,7 +117,7 @@ FIRST_TOKEN = MetricSpec("histogram", "time_to_first_token_seconds", "Seconds fr
 INFO = MetricSpec("info", "", "Labels of the served model: model, predictor, mode, policies, link, versions.")
 
 FAMILIES = (
-    *LAYER.values(), COPIES, BUSY, READS, READ_SECONDS, RECALL, EXPECTED, DRIFT, EXPERTS, SLOTS, HELD, SLOT_BYTES,
+    *LAYER.values(), COPIES, BUSY, READS, READ_SECONDS, EXPERTS, SLOTS, HELD, SLOT_BYTES,
     STORE_BYTES, DRAFT_BYTES, CYCLES, DRAFTED, ACCEPTED, REQUESTS, IN_FLIGHT, GONE, PROMPT_TOKENS, GENERATED_TOKENS,
     SECONDS, FIRST_TOKEN, INFO,
 )  # fmt: skip
@@ -166,7 +161,6 @@ class MetricSource:
     link: Link
     pool: SlotPool
     store: ExpertStore
-    drift: DriftMonitor | None = None
     tally: Tally | None = None
     draft_bytes: Callable[[], Mapping[str, int]] = field(default=dict)
     """Device memory of drafts in bytes, by name."""
@@ -187,7 +181,7 @@ class MetricSource:
 
         return cls(
             stats=offloaded.stats, link=offloaded.link, pool=offloaded.pool, store=offloaded.store,
-            drift=offloaded.drift, tally=drafting.tally, draft_bytes=draft_bytes,
+            tally=drafting.tally, draft_bytes=draft_bytes,
             info=run_info(offloaded, name),
         )  # fmt: skip
 
@@ -239,19 +233,12 @@ class ExpertMetrics(Collector):
 
     def _gauges(self) -> Iterator[tuple[MetricSpec, Labels, float]]:
         source = self._source
-        store, pool, drift = source.store, source.pool, source.drift
+        store, pool = source.store, source.pool
         yield EXPERTS, (), store.layers * store.experts
         yield SLOTS, (), pool.count
         yield HELD, (), len(source.pool.slots)
         yield SLOT_BYTES, (), pool.nbytes
         yield STORE_BYTES, (store.name,), store.stored_nbytes
-        if drift is not None:
-            for layer, recall in drift.recall.items():
-                yield RECALL, (str(layer),), recall
-            for layer, recall in (drift.expected or {}).items():
-                yield EXPECTED, (str(layer),), recall
-            if drift.drift is not None:
-                yield DRIFT, (), drift.drift
 
     def _drafts(self) -> Iterator[tuple[MetricSpec, Labels, float]]:
         for draft, nbytes in self._source.draft_bytes().items():

@@ -335,9 +335,6 @@ class VirtualDisk(VirtualLink):
     def _parts(self) -> VirtualParts | None:
         return None if self._kept is None else cast(VirtualParts, self._kept.reader)
 
-    def seconds(self, key: int) -> float:
-        return self.copy_s if self._kept is None else self._kept.seconds(key)
-
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         return keys if self._kept is None else self._kept.in_order(keys)
 

@@ -36,8 +36,6 @@ class Machine:
     """Whether copies run in the thread that runs the model."""
     prefill: LayerTimes | None = None
     """Times of prefills; None: those of a decode step."""
-    base: str = FULL
-    """Precision of the experts that `block_bytes` calls full."""
     stored: StoredExperts | None = None
     """Form of the experts on a disk; None: they are in host memory."""
 
@@ -76,8 +74,6 @@ class Case:
     """Use the bound of :func:`.simulator.simulate_bypass` instead of the eviction policy."""
     cache: bool = True
     """Keep experts until their slot is needed; false: free slots as soon as a layer has run."""
-    carry: bool = True
-    """Without a cache: the last layer requests the previous experts of the first layers for the next token."""
 
     def with_times(self, times: LayerTimes) -> Case:
         """Return a copy with other layer times."""
@@ -236,7 +232,6 @@ COLUMNS = (
     ("scope", "scope", "{}"),
     ("slots", "slots", "{}"),
     ("capacity", "capacity", "{:.1%}"),
-    ("base_precision", "experts", "{}"),
     ("bandwidth", "GB/s", "{:.3g}"),
     ("hit_rate", "hits", "{:.1%}"),
     ("collision_rate", "collisions", "{:.1%}"),
@@ -257,7 +252,6 @@ _UNITS = {
 }  # fmt: skip
 _OMITTED = {
     "prefetch": "none", "miss": "fetch", "routing": "standard", "pre_eviction": "none", "scope": "global",
-    "base_precision": "full",
 }  # fmt: skip
 
 

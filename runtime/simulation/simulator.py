@@ -119,17 +119,10 @@ class VirtualRuntime:
             pool, self.link, policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=case.cache
         )
         source: ForecastSource | None = None if case.predictor is None else trace.hints[case.predictor]
-        carries = source is not None and case.carry and not case.cache
-        self.flow = LayerFlow(
-            self.residency, policies, shape,
-            view=None if trace.routes is None else trace.routes.view,
-            carry=source.ahead if source is not None and carries else 0,
-        )  # fmt: skip
+        self.flow = LayerFlow(self.residency, policies, shape, view=None if trace.routes is None else trace.routes.view)
         self._routes = trace.require_routes() if self.flow.reads_scores or self.flow.decides else None
         early = case.policies.prefetch.name != "none" or policies.pre_eviction.active
         self._forecasts = source if early or policies.eviction.reads_forecasts else None
-        self._carries_at = shape.layers - 1 if carries else -1
-        """Layer that requests experts for the next token; -1: none."""
         self._decode = _costs(machine.times, shape.top_k)
         self._prefill = _costs(machine.prefill or machine.times, shape.top_k)
         self._late_s = machine.times.late_s
@@ -204,11 +197,9 @@ class VirtualRuntime:
         return request_order([first + expert for row in decision.ids for expert in row]), precision
 
     def _prefetch(self, forecasts: ForecastSource, layer: int, forward: Forward, forecast_s: float) -> None:
-        """Spend the time of a forecast, or of the requests for the next token, and prefetch the forecast experts."""
-        due = forecasts.due(layer, forward)
-        if due or layer == self._carries_at:
+        """Spend the time of a forecast, and prefetch the forecast experts."""
+        if forecasts.due(layer, forward):
             self.link.spend(forecast_s)
-        if due:
             forecasts.submit(layer, forward, self.flow)
 
 

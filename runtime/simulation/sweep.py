@@ -21,7 +21,6 @@ from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, check_slots, summary
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Trace
-from expertcast.runtime.storage.layout import FULL
 
 CAPACITIES = (0.01, 0.05, 0.10, 0.25, 0.45)
 """Shares of all experts that fit on the device."""
@@ -95,13 +94,11 @@ def sweep(
         Progress("simulating", total=len(runnable), unit="run", steps=_rows(trace, runnable, count), shown=progress)
     )
     names = [f"{each.policies.as_dict()} {each.predictor} {each.slots}" for each in runnable]
-    own = [(name, each) for name, each in zip(names, runnable, strict=True) if each.machine.base == FULL]
-    lossy = {name: each for name, each in own if each.policies.lossy}
-    known: Mapping[str, Json] = {} if quality is None or not own else quality(lossy)
+    lossy = {name: each for name, each in zip(names, runnable, strict=True) if each.policies.lossy}
+    known: Mapping[str, Json] = {} if quality is None else quality(lossy)
     unknown = {"perplexity": None, "agreement": None, "kl": None}
     results = [
-        {**_heading(case, shape), **row, **unknown}
-        | (known.get(name if name in lossy else EXACT, {}) if case.machine.base == FULL else {})
+        {**_heading(case, shape), **row, **unknown, **known.get(name if name in lossy else EXACT, {})}
         for case, row, name in zip(runnable, rows, names, strict=True)
     ]
     return {"results": results, "skipped": skipped}
@@ -169,5 +166,4 @@ def _heading(case: Case, shape: ModelShape) -> Json:
         "bandwidth": case.machine.bandwidth,
         "latency": case.machine.latency,
         "write_back": case.machine.write_back,
-        "base_precision": case.machine.base,
     }

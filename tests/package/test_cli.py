@@ -151,7 +151,7 @@ def test_collect_train_eval_generate_inspect(
         assert f"{row} | " in card
     forecast = ("--predictor", checkpoint)
     for words in (
-        [], ["--policies", "eviction=importance:gamma=0.8", "prefetch=value"],
+        [], ["--policies", "eviction=importance:gamma=0.8", "prefetch=percentile"],
         ["--store-folder", tmp_path / "packed"],
     ):  # fmt: skip
         assert decoded(*forecast, *words)["tokens"] == plain["tokens"]

@@ -25,7 +25,7 @@ from tests.families.models import tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
     "checkpoints", "data.batch", "data.plan", "data.machine", "data.trace_format", "data.trace_writer", "data.traces",
-    "predictors", "runtime.config", "runtime.engine.cache", "runtime.engine.drift", "runtime.engine.engine",
+    "predictors", "runtime.config", "runtime.engine.cache", "runtime.engine.engine",
     "runtime.engine.speculation", "runtime.links", "runtime.policies", "runtime.pools", "runtime.recording",
     "runtime.storage.codecs", "runtime.storage.disk_store",
     "runtime.storage.layout", "runtime.storage.memory", "runtime.storage.slots", "runtime.storage.store",

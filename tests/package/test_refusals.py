@@ -110,7 +110,6 @@ REFUSED = [
     ("simulate {traces} --policy mru", "choose from lru, fifo"),
     ("simulate {traces} --predictor next_norm --prefetch top_k:depth=2", "'top_k' has no option"),
     ("simulate {traces} --prefetch top_k", "give --predictor"),
-    ("simulate {traces} --published --preset activeevict", "specmd_1, specmd_2"),
     ("simulate {traces} --preset fastest", "unknown preset 'fastest': choose from on_demand"),
     ("simulate {traces} --scope token", "choose from global, layer"),
     ("simulate {traces} --slots 3", "slots=3 is fewer than the 4 experts"),

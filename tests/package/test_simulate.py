@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from expertcast.cli import main
-from expertcast.commands.numbers import BANDWIDTHS
 from expertcast.commands.options import policies_of
 from expertcast.commands.simulate import MachineOptions, PolicyOptions, cases_of
 from expertcast.data.traces import TraceDataset
@@ -20,8 +19,6 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import EVICTION, Policies
 from expertcast.runtime.simulation.machine import Case
-from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.runtime.storage.packed import PackedLayout
 from tests.package.test_cli import ran
 from tests.training.synthetic import tiny_view
 
@@ -36,46 +33,9 @@ def cases(policies: PolicyOptions, **given: object) -> list[Case]:
     return cases_of(chosen, tiny_view(), options, names=NAMES, **places)  # type: ignore[arg-type]
 
 
-def test_presets_run_at_their_published_settings_where_that_is_asked_for() -> None:
-    """5% of the experts, in 4 bits, over 5 GB/s; a policy beside them runs as always."""
-    view = tiny_view()
-    layout, everything = BlockLayout.of(view), view.shape.layers * view.shape.experts
-    own, policy = cases(PolicyOptions(preset=("specmd_1",), policy=("lru",), published=True))
-    assert own.slots == int(0.05 * everything)
-    assert (own.machine.bandwidth, own.machine.base) == (5e9, "int4")
-    assert own.machine.block_bytes["full"] == PackedLayout.of(layout, "int4").block_bytes < layout.block_bytes
-    assert policy.slots == int(0.25 * everything)
-    assert (policy.machine.bandwidth, policy.machine.base) == (BANDWIDTHS["pcie4"], "full")
-    (plain,) = cases(PolicyOptions(preset=("specmd_1",)))
-    assert (plain.slots, plain.machine.block_bytes["full"]) == (policy.slots, layout.block_bytes)
-
-
-def test_what_is_given_wins_over_what_was_published() -> None:
-    both = PolicyOptions(preset=("specmd_1", "specmd_3"), published=True)
-    assert [case.slots for case in cases(both, slots=(9, 12))] == [9, 9, 12, 12]
-    half = tiny_view().shape.layers * tiny_view().shape.experts // 2
-    assert [case.slots for case in cases(both, shares=(0.5,))] == [half, half]
-    for case in cases(both, bandwidth=(2e9,)):
-        assert (case.machine.bandwidth, case.machine.base) == (2e9, "int4")
-
-
-def test_no_copy_is_larger_than_the_base() -> None:
-    """specmd_3 loads less important experts in fewer bits: of 4-bit experts, int4 is what they are and int2 is less."""
-    (case,) = cases(PolicyOptions(preset=("specmd_3",), published=True))
-    sizes = case.machine.block_bytes
-    assert sizes["int4"] == sizes["full"] > sizes["int2"]
-
-
-def test_presets_without_published_settings_are_refused() -> None:
-    with pytest.raises(ExpertcastError, match="'activeevict' was published without capacity"):
-        list(PolicyOptions(preset=("activeevict",), published=True).chosen((), ["lru"]))
-    with pytest.raises(ExpertcastError, match="give --preset"):
-        list(PolicyOptions(published=True).chosen((), ["lru"]))
-
-
 def test_presets_with_another_eviction_alone() -> None:
     """SpecMD, Table 2: Least-Stale, and any other policy, as a drop-in."""
-    swapped = PolicyOptions(preset=("specmd_1",), swap="eviction", policy=("least_stale", "lru"), published=True)
+    swapped = PolicyOptions(preset=("specmd_1",), swap="eviction", policy=("least_stale", "lru"))
     first, second = cases(swapped)
     assert (first.policies.eviction.name, second.policies.eviction.name) == ("lru", "least_stale")
     assert replace(second.policies, eviction="lru") == first.policies

@@ -72,11 +72,10 @@ class Setting:
     copy_s: float
     cache: bool = True
     blocking: bool = False
-    carry: bool = True
 
     def case(self, times: LayerTimes) -> Case:
         machine = Machine(times=times, block_bytes={"full": 1000}, bandwidth=1000 / self.copy_s, blocking=self.blocking)
-        return Case(policies=Policies(), slots=self.slots, machine=machine, cache=self.cache, carry=self.carry)
+        return Case(policies=Policies(), slots=self.slots, machine=machine, cache=self.cache)
 
 
 def replay(trace: Trace, times: LayerTimes, setting: Setting, asked: RecordedPrefetches | None = None) -> Simulation:

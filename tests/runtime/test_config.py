@@ -41,7 +41,7 @@ _POLICIES = st.builds(
     Policies,
     eviction=st.sampled_from(["lru", "least_stale", "next_use"])
     | st.builds("importance:gamma={}".format, st.floats(0.1, 0.9)),
-    prefetch=st.sampled_from(["top_k", "none", "value", "top_k:overfetch=1.5"]),
+    prefetch=st.sampled_from(["top_k", "none", "percentile", "top_k:overfetch=1.5"]),
     miss=st.sampled_from(["fetch", "drop", "substitute"]),
     scope=st.sampled_from(["global", "layer"]),
 )
@@ -62,7 +62,6 @@ def _field_values() -> dict[str, st.SearchStrategy[Any]]:
         "min_recall": st.floats(0, 1) | st.integers(0, 1),
         "true_weights": st.booleans(),
         "speculate_prefill": st.booleans(),
-        "drift": st.booleans(),
     }
 
 
@@ -306,14 +305,14 @@ LINES: list[tuple[dict[str, Any], list[str]]] = [
     ({"mode": "hybrid", "predictor": "next_norm", "min_recall": 0.5, "true_weights": True}, []),
     ({"policies": "on_demand"}, []),
     ({"policies": "specmd_5"}, []),
-    ({"policies": Policies(prefetch="value"), "predictor": "next_norm"}, []),
+    ({"policies": Policies(prefetch="percentile"), "predictor": "next_norm"}, []),
     ({"layers": (1,), "true_weights": True}, ["layers, true_weights have no effect in mode 'exact'"]),
     ({"speculate_prefill": True}, ["speculate_prefill has no effect in mode 'exact'"]),
     (
         {"mode": "speculate", "predictor": "next_norm", "min_recall": 0.5},
         ["min_recall has no effect unless mode 'hybrid' chooses its layers by it"],
     ),
-    ({"policies": Policies(prefetch="value")}, ["prefetch 'value' has no effect without a predictor"]),
+    ({"policies": Policies(prefetch="percentile")}, ["prefetch 'percentile' has no effect without a predictor"]),
     (
         {"policies": Policies(prefetch="top_k:overfetch=2.0", pre_eviction="gap"), "ahead": 2},
         ["ahead, prefetch 'top_k:overfetch=2.0', pre_eviction 'gap' have no effect without a predictor"],
@@ -362,7 +361,7 @@ def test_an_offload_warns(tiny: PreTrainedModel) -> None:
     assert [warning.filename for warning in told] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with offload(tiny, slots=5, predictor="next_norm", policies=Policies(prefetch="value")) as offloaded:
+        with offload(tiny, slots=5, predictor="next_norm", policies=Policies(prefetch="percentile")) as offloaded:
             assert_same(greedy(offloaded, INPUTS), expected)
 
 

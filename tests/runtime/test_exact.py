@@ -187,22 +187,6 @@ def test_slot_views_are_read_in_place(reference_model: PreTrainedModel) -> None:
     assert all(torch.Size(shape).numel() < one_layer for e in copies for shape in e.input_shapes[:1] if shape)
 
 
-def test_first_layers_are_carried_over(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
-    """No layer runs early enough to forecast layer 0: without a cache, the last token's experts are asked for again."""
-    expected = greedy(reference_model, one)
-    with offload(reference_model, predictor="next_norm", slots=16, cache=False, forecasts="always") as offloaded:
-        assert_same(greedy(offloaded, one), expected)
-        first = offloaded.stats.layers[0]
-        assert 0 < first.prefetched <= 4 * 7, "once per decode step that follows another"
-        assert first.prefetched_used == first.hits
-        offloaded.reset_stats()
-        assert_same(greedy(offloaded, one), expected)
-        assert offloaded.stats.layers[0].prefetched == first.prefetched, "nothing is carried into another text"
-    with offload(reference_model, predictor="next_norm", slots=96, forecasts="always") as offloaded:
-        greedy(offloaded, one)
-        assert offloaded.stats.layers[0].prefetched == 0, "a cache keeps what it can"
-
-
 # torch.compile: attention, norms and routers are compiled, the runtime is not
 
 

@@ -26,9 +26,8 @@ from expertcast.data.processes import exclusive
 from expertcast.predictors import Predictor
 from expertcast.predictors.messages import ExpertcastError, first_line
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
-from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.forecasters import make_monitor, resolve_predictor
+from expertcast.runtime.forecasters import resolve_predictor
 from expertcast_vllm.settings import Settings
 from expertcast_vllm.step import Part, Requests, observe_requests, refuse
 from expertcast_vllm.traffic import Conversations, LiveDocument, LiveOptions, LiveTraces
@@ -366,30 +365,26 @@ def _check_model(config: Any) -> None:
 # Forecasts
 
 
-def make_speculator(offload: WorkerOffload, observer: ModelObserver | None) -> tuple[Speculator, DriftMonitor | None]:
-    """Create the speculator and the recall monitor of a loaded model.
+def make_speculator(offload: WorkerOffload, observer: ModelObserver | None) -> Speculator:
+    """Create the speculator of a loaded model.
 
     Args:
         offload: the worker's offload.
         observer: the model's observer; None without forecasts and collection.
-
-    Returns:
-        The speculator; the monitor, or None if there is no predictor.
 
     Raises:
         ExpertcastError: the predictor is unknown, belongs to another model, or needs inputs that vLLM hides.
     """
     config = offload.settings.offload
     if observer is None:
-        return Speculator(_layers_view(offload), None), None
+        return Speculator(_layers_view(offload), None)
     view = observer.view
-    predictor, checkpoint = resolve_predictor(config.resolved_predictor(), view)
+    predictor, _ = resolve_predictor(config.resolved_predictor(), view)
     if predictor is None:
-        return Speculator(view, None), None
+        return Speculator(view, None)
     _check_predictor(predictor, observer)
     predictor.to(next(view[0].router.parameters()).device)
-    speculator = ObservingSpeculator(observer, predictor, ahead=config.ahead)
-    return speculator, make_monitor(config, view.shape, predictor, checkpoint)
+    return ObservingSpeculator(observer, predictor, ahead=config.ahead)
 
 
 class ObservingSpeculator(Speculator):

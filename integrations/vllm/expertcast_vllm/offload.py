@@ -33,7 +33,6 @@ from expertcast.data.batch import RouterCall
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.config import OffloadConfig, make_link, make_store, named_checkpoint, slots_for
-from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.forecasters import mean_recall
@@ -219,8 +218,6 @@ class WorkerOffload:
     link: Link
     kernel: VllmKernel
     """Pool, link and kernel are set once all layers are loaded."""
-    drift: DriftMonitor | None
-    """Monitor of the forecasts' recall; set with the speculator."""
 
     def __init__(self, config: VllmConfig, settings: Settings) -> None:
         check_config(config)
@@ -280,12 +277,11 @@ class WorkerOffload:
         cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=self.pool.count)
         engine = Engine(
             link=self.link, pool=self.pool, speculator=self.speculator,
-            policies=config.resolved_policies().make(cache), kernel=self.kernel, drift=self.drift, keep=config.cache,
+            policies=config.resolved_policies().make(cache), kernel=self.kernel, keep=config.cache,
             forecasts=config.forecasts, recall=mean_recall(self.checkpoint),
         )  # fmt: skip
         engine.flow.splits = False  # a token's experts run together
-        reports = [] if self.drift is None else [self.drift.as_dict]
-        engine.stats.reports = [*reports, engine.flow.forecasts_report]
+        engine.stats.reports = [engine.flow.forecasts_report]
         self.ending.callback(_sum_up, engine.stats)
         return engine
 
@@ -326,7 +322,7 @@ class WorkerOffload:
             return
         if wanted.collect is not None or wanted.offload.resolved_predictor() is not None:
             self.observer = ModelObserver(model_runner, self._gates)
-        self.speculator, self.drift = make_speculator(self, self.observer)
+        self.speculator = make_speculator(self, self.observer)
         if self.observer is not None:
             collector = self.observer.collect(wanted)
             if collector is not None:
@@ -400,7 +396,7 @@ class WorkerOffload:
         policy = self.settings.offload.resolved_policies().as_dict()
         registry = CollectorRegistry(auto_describe=False)
         source = MetricSource(
-            stats=self.engine.stats, link=self.link, pool=self.pool, store=store, drift=self.drift,
+            stats=self.engine.stats, link=self.link, pool=self.pool, store=store,
             info={
                 "model": self.config.model_config.model,
                 "predictor": "none" if speculator.predictor is None else speculator.predictor.name,

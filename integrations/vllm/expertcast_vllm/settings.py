@@ -38,7 +38,7 @@ SWITCHES = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 _OFFLOAD = (
     "predictor", "slots", "memory", "cache", "bandwidth", "latency", "link", "policies", "overfetch", "forecasts",
-    "ahead", "drift", "store", "store_folder",
+    "ahead", "store", "store_folder",
 )  # fmt: skip
 """Supported fields of an OffloadConfig."""
 _OWN = ("collect", "collect_tokens", "collect_window")

@@ -59,43 +59,23 @@ def do(asked: dict[str, Any]) -> Any:
         return [TraceDataset.open(folder).view.fingerprint() for folder in asked["folders"]]
     traces = TraceDataset.open(asked["traces"])
     traces.verify()
-    return _recall(traces, asked["predictor"], asked["prompts"])
+    return _recall(traces, asked["predictor"])
 
 
-def _recall(traces: Any, name: str, prompts: dict[str, int]) -> dict[int, float]:
-    """Return the recall by target layer, as the monitor of decode steps computes it.
-
-    Args:
-        traces: traces of documents that ran together from the first generated token on.
-        name: name of an untrained predictor, or a checkpoint.
-        prompts: number of prompt tokens by document hash.
-    """
+def _recall(traces: Any, name: str) -> dict[int, float]:
+    """Return the recall by target layer of an untrained predictor or of a checkpoint."""
     from expertcast.data.batch import TraceBatch
-    from expertcast.runtime.engine.drift import BLOCK, MEMORY, FadingMean
     from expertcast.runtime.forecasters import resolve_predictor
 
     view = traces.view
     predictor, _ = resolve_predictor(name, view)
     batch = TraceBatch.cat(list(traces.batches("all", 100_000)))
-    prompt_of = {document.index: prompts[document.hash] for document in traces.documents}
-    # The prompts run in the first forward pass, and the n-th generated token in pass n + 1.
-    forward_T = [
-        position - prompt_of[document] + 2
-        for document, position in zip(batch.document_T.tolist(), batch.position_T.tolist(), strict=True)
-    ]
-    full = (max(forward_T) + 1) // BLOCK
     found = {}
     for source in range(len(view) - 1):
         routed_TK = batch.state(view, source + 1).topk_ids_TK
         forecast_TK = predictor.forecast(batch.state(view, source)).topk_ids_TK
-        hit_T = (forecast_TK[:, :, None] == routed_TK[:, None]).any(dim=1).float().mean(dim=1).tolist()
-        running = FadingMean(MEMORY)
-        for block in range(full):
-            own = [
-                hit for hit, number in zip(hit_T, forward_T, strict=True) if number >= 2 and number // BLOCK == block
-            ]
-            running.add(sum(own) / len(own))
-        found[source + 1] = running.mean
+        hit_TK = (forecast_TK[:, :, None] == routed_TK[:, None]).any(dim=1)
+        found[source + 1] = float(hit_TK.float().mean())
     return found
 
 

@@ -16,7 +16,7 @@ from servers import SECONDS, serve
 from transformers import AutoTokenizer
 
 TOKENS = 96
-"""Tokens per request: three blocks of forward passes of the recall monitor."""
+"""Tokens per request."""
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +60,10 @@ def prompts() -> dict[str, int]:
     return {Conversations(tokenizer).hash(each): len(each) for each in ids}
 
 
-def recall(ran: Ran) -> dict[int, float]:
-    """Return the recall of a run's forecasts by target layer."""
-    (counted,) = ran.workers
-    return {int(layer): value for layer, value in counted["forecast_recall"]["per_layer"].items()}
-
-
 def test_forecasts_load_experts_and_change_no_token(resident: Ran, collected: Ran) -> None:
     assert collected.tokens == resident.tokens
     (counted,) = collected.workers
     assert counted["prefetched_used"] > 0.5 * counted["prefetched"] > 0
-    assert len(recall(collected)) == 11
 
 
 def test_documents_are_the_requests(collected: Ran, folder: Path) -> None:
@@ -81,20 +74,12 @@ def test_documents_are_the_requests(collected: Ran, folder: Path) -> None:
     assert lengths == dict(zip(prompts(), expected, strict=True))
 
 
-def test_running_recall_is_what_an_evaluation_of_the_traces_finds(collected: Ran, folder: Path) -> None:
-    found = elsewhere(traces=str(folder / "traces"), predictor="router_input", prompts=prompts())
-    # vLLM rounds norms in another order: a few experts in a thousand differ
-    assert recall(collected) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
-
-
 def test_a_predictor_trained_from_the_traffic_forecasts_it(resident: Ran, checkpoint: Path, folder: Path) -> None:
     ran = run({"slots": 96, "predictor": str(checkpoint), "forecasts": "always"}, tokens=TOKENS)
     assert ran.tokens == resident.tokens
     (counted,) = ran.workers
     assert counted["prefetched_used"] > 0
-    assert counted["drift"] is not None
-    found = elsewhere(traces=str(folder / "traces"), predictor=str(checkpoint), prompts=prompts())
-    assert recall(ran) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
+    found = elsewhere(traces=str(folder / "traces"), predictor=str(checkpoint))
     assert min(found.values()) > 0.3, "chance is 0.0625"
 
 
@@ -110,11 +95,9 @@ def test_with_default_vectors_from_elsewhere_what_reads_residuals_does_too(
     assert ran.tokens == resident.tokens
     (counted,) = ran.workers
     assert counted["prefetched_used"] > 0
-    assert counted["drift"] is not None
     traces = str(folder / "traces")
-    found = elsewhere(traces=traces, predictor=str(made), prompts=prompts())
-    assert recall(ran) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
-    plain = elsewhere(traces=traces, predictor=str(checkpoint), prompts=prompts())
+    found = elsewhere(traces=traces, predictor=str(made))
+    plain = elsewhere(traces=traces, predictor=str(checkpoint))
     assert sum(found.values()) > sum(plain.values())
 
 
@@ -122,8 +105,8 @@ def test_the_previous_token_of_each_request_is_known(collected: Ran, folder: Pat
     train(folder / "traces", "previous_token", folder / "previous")
     ran = run({"slots": 96, "predictor": str(folder / "previous"), "forecasts": "always"}, tokens=TOKENS)
     assert ran.tokens == collected.tokens
-    found = elsewhere(traces=str(folder / "traces"), predictor=str(folder / "previous"), prompts=prompts())
-    assert recall(ran) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
+    (counted,) = ran.workers
+    assert counted["prefetched_used"] > 0
 
 
 def test_a_checkpoint_of_another_model_is_refused_once_weights_are_read(checkpoint: Path, folder: Path) -> None:

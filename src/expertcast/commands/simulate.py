@@ -63,8 +63,6 @@ class Chosen(NamedTuple):
 
     policies: Policies
     predictor: str | None
-    published: tuple[float, float, str] | None = None
-    """Capacity, bandwidth and precision of a preset with --published."""
 
 
 _Named = Annotated[tuple[str, ...], Option(metavar="P")]
@@ -89,11 +87,8 @@ class PolicyOptions:
     """Competition for slots: global (all experts), or layer (equal shares per layer)."""
     preset: _Named = ()
     """Policies of published systems, by name."""
-    swap: Annotated[str | None, Option(choices=("eviction", "prefetch"))] = None
+    swap: Annotated[str | None, Option(choices=("eviction",))] = None
     """Run presets also with only this kind of policy swapped: for those given, or for all that need no future."""
-    published: bool = False
-    """Run presets at their published capacity, bandwidth and precision; --slots, --capacity and --bandwidth replace
-    them. Quality is measured only in the model's own precision."""
 
     def chosen(self, predictors: tuple[str, ...], otherwise: Sequence[str]) -> Iterator[Chosen]:
         """Yield presets, then every combination of policies and predictors.
@@ -103,23 +98,21 @@ class PolicyOptions:
             otherwise: eviction policies without --policy and --preset.
 
         Raises:
-            ExpertcastError: an unknown preset, policy or option; a preset that was published without settings.
+            ExpertcastError: an unknown preset, policy or option.
         """
         from expertcast.runtime.policies import Policies
-        from expertcast.runtime.policies.settings import preset, published
+        from expertcast.runtime.policies.settings import preset
 
-        if self.published and not self.preset:
-            raise ExpertcastError("--published needs a preset: give --preset too")
         if self.swap is not None and not self.preset:
             raise ExpertcastError("--swap needs a preset: give --preset too")
         own = {kind: tuple(map(own_policy, getattr(self, "policy" if kind == "eviction" else kind))) for kind in _KINDS}
         for name in self.preset:
-            made, settings = preset(name), published(name) if self.published else None
-            yield Chosen(made.policies, made.predictor, settings)
-            for policy in () if self.swap is None else own[self.swap] or _swapped(self.swap):
-                changed = replace(made.policies, **{self.swap: policy})  # type: ignore[arg-type]
+            made = preset(name)
+            yield Chosen(made.policies, made.predictor)
+            for policy in () if self.swap is None else own["eviction"] or swept_evictions():
+                changed = replace(made.policies, eviction=policy)
                 if changed != made.policies:
-                    yield Chosen(changed, made.predictor, settings)
+                    yield Chosen(changed, made.predictor)
         if self.preset and (self.swap or not self.policy):
             return
         kinds = {
@@ -132,12 +125,6 @@ class PolicyOptions:
         }
         for *words, predictor in itertools.product(*kinds.values(), predictors or (None,)):
             yield Chosen(Policies(**{kind: str(word) for kind, word in zip(kinds, words, strict=True)}), predictor)
-
-
-def _swapped(kind: str) -> list[str]:
-    from expertcast.runtime.policies import PREFETCH
-
-    return swept_evictions() if kind == "eviction" else PREFETCH.names()
 
 
 def swept_evictions() -> list[str]:
@@ -161,16 +148,12 @@ class MachineOptions:
     layer_time: Annotated[tuple[float, ...], Option(metavar="S", read=positive_number)] = ()
     """Seconds of computing of every layer, or of each layer in order."""
 
-    def machines(
-        self, view: MoEView, policies: Sequence[Policies], *, bandwidth: float | None = None, base: str | None = None
-    ) -> list[Machine]:
+    def machines(self, view: MoEView, policies: Sequence[Policies]) -> list[Machine]:
         """Return a machine for each bandwidth.
 
         Args:
             view: the model's layers.
             policies: all simulated policies; they name the precisions of copies.
-            bandwidth: default of --bandwidth.
-            base: precision of the stored experts, by default the model's own; copies are never larger.
 
         Raises:
             ExpertcastError: copies in a precision that does not shrink these experts.
@@ -181,20 +164,18 @@ class MachineOptions:
         from expertcast.runtime.storage.layout import FULL, BlockLayout
         from expertcast.runtime.storage.packed import PackedLayout
 
-        base = base or FULL
         shape, layout = view.shape, BlockLayout.of(view)
         slots = shape.layers * shape.experts
         cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
         lower = {name for each in policies for name in each.make(cache).miss.precisions}
-        whole = layout.block_bytes if base == FULL else PackedLayout.of(layout, base).block_bytes
-        block_bytes = {FULL: whole}
-        block_bytes |= {name: min(whole, PackedLayout.of(layout, name).block_bytes) for name in sorted(lower)}
-        bandwidths = self.bandwidth or (BANDWIDTHS["pcie4"] if bandwidth is None else bandwidth,)
-        copies_s = shape.top_k * (self.latency + whole / bandwidths[0])
+        block_bytes = {FULL: layout.block_bytes}
+        block_bytes |= {name: PackedLayout.of(layout, name).block_bytes for name in sorted(lower)}
+        bandwidths = self.bandwidth or (BANDWIDTHS["pcie4"],)
+        copies_s = shape.top_k * (self.latency + layout.block_bytes / bandwidths[0])
         times = constant_times(shape.layers, self.layer_time or copies_s / COPY_OVER_COMPUTE)
         return [
             Machine(
-                times=times, block_bytes=block_bytes, bandwidth=speed, latency=self.latency, base=base,
+                times=times, block_bytes=block_bytes, bandwidth=speed, latency=self.latency,
                 write_back=self.write_back,
             )
             for speed in bandwidths
@@ -212,28 +193,22 @@ def cases_of(
         view: the model's layers.
         options: link and computing.
         slots: numbers of slots; empty: by `shares`.
-        shares: slots as shares of all experts; empty: those of a published preset, or `CAPACITY`.
+        shares: slots as shares of all experts; empty: `CAPACITY`.
         names: names of predictors by their words on the command line.
     """
     from expertcast.runtime.simulation.machine import Case
     from expertcast.runtime.simulation.sweep import slots_of
 
     shape, policies = view.shape, [each.policies for each in chosen]
-    plain = list(slots) or [slots_of(share, shape) for share in shares or (CAPACITY,)]
+    counts = list(slots) or [slots_of(share, shape) for share in shares or (CAPACITY,)]
     machines = options.machines(view, policies)
-    cases: list[tuple[int, int, int, Case]] = []
-    for number, each in enumerate(chosen):
-        own_slots, own_machines = plain, machines
-        if each.published is not None:
-            capacity, bandwidth, base = each.published
-            own_slots = plain if slots or shares else [slots_of(capacity, shape)]
-            own_machines = options.machines(view, policies, bandwidth=bandwidth, base=base)
-        predictor = None if each.predictor is None else names[each.predictor]
-        cases += [
-            (i, j, number, Case(policies=each.policies, slots=count, machine=machine, predictor=predictor))
-            for (i, count), (j, machine) in itertools.product(enumerate(own_slots), enumerate(own_machines))
-        ]
-    return [case for *_, case in sorted(cases, key=lambda entry: entry[:3])]
+    return [
+        Case(
+            policies=each.policies, slots=count, machine=machine,
+            predictor=None if each.predictor is None else names[each.predictor],
+        )
+        for count, machine, each in itertools.product(counts, machines, chosen)
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

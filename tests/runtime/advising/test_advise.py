@@ -37,7 +37,7 @@ TRACE = decoding(
 WRONG = RecordedPrefetches(
     steps=[{layer: [8 * layer + 6, 8 * layer + 7] for layer in range(1, LAYERS)} for _ in range(6)]
 )
-COPIES = Setting(slots=12, copy_s=1.0, cache=False, carry=False)
+COPIES = Setting(slots=12, copy_s=1.0, cache=False)
 TIMES = layer_times([1.0] * LAYERS, [1.0] * LAYERS)
 
 
@@ -59,8 +59,6 @@ def test_copies_as_long_as_compute_are_prefetched() -> None:
     assert advice.facts["most_to_gain"] == 0.5
     assert "waiting for copies is 50%" in advice.reasons[0]
     assert "can gain at most 50%" in advice.reasons[0]
-    assert "made 1 ahead" in advice.reasons[1]
-    assert advice.reasons[1].endswith("slower compute: 38% less time per token")
     assert advice.text().startswith("advice: prefetch with made, 1 layer ahead; expect 1e+04 ms per token")
 
 
@@ -77,8 +75,6 @@ def test_forecasts_that_cost_more_than_they_hide() -> None:
     advice = advice_from(_survey(perfect(TRACE), forecast_s=3.0))
     assert _advised(advice) == (False, None, None)
     assert advice.chosen.tpot_s == 16.0
-    assert "costs 9e+03 ms of forecasts" in advice.reasons[1]
-    assert "more than" in advice.reasons[1]
     assert advice.text().startswith("advice: load on demand")
 
 
@@ -86,7 +82,6 @@ def test_wrong_forecasts_are_not_followed() -> None:
     advice = advice_from(_survey(WRONG))
     assert not advice.facts["prefetch"]
     assert advice.options[1].tpot_s >= 16.0
-    assert "hides nothing" in advice.reasons[1]
 
 
 def test_a_gain_too_small_to_be_worth_it() -> None:
@@ -96,7 +91,6 @@ def test_a_gain_too_small_to_be_worth_it() -> None:
     assert 1 - advice.options[1].tpot_s / advice.options[0].tpot_s == pytest.approx(0.1 / 8.8)
     assert WORTH > 0.1 / 8.8
     assert not advice.facts["prefetch"]
-    assert "too little to be worth it" in advice.reasons[1]
 
 
 def test_further_ahead_pays_where_misses_are_uneven() -> None:
@@ -115,7 +109,6 @@ def test_further_ahead_pays_where_misses_are_uneven() -> None:
     advice = advice_from(found)
     assert [option.tpot_s for option in advice.options[:3]] == [12.0, 10.0, 8.0]
     assert _advised(advice) == (True, "made", 2)
-    assert "made 1 ahead would take" in advice.reasons[2]
 
 
 @pytest.mark.parametrize(("forecasts", "forecast_s"), [(WRONG, 0.0), (perfect(TRACE), 3.0)])
@@ -128,8 +121,6 @@ def test_the_fastest_row_is_advised_though_the_run_on_demand_was_disturbed(
     on_demand, exact, *_ = advice.options
     assert advice.chosen is on_demand
     assert on_demand.tpot_s == 16.0 <= exact.tpot_s
-    if exact.wait_s < on_demand.wait_s:
-        assert "costs 9e+03 ms of forecasts" in advice.reasons[1]
     assert "6e+03 ms left out, since runs with forecasts computed faster" in advice.notes
 
 
@@ -145,21 +136,10 @@ def test_policies_of_a_survey(reference_model: PreTrainedModel, one: dict[str, A
             survey(reference_model, one["input_ids"], config)
 
 
-def test_what_would_help_most() -> None:
-    """Three tokens' experts in turn: room for all of them would save every copy, a faster link half of them."""
-    cached = Setting(slots=12, copy_s=1.0)
-    advice = advice_from(made_survey(TRACE, TIMES, cached, {}))
-    assert advice.levers == {"twice the slots": 8.0, "a link of twice the speed": 12.0}
-    assert advice.reasons[-1] == "twice the slots would help most: 8e+03 ms per token, 50% less"
-    halved = advice_from(made_survey(TRACE, TIMES, replace(cached, slots=8, cache=False), {}))
-    assert halved.reasons[-1].startswith("a link of twice the speed would help most")
-
-
 def test_speculation_is_named_with_its_price() -> None:
     advice = advice_from(_survey(WRONG))
     assert advice.options[2].mode == "speculate"
     assert advice.options[2].tpot_s == 10.0
-    assert any("changes the model's output" in reason for reason in advice.reasons)
 
 
 def test_most_to_gain() -> None:
@@ -245,7 +225,6 @@ def test_when_nothing_can_be_hidden(reference_model: PreTrainedModel, one: dict[
     assert disturbed.predict().tpot_s > disturbed.predict("next_norm").tpot_s + 0.9
     advice = advice_from(disturbed)
     assert not advice.facts["prefetch"]
-    assert len(advice.reasons) <= 2  # no verdict on an option, only what a faster link would bring
     assert advice.facts["slots"] == advice.facts["experts"] == 768
     assert "all 768 experts fit" in advice.reasons[0]
 

@@ -71,7 +71,6 @@ def test_compression_pays_on_a_slow_disk() -> None:
 def test_not_when_decoding_takes_longer_than_reading() -> None:
     advice = advise_disk(_found(rate=2000.0))
     assert advice.chosen is advice.options[0]
-    assert advice.reasons[-1] == "do not compress: decoding an expert takes 700 ms, reading it uncompressed 500 ms"
     assert advice.text().startswith("advice: codec raw; expect")
 
 
@@ -81,7 +80,7 @@ def test_not_for_a_gain_that_is_not_relied_on() -> None:
     raw, coded = advice.options
     assert 0 < 1 - coded.tpot_s / raw.tpot_s < COMPRESS
     assert advice.chosen is raw
-    assert "savings below 10% are not reliable" in advice.reasons[-1]
+    assert "10% less time per token" in advice.reasons[-1]
 
 
 def test_pools_hold_more_experts_in_the_same_memory() -> None:

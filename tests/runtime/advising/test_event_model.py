@@ -46,7 +46,7 @@ def test_perfect_prefetch_is_the_sum_of_the_larger(copy_s: float, forecast_s: fl
     before, experts = [1.0, 0.25, 2.0, 0.5], [0.5, 1.0, 0.125, 3.0]
     trace = _trace(1)
     times = layer_times(before, experts, forecast=forecast_s, tail=0.75)
-    got = replay(trace, times, Setting(slots=12, copy_s=copy_s, cache=False, carry=False), perfect(trace))
+    got = replay(trace, times, Setting(slots=12, copy_s=copy_s, cache=False), perfect(trace))
     copies = TOP_K * copy_s
     total = before[0] + max(copies, forecast_s) + experts[-1] + 0.75
     for layer in range(LAYERS - 1):
@@ -57,20 +57,6 @@ def test_perfect_prefetch_is_the_sum_of_the_larger(copy_s: float, forecast_s: fl
         total += max(experts[layer] + before[layer + 1] + cost, copies)
     assert got.steps_s == pytest.approx([total] * STEPS)
     assert got.copies == LAYERS * TOP_K
-
-
-@pytest.mark.parametrize("copy_s", [0.01, 0.5, 1.0, 4.0])
-def test_carried_over_from_token_to_token(copy_s: float) -> None:
-    """Where each token needs what the last one needed, the first layer's copies are prefetched like all others."""
-    before, experts = [1.0, 0.25, 2.0, 0.5], [0.5, 1.0, 0.125, 3.0]
-    routing = _trace(1).forwards[0].keys
-    trace = decoding(routing, [routing] * STEPS, experts=EXPERTS, top_k=TOP_K)
-    times = layer_times(before, experts, tail=0.75)
-    got = replay(trace, times, Setting(slots=12, copy_s=copy_s, cache=False), perfect(trace))
-    after = [*before[1:], 0.75 + before[0]]
-    total = sum(max(own + following, TOP_K * copy_s) for own, following in zip(experts, after, strict=True))
-    assert got.steps_s[2:] == pytest.approx([total] * (STEPS - 2))
-    assert got.hit_rate == 1.0
 
 
 def test_everything_fits() -> None:
@@ -85,7 +71,7 @@ def test_everything_fits() -> None:
 def test_link_in_the_models_own_thread_hides_nothing() -> None:
     trace = _trace(3)
     times = layer_times([1.0] * LAYERS, [2.0] * LAYERS)
-    setting = Setting(slots=12, copy_s=0.5, cache=False, blocking=True, carry=False)
+    setting = Setting(slots=12, copy_s=0.5, cache=False, blocking=True)
     own = LAYERS * (3.0 + TOP_K * 0.5)
     assert replay(trace, times, setting).steps_s == pytest.approx([own] * STEPS)
     assert replay(trace, times, setting, perfect(trace)).steps_s == pytest.approx([own] * STEPS)
@@ -95,7 +81,7 @@ def test_speculative_routing_is_what_was_forecast() -> None:
     trace, other = _trace(4), _trace(5)
     forecasts = perfect(other)
     times = layer_times([1.0] * LAYERS, [2.0] * LAYERS)
-    setting = Setting(slots=12, copy_s=1.0, cache=False, carry=False)
+    setting = Setting(slots=12, copy_s=1.0, cache=False)
     got = replay(executed(trace, forecasts, range(LAYERS)), times, setting, forecasts)
     assert got.hit_rate == (LAYERS - 1) / LAYERS
     assert got.copies == LAYERS * TOP_K

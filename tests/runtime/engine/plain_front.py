@@ -22,7 +22,6 @@ from expertcast.data.packed_experts import combine
 from expertcast.predictors import ModelShape, MoEView, PredictorConfig
 from expertcast.predictors.baselines import RouterInput
 from expertcast.runtime.config import OffloadConfig, make_link, make_store
-from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.policies import CacheShape
@@ -132,11 +131,10 @@ class Front:
         self.link = link
         link.attach(self.store, self.pool)
         predictor = RouterInput(PredictorConfig(), SHAPE).bind(model.view) if config.predictor else None
-        self.drift = DriftMonitor(SHAPE.layers, SHAPE.top_k, None, "router_input")
         shape = CacheShape(layers=SHAPE.layers, experts=SHAPE.experts, top_k=SHAPE.top_k, slots=slots)
         self.engine = Engine(
             link=link, pool=self.pool, speculator=Speculator(model.view, predictor),
-            policies=config.resolved_policies().make(shape), kernel=PairKernel(), drift=self.drift,
+            policies=config.resolved_policies().make(shape), kernel=PairKernel(),
         )  # fmt: skip
         for layer in model.view:
             self.engine.attach(layer)

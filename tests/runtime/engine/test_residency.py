@@ -373,18 +373,6 @@ def test_what_is_not_needed_after_all_is_taken_back() -> None:
     assert residency.stats.total.bytes_moved == 3 * residency.pool.layout.block_bytes
 
 
-def test_what_would_be_given_up() -> None:
-    residency, _ = _residency(2)
-    _run(residency, 0, [0])
-    assert residency.victim(1) is None, "a slot is free"
-    _run(residency, 0, [1])
-    assert residency.victim(1) == 0
-    residency.prefetch([0])
-    assert residency.victim(1) == 1
-    residency.prefetch([1])
-    assert residency.victim(1) is None
-
-
 def test_slots_are_freed_up_in_the_policys_order() -> None:
     """Six slots: 0.0 is to stay, 0.1 is forecast, 1.0 runs, 2.0 is on its way; 0.2 and 0.3 can go."""
     residency, _ = _residency(6)

@@ -35,9 +35,9 @@ from expertcast.runtime.policies import (
     TopK,
 )
 from expertcast.runtime.policies.miss import Lookup, MissDecision
-from expertcast.runtime.policies.prefetch import Candidates, LinkState, TopKConfig
+from expertcast.runtime.policies.prefetch import Candidates, TopKConfig
 from expertcast.runtime.policies.routing import RouterOutput
-from expertcast.runtime.policies.settings import preset, published
+from expertcast.runtime.policies.settings import preset
 from expertcast.runtime.quality import measure_policies
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
@@ -55,7 +55,6 @@ BAD = {
     "pre": "gap:tau=2 gap:r_max=-1 gap:rmax=1",
     "prefetch": """
         percentile:percentile=100 percentile:percentile=0 percentile:over=layer percentile:share=2
-        value:eviction=never value:least=0
         top_k:overfetch=0.5 top_k:overfetch=1e6 top_k:overfetch=nan""",
     "miss": """
         fetch_lowest:levels=int3 fetch_lowest:levels= fetch_priority:levels=int4/int8 fetch_priority:levels=int4/int4
@@ -97,7 +96,7 @@ class Stubborn(LRU):
 class Beyond(TopK):
     name = "beyond"
 
-    def experts(self, candidates: Candidates, link: LinkState | None) -> list[int]:
+    def experts(self, candidates: Candidates) -> list[int]:
         return [8]
 
 
@@ -169,18 +168,6 @@ def test_bad_policies(arguments: dict[str, Any], message: str) -> None:
 # Presets: published systems with the settings of their published runs
 
 SPECMD = [f"specmd_{number}" for number in range(1, 6)]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_what_specmd_was_measured_with(name: str) -> None:
-    """Table 1: 5% cache capacity, 4-bit quantisation, 5 GB/s; the other papers give no such numbers."""
-    made = preset(name)
-    if name in SPECMD:
-        assert published(name) == (made.capacity, made.bandwidth, made.base_precision) == (0.05, 5e9, "int4")
-        return
-    assert (made.capacity, made.bandwidth, made.base_precision) == (None, None, None)
-    with pytest.raises(ExpertcastError, match=f"{name}.*: choose from {', '.join(SPECMD)}"):
-        published(name)
 
 
 def test_specmds_table() -> None:

@@ -102,11 +102,6 @@ PREFETCHES: dict[str, tuple[Counts, int]] = {
     "percentile:percentile=60": ((5, 1, 0, 2, 0, 32), 3),
 }
 
-# The first step alone, by calibrated probabilities of use: halfway between the first and the second logit lies
-# sqrt(.6 x .3) = .424, so that 1 has the odds .6 / .424, p = .586; 2 has .414, 3 .159, 0 .045.
-# value knows nothing yet of the time between layers, and takes one copy's: behind the first copy none begins in time.
-FIRST: dict[str, int] = {"value": 1}
-
 
 @pytest.mark.parametrize(("miss", "counts"), MISSES.items())
 def test_misses(miss: str, counts: Counts) -> None:
@@ -131,12 +126,6 @@ def test_prefetches(prefetch: str, expected: tuple[Counts, int]) -> None:
     assert _counts(trace, Policies(eviction="lru", prefetch=prefetch), slots=4) == counts
     total = simulate(trace, Policies(eviction="lru", prefetch=prefetch), 4, _machine(2), predictor="made").decode.total
     assert total.prefetched == prefetched
-
-
-@pytest.mark.parametrize(("prefetch", "prefetched"), FIRST.items())
-def test_first_prefetches(prefetch: str, prefetched: int) -> None:
-    trace = _two_layers([0, 0], [0, 1], PLANNED[:2])
-    assert _counts(trace, Policies(eviction="lru", prefetch=prefetch), slots=8) == (2, 0, 0, 0, 0, 8 * prefetched)
 
 
 @pytest.mark.parametrize(("pre_eviction", "counts"), {"none": (2, 2, 0, 1, 0, 16), "gap": (1, 3, 1, 2, 0, 24)}.items())
@@ -182,7 +171,7 @@ def test_copies_that_are_no_smaller_are_full_ones(eviction: str) -> None:
 
 
 def test_every_policy_is_here() -> None:
-    cases = {MISS: MISSES, ROUTING: ROUTINGS, PREFETCH: {**PREFETCHES, **FIRST}, PRE_EVICTION: ("none", "gap")}
+    cases = {MISS: MISSES, ROUTING: ROUTINGS, PREFETCH: PREFETCHES, PRE_EVICTION: ("none", "gap")}
     for registry, named in cases.items():
         assert {text.split(":")[0] for text in named} == set(registry.names())
 

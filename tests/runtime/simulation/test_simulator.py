@@ -115,19 +115,6 @@ def test_prefetch_by_hand() -> None:
     assert simulate(trace, Policies(prefetch="none"), 6, made.machine(2), predictor="made").steps_s == [10.0, 7.0, 7.0]
 
 
-def test_value_waits_with_the_layer_at_work() -> None:
-    """t1 hits everything, and 2 s lie between its layers' routings. t2: layer 0 misses key 1, 1 to 4 s, so that layer 1
-    is not routed at 3 s but at 6: key 4 (p = .99), from 4 to 7, saves 2 of its 3 s. t3 hits layer 0 at 1 s and would
-    not have key 5 before 4: the layer is routed at 3 s, and 1 of 3 s still counts for more than nothing."""
-    trace = made.trace(
-        [[[0], [0]], [[0], [0]], [[1], [1]], [[0], [2]]], experts=3, hints={1: [[0], [0], [1], [2]]}
-    )  # fmt: skip
-    assert simulate(trace, Policies(prefetch="none"), 6, made.machine(2), predictor="made").steps_s == [4.0, 10.0, 7.0]
-    done = simulate(trace, Policies(prefetch="value"), 6, made.machine(2), predictor="made")
-    assert done.steps_s == [4.0, 8.0, 5.0]
-    assert done.decode.total.prefetched_used == 2
-
-
 def test_zero_infinity_brings_whole_layers() -> None:
     """K = 1, two layers of 4 experts, room and time for all: layer 1 has one expert from the prefill, the other three
     come while layer 0 of t1 runs, and nothing needs them."""
@@ -305,9 +292,7 @@ def test_it_counts_what_the_simulator_counts(ratio: float, seed: int) -> None:
     trace = made.trace(needed, experts=EXPERTS, hints=hints)
     layer_s, copy_s = 1.0, ratio / TOP_K
     machine = Machine(times=constant_times(LAYERS, layer_s), block_bytes={"full": 1}, bandwidth=1 / copy_s)
-    case = Case(
-        policies=Policies(), slots=LAYERS * EXPERTS, machine=machine, predictor="made", cache=False, carry=False
-    )
+    case = Case(policies=Policies(), slots=LAYERS * EXPERTS, machine=machine, predictor="made", cache=False)
     counted = simulate_case(trace, case).decode.total
     assert counted.requests == LAYERS * (TOKENS - 1) * TOP_K
     expected = closed_form(needed, hints, copies_in_time(layer_s, copy_s), first=1)

@@ -97,19 +97,17 @@ def test_quality_is_asked_for_lossy_policies(tmp_path: Path) -> None:
     assert {row["perplexity"] for row in plain} == {None}
 
 
-def test_quality_is_that_of_the_models_own_precision() -> None:
-    """The same policies with experts in int4 have another quality, which is unknown."""
+def test_quality_is_measured_for_lossy_policies_and_once_for_all_others() -> None:
     lossy = Case(policies=Policies(miss="drop"), slots=4, machine=made.machine(3))
     exact = replace(lossy, policies=Policies())
-    packed = [replace(case, machine=replace(case.machine, base="int4")) for case in (lossy, exact)]
 
     def quality(wanted: Mapping[str, Case]) -> dict[str, dict[str, float]]:
         assert list(wanted.values()) == [lossy]
         return {EXACT: {"perplexity": 5.0}, **{key: {"perplexity": 6.0} for key in wanted}}
 
     work = made.random_trace(3)
-    found = sweep(work, [lossy, exact, *packed], processes=1, quality=quality)["results"]
-    assert [row["perplexity"] for row in found] == [6.0, 5.0, None, None]
+    found = sweep(work, [lossy, exact], processes=1, quality=quality)["results"]
+    assert [row["perplexity"] for row in found] == [6.0, 5.0]
 
 
 def test_figures_are_written(tmp_path: Path) -> None:
