@@ -1,4 +1,4 @@
-"""Model card of a predictor checkpoint: hub metadata, usage, recall, costs and provenance."""
+"""Model card of a predictor checkpoint: hub metadata, usage, recall and provenance."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from expertcast.checkpoints.hub import HubName
-from expertcast.checkpoints.results import (
-    RECALL,
-    ladder_table,
-    layer_table,
-    ledger_table,
-    link_table,
-    markdown_table,
-    timely_metrics,
-)
+from expertcast.checkpoints.results import RECALL, layer_table, timely_metrics
 from expertcast.predictors.messages import Json
 
 # Parts of the card; tables without rows are left out
@@ -39,42 +31,6 @@ def recall_part(name: str, metrics: Json) -> str:
         return ""
     table = layer_table({**metrics, RECALL: scores}, names=[name, *(other for other in scores if other != name)])
     return replace(table, headings=["layer", *table.headings[1:]]).markdown(turned=True)
-
-
-def training_rows(config: Json, metrics: Json) -> list[list[str]]:
-    training, data = config.get("training", {}), metrics.get("data", {})
-    values = {
-        "command": f"`{config['command']}`",
-        "training tokens": training.get("tokens"),
-        "seconds": training.get("seconds") and f"{training['seconds']:.1f}",
-        "seed": training.get("seed"),
-        "processes": training.get("ranks"),
-        "text": data.get("command") and f"`{data['command']}`",
-        "SHA-256 of the token ids": data.get("text") and f"`{data['text']}`",
-        "documents": data.get("documents"),
-        "tokens in train, validation, test": data.get("splits") and ", ".join(map(str, data["splits"].values())),
-        "traces": metrics.get("traces") and f"`{metrics['traces']}`",
-        "default vectors from": _elsewhere(training.get("default_vectors_from")),
-        "expertcast, git revision": ", ".join(filter(None, (config["expertcast_version"], config["git_revision"]))),
-        "versions": ", ".join(f"{name} {version}" for name, version in config["versions"].items()),
-    }
-    return [["trained", ""], *([key, str(value)] for key, value in values.items() if value is not None)]
-
-
-def _elsewhere(note: object) -> str | None:
-    """Describe the source of default vectors that do not come from the traces."""
-    return f"`{note.get('given')}`, digest `{note.get('digest')}`" if isinstance(note, dict) else None
-
-
-def model_rows(config: Json) -> list[list[str]]:
-    shape = config["shape"]
-    return [
-        ["model", ""],
-        ["name", f"`{config['model_id']}`"],
-        ["MoE layers, experts, experts per token, hidden size", ", ".join(str(shape[key]) for key in "LEKD")],
-        ["inputs", str(config["tap_point"])],
-        ["fingerprint of routers and norms", f"`{config['fingerprint']}`"],
-    ]
 
 
 BYTES = "timely_bytes"
@@ -108,25 +64,13 @@ with expertcast.offload(model, predictor="{{ where }}") as offloaded:
 
 {{ recall }}
 
-{% endif %}{% if others %}{{ others }}
+{% endif %}## Training
 
-{% endif %}{% if ladder %}## Rungs
-
-The runtime uses the rung that saves the most time.
-
-{{ ladder }}
-
-{% endif %}## Training and costs
-
-{{ training }}
+Other metrics and costs: `metrics.json`.
 
 ```json
 {{ config }}
 ```
-
-{% if costs %}{{ costs }}
-
-{% endif %}{{ made_for }}
 """
 """Jinja2 template."""
 
@@ -143,6 +87,7 @@ def model_card(config: Json, metrics: Json, where: str, license: str | None = No
     """
     name, model_id = str(config["predictor"]), str(config["model_id"])
     distances = ", ".join(map(str, config["predictor_config"].get("ahead", [1])))
+    shown = {key: value for key, value in config.items() if key not in ("calibration", "member_calibration", "files")}
     card: str = ModelCard.from_template(
         _metadata(config, metrics, where, license),
         template_str=TEMPLATE,
@@ -153,12 +98,7 @@ def model_card(config: Json, metrics: Json, where: str, license: str | None = No
         where=where,
         scored=scored(metrics),
         recall=recall_part(name, metrics),
-        others=link_table(metrics).markdown(turned=True),
-        ladder=ladder_table(config).markdown(),
-        training=markdown_table(training_rows(config, metrics)),
-        config=json.dumps(config["predictor_config"], indent=2),
-        costs=ledger_table(metrics.get("ledger", {})).markdown(turned=True),
-        made_for=markdown_table(model_rows(config)),
+        config=json.dumps({**shown, "data": metrics.get("data", {})}, indent=2),
     ).content
     return card.rstrip() + "\n"
 

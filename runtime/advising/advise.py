@@ -168,7 +168,6 @@ class Survey:
         ahead: int = 1,
         *,
         executed_layers: Iterable[int] = (),
-        case: Case | None = None,
     ) -> Simulation:
         """Simulate a run by the event model.
 
@@ -176,12 +175,11 @@ class Survey:
             predictor: label of the predictor; None: load on demand.
             ahead: layers between its forecasts and their targets.
             executed_layers: layers that execute their forecast (all layers for `speculate`).
-            case: settings of the runtime; None: those of the survey.
 
         Raises:
             ExpertcastError: the survey did not run the predictor at this distance.
         """
-        case = case or self.case
+        case = self.case
         if predictor is None:
             return replay(self.trace, case)
         found = self.forecasting_of(predictor, ahead)

@@ -61,11 +61,10 @@ def test_the_card_says_what_metrics_and_config_do(hub: FakeHub, work: Path) -> N
     scores = [metrics["recall_at_k"]["linear"], *metrics["baselines"].values()]
     for place, layer in enumerate(metrics["targets"]):
         assert rows[3 + place] == [str(layer), *(f"{each['per_layer'][place]:.3f}" for each in scores), "0.062"]
-    facts = {row[0]: row[1] for row in rows if len(row) == 2}
-    assert facts["command"] == "`expertcast train traces --predictor linear --out linear`"
-    assert "collect reference --data few.parquet" in facts["text"]
-    assert traces["settings"]["text"] in facts["SHA-256 of the token ids"]
-    assert facts["bytes"].replace(",", "") == str(metrics["ledger"]["linear"]["bytes"])
+    facts = json.loads(text[text.index("```json") :].removeprefix("```json").partition("```")[0])
+    assert facts["command"] == "expertcast train traces --predictor linear --out linear"
+    assert "collect reference --data few.parquet" in facts["data"]["command"]
+    assert traces["settings"]["text"] == facts["data"]["text"]
 
 
 def test_nothing_that_is_pushed_names_a_folder_of_this_machine(hub: FakeHub, worker: Worker, work: Path) -> None:
@@ -82,8 +81,8 @@ def test_nothing_that_is_pushed_names_a_folder_of_this_machine(hub: FakeHub, wor
         tree = hub.tree(kind, name)
         assert [path for path, content in tree.items() if str(work).encode() in content] == []
     card = tree["README.md"].decode()
-    assert "`expertcast train local --predictor linear --out local-ckpt --default-vectors=traces`" in card
-    assert "`expertcast collect mine --data few.parquet --tokens 700 --out=local`" in card
+    assert "expertcast train local --predictor linear --out local-ckpt --default-vectors=traces" in card
+    assert "expertcast collect mine --data few.parquet --tokens 700 --out=local" in card
     assert ModelCard(card).data.base_model is None
 
 
