@@ -9,7 +9,10 @@ from types import ModuleType
 
 from expertcast.predictors import ExpertcastError
 
-NAMES = ("disk", "fidelity", "forecasts", "life_size", "loading", "overhead", "packed", "policies", "serving", "timed")
+NAMES = (
+    "disk", "fidelity", "forecasts", "life_size", "loading", "overhead", "packed", "policies", "predictors", "serving",
+    "timed",
+)  # fmt: skip
 
 
 def _module(name: str) -> ModuleType:

@@ -80,10 +80,10 @@ def load_skeleton(folder: Path, model_id: str, device: torch.device | str = "cpu
         view = replace(find_moe_layers(meta_model(str(folder))), model_id=model_id)
     except ExpertcastError as error:
         raise ExpertcastError(f"{folder} is not a valid router skeleton: {error}; {REMEDY}") from error
-    read, _ = read_tensors(folder / WEIGHTS, _tensors(view), REMEDY)
-    tensors = {name: tensor.to(device) for name, tensor in read.items()}
+    tensors, _ = read_tensors(folder / WEIGHTS, _tensors(view), REMEDY)
     for name, module in _modules(view):
-        module.load_state_dict({key: tensors[f"{name}.{key}"] for key in module.state_dict()}, assign=True)
+        own = {key: tensors[f"{name}.{key}"].to(device) for key in module.state_dict()}
+        module.load_state_dict(own, assign=True)
         module.requires_grad_(False)
         module.eval()
     for name, given in _given(view):

@@ -78,7 +78,7 @@ def _apply(x_PTF: Tensor, map_GFE: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class EstimatorConfig(LinearConfig):
-    """Size, inputs and training of an estimator; its linear part trains as `linear` does by default."""
+    """Size, inputs and training of an estimator."""
 
     form: Literal["residual", "paper"] = "residual"
     """`residual` adds a network to the maps of `linear`; `paper` is the published network alone, trained with plain
@@ -99,11 +99,17 @@ class EstimatorConfig(LinearConfig):
             self.inputs = ["quasi_hidden"]
         LinearConfig.__post_init__(self)
 
+    def linear(self) -> LinearConfig:
+        """Return the config of the maps below the network."""
+        own = {key: getattr(self, key) for key in LinearConfig.__dataclass_fields__}
+        own |= {"steps": min(self.steps, LinearConfig.steps), "learning_rate": LinearConfig.learning_rate}
+        return LinearConfig(**own)
+
 
 class Estimator(Linear):
-    """Forecasts logits_{l+ahead} = x W + b + gain x network(x) in fp32.
+    """Forecasts logits_{l+ahead} = x W + b + network(x) in fp32.
 
-    The gain is 1 for the layer pairs whose network gains on validation, else 0. The paper's form has no W.
+    The head is 0 for the layer pairs whose network gains nothing on validation. The paper's form has no W.
     """
 
     name: ClassVar[str] = "estimator"
@@ -120,7 +126,6 @@ class Estimator(Linear):
             pairs = max(shape.layers - ahead, 0)
             if paper:
                 del self._buffers[f"weight_PFE_{ahead}"], self._buffers[f"bias_PE_{ahead}"]
-            self.register_buffer(f"gain_P_{ahead}", torch.ones(pairs))
             networks[str(ahead)] = EstimatorNetwork(
                 pairs, sum(self.sizes), shape.experts, width=width, expansion=config.expansion, shared=paper
             )
@@ -139,20 +144,19 @@ class Estimator(Linear):
         if self.config.form == "paper":
             return added_TE
         weight_PFE, bias_PE = self.map_of(ahead)
-        return torch.addmm(bias_PE[pair], x_TF, weight_PFE[pair]) + self.get_buffer(f"gain_P_{ahead}")[pair] * added_TE
+        return torch.addmm(bias_PE[pair], x_TF, weight_PFE[pair]) + added_TE
 
     def maps(self, layer: int, ahead: int) -> Maps | None:
-        """Return linear map and projection side by side; no projection where the gain is 0."""
+        """Return linear map and projection side by side; no projection where the head is 0."""
         if self.config.form == "paper":
             return None
         network, experts = self.network(ahead), self.shape.experts
-        gain = self.get_buffer(f"gain_P_{ahead}")[layer]
-        if not gain:
+        head_WE, width = network.head_GWE[layer], network.position_PW.shape[1]
+        if not head_WE.any():
             return super().maps(layer, ahead)
         weight_PFE, bias_PE = self.map_of(ahead)
         map_FX = torch.cat([weight_PFE[layer], network.projection_GFW[layer]], dim=1)
         bias_X = torch.cat([bias_PE[layer], network.position_PW[layer]])
-        head_WE, width = gain * network.head_GWE[layer], network.position_PW.shape[1]
 
         def refined(y_1X: Tensor) -> Tensor:
             base_1E, x_1W = y_1X.split_with_sizes([experts, width], dim=1)
@@ -165,9 +169,8 @@ class Estimator(Linear):
         """Return the rungs of a `linear` with the same maps, then the estimator."""
         if self.config.form == "paper":
             return super().rungs()
-        own = {key: value for key, value in vars(self.config).items() if key in LinearConfig.__dataclass_fields__}
         with torch.device("meta"):
-            linear = Linear(LinearConfig(**own), self.shape)
+            linear = Linear(self.config.linear(), self.shape)
         linear._buffers.update({name: self._buffers[name] for name in linear._buffers})
         linear.held, linear.calibration = self.held, {}
         return {**linear.bind(self.view).rungs(), self.name: self}

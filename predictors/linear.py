@@ -48,7 +48,7 @@ class LinearConfig(EarlyConfig):
     `router_input` (s_l), `routing` (combine weights as a row over experts), `previous` (the previous token's router
     logits at the target layer). Empty: all inputs in the traces; one of the first three if the hidden size is above
     1024."""
-    strengths: Annotated[Sequence[Annotated[float, Field(gt=0)]], Field(min_length=1)] = (1e-4, 1e-3, 1e-2, 0.1, 1.0)
+    strengths: Annotated[Sequence[Annotated[float, Field(gt=0)]], Field(min_length=1)] = (1e-4, 1e-3, 1e-2, 0.1, 1, 10)
     """Ridge strengths to choose from on validation, relative to each input's variance; the target's own router, which
     is an infinite strength, is always a candidate."""
     temperature: Annotated[float, Field(ge=1e-12, le=1e3)] = 1.0

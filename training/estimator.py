@@ -5,7 +5,7 @@ T tokens, D hidden size, F features, E routed experts, P layer pairs, G gates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceSource
-from expertcast.predictors import ExpertcastError, MoELayer, PredictorConfig, RouterState
+from expertcast.predictors import ExpertcastError, MoELayer, PredictorConfig
 from expertcast.predictors.estimator import Estimator, EstimatorConfig, EstimatorNetwork
 from expertcast.predictors.linear import Linear, LinearConfig, default_inputs
 from expertcast.predictors.messages import Json
@@ -26,7 +26,6 @@ from expertcast.training.scoring import (
     NO_TRAINING,
     FitOptions,
     Fitted,
-    candidate_recall,
     device_of,
     mask_previous,
     pooled,
@@ -55,23 +54,24 @@ class MapChange(nn.Module):
         """Return the change of the logits [P, T, E]."""
         return torch.baddbmm(self.bias_P1E, x_PTF, self.weight_PFE)
 
-    def one(self, x_TF: Tensor, pair: int) -> Tensor:
-        """Return the change of the logits [T, E] of one pair."""
-        return torch.addmm(self.bias_P1E[pair], x_TF, self.weight_PFE[pair])
-
 
 Network = MapChange | EstimatorNetwork
+
+
+GATES = (0.0, 0.5, 1.0)
+"""Candidate factors of what is trained."""
 
 
 class Distiller(NetworkTraining):
     """Trains what is added to the maps of one distance; all other tensors stay fixed.
 
-    Logs `loss` per step, and per validation round `recall` and `recall_per_layer/<target layer>`.
+    A validation round scores each gate; its recall is that of the best gate for all pairs together. Logs `loss` per
+    step, and per validation round `recall` and, without a gate, `recall_per_layer/<target layer>`.
     """
 
     def __init__(
         self, predictor: Linear, network: Network, ahead: int, config: LinearConfig, *, loss: str, scale_P: Tensor,
-        moments: tuple[Tensor, Tensor] | None, steps: int, **start: float,
+        steps: int, moments: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -81,53 +81,58 @@ class Distiller(NetworkTraining):
             config: training options.
             loss: key of `LOSSES`.
             scale_P: divides each pair's logits before the loss (1 for the paper's form).
-            moments: mean and spread [P, F] that standardise the features of the network; None: not standardised.
-            steps, start: as for :class:`NetworkTraining`.
+            steps: optimiser steps of the schedule.
+            moments: mean and spread [P, F] that standardise the features of the network; None: the paper's form, which
+                has no maps and no gates.
         """
-        super().__init__(network, config, steps, **start)
+        super().__init__(network, config, steps)
         self._predictor = [predictor]  # a list hides it from nn.Module: only the network is trained and synchronised
-        self._ahead, self._loss = ahead, loss
+        self._ahead, self.loss = ahead, loss
         self._moments = moments
+        self._gates = (1.0,) if moments is None else GATES
         self.register_buffer("scale_P", scale_P.clone())
-        self.recall = Recall(len(scale_P))
+        self.recall = Recall(len(self._gates) * len(scale_P))
 
     def identity(self) -> Json:
-        return super().identity() | {"ahead": self._ahead, "loss": self._loss, "start": self.best.score}
+        return super().identity() | {"ahead": self._ahead, "loss": self.loss}
 
-    def forecast(self, batch: TraceBatch) -> tuple[Tensor, Tensor]:
-        """Return the routers' logits and the forecast logits of a batch, both [P, T, E]."""
+    def forecast(self, batch: TraceBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the routers' logits, those of the maps, and what the network adds to these, all [P, T, E]."""
         predictor, ahead = self._predictor[0], self._ahead
         with torch.no_grad():
             states = states_of(predictor.view, mask_previous(batch) if self.training else batch)
             x_PTF = torch.stack([predictor.features(state, ahead) for state in states[: len(self.scale_P)]])
             y_PTE = batch.logits_TLE[:, ahead:].transpose(0, 1).float().to(x_PTF.device)
-            base_PTE: Tensor | float = 0.0
+            base_PTE = torch.zeros_like(y_PTE)
             if self._moments is not None:
                 weight_PFE, bias_PE = predictor.map_of(ahead)
                 base_PTE = torch.baddbmm(bias_PE[:, None], x_PTF, weight_PFE)
                 x_PTF = x_PTF.sub_(self._moments[0][:, None]).div_(self._moments[1][:, None])
-        return y_PTE, base_PTE + self.scale_P[:, None, None] * self.network(x_PTF).float()
+        return y_PTE, base_PTE, self.scale_P[:, None, None] * self.network(x_PTF).float()
 
     def training_step(self, batch: TraceBatch, batch_index: int) -> Tensor:
-        y_PTE, z_PTE = self.forecast(batch)
+        y_PTE, base_PTE, added_PTE = self.forecast(batch)
         scale_P11 = self.scale_P[:, None, None]
-        y_PTE = y_PTE / scale_P11
+        y_PTE, z_PTE = y_PTE / scale_P11, (base_PTE + added_PTE) / scale_P11
         weight_PTE = None if self._moments is None else boundary_weight(y_PTE, self._predictor[0].shape.top_k)
-        loss = LOSSES[self._loss](y_PTE, z_PTE / scale_P11, self.config.temperature, weight_PTE)
+        loss = LOSSES[self.loss](y_PTE, z_PTE, self.config.temperature, weight_PTE)
         self.log("loss", loss, batch_size=len(batch))
         return loss
 
     def validation_step(self, batch: TraceBatch, batch_index: int) -> None:
-        y_PTE, z_PTE = self.forecast(batch)
+        y_PTE, base_PTE, added_PTE = self.forecast(batch)
         for pair, layer in enumerate(self._predictor[0].view.layers[self._ahead :]):
-            self.recall.update(pair, layer.route(z_PTE[pair])[0], layer.route(y_PTE[pair])[0])
+            ids_TK = layer.route(y_PTE[pair])[0]
+            for row, gate in enumerate(self._gates):
+                forecast_TK = layer.route(base_PTE[pair] + gate * added_PTE[pair])[0]
+                self.recall.update(row * len(self.scale_P) + pair, forecast_TK, ids_TK)
 
     def on_validation_epoch_end(self) -> None:
-        recall_P = self.recall.per_row().float()
+        recall_GP = self.recall.per_row().view(len(self._gates), -1)
         self.recall.reset()
-        for pair, value in enumerate(recall_P):
+        for pair, value in enumerate(recall_GP[-1].float()):
             self.log(f"recall_per_layer/{pair + self._ahead}", value)
-        self.end_round(float(recall_P.mean()))
+        self.end_round(recall_GP)
 
 
 def kl_divergence(
@@ -197,8 +202,6 @@ def suited_loss(layer: MoELayer) -> str:
     return "kl" if same and same_T.float().mean() >= 0.9 else "sigmoid_kl"
 
 
-GATES = (0.0, 0.5, 1.0)
-"""Candidate factors of what is trained."""
 MARGIN = 5e-4
 """Minimum gain in validation recall for which a layer pair uses the network."""
 
@@ -206,39 +209,31 @@ MARGIN = 5e-4
 def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
     """Fit the maps of every distance: ridge regression, then distillation where it gains on validation."""
     assert isinstance(config, LinearConfig)
-    predictor = _prepared(Linear, with_inputs(config, source), source, options)
-    return Fitted(
-        predictor=predictor,
-        report={"distances": {str(a): _fit_maps(predictor, source, a, config, options) for a in config.ahead}},
-    )
+    config = with_inputs(config, source)
+    predictor = _prepared(Linear, config, source, options)
+    report = {str(ahead): _fit_maps(predictor, source, ahead, config, options) for ahead in config.ahead}
+    return Fitted(predictor=predictor, report={"distances": report})
 
 
-def fit_estimator(
-    source: TraceSource, config: PredictorConfig, options: FitOptions, linear: Fitted | None = None
-) -> Fitted:
-    """Fit the maps by ridge regression, or take those of a fitted `linear`, then the network of each distance."""
+def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
+    """Fit the maps as those of `linear`, then the network of each distance."""
     assert isinstance(config, EstimatorConfig)
     config = with_inputs(config, source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         predictor = _prepared(Estimator, config, source, options)
-    known = linear is not None and isinstance(linear.predictor, Linear) and linear.predictor.inputs == config.inputs
     report = {}
     for ahead in config.ahead:
         if config.form == "paper":  # no maps; plain KL on unscaled logits
-            scale_P = torch.ones(source.view.shape.layers - ahead, device=device_of(source.view))
-            report[str(ahead)] = _distil(
-                predictor, predictor.network(ahead), source, options, ahead, config, loss="kl", scale_P=scale_P,
-                moments=None,
+            module = Distiller(
+                predictor, predictor.network(ahead), ahead, config, loss="kl",
+                scale_P=torch.ones(source.view.shape.layers - ahead, device=device_of(source.view)),
+                steps=steps_of(config, source, options),
             )  # fmt: skip
-            continue
-        if linear is not None and known and ahead in linear.predictor.ahead:
-            maps = linear.report["distances"][str(ahead)]
-            for values, name in zip(predictor.map_of(ahead), ("weight_PFE", "bias_PE"), strict=True):
-                values.copy_(linear.predictor.get_buffer(f"{name}_{ahead}"))
-        else:  # distilling the maps too gains nothing below the network
-            maps = fit_ridge(predictor, source, ahead, config, options)
-        report[str(ahead)] = _fit_network(predictor, source, ahead, options, maps)
+            report[str(ahead)] = _trained(module, source, options, f"ahead{ahead}")
+        else:
+            linear = _fit_maps(predictor, source, ahead, config.linear(), options)
+            report[str(ahead)] = {**_fit_network(predictor, source, ahead, options), "linear": linear}
     return Fitted(predictor=predictor, report={"distances": report})
 
 
@@ -294,90 +289,63 @@ def _spread(source: TraceSource, ahead: int, options: FitOptions) -> Tensor:
 def _fit_maps(predictor: Linear, source: TraceSource, ahead: int, config: LinearConfig, options: FitOptions) -> Json:
     """Set the maps of one distance, and return their report."""
     report = fit_ridge(predictor, source, ahead, config, options)
+    if not config.steps:
+        return report
     weight_PFE, bias_PE = predictor.map_of(ahead)
     change = MapChange(*weight_PFE.shape).to(weight_PFE.device)
-    trained, gates_P, scale_P, moments = _distil_residual(
-        predictor, change, source, ahead, config, options, report, margin=0.0
+    trained, factor_P, (mean_PF, spread_PF) = _distil(
+        predictor, change, source, ahead, config, options, name=f"maps{ahead}", margin=0.0
     )
-    factor_P1 = (gates_P * scale_P)[:, None]
-    change_PFE = change.weight_PFE * (factor_P1 / moments[1])[:, :, None]
+    change_PFE = change.weight_PFE * factor_P[:, None, None] / spread_PF[:, :, None]
     weight_PFE += change_PFE
-    bias_PE += factor_P1 * change.bias_P1E[:, 0] - torch.einsum("pf,pfe->pe", moments[0], change_PFE)
-    return report | {"distillation": trained, "validation_recall": trained.pop("validation_recall")}
+    bias_PE += factor_P[:, None] * change.bias_P1E[:, 0] - torch.einsum("pf,pfe->pe", mean_PF, change_PFE)
+    return report | {"validation_recall": trained["validation_recall"], "distillation": trained}
 
 
-def _fit_network(predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, linear: Json) -> Json:
+def _fit_network(predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions) -> Json:
     """Train the network of one distance, fold the standardisation into it, and return the report."""
     network = predictor.network(ahead)
-    report, gates_P, scale_P, moments = _distil_residual(
-        predictor, network, source, ahead, predictor.config, options, linear, margin=MARGIN
+    report, factor_P, (mean_PF, spread_PF) = _distil(
+        predictor, network, source, ahead, predictor.config, options, name=f"ahead{ahead}", margin=MARGIN
     )
-    network.projection_GFW.div_(moments[1][:, :, None])
-    network.position_PW.sub_(torch.einsum("pf,pfw->pw", moments[0], network.projection_GFW))
-    network.head_GWE.mul_((gates_P * scale_P)[:, None, None])
-    predictor.get_buffer(f"gain_P_{ahead}").copy_((gates_P > 0).float())
-    return report | {"linear": linear}
-
-
-def _distil_residual(
-    predictor: Linear, network: Network, source: TraceSource, ahead: int, config: LinearConfig, options: FitOptions,
-    before: Json, *, margin: float,
-) -> tuple[Json, Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-    """Train what is added to the maps, and choose its gate of each pair on validation.
-
-    Args:
-        predictor, network, source, ahead, config, options: as for :class:`Distiller`.
-        before: report of what it is added to, with its `validation_recall`.
-        margin: minimum gain for which a pair uses it.
-
-    Returns:
-        The report, the gates and the spread of the logits by pair, and the moments of the features.
-    """
-    before_P = torch.tensor(before["validation_recall"], dtype=torch.float64)
-    scale_P, moments = _spread(source, ahead, options), _moments(predictor, source, options, ahead)
-    loss = suited_loss(source.view[ahead])
-    report = _distil(
-        predictor, network, source, options, ahead, config, loss=loss, scale_P=scale_P, moments=moments,
-        start=float(before_P.mean()),
-    )  # fmt: skip
-    gates_P, recall_P = torch.zeros(len(before_P)), before_P
-    if report["steps"]:
-        recall_GP = _score_gates(predictor, network, source, options, ahead, scale_P, moments)
-        score_GP = pooled(recall_GP, source, options)
-        score_GP[1:] -= margin
-        best_P = score_GP.argmax(dim=0)
-        gates_P, recall_P = torch.tensor(GATES)[best_P], recall_GP.gather(0, best_P[None])[0]
-    report |= {"gates": gates_P.tolist(), "validation_recall": recall_P.tolist()}
-    return report, gates_P.to(scale_P), scale_P, moments
+    network.projection_GFW.div_(spread_PF[:, :, None])
+    network.position_PW.sub_(torch.einsum("pf,pfw->pw", mean_PF, network.projection_GFW))
+    network.head_GWE.mul_(factor_P[:, None, None])
+    return report
 
 
 def _distil(
-    predictor: Linear, network: Network, source: TraceSource, options: FitOptions, ahead: int, config: LinearConfig,
-    *, loss: str, scale_P: Tensor, moments: tuple[Tensor, Tensor] | None, **start: float,
-) -> Json:  # fmt: skip
-    """Train a network of one distance, restore its best validation round, and return its report."""
-    steps = steps_of(config, source, options)
+    predictor: Linear, network: Network, source: TraceSource, ahead: int, config: LinearConfig, options: FitOptions,
+    *, name: str, margin: float,
+) -> tuple[Json, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """Train what is added to the maps, and choose its gate of each pair on validation.
+
+    Args:
+        predictor, network, ahead, config: as for :class:`Distiller`.
+        source: traces, or a running model.
+        options: number of tokens, and the folder for training states.
+        name: name of the training.
+        margin: minimum gain for which a pair uses it.
+
+    Returns:
+        The report, the factor of each pair (its gate times the spread of its logits), and the moments of the features.
+    """
+    scale_P, moments = _spread(source, ahead, options), _moments(predictor, source, options, ahead)
     module = Distiller(
-        predictor, network, ahead, config, loss=loss, scale_P=scale_P, moments=moments, steps=steps, **start
-    )
-    if steps:
-        name = f"{'maps' if isinstance(network, MapChange) else 'ahead'}{ahead}"
-        run(module, TrainingData(source, options, config.step_tokens), source, options, name)
-    return {"loss": loss, **module.finish()}
+        predictor, network, ahead, config, loss=suited_loss(source.view[ahead]), scale_P=scale_P, moments=moments,
+        steps=steps_of(config, source, options),
+    )  # fmt: skip
+    report = _trained(module, source, options, name)
+    recall_GP = torch.tensor(module.best.recall_GP, dtype=torch.float64)
+    score_GP = pooled(recall_GP, source, options)
+    score_GP[1:] -= margin
+    best_P = score_GP.argmax(dim=0)
+    gates_P, recall_P = torch.tensor(GATES)[best_P], recall_GP.gather(0, best_P[None])[0]
+    report |= {"gates": gates_P.tolist(), "validation_recall": recall_P.tolist()}
+    return report, gates_P.to(scale_P) * scale_P, moments
 
 
-@torch.no_grad()
-def _score_gates(
-    predictor: Linear, network: Network, source: TraceSource, options: FitOptions, ahead: int, scale_P: Tensor,
-    moments: tuple[Tensor, Tensor],
-) -> Tensor:  # fmt: skip
-    """Return recall@k [G, P] on validation for each candidate factor of the network's output."""
-    weight_PFE, bias_PE = predictor.map_of(ahead)
-
-    def forecasts(state: RouterState) -> Iterable[Tensor]:
-        pair, layer, x_TF = state.layer, source.view[state.layer + ahead], predictor.features(state, ahead)
-        base_TE = torch.addmm(bias_PE[pair], x_TF, weight_PFE[pair])
-        added_TE = scale_P[pair] * network.one((x_TF - moments[0][pair]) / moments[1][pair], pair)
-        return (layer.route(base_TE + gate * added_TE)[0] for gate in GATES)
-
-    return candidate_recall(source, ahead, options, len(GATES), forecasts, f"choosing gates, {ahead} ahead")
+def _trained(module: Distiller, source: TraceSource, options: FitOptions, name: str) -> Json:
+    """Train a network, restore its best validation round, and return its report."""
+    run(module, TrainingData(source, options, module.config.step_tokens), source, options, name)
+    return {"loss": module.loss, **module.finish()}

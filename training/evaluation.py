@@ -10,9 +10,9 @@ model's routing. Both forms use the recorded residual. The drift of the residual
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from expertcast.predictors.linear import LinearConfig
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.training.fit import fit, fit_counts
-from expertcast.training.loop import steps_of
 from expertcast.training.metrics import (
     BUDGETS,
     Calibration,
@@ -295,7 +294,7 @@ def learning_curve(
         traces: traces with all splits.
         counts: numbers of training tokens.
         ahead: distance in layers.
-        say: prints the number of fits, each result and the minutes that are left.
+        say: prints the number of fits and each result.
         save: keeps the results so far, after each fit.
 
     Returns:
@@ -317,28 +316,17 @@ def learning_curve(
         PAPER: ("estimator", EstimatorConfig(ahead=(ahead,), form="paper")),
     }
     curve: dict[str, dict[str, float]] = {form: {} for form in forms}
-    fits = [
-        (FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE)), form)
-        for count in counts
-        for form in forms
-    ]
-    steps = [_steps(forms[form][1], traces, options) for options, form in fits]
-    say(f"learning curve: {len(fits)} fits, with at most {sum(steps):,} steps of networks")
-    start = time.perf_counter()
-    for number, (options, form) in enumerate(fits, start=1):
+    fits = list(product(counts, forms))
+    say(f"learning curve: {len(fits)} fits")
+    for number, (count, form) in enumerate(fits, start=1):
+        options = FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE))
         name, config = forms[form]
         predictor = fit(name, traces, config=config, options=options).predictor
         evaluation = evaluate({form: predictor}, traces.batches("test", BATCH), traces.view, ahead=ahead, chained=False)
-        curve[form][str(options.tokens)] = recall = evaluation.recall(form)
-        pace_s = (time.perf_counter() - start) / max(1, sum(steps[:number]))
-        left = f"; at most {pace_s * sum(steps[number:]) / 60:.1f} minutes left" if any(steps[:number]) else ""
+        curve[form][str(count)] = recall = evaluation.recall(form)
         save(curve)
-        say(f"{number} of {len(fits)}: {form} at {options.tokens:,} tokens has recall {recall:.4f}{left}")
+        say(f"{number} of {len(fits)}: {form} at {count:,} tokens has recall {recall:.4f}")
     return curve
-
-
-def _steps(config: PredictorConfig, traces: TraceDataset, options: FitOptions) -> int:
-    return steps_of(config, traces, options) if isinstance(config, LinearConfig) else 0
 
 
 # Baselines in a checkpoint's metrics and card: recall of forecasts without training

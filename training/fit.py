@@ -106,8 +106,7 @@ def fit(
         source: traces, or a running model.
         config: the predictor's configuration; default: its default configuration.
         options: tokens, seed, logging and resuming.
-        known: predictors fitted earlier; `hybrid` chooses among them and fits the missing candidates, and `estimator`
-            starts from a `linear` of the same inputs.
+        known: predictors fitted earlier; `hybrid` chooses among them and fits the missing candidates.
 
     Returns:
         The predictor, bound and in eval mode, with a report of the fit.
@@ -132,11 +131,7 @@ def fit(
         )
     join_ranks()  # under torchrun: before the documents are divided among ranks
     start, earlier_s = time.perf_counter(), options.earlier_s
-    fitter = FITTERS.get(name)
-    if name == Hybrid.name:
-        fitter = partial(fit_hybrid, known=known)
-    elif name == "estimator":
-        fitter = partial(fit_estimator, linear=(known or {}).get("linear"))
+    fitter = partial(fit_hybrid, known=known) if name == Hybrid.name else FITTERS.get(name)
     fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)
     predictor = fitted.predictor.to(device_of(source.view)).bind(source.view).eval()
     calibrate(predictor, source, options)
@@ -207,8 +202,7 @@ def fit_hybrid(
     for name in config.candidates:
         if name not in fitted:
             values = {"ahead": config.ahead} | config.member_configs.get(name, {})
-            member = predictor_class(name).config_class(**values)
-            fitted[name] = fit(name, source, config=member, options=options, known=fitted)
+            fitted[name] = fit(name, source, config=predictor_class(name).config_class(**values), options=options)
     result = select_hybrid({name: f.predictor for name, f in fitted.items()}, source, config, options)
     result.report["candidates"] = {name: f.report for name, f in fitted.items()}
     result.report["known_seconds"] = sum(

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from expertcast.data.processes import sum_over_ranks, training_share, wait_for_all
 from expertcast.data.traces import TraceSource
@@ -25,7 +26,6 @@ from expertcast.predictors.messages import Json
 from expertcast.predictors.view import ModelShape, MoELayer
 from expertcast.training.loop import fingerprint, usable_state, write_state
 from expertcast.training.scoring import (
-    NO_TRAINING,
     FitOptions,
     candidate_recall,
     device_of,
@@ -75,8 +75,6 @@ def fit_ridge(predictor: Linear, source: TraceSource, ahead: int, config: Linear
             kept = {"maps": done, "global_step": len(done), "seconds": time.perf_counter() - start}
             write_state(path, {**kept, "fingerprint": mark})
     chosen_P, recall_P = torch.zeros(2, len(maps[0]), dtype=torch.float64)
-    for values in (*maps, chosen_P, recall_P):
-        values.zero_()
     for pair, found in done.items():
         for values, value in zip((*maps, chosen_P, recall_P), found, strict=True):
             values[pair] = value
@@ -102,8 +100,6 @@ def _fit_pairs(
             sums[pair].update(x_TF, batch.logits_TLE[:, pair + ahead])
     candidates: dict[int, tuple[Tensor, Tensor, list[float]]] = {}
     for pair in pairs:
-        if not sums[pair].count:
-            raise ExpertcastError(NO_TRAINING)
         router = _router(view[pair + ahead], sum(predictor.sizes))
         weight_SFE, bias_SE = sums.pop(pair).solve(config.strengths, None if router is None else router[0])
         strengths = list(config.strengths)
@@ -136,9 +132,7 @@ def _router(layer: MoELayer, features: int) -> tuple[Tensor, Tensor] | None:
     found = router_map(layer)
     if found is None:
         return None
-    weight_FE = found[0].new_zeros(features, layer.num_experts)
-    weight_FE[: layer.hidden_size] = found[0]
-    return weight_FE, found[1]
+    return functional.pad(found[0], (0, 0, 0, features - layer.hidden_size)), found[1]
 
 
 class RidgeSums:

@@ -163,6 +163,8 @@ class BestRound:
     """Step of the best round."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """The network's weights at that round; empty before the first round."""
+    recall_GP: list[list[float]] = field(default_factory=list)
+    """Recall of each gate and layer pair at that round."""
     history: list[dict[str, float]] = field(default_factory=list)
     """Step and recall of each round."""
 
@@ -174,15 +176,12 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
         network: network to train.
         config: training options.
         steps: optimiser steps of the schedule.
-        start: validation recall with the network's first weights, which a round must exceed; default: unknown.
     """
 
-    def __init__(self, network: nn.Module, config: LinearConfig, steps: int, start: float = -math.inf) -> None:
+    def __init__(self, network: nn.Module, config: LinearConfig, steps: int) -> None:
         super().__init__()
         self.network, self.config, self.steps = network, config, steps
-        self.best = BestRound(score=start)
-        if math.isfinite(start):
-            self.best.tensors = _copied(network)
+        self.best = BestRound()
         self.begun, self.earlier_s = time.perf_counter(), 0.0
         """Start of this training, and seconds of the killed ones that it resumes."""
 
@@ -190,14 +189,14 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
         """Return JSON values that identify the training; a training state is only used if they are equal."""
         return {"network": type(self).__name__, "config": self.config.as_dict(), "steps": self.steps}
 
-    def end_round(self, recall: float) -> None:
-        """Log a validation round's recall; keep the network's weights if it is the best."""
-        best, step = self.best, self.global_step
+    def end_round(self, recall_GP: Tensor) -> None:
+        """Log a validation round's recall, that of its best gate; keep the network's weights if it is the best."""
+        best, step, recall = self.best, self.global_step, float(recall_GP.mean(dim=1).max())
         self.log("recall", recall)
         best.history.append({"step": step, "recall": recall})
         if recall > best.score:
-            best.score, best.step = recall, step
-            best.tensors = _copied(self.network)
+            best.score, best.step, best.recall_GP = recall, step, recall_GP.tolist()
+            best.tensors = {key: tensor.detach().clone() for key, tensor in self.network.state_dict().items()}
 
     def finish(self) -> Json:
         """Restore the best round's weights, disable gradients, and return the report.
@@ -233,10 +232,6 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
 
     def on_load_checkpoint(self, checkpoint: Json) -> None:
         self.best = BestRound(**checkpoint["best"])
-
-
-def _copied(network: nn.Module) -> dict[str, Tensor]:
-    return {key: tensor.detach().clone() for key, tensor in network.state_dict().items()}
 
 
 class TrainingData(lightning.LightningDataModule):  # type: ignore[misc]
@@ -372,7 +367,6 @@ def run(module: NetworkTraining, data: TrainingData, source: TraceSource, option
         keeping = [ModelCheckpoint(folder, name, save_on_train_epoch_end=False, enable_version_counter=False)]
         states = SealedCheckpoints(mark)
     stopping = EarlyStopping("recall", mode="max", patience=module.config.patience, min_delta=1e-4)
-    stopping.best_score = torch.tensor(module.best.score)
     if state is not None and state["callbacks"][stopping.state_key]["wait_count"] >= stopping.patience:
         module.on_load_checkpoint(state)  # this training was complete when the process was killed
         return

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.processes import Share, training_share
-from expertcast.data.trace_format import is_live
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
 from expertcast.predictors.early_attention import StandIn
@@ -143,15 +142,11 @@ def require_stand_in(source: TraceSource, what: str) -> StandIn:
     Raises:
         ExpertcastError: the source has no early attention, which `what` needs.
     """
-    if source.stand_in is None and is_live(source.info):
-        raise ExpertcastError(
-            f"{what}: traces of a server's traffic have no early attention: train the estimator with --set "
-            "inputs=quasi_hidden/router_input/routing/previous, or another predictor"
-        )
     if source.stand_in is None:
         raise ExpertcastError(
-            f"{what}: these traces have no early attention: collect them again without --early-rank none, or choose "
-            "another predictor (`expertcast inspect` tells whether the model supports early attention)"
+            f"{what}: these traces have no early attention, as all traces of a server's traffic: leave it out of --set "
+            "inputs, choose another predictor, or collect again without --early-rank none (`expertcast inspect` tells "
+            "whether the model supports early attention)"
         )
     return source.stand_in
 
@@ -164,9 +159,7 @@ def check_stand_in(predictor: Predictor, source: TraceSource, name: str) -> None
     """
     for part in predictor.modules():
         if isinstance(part, StandIn) and (source.stand_in is None or not part.equals(source.stand_in)):
-            why = "was trained with another stand-in for early attention than these traces"
-            if source.stand_in is None:
-                why = "reads early attention, which these traces lack"
+            why = "reads early attention with a stand-in that these traces lack"
             raise ExpertcastError(f"{name} {why}: collect them again with --stand-in {name}")
 
 

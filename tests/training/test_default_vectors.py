@@ -262,7 +262,8 @@ def test_traffic_without_them_says_what_helps(
     for name in ("quasi_hidden", "linear", "estimator"):
         assert "(expertcast train --default-vectors), or train linear with --set" in fails(capsys, *train, name)
     given = ("--default-vectors", str(traces.folder))
-    remedy = "train the estimator with --set inputs=quasi_hidden/router_input/routing/previous, or another predictor"
     early = ("estimator", *given, "--set", "inputs=quasi_hidden/early")
     for words in (("early_attention", *given), early):
-        assert f"traces of a server's traffic have no early attention: {remedy}" in fails(capsys, *train, *words)
+        assert "no early attention, as all traces of a server's traffic: leave it out of" in fails(
+            capsys, *train, *words
+        )

@@ -73,10 +73,10 @@ def test_a_step_of_training_goes_from_the_router_to_the_estimator(loss: str) -> 
     estimator.bind(view)
     scale_P = torch.linspace(0.5, 1.5, shape.layers - 1)
     network = estimator.network(1)
-    distiller = Distiller(estimator, network, 1, config, loss=loss, scale_P=scale_P, moments=None, steps=1)
+    distiller = Distiller(estimator, network, 1, config, loss=loss, scale_P=scale_P, steps=1)
     distiller.log = lambda *args, **kwargs: None  # there is no trainer
     batch = random_batch(view, 12)
-    router_PTE, made_PTE = distiller.forecast(batch)
+    router_PTE, _, made_PTE = distiller.forecast(batch)
     assert torch.equal(router_PTE, batch.logits_TLE[:, 1:].transpose(0, 1))
     p = (router_PTE / scale_P[:, None, None]).double()
     q = (made_PTE / scale_P[:, None, None]).double()

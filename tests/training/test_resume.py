@@ -138,7 +138,7 @@ def test_a_training_that_was_stopped_early_is_not_gone_on_with(rows: Rows, tmp_p
     """A round that gains nothing ends it: a killed process finds the checkpoint of that round."""
     config = replace(ESTIMATOR, learning_rate=1e-12, patience=2)
     whole = fit("estimator", rows, config=config, options=options(tmp_path))
-    assert read_state(tmp_path / "ahead1.ckpt")["global_step"] == 6
+    assert read_state(tmp_path / "ahead1.ckpt")["global_step"] == 9
     again = fit("estimator", Fatal(rows, 0), config=config, options=options(tmp_path))
     assert_same(tensors_of(again), tensors_of(whole))
     assert report_of(again) == report_of(whole)
@@ -197,7 +197,7 @@ def test_a_running_model_as_the_source(
 
 
 def test_a_state_of_something_else_is_not_used(rows: Rows, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config, path = ESTIMATOR, tmp_path / "ahead1.ckpt"
+    config, path = ESTIMATOR, tmp_path / "maps1.ckpt"
 
     def killed(config: EstimatorConfig, batches: int) -> int:
         caplog.clear()
@@ -205,7 +205,7 @@ def test_a_state_of_something_else_is_not_used(rows: Rows, tmp_path: Path, caplo
             fit("estimator", Fatal(rows, batches), config=config, options=options(tmp_path))
         return int(read_state(path)["global_step"])
 
-    assert killed(config, 12) > killed(replace(config, learning_rate=1e-4), 5)
+    assert killed(config, 12) > killed(replace(config, weight_decay=1e-4), 5)
     assert "another configuration" in caplog.text
     path.write_bytes(path.read_bytes()[:-100])
     killed(config, 5)

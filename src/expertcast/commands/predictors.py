@@ -42,7 +42,7 @@ from expertcast.predictors.messages import Json, aligned
 from expertcast.predictors.options import parse_settings
 from expertcast.training.evaluation import evaluate, ledger_entry
 from expertcast.training.fit import fit_many
-from expertcast.training.metrics import Windows
+from expertcast.training.metrics import Recall, Windows
 from expertcast.training.scoring import (
     NO_VALIDATION,
     FitOptions,
@@ -605,13 +605,11 @@ def _recall(trace: Trace, name: str) -> float:
     """Return the mean recall@k of a trace's hints over their target layers."""
     from expertcast.runtime.simulation.trace import Hints
 
-    hints, routes = trace.hints[name], trace.require_routes()
+    hints, recall = trace.hints[name], Recall(1)
     assert isinstance(hints, Hints)
-    hits = [
-        (routes.ids[layer][:, :, None] == forecast.topk_ids_TK[:, None]).any(dim=2).float().mean()
-        for layer, forecast in hints.forecasts.items()
-    ]
-    return float(torch.stack(hits).mean())
+    for layer, forecast in hints.forecasts.items():
+        recall.update(0, forecast.topk_ids_TK, trace.require_routes().ids[layer])
+    return float(recall.per_row())
 
 
 def waiting_table(found: Mapping[str, Json]) -> str:

@@ -161,16 +161,15 @@ def _use(options: Options, predictor: Predictor, source: TraceSource, ahead: int
     for way in ways.values():
         way.to(device_of(source.view)).bind(source.view)
     found = waiting(options, ways | {predictor.name: predictor}, source, "test", ahead)
-    times = {name: values["token_ms"] for name, values in found.items()}
-    own = [name for name in times if name.partition("/")[0] == predictor.name]
-    others = [name for name in times if name not in own]
-    if own and others:
+    if found:
         yield waiting_table(found)
-        gain_ms = times[others[0]] - times[own[0]]
+        own = next(name for name in found if name.partition("/")[0] == predictor.name)
+        other = next(name for name in found if name.partition("/")[0] != predictor.name)
+        gain_ms = found[other]["token_ms"] - found[own]["token_ms"]
         yield (
-            f"use {options.out}: with {own[0]} {gain_ms:.2f} ms per token less than with {others[0]}"
+            f"use {options.out}: with {own} {gain_ms:.2f} ms per token less than with {other}"
             if gain_ms > 0
-            else f"use {others[0]}: training gains nothing here, with {own[0]} {-gain_ms:.2f} ms per token more"
+            else f"use {other}: training gains nothing here, with {own} {-gain_ms:.2f} ms per token more"
         )
 
 
