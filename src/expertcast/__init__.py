@@ -61,7 +61,7 @@ if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
                 _ready.set()
             threading.Event().wait()
 
-        threading.Thread(target=_sleep, name="expertcast-asleep", daemon=True).start()
+        threading.Thread(target=_sleep, name="openmp-asleep", daemon=True).start()
         _ready.wait()
 
 _NAMES = {

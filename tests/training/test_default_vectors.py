@@ -177,7 +177,7 @@ def test_the_command_notes_where_they_come_from(
     assert main([*train, "linear"]) == 0
     note = PredictorCheckpoint.open(out).config["training"][NOTE]
     assert (note["given"], note["traces"]) == (traces.folder.name, traces.info["id"])
-    assert f"| default vectors from | `{note['given']}`, digest `{note['digest']}` |" in (out / "README.md").read_text()
+    assert note["digest"] in (out / "README.md").read_text()
     direct = fit("linear", with_default_vectors(live, given)).predictor
     assert same(load_predictor(out), direct)
     scored = tmp_path / "scored.json"
