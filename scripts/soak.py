@@ -111,7 +111,7 @@ _OPTIONS = {
     "cache_aware": ["strength=1.0"], "bitsplit": ["shards=1", "shards=3"],
 }  # fmt: skip
 """Options of policies, drafts and codecs, drawn beside the defaults."""
-_ESTIMATOR = {"parameters": 80_000, "steps": 8, "step_tokens": 64}
+_ESTIMATOR = {"width": 16, "steps": 8, "step_tokens": 64}
 _PREDICTORS = {
     "estimator": _ESTIMATOR,
     "hybrid": {"candidates": ["linear", "estimator"], "member_configs": {"estimator": _ESTIMATOR}},
