@@ -530,4 +530,4 @@ def difference(right: Any, given: Any, place: str = "") -> str:
 
 
 def _varies(name: str) -> bool:
-    return name in _EXPECTED or name == "ledger" or "seconds" in name or name.endswith(("_s", "_at"))
+    return name in _EXPECTED or name == "ledger" or "seconds" in name or name.endswith(("_s", "_ms", "_at"))
