@@ -593,10 +593,9 @@ class Engine:
             flow.start_step(call.sequences)
         self.residency.observer.routed(layer, call.residual_TD, call.logits_TE)
         executed = self.speculator.executed(call) if self._forecasts else None
-        own = executed is None  # the router's choice, unless policies change it
         ids_TK = call.ids_TK if executed is None else executed[0]
-        forecast_ids = self._known.pop(layer, None)
-        ids, precision = None if own else forecast_ids, None
+        known, precision = self._known.pop(layer, None), None
+        ids = None if executed is None else known
         if flow.reads_scores:
             flow.see(layer, self.speculator.executed_logits(call, executed))
         if call.tokens > 1 and flow.policies.eviction.reads_routing:

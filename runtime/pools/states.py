@@ -99,30 +99,6 @@ def pools_text(memory: Mapping[State, int]) -> str:
 # experts of a block and not on their order: the paper's rule for a position within the block is not used.
 
 
-def makespan(states: Sequence[State], blocks: Sequence[Sequence[int]], costs: Costs) -> float:
-    """Return the seconds until all experts are ready, with one disk and L decoding threads.
-
-    The disk reads block after block without a pause, shards before planes. A free thread takes any shard that has been
-    read (ZipMoE, appendix A).
-
-    Args:
-        states: states of the layer's experts.
-        blocks: indices in `states` of all experts that are not full.
-        costs: seconds per operation.
-    """
-    clock, arrivals = 0.0, list[float]()
-    for block in blocks:
-        for state in (states[place] for place in block):
-            for _ in range(costs.shards):
-                clock += costs.shard_s * state.reads_exponents
-                arrivals.append(clock if state.reads_exponents else 0.0)
-        clock += costs.read_s * sum(states[place].reads_mantissas for place in block)
-    free = [0.0] * costs.threads
-    for arrival in sorted(arrivals):
-        heapq.heapreplace(free, max(free[0], arrival) + costs.decode_s)
-    return max(clock, *free)
-
-
 def schedule(states: Sequence[State], costs: Costs) -> list[list[int]]:
     """Return the blocks of one layer as indices in `states`; full experts are left out.
 

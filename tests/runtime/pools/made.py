@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from expertcast.data.routing_file import Routing, read_routing
 from expertcast.runtime.pools.cache import PoolCache
-from expertcast.runtime.pools.states import Costs, ExpertBytes, State, makespan, schedule
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State, schedule
 
 RECORDED = Path(__file__).resolve().parents[3] / "benchmarks" / "routing"
 
@@ -62,6 +63,30 @@ def replay_pools(routing: Routing, *, size: ExpertBytes, memory: Mapping[State, 
                 found[tuple(states[state] for state in State)] += 1
             cache.use(used)
     return found
+
+
+def makespan(states: Sequence[State], blocks: Sequence[Sequence[int]], costs: Costs) -> float:
+    """Return the seconds until all experts are ready, with one disk and L decoding threads.
+
+    The disk reads block after block without a pause, shards before planes. A free thread takes any shard that has been
+    read (ZipMoE, appendix A).
+
+    Args:
+        states: states of the layer's experts.
+        blocks: indices in `states` of all experts that are not full.
+        costs: seconds per operation.
+    """
+    clock, arrivals = 0.0, list[float]()
+    for block in blocks:
+        for state in (states[place] for place in block):
+            for _ in range(costs.shards):
+                clock += costs.shard_s * state.reads_exponents
+                arrivals.append(clock if state.reads_exponents else 0.0)
+        clock += costs.read_s * sum(states[place].reads_mantissas for place in block)
+    free = [0.0] * costs.threads
+    for arrival in sorted(arrivals):
+        heapq.heapreplace(free, max(free[0], arrival) + costs.decode_s)
+    return max(clock, *free)
 
 
 def mean_makespan(found: Mapping[Found, int], costs: Costs) -> float:

@@ -10,7 +10,8 @@ from math import ceil, factorial, prod
 
 import pytest
 
-from expertcast.runtime.pools.states import Costs, ExpertBytes, State, makespan, pools_text, schedule
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State, pools_text, schedule
+from tests.runtime.pools.made import makespan
 
 INSTANCES, MOST = 1000, 600
 F, C, S, E, M = State
