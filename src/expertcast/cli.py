@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import expertcast
 
 COMMANDS = {
-    "demo": "run all of the following on the bundled model in two or three minutes",
+    "demo": "run all of the following on the bundled model in three to four minutes",
     "collect": "run a model over text and write traces: router inputs, logits and default vectors",
     "train": "train a predictor on traces, or online on a running model",
     "eval": "score predictors on traces: recall@k per layer and other metrics",
