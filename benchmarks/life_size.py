@@ -2,20 +2,21 @@
 
     python -m benchmarks life_size FOLDER [--rounds 3] [--commands NAME ...]
 
-FOLDER gets the files of `benchmarks.life_size_files` that are missing: 22 GB in all. Prints the least seconds of
-processor and wall time of each command, and its greatest memory: of the process, and with the pages of its files. Runs
-are limited to the memory in their name by a control group.
+FOLDER gets the files of `benchmarks.life_size_files` that are missing: 17 GB on the disk. Prints the medians of seconds
+and milliseconds, and the greatest memory: of the process, and with the pages of its files. Runs are limited to the
+memory in their name by a control group. `train`, `eval` and the last `generate` use what the command before wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from statistics import median
 
 from benchmarks.children import abilities, run
-from benchmarks.life_size_files import make
+from benchmarks.life_size_files import SPARSE, make
 from benchmarks.results import ResultFile, markdown, result_parser
 from expertcast.predictors.messages import Json, format_bytes
 
@@ -31,37 +32,54 @@ class Command:
     memory: int | None = None
     """Limit in bytes; None: none."""
     line: str
-    """Its words; {path}, {json} and {folder} stand for the checkpoint, a result file and an empty folder."""
+    """Its words; {path}, {json} and {folder} stand for the checkpoint, a result, and a folder that they share."""
 
 
-_GENERATE = "generate {path} --prompt Once --new-tokens 32 --temperature 1 --seed 0 --json {json}"
+_Q4_0 = "generate {path} --prompt Once --temperature 1 --seed 0 --json {json} --new-tokens"
 _COLLECT = "collect {path} --data reference --tokens 30000 --out {folder}/traces"
 COMMANDS: dict[str, Command] = {
-    **{f"inspect {kind}": Command(kind=kind, line="inspect {path} --memory 8GB")
-       for kind in ("Q4_0", "safetensors", "deepseek-v3")},
-    **{f"generate, {size} GB": Command(memory=size * _GB, line=_GENERATE) for size in (4, 8, 20)},
-    "generate safetensors, 8 GB": Command(kind="safetensors", memory=8 * _GB, line=f"{_GENERATE} --experts int4"),
-    "collect, 8 GB": Command(memory=8 * _GB, line=_COLLECT),
-}  # fmt: skip
+    **{f"inspect {kind}": Command(kind=kind, line="inspect {path} --memory 8GB") for kind in ("Q4_0", *SPARSE)},
+    **{f"generate Q4_0, {size} GB": Command(memory=size * _GB, line=f"{_Q4_0} 256") for size in (4, 8, 20)},
+    "generate gpt-oss-20b, 8 GB": Command(kind="gpt-oss-20b", memory=8 * _GB, line=f"{_Q4_0} 16"),
+    "generate safetensors, 8 GB": Command(kind="safetensors", memory=8 * _GB, line=f"{_Q4_0} 16"),
+    "generate safetensors as int4, 8 GB": Command(
+        kind="safetensors", memory=8 * _GB, line=f"{_Q4_0} 16 --experts int4"
+    ),
+    "generate Q4_0, 2 GB": Command(memory=2 * _GB, line=f"{_Q4_0} 16"),
+    "collect Q4_0, 8 GB": Command(memory=8 * _GB, line=_COLLECT),
+    "train, 8 GB": Command(memory=8 * _GB, line="train {folder}/traces --predictor linear --out {folder}/trained"),
+    "eval, 8 GB": Command(memory=8 * _GB, line="eval {folder}/traces --predictor linear={folder}/trained"),
+    "generate with the predictor, 8 GB": Command(memory=8 * _GB, line=f"{_Q4_0} 256 --predictor {{folder}}/trained"),
+}
 """Commands by name."""
+_COLUMNS: dict[str, tuple[str, Callable[[list[float]], float], Callable[[float], str]]] = {
+    "processor s": ("processor_s", median, "{:.1f}".format),
+    "wall s": ("wall_s", median, "{:.1f}".format),
+    "memory": ("peak_resident_bytes", max, format_bytes),
+    "with pages": ("peak_bytes", max, format_bytes),
+    "read from disk": ("disk_bytes", max, format_bytes),
+    "written": ("written_bytes", max, format_bytes),
+    "first token, s": ("first_token_s", median, "{:.1f}".format),
+    "ms a token": ("token_ms", median, "{:.0f}".format),
+    "reads a token": ("reads", median, "{:.0f}".format),
+    "planned": ("planned_reads", median, "{:.0f}".format),
+}
+"""Key, reduction and form of each column."""
 
 
 def table(runs: Sequence[Json]) -> str:
-    """Return one row for each command: the least time and the greatest memory of its rounds, and what it found."""
+    """Return one row for each command: medians of times and reads over its rounds, and the greatest sizes."""
     rows = []
     for name in dict.fromkeys(each["command"] for each in runs):
         own = [each for each in runs if each["command"] == name]
         done = [each for each in own if "failed" not in each]
-        if not done:
-            rows.append([name, "", "", "", "", "", own[0]["failed"]])
-            continue
-        seconds = [f"{min(each[key] for each in done):.1f}" for key in ("processor_s", "wall_s")]
-        sizes = ("peak_resident_bytes", "peak_bytes", "disk_bytes")
-        memory = [format_bytes(max(each[key] for each in done)) for key in sizes]
-        rows.append(
-            [name, *seconds, *memory, f"{done[-1]['first_token_s']:.1f}" if "first_token_s" in done[-1] else ""]
-        )
-    return markdown(["run", "processor s", "wall s", "memory", "with pages", "read from disk", "first token s"], rows)
+        cells = [
+            shown(reduced(found)) if (found := [each[key] for each in done if each.get(key) is not None]) else ""
+            for key, reduced, shown in _COLUMNS.values()
+        ]
+        why = {str(each.get("failed") or each.get("refused") or "") for each in own} - {""}
+        rows.append([name, *cells, "; ".join(sorted(why))])
+    return markdown(["run", *_COLUMNS, "refused"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,8 +103,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: Command, folder: Path) -> Json:
-    path = make(folder, command.kind)
-    with TemporaryDirectory(dir=folder) as empty:
-        places = {"path": path, "json": f"{empty}/result.json", "folder": empty}
-        spec = {"words": command.line.format(**places).split(), "result": places["json"]}
-        return run("benchmarks.life_size_run", spec, folder=folder, memory=command.memory, cold=[path])
+    path, shared = make(folder, command.kind), folder / "written"
+    places = {"path": path, "json": shared / "result.json", "folder": shared}
+    words = command.line.format(**places).split()
+    places["json"].unlink(missing_ok=True)
+    if "--out" in words:
+        shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
+    shared.mkdir(exist_ok=True)
+    before = _nbytes(shared)
+    found = run(
+        "benchmarks.life_size_run",
+        {"words": words, "result": str(places["json"])},
+        folder=folder,
+        memory=command.memory,
+        cold=[path],
+    )
+    return {**found, "written_bytes": _nbytes(shared) - before}
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())

@@ -6,8 +6,10 @@
                   151,936 tokens and their merges, 17 GB
     safetensors   Qwen3-30B-A3B in bf16 as published: 18,867 tensors in 16 shards, 61 GB
     deepseek-v3   DeepSeek-V3 in FP8 as published: 92,000 tensors in 163 shards, 688 GB
+    gpt-oss-20b   gpt-oss-20b in MXFP4 as published, in 3 shards, 14 GB
 
-The safetensors are sparse: headers, then holes that read as zeros and take no room on the disk.
+The safetensors are sparse: headers, then holes that read as zeros and take no room on the disk. Their tokenizer is that
+of the GGUF file.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.core_model_loading import dot_natural_key
 
@@ -31,16 +34,20 @@ from expertcast.runtime.benchmarking.shapes import SHAPES, STD
 
 KINDS = ("Q4_0", "Q4_K_M")
 """Q4_K_M: experts in Q4_K, their down projections in Q6_K in every second layer, the head in Q6_K; the rest is Q4_K."""
-SPARSE = {"safetensors": ("qwen3-30b-a3b", 16), "deepseek-v3": ("deepseek-v3-fp8", 163)}
+SPARSE = {
+    "safetensors": ("qwen3-30b-a3b", 16), "deepseek-v3": ("deepseek-v3-fp8", 163), "gpt-oss-20b": ("gpt-oss-20b", 3)
+}  # fmt: skip
 """Folder and number of shards of the kinds in safetensors."""
 EMBEDDING, LATER_ATTENTION = 0.05, 0.004
 """Standard deviations of the embeddings, and of the attention's output matrix in all layers but the first: routing then
 has the locality of a trained model."""
 _SMALL = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4,
           "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
-_SIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+_SIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
 _BLOCK = 128
 """Rows, and columns, of FP8 weights that share a scale."""
+_MXFP4 = 32
+"""Weights of MXFP4 that share a scale."""
 _DEVIATIONS = {"Q4_0": 4.61, "Q4_K": 131.0, "Q6_K": 592.0}
 """Standard deviation of a weight with uniformly random codes, divided by the block's scale."""
 _PIECE = 64 << 20
@@ -211,7 +218,12 @@ def published(config: PretrainedConfig, fp8: bool) -> list[Stored]:
     for name, tensor in meta_model(config, torch.bfloat16).state_dict().items():
         shape = list(tensor.shape)
         stem, _, last = name.rpartition(".")
-        if not stem.endswith(".experts"):
+        if config.model_type == "gpt_oss" and last in ("gate_up_proj", "down_proj"):
+            count, columns, wide_rows = shape  # published transposed
+            packed = [count, wide_rows, columns // _MXFP4]
+            found += [(f"{name}_blocks", "U8", [*packed, _MXFP4 // 2]), (f"{name}_scales", "U8", packed)]
+            continue
+        if config.model_type == "gpt_oss" or not stem.endswith(".experts"):
             kept = not fp8 or len(shape) != 2 or ".layers." not in name or stem.endswith(".gate")
             dtype = "F32" if tensor.dtype == torch.float32 else "BF16" if kept else "F8_E4M3"
             found.append((name, dtype, shape))
@@ -231,6 +243,15 @@ def published(config: PretrainedConfig, fp8: bool) -> list[Stored]:
         scaled = [(name, shape) for name, dtype, shape in found if dtype == "F8_E4M3"]
         found += [(f"{name}_scale_inv", "F32", [-(-size // _BLOCK) for size in shape]) for name, shape in scaled]
     return sorted(found, key=lambda each: dot_natural_key(each[0]))
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    """Write a tokenizer of `vocabulary`."""
+    tokens, merges = vocabulary(size)
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(ids, [tuple(each.split(" ")) for each in merges]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokens[-1]).save_pretrained(folder)
 
 
 def write_sparse(folder: Path, config: PretrainedConfig, shards: int, fp8: bool = False) -> None:
@@ -262,6 +283,8 @@ def write_sparse(folder: Path, config: PretrainedConfig, shards: int, fp8: bool 
     written = {"metadata": {"total_size": total}, "weight_map": index}
     (folder / "model.safetensors.index.json").write_text(json.dumps(written))
     described = {**config.to_dict(), "dtype": "bfloat16"}
+    if config.model_type == "gpt_oss":
+        described["quantization_config"] = {"quant_method": "mxfp4"}
     if fp8:
         section = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         described["quantization_config"] = {**section, "weight_block_size": [_BLOCK, _BLOCK]}
@@ -278,7 +301,9 @@ def make(folder: Path, kind: str, layers: int | None = None, config: PretrainedC
         if not (path / "config.json").exists():
             fp8 = kind == "deepseek-v3"
             dense = {} if layers is None else {"num_hidden_layers": layers + 3}
-            config = AutoConfig.for_model("deepseek_v3", **dense) if fp8 else SHAPES["qwen3-30b-a3b"].config(layers)
+            config = AutoConfig.for_model("deepseek_v3", **dense) if fp8 else SHAPES[name].config(layers)
+            path.mkdir(parents=True, exist_ok=True)
+            write_tokenizer(path, config.vocab_size)
             write_sparse(path, config, shards, fp8)
         return path
     config = config or whole.config(layers)

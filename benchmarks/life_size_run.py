@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import resource
 import sys
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from expertcast.predictors.messages import Json
 
 
 def command(words: list[str], result: str) -> Json:
-    """Run the command line; return the time to the first token of a result of `generate`."""
+    """Run the command line; return the times of a result of `generate`, its reads and those of its plan."""
     from expertcast.cli import main as command_line
 
-    assert command_line(words) == 0
+    with redirect_stderr(io.StringIO()) as said:
+        status = command_line(words)
+    if status:
+        return {"refused": said.getvalue().strip().splitlines()[-1]}
     if not Path(result).exists() or "timing" not in (written := json.loads(Path(result).read_text())):
         return {}
-    timing = written["timing"]
-    return {"first_token_s": age() - (timing["new_tokens"] - 1) / timing["tokens_per_s"]}
+    timing, planned = written["timing"], re.search(r"reads about (\d+) of its", said.getvalue())
+    return {
+        "first_token_s": age() - (timing["new_tokens"] - 1) / timing["tokens_per_s"],
+        "token_ms": 1e3 / timing["tokens_per_s"],
+        "reads": written["stats"]["misses"] / timing["new_tokens"],
+        "planned_reads": int(planned[1]) if planned else None,
+    }
 
 
 def age() -> float:
