@@ -204,11 +204,20 @@ def quantise(kind: str, weights: Tensor) -> Tensor:
     return blocks
 
 
-def dequantise(kind: str, blocks: Tensor) -> Tensor:
-    """Return the numbers of rows of blocks, contiguous uint8 [..., row bytes] on the CPU, as float32 [..., I]."""
+def dequantise(kind: str, blocks: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the numbers of rows of blocks, contiguous uint8 [..., row bytes] on the CPU, as float32 [..., I].
+
+    Args:
+        kind, blocks: the blocks and their type.
+        out: contiguous memory for the numbers; None: new memory.
+    """
     own = TYPES[kind]
     assert blocks.is_contiguous()
-    out = torch.empty(*blocks.shape[:-1], blocks.shape[-1] // own.nbytes * own.elements, dtype=torch.float32)
+    shape = *blocks.shape[:-1], blocks.shape[-1] // own.nbytes * own.elements
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32)
+    assert out.shape == shape
+    assert out.is_contiguous()
     if kind == "F32":
         out.copy_(blocks.view(torch.float32))
     elif out.numel():
@@ -422,6 +431,14 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+def scratch(shape: tuple[int, ...], *dtypes: torch.dtype) -> list[Tensor]:
+    """Return memory of this thread, a tensor [shape] for each dtype, which the next call returns again.
+
+    New memory for each of many matrices would be given back to the system, and cleared by it again, each time.
+    """
+    return _THREAD.take(*((str(dtype), shape, dtype) for dtype in dtypes))
 
 
 def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None) -> Tensor:

@@ -129,8 +129,18 @@ class BlockForm:
         for kind, rows in self.split(octets):
             step = max(1, _PIECE // self.inputs)
             for first in range(0, len(rows), step):
-                outputs.append(rows_PI @ _expanded(kind, rows[first : first + step]).to(wide).T)
+                outputs.append(rows_PI @ _widened(kind, rows[first : first + step], wide).T)
         return torch.cat(outputs, dim=1).float()
+
+
+def _widened(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weights of rows of blocks, [N, I]; on the CPU in memory that the next call uses again."""
+    if rows.device.type != "cpu":
+        return _expanded(kind, rows).to(dtype)
+    _, elements, nbytes = ggml.TYPES[kind]
+    weights, wide = ggml.scratch((len(rows), rows.shape[1] // nbytes * elements), torch.float32, dtype)
+    ggml.dequantise(kind, rows.contiguous(), weights)
+    return wide if wide.dtype == weights.dtype else wide.copy_(weights)
 
 
 def _expanded(kind: str, rows: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class Plan:
         everything, per_token = store.layers * store.experts, store.layers * store.top_k
         block = store.slots_nbytes(everything) // everything
         place = {"memory": "host memory", "checkpoint": "the checkpoint's own files"}.get(store.name, "a file on disk")
-        # a token's experts are chosen again soon: text of models with many experts misses far fewer than an equal choice
+        # models with many experts choose the same ones again soon: they miss far fewer than an equal choice would
         missing = (1 - self.slots / everything) ** (_LOCALITY if store.experts >= _MANY_EXPERTS else 1)
         in_slots = format_bytes(store.slots_nbytes(self.slots))
         reads = f"all are in {place}, and each is read once"

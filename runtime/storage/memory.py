@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import sys
+import threading
 import warnings
 import weakref
 
@@ -26,8 +27,12 @@ _LEFT_TO_THE_SYSTEM = 2**30
 """Bytes of available memory that the default budget of :class:`PageLock` leaves unlocked."""
 _THRESHOLDS = (-1, -3)
 """glibc's `M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD`. Until they are set, glibc raises them as tensors are freed."""
-_KEPT_FREE = 1 << 20
-"""Bytes to which these thresholds are set: glibc then keeps at most so much freed memory."""
+_KEPT_FREE = 32 << 20
+"""Bytes to which these thresholds are set: glibc then keeps at most so much freed memory. With 1 MB a prompt of 512
+tokens through 48 layers of 128 experts took 3.8 million page faults more, 8 s of the system's time of 25."""
+_POPULATE_WRITE = 23
+"""Linux's `MADV_POPULATE_WRITE` (5.14): commits pages and leaves their contents."""
+_PIECE = 256 << 20
 
 
 class Driver:
@@ -149,6 +154,28 @@ def _map(size: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def commit(memory: Tensor) -> None:
+    """Commit the pages of fresh memory, of uint8 and all zero, on a thread while the caller goes on; Linux only.
+
+    Some GB take seconds. Threads that read a disk into pages that are not committed take longer still.
+    """
+    if sys.platform == "linux":
+        threading.Thread(target=_commit, args=(weakref.ref(memory),), name="commit-pages", daemon=True).start()
+
+
+def _commit(memory: weakref.ref[Tensor]) -> None:
+    """Commit piece by piece, as long as the memory is used and the system can."""
+    madvise, start, status = ctypes.CDLL(None).madvise, 0, 0
+    while not status:
+        tensor = memory()
+        if tensor is None or start >= tensor.numel():
+            return
+        piece = tensor[start : start + _PIECE]
+        status = madvise(ctypes.c_void_p(piece.data_ptr()), ctypes.c_size_t(piece.numel()), _POPULATE_WRITE)
+        del tensor, piece  # between two pieces the memory can be freed
+        start += _PIECE
 
 
 def trim_heap(*, always: bool = False) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from expertcast.data.machine import with_index
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.layout import BlockLayout, Region
-from expertcast.runtime.storage.memory import HostMemory
+from expertcast.runtime.storage.memory import HostMemory, commit
 from expertcast.runtime.storage.packed import PackedExperts
 
 _PAGE = 4096
@@ -153,8 +153,9 @@ def _allocate(nbytes: int, count: int, device: torch.device) -> Tensor:
     """Allocate zeroed memory for `count` slots, uint8 [nbytes], aligned to 4096 bytes."""
     try:
         if device.type == "cpu":
-            # zeroing commits the pages; leaving that to the disk's threads doubled the time of the first prompt
-            return HostMemory(nbytes).bytes.zero_()
+            memory = HostMemory(nbytes).bytes
+            commit(memory)
+            return memory
         raw = torch.zeros(nbytes + _PAGE, dtype=torch.uint8, device=device)
     except (torch.OutOfMemoryError, ExpertcastError) as error:
         raise ExpertcastError(

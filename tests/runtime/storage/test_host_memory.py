@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import mmap
+import platform
 import sys
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from expertcast.data.machine import available_memory
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.runtime.storage.memory import HostMemory, PageLock, trim_heap
+from expertcast.runtime.storage.memory import HostMemory, PageLock, commit, trim_heap
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 
@@ -146,6 +148,20 @@ def test_default_budget_is_the_memory_at_hand() -> None:
         assert not PageLock(driver=driver).lock(0, available + (1 << 34))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pages are committed when they are used")
+def test_pages_are_committed_and_keep_what_was_written() -> None:
+    memory = HostMemory(64 << 20)
+    before = _resident(memory)
+    memory.bytes[:5] = 7
+    commit(memory.bytes)
+    for thread in threading.enumerate():
+        if thread.name == "commit-pages":
+            thread.join()
+    assert before == 0
+    assert _resident(memory) == 64 << 20 or not _populates()
+    assert memory.bytes[:6].tolist() == [7] * 5 + [0]
+
+
 def test_impossible_size_is_one_line() -> None:
     with pytest.raises(ExpertcastError, match="cannot map 72057594037927936 bytes of host memory"):
         HostMemory(1 << 56)
@@ -154,6 +170,19 @@ def test_impossible_size_is_one_line() -> None:
 def _peak() -> int:
     rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(rows["VmHWM"].split()[0]) * 1024
+
+
+def _resident(memory: HostMemory) -> int:
+    """Return the bytes of the memory's pages that are committed."""
+    begin = f"{memory.bytes.data_ptr():x}-"
+    rows = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(row for row in rows if row.startswith(begin))
+    return int(next(row for row in rows if row.startswith("Rss:")).split()[1]) * 1024
+
+
+def _populates() -> bool:
+    """Whether the kernel is 5.14 or later."""
+    return tuple(int(part) for part in platform.release().split(".")[:2]) >= (5, 14)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
