@@ -433,12 +433,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def scratch(shape: tuple[int, ...], *dtypes: torch.dtype) -> list[Tensor]:
-    """Return memory of this thread, a tensor [shape] for each dtype, which the next call returns again.
+def scratch(*needed: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
+    """Return memory of this thread by shape and dtype; the next call returns it again.
 
     New memory for each of many matrices would be given back to the system, and cleared by it again, each time.
     """
-    return _THREAD.take(*((str(dtype), shape, dtype) for dtype in dtypes))
+    return _THREAD.take(*((f"scratch {number}", *each) for number, each in enumerate(needed)))
 
 
 def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None) -> Tensor:

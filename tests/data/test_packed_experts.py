@@ -206,7 +206,8 @@ def test_pieces() -> None:
 def test_many_rows(wide: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Expanded piece by piece, as on a processor with and without bf16 in oneDNN."""
     monkeypatch.setattr(packed_experts, "WIDE", wide)
-    monkeypatch.setattr(packed_experts, "_PIECE", 7 * 512)
+    monkeypatch.setattr(packed_experts, "_EXPANDED", 7 * 512)
+    monkeypatch.setattr(packed_experts, "_MULTIPLIED", 17 * 512)
     octets, rows = _octets(_MIXED)[0], torch.randn(100, 512)
     expected = rows.double() @ _MIXED.expand(octets).double().T
     error = (_MIXED.multiply(rows, octets) - expected).norm() / expected.norm()
