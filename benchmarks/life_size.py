@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             runs.append({"command": name, "round": number, **_run(COMMANDS[name], args.folder)})
             result.write()
-    text = f"{table(runs)}\n\n{textwrap.fill(described(result.values["conditions"]), 144)}"
+    text = f"{table(runs)}\n\n{textwrap.fill(described(result.values['conditions']), 144)}"
     print(text)
     if args.page is not None:
         write_section(args.page, "Commands", text)
