@@ -386,9 +386,7 @@ class _Graph:
 
     def run(self, backend: _Backend, rows: Tensor, ids: Tensor | None) -> Tensor:
         self._rows.copy_(rows)
-        if ids is None:
-            self._ids.zero_()
-        else:
+        if ids is not None:
             self._ids.copy_(ids)
             if self._numbers.max() >= self._count:  # negative ones are large
                 raise ExpertcastError(f"an expert's number is out of range: there are {self._count}")
@@ -456,7 +454,7 @@ def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None) -> Tens
         ExpertcastError: ids out of range, or ggml is not installed.
     """
     top_k = 1 if ids is None else ids.shape[1]
-    key = (matrices, rows.shape, top_k)
+    key = (matrices, rows.shape, top_k, ids is None)
     thread = _THREAD
     graph = thread.graphs.get(key)
     if graph is None:
@@ -470,9 +468,12 @@ def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None) -> Tens
         if not (tokens and top_k and outputs and count):
             return torch.empty(tokens, top_k, outputs)
         memory = thread.take(
-            ("rows", tuple(rows.shape), torch.float32), ("ids", (tokens, top_k), torch.int32),
+            ("rows", tuple(rows.shape), torch.float32),
+            ("zeros" if ids is None else "ids", (tokens, top_k), torch.int32),
             ("output", (tokens, top_k, outputs), torch.float32),
-        )  # fmt: skip
+        )
+        if ids is None:
+            memory[1].zero_()
         graph = thread.graphs[key] = _Graph(matrices, *memory)
         if len(thread.graphs) > _GRAPHS:
             del thread.graphs[next(iter(thread.graphs))]  # the oldest

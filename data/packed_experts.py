@@ -128,7 +128,7 @@ class BlockForm:
         wide = WIDE if octets.device.type == "cpu" else rows_PI.dtype
         rows_PI, outputs = rows_PI.to(wide), []
         for kind, rows in self.split(octets):
-            for some in rows.split(max(1, _MULTIPLIED // self.inputs)):
+            for some in torch.split(rows, max(1, _MULTIPLIED // self.inputs)):
                 outputs.append(rows_PI @ _widened(kind, some, wide).T)
         return torch.cat(outputs, dim=1).float()
 
@@ -141,7 +141,7 @@ def _widened(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
     inputs = rows.shape[1] // nbytes * elements
     step = min(len(rows), max(1, _EXPANDED // inputs))
     piece, weights = ggml.scratch(((step, inputs), torch.float32), ((len(rows), inputs), dtype))
-    for some, made in zip(rows.split(step), weights.split(step), strict=True):
+    for some, made in zip(torch.split(rows, step), torch.split(weights, step), strict=True):
         if dtype == torch.float32:
             ggml.dequantise(kind, some.contiguous(), made)
         else:

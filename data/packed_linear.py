@@ -82,12 +82,19 @@ class PackedLinear(PackedModule):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Multiply [..., I] by the weights; return [..., N] in the dtype of the input."""
+        matrix: PackedMatrix = self.__dict__["matrix"]
+        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if not tracing and hidden.dim() == 3 and hidden.shape[1] == 1 and 0 < len(hidden) < matrix.many_rows:
+            output = matrix.by_ggml(hidden, None).to(
+                hidden.dtype, copy=True
+            )  # a token of each sequence: no other shapes
+            return output if self.bias is None else output.add_(self.bias)
         rows_PI = hidden.reshape(-1, self.in_features)
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        if tracing:
             ((kind, _),) = self.form.pieces
-            output: Tensor = torch.ops.expertcast.packed_product(rows_PI, self._parameters[f"weight{BLOCKS}"], kind)
+            output = torch.ops.expertcast.packed_product(rows_PI, self._parameters[f"weight{BLOCKS}"], kind)
         else:
-            output = self.__dict__["matrix"].product(rows_PI)
+            output = matrix.product(rows_PI)
         if self.bias is not None:
             output = output.add_(self.bias)
         return output.view(*hidden.shape[:-1], self.out_features)
