@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +22,8 @@ from torch import Tensor
 
 from expertcast.data.machine import available_memory, run_alone, usable_processors
 from expertcast.data.routing_file import ABSENT, Routing
-from expertcast.predictors.messages import ExpertcastError, Json
-from expertcast.runtime.advising.advise import TraceObserver, without_copies
-from expertcast.runtime.advising.forms import Advice, Option, milliseconds
+from expertcast.predictors.messages import ExpertcastError, Json, aligned
+from expertcast.predictors.view import ModelShape
 from expertcast.runtime.benchmarking.bench import decode_greedily
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
@@ -32,11 +31,11 @@ from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.planner import plans, rank_model
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
-from expertcast.runtime.recording.recorder import LayerTimes, Recorder, layer_times
+from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
 from expertcast.runtime.simulation.link import StoredExperts
 from expertcast.runtime.simulation.machine import Case, Machine, no_times
 from expertcast.runtime.simulation.simulator import simulate
-from expertcast.runtime.simulation.trace import Trace
+from expertcast.runtime.simulation.trace import Forward, Trace
 from expertcast.runtime.storage.codecs import Codec, Part, make_codec
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import ExpertFile
@@ -176,7 +175,7 @@ def stored_experts(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskOption(Option):
+class DiskOption:
     """A store with codec, pools and slots, loading on demand. Times are medians over decode steps."""
 
     store: str
@@ -218,6 +217,66 @@ class DiskOption(Option):
         if self.store == "memory":
             return replace(sized, store="memory", store_folder=None, codec="raw", pools="")
         return replace(sized, store="disk", store_folder=str(folder), codec=self.codec, pools=self.pools)
+
+
+class TraceObserver(Observer):
+    """Records the needed experts of one decoding, whose first forward pass is the prefill."""
+
+    def __init__(self) -> None:
+        self._needed: list[list[list[int]]] = []
+        """Keys by layer, of each forward pass."""
+
+    def needed(self, layer: int, keys: Sequence[int]) -> None:
+        if layer == 0:
+            self._needed.append([])
+        self._needed[-1].append(list(keys))
+
+    def trace(self, shape: ModelShape) -> Trace:
+        """Return the recorded routing: the experts that each layer needed."""
+        forwards = [
+            Forward(fresh=index == 0, rows=slice(max(0, index - 1), index), keys=keys)
+            for index, keys in enumerate(self._needed)
+        ]
+        return Trace(shape=shape, forwards=forwards)
+
+
+def without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
+    """Subtract the seconds of copies from layer times, for a link that copies in the model's thread."""
+    copying_s, steps = [0.0] * len(times.request_s), len(recorder.steps())
+    for copy in recorder.copies():
+        copying_s[copy.layer] += copy.seconds / steps
+    return replace(times, request_s=[max(0.0, a - b) for a, b in zip(times.request_s, copying_s, strict=True)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """The option chosen among several, with its reasons."""
+
+    chosen: DiskOption
+    options: Sequence[DiskOption]
+    """All options considered, the simplest first."""
+    reasons: Sequence[str]
+    """One sentence each."""
+    facts: Json
+    """Measured values, by name; part of the JSON result."""
+
+    def as_dict(self) -> Json:
+        """Return plain values for JSON."""
+        options = [asdict(option) for option in self.options]
+        return {"chosen": asdict(self.chosen), "options": options, "reasons": list(self.reasons), **self.facts}
+
+    def text(self) -> str:
+        """Return the advice as text for the terminal."""
+        headline = f"advice: {self.chosen.name}; expect {milliseconds(self.chosen.tpot_s)} per token on demand"
+        reasons = "\n".join(f"- {reason}" for reason in self.reasons)
+        cells = [option.cells for option in self.options]
+        table = aligned([list(cells[0]), *(list(row.values()) for row in cells)], left=3)
+        return "\n\n".join([headline, reasons, table, _notes(self.facts)])
+
+
+def milliseconds(seconds: float) -> str:
+    """Format seconds as milliseconds."""
+    return f"{1e3 * seconds:.3g} ms"
 
 
 COMPRESS = 0.1
@@ -279,23 +338,23 @@ class DiskFindings:
         elif self.late is not None and (stored.coded or self.late == "raw"):
             times = self.times
         machine = Machine(
-            times=times, block_bytes={FULL: self.block_bytes}, bandwidth=rate, stored=stored, blocking=stored is None,
+            times=times, block_bytes={FULL: self.block_bytes}, bandwidth=rate, stored=stored,
             prefill=no_times(self.trace.shape.layers),
         )  # fmt: skip
-        done = simulate(self.trace, Case(policies=Policies(prefetch="none"), slots=slots, machine=machine), waits=True)
+        done = simulate(self.trace, Case(policies=Policies(prefetch="none"), slots=slots, machine=machine))
         return DiskOption(
             store="memory" if stored is None else "disk",
             codec="raw" if stored is None else stored.codec,
             pools="" if stored is None else stored.pools_text,
             slots=slots,
             tpot_s=done.tpot_s,
-            wait_s=done.wait_s,
-            hit_rate=done.hit_rate,
+            wait_s=done.decode.total.waited_s / len(done.steps_s),
+            hit_rate=done.decode.hit_rate,
             read_per_token=done.bytes_read / len(done.steps_s),
         )
 
 
-def advise_disk(found: DiskFindings) -> Advice[DiskOption]:
+def advise_disk(found: DiskFindings) -> Advice:
     """Choose the fastest option on demand; a compressed one only if it saves at least `COMPRESS`."""
     options = [found.option(found.raw)]
     if found.stored is not None:
@@ -306,16 +365,7 @@ def advise_disk(found: DiskFindings) -> Advice[DiskOption]:
     chosen = min((option for option in options if option.codec == "raw"), key=_tpot)
     if best.tpot_s < (1 - COMPRESS) * chosen.tpot_s:
         chosen = best
-    facts = _facts(found)
-    return Advice(
-        headline=f"advice: {chosen.name}; expect {milliseconds(chosen.tpot_s)} per token on demand",
-        chosen=chosen,
-        options=options,
-        reasons=_reasons(found, options[0]),
-        facts=facts,
-        notes=_notes(facts),
-        left=3,
-    )
+    return Advice(chosen=chosen, options=options, reasons=_reasons(found, options[0]), facts=_facts(found))
 
 
 def _tpot(option: DiskOption) -> float:

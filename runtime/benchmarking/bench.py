@@ -287,7 +287,7 @@ _MEDIAN = 1.2533
 """Standard error of a median as a multiple of that of the mean, for normally distributed values."""
 
 
-def _standard_error(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
     """Return the standard error of the mean; 0 for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
@@ -375,7 +375,7 @@ class Run:
         of the steps counts if it is larger, or if there is one repetition.
         """
         medians = [statistics.median(measured.decoding.steps_s) for measured in self.repetitions]
-        return _MEDIAN * max(_standard_error(self.steps_s), _standard_error(medians))
+        return _MEDIAN * max(standard_error(self.steps_s), standard_error(medians))
 
     @property
     def bytes_per_step(self) -> float:
@@ -451,7 +451,7 @@ def _utilisation(run: Run, link_rate: float | None) -> float | str | None:
         return None
     busy_s = sum(own.link_busy_s for own in run.repetitions)
     bytes_moved = sum(own.link_bytes for own in run.repetitions)
-    error = max(_standard_error(rates) / link_rate, _RATE_ERROR)
+    error = max(standard_error(rates) / link_rate, _RATE_ERROR)
     return figure(bytes_moved / busy_s / link_rate, error, repetitions=len(run.repetitions), most=1.0)
 
 

@@ -47,7 +47,6 @@ class VirtualLink(Link):
         bandwidth: bytes per second.
         latency: seconds per copy.
         window: prefetches in flight; these can no longer be overtaken or cancelled.
-        blocking: True if copies run in the model's thread, as on the instant link.
         expand_s: seconds of the model's thread per expansion of a packed copy.
         write_back: link time per eviction, as a share of one full copy; it delays later copies.
 
@@ -59,7 +58,7 @@ class VirtualLink(Link):
 
     def __init__(
         self, block_bytes: Mapping[str, int], bandwidth: float, latency: float = 0.0, *, window: int = 1,
-        blocking: bool = False, expand_s: float = 0.0, write_back: float = 0.0,
+        expand_s: float = 0.0, write_back: float = 0.0,
     ) -> None:  # fmt: skip
         if not 0 < bandwidth < math.inf:
             raise ExpertcastError(f"bandwidth={bandwidth:g} is out of range: use a finite value above 0, such as 4e9")
@@ -70,7 +69,7 @@ class VirtualLink(Link):
         self.latency = latency
         self._block_bytes = block_bytes
         self._seconds = {name: latency + count / bandwidth for name, count in block_bytes.items()}
-        self._window, self.overlaps, self._expand_s = window, not blocking, expand_s
+        self._window, self._expand_s = window, expand_s
         self.write_back_s = write_back * self._seconds[FULL]
         self._free_at = 0.0
         """Time at which the last issued copy arrives."""
@@ -89,12 +88,6 @@ class VirtualLink(Link):
 
     def clock(self) -> float:
         return self.now
-
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
-        copy = super().submit(key, slot, urgent=urgent, precision=precision)
-        if not self.overlaps:
-            self.wait(copy)
-        return copy
 
     def _may_start(self, copy: Transfer) -> bool:
         return copy.urgent or len(self._issued) < self._window

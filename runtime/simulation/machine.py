@@ -30,10 +30,6 @@ class Machine:
     """Seconds to expand a copy of lower precision, in the thread that runs the model."""
     write_back: float = 0.0
     """Time of an eviction on the link, as a share of a copy; 0 if the host keeps all weights, as the store does."""
-    window: int = 1
-    """Number of prefetch copies that the link has accepted and misses cannot overtake; a disk sets its own."""
-    blocking: bool = False
-    """Whether copies run in the thread that runs the model."""
     prefill: LayerTimes | None = None
     """Times of prefills; None: those of a decode step."""
     stored: StoredExperts | None = None
@@ -55,9 +51,8 @@ class Machine:
         if self.stored is not None:
             return VirtualDisk(self.stored, self.bandwidth, self.latency, block_bytes=self.block_bytes)
         return VirtualLink(
-            self.block_bytes, self.bandwidth, self.latency, expand_s=self.expand_s, write_back=self.write_back,
-            window=self.window, blocking=self.blocking,
-        )  # fmt: skip
+            self.block_bytes, self.bandwidth, self.latency, expand_s=self.expand_s, write_back=self.write_back
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +70,6 @@ class Case:
     cache: bool = True
     """Keep experts until their slot is needed; false: free slots as soon as a layer has run."""
 
-    def with_times(self, times: LayerTimes) -> Case:
-        """Return a copy with other layer times."""
-        return replace(self, machine=replace(self.machine, times=times))
-
 
 @dataclass(slots=True, kw_only=True)
 class Simulation:
@@ -92,8 +83,6 @@ class Simulation:
     """Seconds of each decode step, of all sequences."""
     prefills_s: list[float] = field(default_factory=list)
     """Seconds of each prefill."""
-    waits_s: list[list[float]] = field(default_factory=list)
-    """Seconds that each layer waited for copies [step][L]; empty unless requested."""
     policy_s: list[float] = field(default_factory=list)
     """Seconds that policies and cache computed in this process, of each decode step."""
     bytes_read: int = 0
@@ -110,22 +99,6 @@ class Simulation:
     def ttft_s(self) -> float:
         """Median seconds of a prefill (time to first token)."""
         return statistics.median(self.prefills_s)
-
-    @property
-    def wait_s(self) -> float:
-        """Median seconds of waiting for copies per decode step; needs `waits_s`."""
-        return statistics.median(map(sum, self.waits_s))
-
-    @property
-    def hit_rate(self) -> float:
-        """Hit rate of the decode steps."""
-        return self.decode.hit_rate
-
-    @property
-    def copies(self) -> float:
-        """Mean number of experts copied per decode step."""
-        total = self.decode.total
-        return (total.misses + total.prefetched) / len(self.steps_s)
 
 
 def check_slots(slots: int, top_k: int) -> None:

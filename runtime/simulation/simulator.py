@@ -29,7 +29,7 @@ from expertcast.runtime.policies.eviction import (
 from expertcast.runtime.recording.recorder import LayerTimes, RunStatistics
 from expertcast.runtime.simulation.link import VirtualDisk
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, check_slots
-from expertcast.runtime.simulation.trace import ForecastSource, Forward, Trace, request_order
+from expertcast.runtime.simulation.trace import Forward, Hints, Trace, request_order
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 
@@ -118,7 +118,7 @@ class VirtualRuntime:
         self.residency = ExpertCache(
             pool, self.link, policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=case.cache
         )
-        source: ForecastSource | None = None if case.predictor is None else trace.hints[case.predictor]
+        source: Hints | None = None if case.predictor is None else trace.hints[case.predictor]
         self.flow = LayerFlow(self.residency, policies, shape, view=None if trace.routes is None else trace.routes.view)
         self._routes = trace.require_routes() if self.flow.reads_scores or self.flow.decides else None
         early = case.policies.prefetch.name != "none" or policies.pre_eviction.active
@@ -196,14 +196,14 @@ class VirtualRuntime:
         precision = {key: name if name in self._smaller else FULL for key, name in decision.precision.items()}
         return request_order([first + expert for row in decision.ids for expert in row]), precision
 
-    def _prefetch(self, forecasts: ForecastSource, layer: int, forward: Forward, forecast_s: float) -> None:
+    def _prefetch(self, forecasts: Hints, layer: int, forward: Forward, forecast_s: float) -> None:
         """Spend the time of a forecast, and prefetch the forecast experts."""
         if forecasts.due(layer, forward):
             self.link.spend(forecast_s)
             forecasts.submit(layer, forward, self.flow)
 
 
-def simulate(trace: Trace, case: Case, *, waits: bool = False) -> Simulation:
+def simulate(trace: Trace, case: Case) -> Simulation:
     """Simulate a trace in virtual time.
 
     Lossy policies change what is loaded and computed, but not the recorded routing of later layers and tokens. Their
@@ -212,7 +212,6 @@ def simulate(trace: Trace, case: Case, *, waits: bool = False) -> Simulation:
     Args:
         trace: recorded routing, with forecasts.
         case: policies, slots and machine.
-        waits: record the wait of each layer in each decode step.
 
     Returns:
         Counts and times of prefills and decode steps.
@@ -244,7 +243,6 @@ def simulate(trace: Trace, case: Case, *, waits: bool = False) -> Simulation:
     set_future(trace, runtime.policies.eviction)
     layers = trace.shape.layers
     done = Simulation(decode=RunStatistics(layers), prefill=RunStatistics(layers))
-    waited_s = [0.0] * layers
     for forward in trace.forwards:
         stats = done.prefill if forward.fresh else done.decode
         if runtime.residency.stats is not stats:
@@ -258,9 +256,6 @@ def simulate(trace: Trace, case: Case, *, waits: bool = False) -> Simulation:
             done.steps_s.append(runtime.run(forward))
             done.policy_s.append(time.perf_counter() - began)
             done.bytes_read += runtime.link.bytes_read - read
-        if waits and not forward.fresh:
-            so_far_s, waited_s = waited_s, [layer.waited_s for layer in done.decode.layers]
-            done.waits_s.append([now - before for now, before in zip(waited_s, so_far_s, strict=True)])
     return done
 
 

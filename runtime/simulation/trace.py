@@ -76,32 +76,6 @@ class Hints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedPrefetches:
-    """Prefetch requests of a recorded run of one sequence, after the selection by its prefetch policy."""
-
-    ahead: int = 1
-    """Number of layers between a forecast and its target."""
-    steps: Sequence[Mapping[int, Sequence[int]]]
-    """Keys by target layer, most needed first, for each row of the trace; layers without requests are missing."""
-
-    def due(self, layer: int, forward: Forward) -> bool:
-        """Return whether this layer makes requests."""
-        return layer + self.ahead in self._step(forward)
-
-    def submit(self, layer: int, forward: Forward, flow: LayerFlow) -> None:
-        """Prefetch the recorded keys of this layer."""
-        flow.residency.prefetch(self._step(forward)[layer + self.ahead])
-
-    def _step(self, forward: Forward) -> Mapping[int, Sequence[int]]:
-        assert isinstance(forward.rows, slice), "recorded prefetches belong to one sequence"
-        row: int = forward.rows.start
-        return self.steps[row]
-
-
-ForecastSource = Hints | RecordedPrefetches
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """Routing of sequences in the order in which a runtime processes it."""
 
@@ -109,7 +83,7 @@ class Trace:
     forwards: list[Forward]
     routes: Routes | None = None
     """Router outputs; None: keys only."""
-    hints: Mapping[str, ForecastSource] = field(default_factory=dict)
+    hints: Mapping[str, Hints] = field(default_factory=dict)
     """Forecasts by name of the predictor."""
 
     @property
@@ -135,7 +109,7 @@ class Trace:
 
 def trace_of(
     shape: ModelShape, routes: Routes, document_T: Tensor, *, prefill: int = PREFILL, batch: int = 1,
-    hints: Mapping[str, ForecastSource] | None = None,
+    hints: Mapping[str, Hints] | None = None,
 ) -> Trace:  # fmt: skip
     """Build a trace in which each document is prefilled and then decoded to its end, `batch` documents at a time.
 

@@ -1,21 +1,22 @@
-"""Recorders and surveys made by hand."""
+"""Recorders, layer times and traces made by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from expertcast.predictors import Forecast
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.advising import advise as observation
-from expertcast.runtime.advising.advise import Forecasting, Survey
-from expertcast.runtime.benchmarking.bench import LinkSpeed, decode_greedily
+from expertcast.runtime.benchmarking.bench import decode_greedily
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.recorder import LayerTimes, Recorder, Span
-from expertcast.runtime.simulation.machine import Case, Machine, Simulation
-from expertcast.runtime.simulation.trace import Forward, RecordedPrefetches, Trace
+from expertcast.runtime.simulation.machine import Case, Machine, Simulation, no_times
+from expertcast.runtime.simulation.simulator import simulate
+from expertcast.runtime.simulation.trace import Forward, Hints, Trace
 
 
 class MadeRecorder(Recorder):
@@ -71,19 +72,18 @@ class Setting:
     slots: int
     copy_s: float
     cache: bool = True
-    blocking: bool = False
 
     def case(self, times: LayerTimes) -> Case:
-        machine = Machine(times=times, block_bytes={"full": 1000}, bandwidth=1000 / self.copy_s, blocking=self.blocking)
+        prefill = no_times(len(times.before_s))
+        machine = Machine(times=times, block_bytes={"full": 1000}, bandwidth=1000 / self.copy_s, prefill=prefill)
         return Case(policies=Policies(), slots=self.slots, machine=machine, cache=self.cache)
 
 
-def replay(trace: Trace, times: LayerTimes, setting: Setting, asked: RecordedPrefetches | None = None) -> Simulation:
-    return observation.replay(trace, setting.case(times), asked)
-
-
-def calibrated(tpot_s: float, trace: Trace, times: LayerTimes, setting: Setting) -> LayerTimes:
-    return observation.calibrated(tpot_s, trace, setting.case(times))
+def replay(trace: Trace, times: LayerTimes, setting: Setting, asked: Hints | None = None) -> Simulation:
+    """Simulate a decoding whose prefill takes no time."""
+    hints = {} if asked is None else {"made": asked}
+    case = replace(setting.case(times), predictor=next(iter(hints), None))
+    return simulate(replace(trace, hints=hints), case)
 
 
 Routing = Sequence[Sequence[int]]
@@ -105,29 +105,17 @@ def routings(trace: Trace) -> list[list[list[int]]]:
     return [forward.keys for forward in trace.decode]
 
 
-def perfect(trace: Trace, ahead: int = 1) -> RecordedPrefetches:
-    """Forecasts that ask for what every layer needs."""
-    steps = [{layer: keys[layer] for layer in range(ahead, len(keys))} for keys in routings(trace)]
-    return RecordedPrefetches(ahead=ahead, steps=steps)
+def perfect(trace: Trace, ahead: int = 1) -> Hints:
+    """Forecasts of the experts that every layer needs."""
+    experts = trace.shape.experts
 
+    def forecast(layer: int) -> Forecast:
+        ids_TK = torch.tensor([keys[layer] for keys in routings(trace)]) % experts
+        logits_TE = torch.zeros(len(ids_TK), experts).scatter(1, ids_TK, 1.0)
+        ones_TK = torch.ones(ids_TK.shape)
+        return Forecast(layer=layer, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=ones_TK)
 
-def made_survey(
-    trace: Trace,
-    times: LayerTimes,
-    setting: Setting,
-    forecasting: Mapping[tuple[str, int], tuple[RecordedPrefetches, LayerTimes]],
-) -> Survey:
-    """A survey without a model; forecasts by predictor and distance, with the layer times of their run."""
-    return Survey(
-        case=setting.case(times),
-        speed=LinkSpeed(rate=1000 / setting.copy_s, copy_s=setting.copy_s, latency_s=0.0),
-        trace=trace,
-        tpot_s=1.0,
-        forecasting={
-            name: Forecasting(prefetches=asked, recall={1: 0.5}, times=own)
-            for name, (asked, own) in forecasting.items()
-        },
-    )
+    return Hints(ahead=ahead, forecasts={layer: forecast(layer) for layer in range(ahead, trace.shape.layers)})
 
 
 def record(offloaded: OffloadedModel, prompt_ids: Tensor, new_tokens: int, recorder: Recorder) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch import Tensor
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.options import Count, Form, Option, StoredOptions
-from expertcast.commands.output import Outcome, new_file, say
+from expertcast.commands.output import Outcome, new_file, runs_table, say
 from expertcast.data.models import form_of, load_config, load_tokenizer
 from expertcast.data.source import ModelSource
 from expertcast.data.text import bundled_ids
@@ -25,10 +26,13 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 
 if TYPE_CHECKING:
+    from expertcast.predictors import MoEView
+    from expertcast.runtime.benchmarking.bench import Bench, Run
     from expertcast.runtime.benchmarking.routing import RoutingProcess
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.offloading import OffloadedModel
 
+ON_DEMAND = "on demand"
 _THIS_MACHINE = (
     "measured on link 'instant' of this machine, where experts in memory need no forecasts; --bandwidth emulates the "
     "link of other hardware"
@@ -110,28 +114,90 @@ def run(options: Options) -> Outcome:
     return result, text
 
 
+WORTH = 0.02
+"""Fraction of the time per token that prefetching must save, beyond two standard errors, to be advised."""
+
+
 def _advise_memory(options: Options) -> tuple[Json, str, OffloadConfig]:
     """Run the model with its experts in memory; return the result, its text and the advised configuration."""
-    from expertcast.runtime.advising.advise import advice_from, survey
+    from expertcast.runtime.benchmarking.bench import BenchSettings, measure
+    from expertcast.runtime.forecasters import resolve_predictor
+    from expertcast.runtime.policies.settings import ALWAYS
 
     target = Target.load(options)
     prompt_ids = target.prompt(options.prompt_tokens)
     process = target.routing_process(options.prompt_tokens, options.new_tokens)
     with process if process is not None else nullcontext():
         link = target.link(prompt_ids, options.new_tokens)
-        config = target.config(link)
-        say("short runs, on demand and with forecasts")
-        predictors = [target.forecaster(process)]
-        found = survey(target.model, prompt_ids, config, predictors=predictors, new_tokens=options.new_tokens)
-    advice = advice_from(found)
-    result = {**target.heading(process), **link, **advice.as_dict()}
-    text = f"{options.target}, routing: {result['routing']}\n{advice.text()}"
-    if link["link"] == "instant":
-        text += "\n" + _THIS_MACHINE
-    chosen = replace(advice.chosen.config(config), slots=found.case.slots, memory=None, store="memory")
+        runs = {ON_DEMAND: target.config(link)}
+        given = target.forecaster(process)
+        name = given if isinstance(given, str) else given.name
+        predictor, _ = resolve_predictor(given, target.view)
+        assert predictor is not None
+        for ahead in predictor.ahead:
+            if link["link"] != "instant" and ahead < len(target.view):
+                config = replace(runs[ON_DEMAND], predictor=predictor, ahead=ahead, forecasts=ALWAYS)
+                runs[f"{name}, {ahead} ahead"] = config
+        settings = BenchSettings(new_tokens=options.new_tokens, repetitions=2)
+        measured = measure(target.model, prompt_ids, runs, settings, resident=None, say=say)
+    facts, text = advice_from(measured, target.view)
+    chosen, advised = runs[facts["advice"]], options.experts_form
+    result = {**target.heading(process), **link, **facts, "predictor": None, "ahead": None}
+    config = replace(target.config(link), slots=facts["slots"], memory=None, store="memory", experts=advised)
+    if chosen.predictor is not None:
+        config = replace(config, predictor=name, ahead=chosen.ahead)
+        result |= {"predictor": name, "ahead": chosen.ahead}
+    text = f"{options.target}, routing: {result['routing']}\n{text}"
     if link["link"] == "instant":  # the link of a CPU, also without its name
-        chosen = replace(chosen, link=options.offload.link)
-    return result, text, replace(chosen, experts=options.experts_form)
+        config = replace(config, link=options.offload.link)
+        text += "\n" + _THIS_MACHINE
+    return result, text, config
+
+
+def advice_from(measured: Bench, view: MoEView) -> tuple[Json, str]:
+    """Choose the fastest run; the first one, on demand, unless another certainly saves `WORTH` of its time.
+
+    Returns:
+        The name of the run as `advice`, with measured values; and all of it as text.
+    """
+    on_demand, *others = measured.runs.values()
+    saved_s = {name: _surely_saved_s(on_demand, run) for name, run in measured.runs.items()}
+    experts, slots = len(view) * view.shape.experts, on_demand.slots
+    best = max(saved_s, key=saved_s.__getitem__)
+    if slots >= experts or saved_s[best] <= WORTH * on_demand.tpot_s:
+        best = ON_DEMAND
+    report = measured.reports[ON_DEMAND]
+    tpot_s, hideable = on_demand.tpot_s, report["hideable_s"] / on_demand.tpot_s
+    if slots >= experts:
+        reason = f"all {experts} experts fit the slots: each is copied once, so prefetching gains nothing"
+    elif not others:
+        reason = "this link copies in the model's own thread: compute cannot hide its copies"
+    else:
+        reason = (
+            f"on demand, waiting for copies is {report['copy_s'] / report['tpot_mean_s']:.0%} of the time per token "
+            f"(hit rate {report['hit_rate']:.0%}): prefetching can hide at most {hideable:.0%}"
+        )
+    advised = "load on demand" if best == ON_DEMAND else f"prefetch with {best}"
+    facts = {
+        "advice": best, "tpot_s": measured.runs[best].tpot_s, "on_demand_s": tpot_s, "most_to_hide": hideable,
+        "slots": slots, "experts": experts, "link_rate": measured.link_rate, "runs": measured.reports,
+    }  # fmt: skip
+    text = (
+        f"advice: {advised}; expect {1e3 * facts['tpot_s']:.3g} ms per token\n\n- {reason}\n"
+        f"- prefetching is advised if it saves {WORTH:.0%} of the time per token, beyond two standard errors\n\n"
+        f"{runs_table(measured.reports)}\n\n"
+        f"link {measured.link_rate or 0:.3g} bytes/s; {slots} of {experts} experts in slots"
+    )
+    return facts, text
+
+
+def _surely_saved_s(on_demand: Run, run: Run) -> float:
+    """Return the seconds that a run saves per token: median over the same steps, less two standard errors."""
+    from expertcast.runtime.benchmarking.bench import standard_error
+
+    pairs = zip(on_demand.steps_s, run.steps_s, strict=True)
+    saved_s = [slower - faster for slower, faster in pairs]
+    return statistics.median(saved_s) - 2 * standard_error(saved_s)
 
 
 # --store-folder: codec and memory for experts on a disk

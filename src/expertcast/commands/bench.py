@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.options import COUNT, POLICIES_HELP, Count, Fields, Option, policies_of
-from expertcast.commands.output import Outcome, forecast_lines, new_file, say
+from expertcast.commands.output import Outcome, figure, forecast_lines, new_file, runs_table, say
 from expertcast.commands.predictors import is_checkpoint
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, aligned
@@ -71,7 +71,7 @@ def drafts_table(drafts: Json) -> str:
                 name,
                 f"{run['tpot_s'] * 1e3:.2f}",
                 f"{run['over_none']:.2f}",
-                _number(governor.get("tokens_per_cycle")),
+                figure(governor.get("tokens_per_cycle")),
                 f"{run['bytes_per_token'] / 1e6:.2f}",
                 f"{run['memory_bytes'] / 1e6:.1f}",
                 "yes" if run["identical"] else "no",
@@ -79,42 +79,6 @@ def drafts_table(drafts: Json) -> str:
             )
         )
     return aligned(rows)
-
-
-def runs_table(runs: Json) -> str:
-    """Return a table with a row per run, and a legend."""
-    rows: list[tuple[str, ...]] = [
-        ("run", "TPOT ms", "quartiles", "mean", "compute", "copy", "idle", "TTFT s", "MB/token", "hits", "overlap",
-         "link", "x bound", "identical")
-    ]  # fmt: skip
-    for name, run in runs.items():
-        first, third = run["tpot_quartiles_s"]
-        rows.append(
-            (
-                name,
-                f"{run['tpot_s'] * 1e3:.2f}",
-                f"{first * 1e3:.1f}-{third * 1e3:.1f}",
-                *(f"{run[key] * 1e3:.2f}" for key in ("tpot_mean_s", "compute_s", "copy_s", "idle_s")),
-                f"{run['ttft_s']:.3f}",
-                f"{run['bytes_per_token'] / 1e6:.2f}",
-                f"{run['hit_rate']:.3f}",
-                *(_figure(run, key) for key in ("overlap_efficiency", "link_utilisation", "tpot_over_bound")),
-                "yes" if run["identical"] else "no",
-            )
-        )
-    legend = "TPOT ms: the median step; mean = compute + copy + idle in ms, which a few slow steps raise"
-    if any(run["not_given"] for run in runs.values()):
-        legend += "; ~: too noisy, give more --repetitions"
-    return f"{aligned(rows)}\n{legend}"
-
-
-def _figure(run: Json, key: str) -> str:
-    """Return a figure, or ~ if it is too noisy."""
-    return "~" if key in run["not_given"] else _number(run[key])
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 WAYS = ("on_demand", "exact", "speculate", "hybrid")

@@ -92,6 +92,41 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def runs_table(runs: Json) -> str:
+    """Return a table with a row per run of a benchmark, and a legend."""
+    rows: list[tuple[str, ...]] = [
+        ("run", "TPOT ms", "quartiles", "mean", "compute", "copy", "idle", "TTFT s", "MB/token", "hits", "overlap",
+         "link", "x bound", "identical")
+    ]  # fmt: skip
+    for name, run in runs.items():
+        first, third = run["tpot_quartiles_s"]
+        rows.append(
+            (
+                name,
+                f"{run['tpot_s'] * 1e3:.2f}",
+                f"{first * 1e3:.1f}-{third * 1e3:.1f}",
+                *(f"{run[key] * 1e3:.2f}" for key in ("tpot_mean_s", "compute_s", "copy_s", "idle_s")),
+                f"{run['ttft_s']:.3f}",
+                f"{run['bytes_per_token'] / 1e6:.2f}",
+                f"{run['hit_rate']:.3f}",
+                *(
+                    "~" if key in run["not_given"] else figure(run[key])
+                    for key in ("overlap_efficiency", "link_utilisation", "tpot_over_bound")
+                ),
+                "yes" if run["identical"] else "no",
+            )
+        )
+    legend = "TPOT ms: the median step; mean = compute + copy + idle in ms, which a few slow steps raise"
+    if any(run["not_given"] for run in runs.values()):
+        legend += "; ~: too noisy, give more --repetitions"
+    return f"{aligned(rows)}\n{legend}"
+
+
+def figure(value: float | None) -> str:
+    """Format a number; nothing for None."""
+    return "" if value is None else f"{value:.3f}"
+
+
 def forecast_lines(runs: Json) -> list[str]:
     """Return a line for each run with a governor of forecasts: counts by rung, and counts left out by reason."""
     lines = []

@@ -13,11 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 import expertcast
-from expertcast.commands.bench import runs_table
+from expertcast.commands.advise import ON_DEMAND, WORTH, advice_from
+from expertcast.commands.output import runs_table
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadConfig, benchmark, offload
 from expertcast.runtime.benchmarking.bench import (
+    Bench,
     BenchSettings,
     BorrowedStore,
     Decoding,
@@ -122,6 +124,33 @@ def made_run(steps: list[StepTimes], *tpots_s: float, moved: int = 80, **argumen
         decoding = Decoding([1, 2, 3], [torch.ones(2)] * 3, 0.5, [tpot_s] * len(steps))
         run.repetitions.append(Measured(decoding, stats, steps, link_bytes=80, link_busy_s=8.0))
     return run
+
+
+@pytest.mark.parametrize(
+    ("others", "slots", "advised", "reason"),
+    [
+        ({"next_norm, 1 ahead": (7.5, 7.6), "other": (7.7, 7.8)}, 8, "next_norm, 1 ahead", "hide at most 22%"),
+        ({"next_norm, 1 ahead": (9.0 * (1 - 0.9 * WORTH),) * 2}, 8, ON_DEMAND, "waiting for copies is 3%"),
+        ({"next_norm, 1 ahead": (9.0 * (1 - 1.1 * WORTH),) * 2}, 8, "next_norm, 1 ahead", "hit rate 25%"),
+        ({"next_norm, 1 ahead": (2.0, 12.0)}, 8, ON_DEMAND, "hide at most"),  # noise
+        ({"next_norm, 1 ahead": (7.5, 7.5)}, 768, ON_DEMAND, "all 768 experts fit the slots"),
+        ({}, 8, ON_DEMAND, "compute cannot hide its copies"),
+    ],
+)  # fmt: skip
+def test_advice_on_prefetching(
+    reference_model: PreTrainedModel, others: dict[str, tuple[float, ...]], slots: int, advised: str, reason: str
+) -> None:
+    steps = [StepTimes([1.0, 2.0, 3.0], [2.0, 1.0, 0.0], wait=0.25, idle=2.75)] * 2
+    runs = {name: made_run(steps, *tpots_s) for name, tpots_s in {ON_DEMAND: (9.0, 9.0), **others}.items()}
+    runs[ON_DEMAND].slots = slots
+    truth = runs[ON_DEMAND].repetitions[0].decoding
+    reports = {name: report(run, on_demand=runs[ON_DEMAND], truth=truth, link_rate=20.0) for name, run in runs.items()}
+    facts, text = advice_from(Bench(runs, None, 20.0, reports), find_moe_layers(reference_model))
+    assert facts["advice"] == advised
+    assert (facts["tpot_s"], facts["on_demand_s"]) == (runs[advised].tpot_s, 9.0)
+    assert text.startswith("advice: " + ("load on demand" if advised == ON_DEMAND else f"prefetch with {advised}"))
+    assert reason in text
+    assert f"{slots} of 768 experts" in text
 
 
 def test_figures_follow_their_definitions() -> None:

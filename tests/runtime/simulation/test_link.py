@@ -80,12 +80,6 @@ def test_precisions_have_their_own_bytes_and_seconds() -> None:
     assert link.now == 3.5
 
 
-def test_blocking_copies_are_made_at_once() -> None:
-    link = VirtualLink(FULL_ONLY, 0.5, blocking=True)
-    assert link.submit(0, 0, urgent=False).done
-    assert link.now == 2.0
-
-
 def test_speeds_that_are_refused() -> None:
     for bandwidth in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ExpertcastError, match="bandwidth="):

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from expertcast.runtime.advising.advise import executed
 from expertcast.runtime.simulation.trace import Trace
-from tests.runtime.made import Setting, calibrated, decoding, layer_times, perfect, replay, routings
+from tests.runtime.made import Setting, decoding, layer_times, perfect, replay, routings
 
 LAYERS, EXPERTS, TOP_K, STEPS = 4, 6, 2, 5
 
@@ -34,9 +33,9 @@ def test_on_demand_is_the_sum(copy_s: float) -> None:
     own = sum(before) + sum(experts) + LAYERS * (0.0625 + 0.125) + 0.75
     # a copy starts when it is asked for, and what the thread does until it waits for it is hidden
     assert got.steps_s == pytest.approx([own + LAYERS * max(0.0, TOP_K * copy_s - 0.125)] * STEPS)
-    assert got.wait_s == pytest.approx(LAYERS * max(0.0, TOP_K * copy_s - 0.125))
-    assert got.hit_rate == 0.0
-    assert got.copies == LAYERS * TOP_K
+    total = got.decode.total
+    assert total.waited_s == pytest.approx(STEPS * LAYERS * max(0.0, TOP_K * copy_s - 0.125))
+    assert (got.decode.hit_rate, total.misses, total.prefetched) == (0.0, STEPS * LAYERS * TOP_K, 0)
 
 
 @pytest.mark.parametrize("copy_s", [0.01, 0.5, 0.75, 1.0, 4.0])
@@ -56,7 +55,7 @@ def test_perfect_prefetch_is_the_sum_of_the_larger(copy_s: float, forecast_s: fl
         assert not link_starts_late or copies <= experts[layer] + before[layer + 1] + cost
         total += max(experts[layer] + before[layer + 1] + cost, copies)
     assert got.steps_s == pytest.approx([total] * STEPS)
-    assert got.copies == LAYERS * TOP_K
+    assert (got.decode.total.misses, got.decode.total.prefetched) == (STEPS * TOP_K, STEPS * (LAYERS - 1) * TOP_K)
 
 
 def test_everything_fits() -> None:
@@ -65,36 +64,4 @@ def test_everything_fits() -> None:
     every = decoding(whole, routings(trace), experts=EXPERTS, top_k=TOP_K)
     got = replay(every, layer_times([1.0] * LAYERS, [2.0] * LAYERS), Setting(slots=LAYERS * EXPERTS, copy_s=9.0))
     assert got.steps_s == [3.0 * LAYERS] * STEPS
-    assert (got.hit_rate, got.copies) == (1.0, 0.0)
-
-
-def test_link_in_the_models_own_thread_hides_nothing() -> None:
-    trace = _trace(3)
-    times = layer_times([1.0] * LAYERS, [2.0] * LAYERS)
-    setting = Setting(slots=12, copy_s=0.5, cache=False, blocking=True)
-    own = LAYERS * (3.0 + TOP_K * 0.5)
-    assert replay(trace, times, setting).steps_s == pytest.approx([own] * STEPS)
-    assert replay(trace, times, setting, perfect(trace)).steps_s == pytest.approx([own] * STEPS)
-
-
-def test_speculative_routing_is_what_was_forecast() -> None:
-    trace, other = _trace(4), _trace(5)
-    forecasts = perfect(other)
-    times = layer_times([1.0] * LAYERS, [2.0] * LAYERS)
-    setting = Setting(slots=12, copy_s=1.0, cache=False)
-    got = replay(executed(trace, forecasts, range(LAYERS)), times, setting, forecasts)
-    assert got.hit_rate == (LAYERS - 1) / LAYERS
-    assert got.copies == LAYERS * TOP_K
-    assert got.steps_s == pytest.approx(replay(trace, times, setting, perfect(trace)).steps_s)
-
-
-def test_calibrated_to_the_run_it_comes_from() -> None:
-    trace = _trace(6)
-    times = layer_times([1.0] * LAYERS, [2.0] * LAYERS, tail=0.5)
-    setting = Setting(slots=12, copy_s=0.5, cache=False)
-    own = replay(trace, times, setting).tpot_s
-    slower = calibrated(own + 2.25, trace, times, setting)
-    assert slower.late_s == 2.25
-    assert slower.compute_s == times.compute_s
-    assert replay(trace, slower, setting).tpot_s == own + 2.25
-    assert calibrated(own - 1.0, trace, times, setting).late_s == -1.0
+    assert (got.decode.hit_rate, got.decode.total.prefetched) == (1.0, 0)
