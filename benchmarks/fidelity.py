@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.results import ResultFile, markdown, result_parser, write_section
+from expertcast import load_offloaded
 from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.data import packed_experts
 from expertcast.data.collect import collect
@@ -31,7 +32,6 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.linear import LinearConfig
 from expertcast.predictors.messages import Json
-from expertcast.runtime import load_offloaded
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 

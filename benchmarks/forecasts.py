@@ -19,6 +19,7 @@ import argparse
 import copy
 import gc
 import itertools
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -46,9 +47,10 @@ from expertcast.data.text import bundled_ids, load_documents
 from expertcast.predictors import MoEView
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.messages import Json
-from expertcast.runtime.benchmarking.bench import BorrowedStore, balanced_bandwidth, decode_resident
+from expertcast.runtime.benchmarking.bench import BorrowedStore, decode_resident
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloading import OffloadedModel, offload
+from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.training.fit import fit_many
 
 RUNGS = ("quasi_hidden", "linear", "early_attention", "estimator")
@@ -176,7 +178,9 @@ class Grid:
         for run in self._file.values["runs"]:
             return float(run["link"] * run["bandwidth"])
         prompt, steps = self._args.prompt_tokens, min(64, self._args.new_tokens)
-        return balanced_bandwidth(self._model, decode_resident(self._model, self._ids(1)[:, :prompt], steps))
+        resident, view = decode_resident(self._model, self._ids(1)[:, :prompt], steps), find_moe_layers(self._model)
+        layer_s = statistics.median(resident.steps_s) / len(view)
+        return view.shape.top_k * BlockLayout.of(view).block_bytes / layer_s
 
     def _ids(self, batch: int) -> Tensor:
         """Return the tokens of the prompt and of all steps, [B, T], of unseen text."""

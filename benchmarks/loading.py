@@ -28,8 +28,8 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 import expertcast
 from benchmarks.children import environment
 from benchmarks.results import ResultFile, markdown, result_parser, shown, spread
+from expertcast import OffloadedModel
 from expertcast.data.models import load_model
-from expertcast.runtime import OffloadedModel
 
 METHODS = ("load_offloaded memory", "load_offloaded disk", "from_pretrained", "from_pretrained then offload")
 

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from expertcast import OffloadConfig, OffloadedModel, load_offloaded
 from expertcast.predictors import MoEView
 from expertcast.predictors.messages import Json
-from expertcast.runtime import OffloadConfig, OffloadedModel, load_offloaded
 
 
 def ready() -> None:

@@ -24,7 +24,7 @@ from expertcast.data.models import load_tokenizer
 from expertcast.data.text import bundled_ids
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
-from expertcast.runtime.advising.disk import disk_rate
+from expertcast.runtime.benchmarking.advise_disk import disk_rate
 from expertcast.runtime.config import size_bytes
 from expertcast.runtime.policies.eviction import bypass_misses
 

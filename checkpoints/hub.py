@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -127,10 +126,6 @@ def _message(name: HubName, kind: Kind, doing: str, error: Exception) -> str:
     return f"cannot {doing} {name.repo}: {reason}; try again, complete files are kept"
 
 
-PARTIAL = ".partial"
-"""Suffix of a folder during its download."""
-
-
 def located(given: str | Path, kind: Kind, revision: str | None = None) -> tuple[Path, HubName | None]:
     """Resolve a local folder or, failing that, download the hub repository of that name.
 
@@ -172,7 +167,11 @@ def download(name: HubName, kind: Kind) -> Path:
         ExpertcastError: the repository or revision does not exist, is of another kind, or is neither reachable nor
             cached.
     """
-    return _whole(name, kind, _recognised(name, kind))
+    snapshot = _recognised(name, kind)
+    commit = snapshot.name  # a push in the meantime does not change the files
+    with hub_errors(name, kind, "get"):
+        found = snapshot_download(name.repo, repo_type=kind.repo_type, revision=commit, allow_patterns=list(kind.files))
+    return Path(found)
 
 
 def real_folder(folder: Path) -> Path:
@@ -185,37 +184,6 @@ def real_folder(folder: Path) -> Path:
     if os.path.ismount(real):
         raise ExpertcastError(f"{folder} is a mount point, which cannot be replaced as a whole: use a folder in it")
     return real
-
-
-def pull(name: HubName, kind: Kind, folder: Path, check: Callable[[Path], object]) -> None:
-    """Download a repository into a folder; the folder appears only when it is complete and checked.
-
-    An interrupted download leaves its files in `folder.partial` for the next attempt.
-
-    Args:
-        name: the repository.
-        kind: expected kind.
-        folder: destination, missing or empty.
-        check: reads the downloaded folder and raises an error if it is invalid.
-
-    Raises:
-        ExpertcastError: the folder is not empty, or the download or the check fails.
-    """
-    folder = real_folder(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ExpertcastError(f"{folder} exists and is not empty: use another folder")
-    partial = folder.with_name(folder.name + PARTIAL)
-    snapshot = _recognised(name, kind)
-    _whole(name, kind, snapshot, partial)
-    shutil.rmtree(partial / ".cache", ignore_errors=True)  # huggingface_hub's download metadata
-    try:
-        check(partial)
-    except ExpertcastError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise _blame(name, snapshot, kind, error) from error
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
 
 
 def _recognised(name: HubName, kind: Kind) -> Path:
@@ -231,16 +199,6 @@ def _recognised(name: HubName, kind: Kind) -> Path:
     if not kind.holds(Path(snapshot)):
         raise ExpertcastError(f"{name} on the hub is not a {kind.what}: use another repository, or a folder")
     return Path(snapshot)
-
-
-def _whole(name: HubName, kind: Kind, snapshot: Path, folder: Path | None = None) -> Path:
-    """Download all files of a snapshot, into the cache or into `folder`."""
-    commit = snapshot.name  # a push in the meantime does not change the files
-    with hub_errors(name, kind, "get"):
-        found = snapshot_download(
-            name.repo, repo_type=kind.repo_type, revision=commit, allow_patterns=list(kind.files), local_dir=folder
-        )
-    return Path(found)
 
 
 def _blame(name: HubName, snapshot: Path, kind: Kind, error: ExpertcastError) -> ExpertcastError:

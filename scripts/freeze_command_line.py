@@ -12,8 +12,8 @@ import json
 import os
 from typing import Any
 
-from expertcast.cli import COMMANDS, build_parser
-from expertcast.commands.frozen import FILE, TYPES
+from expertcast.cli import COMMANDS, FROZEN, build_parser
+from expertcast.commands.numbers import TYPES
 
 
 def frozen() -> str:
@@ -49,4 +49,4 @@ def described(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(frozen())
+    FROZEN.write_text(frozen())

@@ -21,12 +21,12 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from expertcast.data.machine import with_index
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
-from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.predictors import MoEView, Predictor
 from expertcast.predictors.messages import Json, Progress
 from expertcast.predictors.options import validate
 from expertcast.runtime.config import OffloadConfig
@@ -36,10 +36,9 @@ from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
-from expertcast.runtime.links.driver import CudaDevice, copy_seconds
+from expertcast.runtime.links.driver import copy_seconds
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.recording.recorder import Recorder
-from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -47,69 +46,39 @@ from expertcast.runtime.storage.store import ExpertStore
 
 _LARGE = 256 * 2**20
 """Bytes of the large copy; the store's size if that is less."""
-_SMALL = 4096
 _REPEATS = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSpeed:
-    """Undisturbed speed of a link."""
+def link_rate(link: Link, store: ExpertStore) -> float:
+    """Measure an undisturbed link, attached, between two forward passes. The run's slots are not touched.
 
-    rate: float
-    """Bytes per second of a large copy, or of blocks back to back on links that move only blocks."""
-    copy_s: float
-    """Seconds per expert among copies back to back."""
-    latency_s: float
-    """Fixed seconds per copy, independent of its size."""
-
-
-def link_speed(link: Link, store: ExpertStore) -> LinkSpeed:
-    """Measure an attached link between two forward passes. The run's slots are not touched.
-
-    On CUDA: time page-locked copies with events, a large one for the rate and a small one for the latency, and add the
-    delays of a paced link. Other links: copy blocks back to back through a second link of the same kind.
+    Returns:
+        Bytes per second. On CUDA: those of a large page-locked copy, timed by events, or the bandwidth of a paced link.
+        Other links: those of blocks back to back through a second link of the same kind, in the fastest of some series.
 
     Raises:
         ExpertcastError: the speed of this kind of link is unknown on the CPU.
     """
-    if link.driver is not None and not isinstance(link, CudaDiskLink | DiskLink):
-        return _cuda_speed(link, link.driver, store)
     block_bytes = store.layout.block_bytes
-    copy_s = _block_seconds(store, link.unattached_copy())
-    return LinkSpeed(rate=block_bytes / copy_s, copy_s=copy_s, latency_s=link.latency)
-
-
-def _block_seconds(store: ExpertStore, link: Link) -> float:
-    """Return the seconds per block of the fastest of several series back to back."""
-    count = min(16, store.layers * store.experts)
-    pool = SlotPool(store.layout, count, store.device)
-    link.attach(store, pool)
+    if isinstance(link, PacedCudaLink) and link.bandwidth is not None:
+        return link.bandwidth
+    if link.driver is not None and not isinstance(link, CudaDiskLink | DiskLink):
+        large = min(_LARGE, max(store.nbytes, block_bytes))
+        return large / copy_seconds(link.driver, large)
+    other, count = link.unattached_copy(), min(16, store.layers * store.experts)
+    other.attach(store, SlotPool(store.layout, count, store.device))
     try:
         seconds = []
         for _ in range(_REPEATS):
             start = time.perf_counter()
-            copies = [link.submit(key, slot, urgent=True) for slot, key in enumerate(range(count))]
-            for copy in copies:
-                link.wait(copy)
-            if isinstance(link, CudaLink):
-                link.synchronize()
-            seconds.append((time.perf_counter() - start) / count)
+            for copy in [other.submit(key, key, urgent=True) for key in range(count)]:
+                other.wait(copy)
+            if isinstance(other, CudaLink):
+                other.synchronize()
+            seconds.append(time.perf_counter() - start)
     finally:
-        link.close()
-    return min(seconds)
-
-
-def _cuda_speed(link: Link, driver: CudaDevice, store: ExpertStore) -> LinkSpeed:
-    block_bytes = store.layout.block_bytes
-    large = min(_LARGE, max(store.nbytes, block_bytes))
-    small = min(_SMALL, large)
-    seconds_of = {size: copy_seconds(driver, size) for size in {large, block_bytes, small}}
-    rate = large / seconds_of[large]
-    latency_s, copy_s = max(0.0, seconds_of[small] - small / rate), seconds_of[block_bytes]
-    if isinstance(link, PacedCudaLink):
-        rate, latency_s = link.bandwidth or rate, latency_s + link.latency
-        copy_s = link.latency + block_bytes / rate
-    return LinkSpeed(rate=rate, copy_s=copy_s, latency_s=latency_s)
+        other.close()
+    return count * block_bytes / min(seconds)
 
 
 # Timed greedy decoding, and a store shared by several offloads.
@@ -173,13 +142,6 @@ def decode_greedily(
                 recorder.clear()
         decoding.tokens.append(int(inputs))
     return decoding
-
-
-def balanced_bandwidth(model: PreTrainedModel, resident: Decoding) -> float:
-    """Return the bytes per second at which K copies take as long as one layer of the resident model."""
-    view = find_moe_layers(model)
-    layer_s = statistics.median(resident.steps_s) / len(view)
-    return view.shape.top_k * BlockLayout.of(view).block_bytes / layer_s
 
 
 def same_logits(one: Decoding, other: Decoding) -> bool:
@@ -545,69 +507,6 @@ def usual_runs(
     }
 
 
-def benchmark(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    runs: Mapping[str, OffloadConfig],
-    settings: BenchSettings | None = None,
-    *,
-    bandwidth: float | None = None,
-    latency: float = 0.0,
-) -> Json:
-    """Decode a prompt greedily in each configuration, in alternation, and compare with the resident model.
-
-    Args:
-        model: a model of a supported family, on the compute device.
-        tokenizer: its tokenizer.
-        prompt: text to continue.
-        runs: configurations by name, such as `{"on_demand": OffloadConfig(), "exact": OffloadConfig(predictor=p)}`.
-            Runs with experts in memory share one copy of them.
-        settings: size of the measurement; None: the defaults of :class:`BenchSettings`.
-        bandwidth: bytes per second of the emulated link, for runs that set none. None: K copies take as long as one
-            layer of the resident model, where prefetching can gain most. Ignored on CUDA, which uses the real link.
-        latency: seconds per copy of the emulated link, for runs that set none.
-
-    Returns:
-        `bandwidth`, `latency`, `prompt_tokens`, `new_tokens`, `resident.{tpot_s,ttft_s}`, `link_rate`, and
-        `runs.<name>` with the values of :func:`expertcast.runtime.benchmarking.bench.report`.
-
-    Raises:
-        ExpertcastError: the prompt has no tokens, or as for :func:`expertcast.offload`.
-    """
-    settings = settings or BenchSettings()
-    prompt_ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(next(model.parameters()).device)
-    if not prompt_ids.shape[1]:
-        raise ExpertcastError("the prompt has no tokens: use a longer text")
-    resident = decode_resident(model, prompt_ids, settings.new_tokens)
-    link: dict[str, float] = {}
-    if not prompt_ids.is_cuda:
-        link = {"bandwidth": bandwidth or balanced_bandwidth(model, resident), "latency": latency}
-    store = BorrowedStore(find_moe_layers(model), prompt_ids.device)
-    sharing = {
-        name: replace(
-            config,
-            store=store if config.store == "memory" else config.store,
-            bandwidth=config.bandwidth or link.get("bandwidth"),
-            latency=config.latency or link.get("latency", 0.0),
-        )
-        for name, config in runs.items()
-    }
-    try:
-        measured = measure(model, prompt_ids, sharing, settings, resident=resident)
-    finally:
-        store.give_back()
-    return {
-        **link,
-        "prompt_tokens": prompt_ids.shape[1],
-        "new_tokens": settings.new_tokens,
-        "repetitions": settings.repetitions,
-        "link_rate": measured.link_rate,
-        "resident": {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s},
-        "runs": measured.reports,
-    }
-
-
 def measure(
     model: PreTrainedModel,
     prompt_ids: Tensor,
@@ -679,7 +578,7 @@ def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: in
         run.repetitions.append(Measured(decoding, stats, steps, link.bytes_moved, link.busy_s))
         run.recorder, run.slots = recorder, offloaded.pool.count
         if bench.link_rate is None:
-            bench.link_rate = link_speed(link, offloaded.store).rate
+            bench.link_rate = link_rate(link, offloaded.store)
 
 
 def bench_drafts(

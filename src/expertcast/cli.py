@@ -12,6 +12,7 @@ import errno
 import gc
 import importlib
 import io
+import json
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
@@ -37,15 +39,17 @@ COMMANDS = {
     "chat": "chat with a model in the terminal, with offloaded experts and forecasts",
     "serve": "serve a model with offloaded experts and forecasts by the OpenAI API",
     "bench": "measure the time per token of offloaded decoding in every mode, for a model or a shape",
-    "advise": "measure link and layers, and advise whether and how to prefetch",
+    "advise": "decode briefly with and without forecasts, and advise which to use",
     "simulate": "simulate cache policies over recorded routing, in virtual time",
     "push": "upload a checkpoint or traces to the Hugging Face hub, with a card",
-    "pull": "download a checkpoint or traces from the hub",
     "inspect": "describe a model, traces folder or checkpoint, or verify its files",
 }
 
 
-_RESUMED = ("collect", "train", "pull")
+FROZEN = Path(__file__).parent / "commands" / "frozen.json"
+"""Options and help of all commands, so that `--help` and refusals do not import torch. scripts/freeze_command_line.py
+writes the file; a test compares it with the options' classes and registries."""
+_RESUMED = ("collect", "train")
 """Commands that resume after an interruption. The others start again."""
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 """Errors of a disk that is full, read-only, another user's or broken."""
@@ -110,13 +114,13 @@ def _refuse_early(command: str, words: Sequence[str]) -> None:
     """
     if command not in COMMANDS or words[0] != command or "torch" in sys.modules:
         return
-    from expertcast.commands.frozen import add_frozen
+    from expertcast.commands.numbers import TYPES
 
-    parser = _Parser(prog=f"expertcast {command}")
-    text = add_frozen(parser, command)
-    if text is None:
-        return
-    parser.format_help = lambda: text  # type: ignore[method-assign]
+    parser, known = _Parser(prog=f"expertcast {command}"), json.loads(FROZEN.read_text())[command]
+    for option in known["options"]:
+        given = {key: TYPES[value] if key == "type" else value for key, value in option.items() if key != "names"}
+        parser.add_argument(*option["names"], **given)
+    parser.format_help = lambda: str(known["help"])  # type: ignore[method-assign]
     parser.parse_args(words[1:])
 
 

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, Qwen3NextConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from expertcast import offload
 from expertcast.data.batch import RouterCall
 from expertcast.data.early import (
     _CHECKED,
@@ -34,7 +35,6 @@ from expertcast.data.taps import RouterTaps
 from expertcast.predictors import MoEView
 from expertcast.predictors.early_attention import EarlyAttention as EarlyPredictor
 from expertcast.predictors.early_attention import EarlyConfig
-from expertcast.runtime import offload
 from tests.data.early_oracle import Follower, oracle, random_stand_in
 from tests.families.models import _COMMON, CONFIGS, tiny_model
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from expertcast import offload
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.cli import main
 from expertcast.data.machine import available_memory, usable_processors
 from expertcast.data.models import load_model
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import offload
 from tests.families.models import tiny_model
 from tests.runtime.gguf_files import tiny, write
 from tests.runtime.quantised import fp8, mxfp4

@@ -78,15 +78,11 @@ def test_who_means_a_model_is_told_what_lacks(hub: FakeHub, worker: Worker) -> N
     line = worker.run(*train).line
     assert "nor a visible dataset repository" in line
     assert "to train online on a model of that name, give --data" in line
-    assert "for a data set of traces give --traces" in worker.run("pull", "me/traces", "--out", "never").line
 
 
-def test_pull_makes_the_same_folder(hub: FakeHub, worker: Worker, work: Path) -> None:
-    right(worker.run("pull", "me/traces", "--traces", "--out", "pulled_traces"))
-    made = {path.relative_to(work / "pulled_traces") for path in (work / "pulled_traces").rglob("*") if path.is_file()}
-    kept = {path.relative_to(work / "traces") for path in (work / "traces").rglob("*") if path.is_file()}
-    assert made == kept | {Path("README.md")}
-    right(worker.run("inspect", "pulled_traces", "--verify"))
+def test_all_files_are_sent(hub: FakeHub, work: Path) -> None:
+    kept = {str(path.relative_to(work / "traces")) for path in (work / "traces").rglob("*") if path.is_file()}
+    assert set(hub.tree("dataset", "me/traces")) - {".gitattributes"} == kept | {"README.md"}
 
 
 def test_shards_of_other_traces_go_and_what_is_the_owners_stays(hub: FakeHub, worker: Worker) -> None:
@@ -103,13 +99,8 @@ def test_shards_of_other_traces_go_and_what_is_the_owners_stays(hub: FakeHub, wo
 def test_the_pages_commands_run(hub: FakeHub, worker: Worker, work: Path) -> None:
     names = {"MODEL": "reference", "checkpoint": "./linear"}
     lines = commands_of("docs/sharing.md")
-    assert {line.split()[0] for line in lines} == {"push", "pull", "generate", "eval"}
+    assert {line.split()[0] for line in lines} == {"push", "generate", "eval"}
     for line in lines:
         words = [names.get(word, word).replace("user/", "me/shared-") for word in shlex.split(line)]
-        if "--out" in words:
-            words[words.index("--out") + 1] = "as_the_readme"
         right(worker.run(*words, token=WRITER))
-    assert (work / "as_the_readme" / "model.safetensors").read_bytes() == (
-        work / "linear" / "model.safetensors"
-    ).read_bytes()
     assert hub.repos["dataset", "me/shared-traces"].private

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from expertcast import OffloadConfig, offload
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.cli import main
 from expertcast.commands.output import table
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, PredictorConfig
 from expertcast.predictors.baselines import Frequency
-from expertcast.runtime import OffloadConfig, offload
 from expertcast.runtime.storage.expert_file import FILE_NAME
 
 

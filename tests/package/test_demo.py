@@ -8,14 +8,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.cli import build_parser, main
 from expertcast.commands import demo
-from expertcast.commands.demo import link_bandwidth
 from expertcast.data.traces import TraceDataset
-from expertcast.runtime.benchmarking.bench import Decoding
 from tests.package.test_cli import fails
 
 
@@ -57,14 +54,3 @@ def test_folders_of_others_are_left_alone(capsys: pytest.CaptureFixture[str], tm
     (tmp_path / "mine").write_text("mine")
     assert "earlier demo" in fails(capsys, "demo", "--out", str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_no_link_is_absurdly_slow(reference_model: torch.nn.Module) -> None:
-    """By hand: 12 layers, 4 experts a token of 3 x 96 x 64 weights in bf16."""
-    copied = 12 * 4 * 3 * 96 * 64 * 2
-    steps = [0.012] * 4 + [0.4] * 36  # a busy machine interrupts most steps
-    decoding = Decoding([], [], 0.0, steps)
-    quiet = link_bandwidth(reference_model, decoding, 48, 1e9)  # type: ignore[arg-type]
-    assert quiet == pytest.approx(copied / 0.012 / 5)
-    slow = Decoding([], [], 0.0, [0.4] * 40)
-    assert link_bandwidth(reference_model, slow, 48, 20.0) == pytest.approx(48 * copied / 20)  # type: ignore[arg-type]

@@ -13,8 +13,7 @@ from typing import Annotated
 
 import pytest
 
-from expertcast.cli import COMMANDS, main
-from expertcast.commands.frozen import FILE
+from expertcast.cli import COMMANDS, FROZEN, main
 from expertcast.commands.numbers import bandwidth
 from expertcast.commands.options import Count, Fields, Given, Option, add_options, read_options
 from expertcast.predictors import ExpertcastError, Predictor
@@ -49,8 +48,8 @@ def test_what_is_registered_later_is_shown(capsys: pytest.CaptureFixture[str], m
 
 def test_the_frozen_command_line_is_that_of_the_registries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    made = runpy.run_path(str(FILE.resolve().parents[3] / "scripts" / "freeze_command_line.py"))["frozen"]()
-    assert made == FILE.read_text(), "run python scripts/freeze_command_line.py"
+    made = runpy.run_path(str(FROZEN.resolve().parents[3] / "scripts" / "freeze_command_line.py"))["frozen"]()
+    assert made == FROZEN.read_text(), "run python scripts/freeze_command_line.py"
 
 
 def test_help_and_refusals_do_not_wait_for_torch() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from expertcast.runtime import EmulatedLink, OffloadedModel, offload
+from expertcast import OffloadedModel, offload
+from expertcast.runtime.links.emulated import EmulatedLink
 from tests.runtime.conftest import assert_same, greedy
 
 INPUTS = {"input_ids": torch.tensor([[3, 4, 5, 9]])}

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 
+from expertcast import OffloadedModel
 from expertcast.data.inspection import ModelReport, OpenModel
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.source import ModelSource
-from expertcast.runtime import OffloadedModel
 from tests.families.models import CONFIGS, tiny_model
 
 WEIGHTS = "model.safetensors"

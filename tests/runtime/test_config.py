@@ -18,15 +18,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import expertcast
-import expertcast.runtime
+from expertcast import OffloadConfig, load_offloaded, offload
 from expertcast.cli import main
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import PREDICTORS
 from expertcast.predictors.baselines import NextNorm
 from expertcast.predictors.options import field_docs
-from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, load_offloaded, offload
 from expertcast.runtime.config import EXPERTS, LINKS, MODES, remarks
 from expertcast.runtime.drafts.names import keeps_copies
+from expertcast.runtime.links.base import InstantLink
+from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import LRU, MISS, PRESETS, ROUTING, Choice, Policies, PolicyConfig
 from expertcast.runtime.policies.settings import FORECASTS
 from expertcast.runtime.recording.recorder import Observer
@@ -263,7 +264,6 @@ def test_what_is_no_model_or_no_configuration(reference_model: PreTrainedModel) 
 
 def test_what_is_shown_in_an_interpreter(reference_model: PreTrainedModel) -> None:
     assert dir(expertcast) == sorted(expertcast.__all__)
-    assert dir(expertcast.runtime) == sorted(expertcast.runtime.__all__)
     config = OffloadConfig(slots=9, cache=True, mode="exact")
     assert repr(config) == "OffloadConfig(slots=9)"
     for name, doc in field_docs(OffloadConfig).items():

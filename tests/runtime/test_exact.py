@@ -17,10 +17,10 @@ from transformers import (
     StaticCache,
 )
 
+from expertcast import OffloadedModel, offload
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, predictor_class
 from expertcast.predictors.baselines import Frequency, QuasiHidden
-from expertcast.runtime import OffloadedModel, offload
 from expertcast.runtime.policies import Policies
 from tests.families.models import tiny_model
 from tests.runtime.conftest import PROMPT, assert_same, greedy

@@ -25,15 +25,17 @@ from benchmarks.timed.device import TimedDevice
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from expertcast import OffloadedModel, offload
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, predictor_class
-from expertcast.runtime import EmulatedLink, InstantLink, OffloadedModel, offload
 from expertcast.runtime import offloading as offloading_module
 from expertcast.runtime.engine.engine import Engine
+from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL

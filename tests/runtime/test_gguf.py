@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
+from expertcast import load_offloaded
 from expertcast.cli import main
 from expertcast.data import machine
 from expertcast.data.machine import native_dtype
@@ -19,7 +20,6 @@ from expertcast.data.packed_experts import is_packed
 from expertcast.data.source import ModelSource
 from expertcast.data.weights.gguf import _header, _read_header
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import load_offloaded
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.gguf_files import tiny, write
 from tests.runtime.quantised import IDS, inspect_model, same_weights

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from expertcast import OffloadConfig, load_offloaded, offload
 from expertcast.cli import main
-from expertcast.runtime import OffloadConfig, load_offloaded, offload
 from expertcast.runtime.storage import expert_file
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.in_place import ExpertsInPlace

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import expertcast
+from expertcast import OffloadedModel, load_offloaded, offload
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.data.models import load_model
 from expertcast.data.source import ADAPTER
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused

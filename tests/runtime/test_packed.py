@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from expertcast import load_offloaded
 from expertcast.data.models import load_model
 from expertcast.data.weights.packed import join_bnb
-from expertcast.runtime import load_offloaded
 from tests.data.weights.test_files import Held
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from expertcast import OffloadedModel, load_offloaded
 from expertcast.data import ggml
 from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
@@ -26,7 +27,7 @@ from expertcast.data.weights.gguf import GgufFile
 from expertcast.data.weights.packed import join_packed
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime import OffloadedModel, load_offloaded, loading
+from expertcast.runtime import loading
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout, ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import expertcast
+from expertcast import OffloadConfig, load_offloaded
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.data import packed_experts
 from expertcast.data.collect import collect
@@ -20,7 +21,6 @@ from expertcast.data.packed_experts import packed_matrices, weight_bits
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadConfig, load_offloaded
 from expertcast.runtime.config import pack_experts
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
+from expertcast import load_offloaded
 from expertcast.cli import main
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import load_offloaded
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from expertcast import load_offloaded
 from expertcast.data.models import load_model, load_tokenizer
-from expertcast.runtime import load_offloaded
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.quantised import IDS, same_weights

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
+from expertcast import OffloadedModel, load_offloaded, offload
 from expertcast.data.models import load_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.faults import INPUTS, Result, still_right

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from expertcast import offload
 from expertcast.data.capture import ActivationStream
 from expertcast.data.collect import collect
 from expertcast.data.experts import experts_of
@@ -21,7 +22,6 @@ from expertcast.data.plan import make_plan, pad_windows
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import PredictorConfig, predictor_class
-from expertcast.runtime import offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.recorder import Observer
 from tests.families.models import tiny_model

@@ -212,7 +212,7 @@ def _advise_disk(options: Options) -> tuple[Json, str, OffloadConfig]:
     Raises:
         ExpertcastError: no such model, traces of another model, or a folder that cannot be written.
     """
-    from expertcast.runtime.advising.disk import OWN, advise_disk, survey_disk
+    from expertcast.runtime.benchmarking.advise_disk import OWN, advise_disk, survey_disk
     from expertcast.runtime.config import size_bytes
     from expertcast.runtime.simulation.trace import SequenceSelection, load_trace
     from expertcast.runtime.storage.expert_file import packed_codec

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,9 +29,6 @@ from expertcast.training.fit import fit_many
 from expertcast.training.report import PAGE, example_text, report_sources, write_report
 from expertcast.training.scoring import scored_batches
 
-if TYPE_CHECKING:
-    from expertcast.runtime.benchmarking.bench import Decoding
-
 # Last stage: a model decodes with its experts behind a slow link, in every mode
 
 SLOTS = 96
@@ -40,8 +37,8 @@ PROMPT_TOKENS = 64
 NEW_TOKENS = 48
 QUALITY_TOKENS = 6144
 WINDOW = 256
-_COPIES_S = 60.0
-"""Most seconds of copies on the emulated link, however slow the machine is."""
+BANDWIDTH = 45e6
+"""Bytes per second of the emulated link: a token's 48 experts take 39 ms, several times as long as its computation."""
 
 
 def deploy(
@@ -59,7 +56,7 @@ def deploy(
         predictor: forecasts in all modes but `on_demand`.
         layers: layers that execute their forecast in mode `hybrid`.
     """
-    from expertcast.runtime.benchmarking.bench import BenchSettings, benchmark, decode_greedily, usual_runs
+    from expertcast.runtime.benchmarking.bench import BenchSettings, BorrowedStore, decode_resident, measure, usual_runs
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
 
@@ -67,31 +64,16 @@ def deploy(
     executed = {"speculate": QualityRun(predictor=predictor), "hybrid": QualityRun(predictor=predictor, layers=layers)}
     quality = measure_quality(model, find_moe_layers(model), {"test": windows_NW}, executed)
     prompt_ids = tokenizer(texts[0], return_tensors="pt")["input_ids"][:, :PROMPT_TOKENS]
-    prompt = tokenizer.decode(prompt_ids[0])
-    resident = decode_greedily(model, prompt_ids, NEW_TOKENS)
-    settings = BenchSettings(new_tokens=NEW_TOKENS)
-    ways = usual_runs(OffloadConfig(slots=SLOTS), predictor, layers)
-    steps = settings.new_tokens * settings.repetitions * len(ways)
-    bandwidth = link_bandwidth(model, resident, steps, _COPIES_S)
-    timed = benchmark(model, tokenizer, prompt, ways, settings, bandwidth=bandwidth)
-    for name, way in timed["runs"].items():
+    resident, settings = decode_resident(model, prompt_ids, NEW_TOKENS), BenchSettings(new_tokens=NEW_TOKENS)
+    store = BorrowedStore(find_moe_layers(model), prompt_ids.device)
+    try:
+        ways = usual_runs(OffloadConfig(slots=SLOTS, bandwidth=BANDWIDTH, store=store), predictor, layers)
+        runs = measure(model, prompt_ids, ways, settings, resident=resident).reports
+    finally:
+        store.give_back()
+    for name, way in runs.items():
         way["perplexity"] = quality["runs"][name if name in quality["runs"] else "exact"]["perplexity"]
-    return {**timed, "quality": quality}
-
-
-def link_bandwidth(model: PreTrainedModel, resident: Decoding, steps: int, seconds: float) -> float:
-    """Return bytes per second of a link on which a layer's copies take `COPY_OVER_COMPUTE` layers' time.
-
-    The link copies all experts of `steps` decode steps within `seconds` at the slowest. The computing time is that of
-    the fastest tenth of the `resident` model's steps, so that other load on the machine does not slow the link.
-    """
-    from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, balanced_bandwidth
-    from expertcast.runtime.storage.layout import BlockLayout
-
-    quick = sorted(resident.steps_s)[: max(1, len(resident.steps_s) // 10)]
-    view = find_moe_layers(model)
-    least = steps * len(view) * view.shape.top_k * BlockLayout.of(view).block_bytes / seconds
-    return max(balanced_bandwidth(model, replace(resident, steps_s=quick)) / COPY_OVER_COMPUTE, least)
+    return {"bandwidth": BANDWIDTH, "new_tokens": NEW_TOKENS, "runs": runs, "quality": quality}
 
 
 def runs_table(runs: Json) -> str:

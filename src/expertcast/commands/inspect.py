@@ -83,7 +83,7 @@ def run(options: Options) -> Outcome:
 
 def _forms(opened: OpenModel, memory: str | None) -> tuple[Json, str]:
     """Return the sizes of the experts in each form, as values and as a table."""
-    from expertcast.runtime.advising.forms import form_sizes
+    from expertcast.runtime.benchmarking.forms import form_sizes
     from expertcast.runtime.config import size_bytes
 
     room = available_memory() if memory is None else size_bytes(memory)

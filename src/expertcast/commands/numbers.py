@@ -40,3 +40,5 @@ bandwidth = _reader(
     f"bandwidth: give bytes per second such as 4e9, or {', '.join(BANDWIDTHS)}",
 )
 """Bytes per second, or a name for them."""
+TYPES = {"int": int, "float": float, **{name: value for name, value in globals().items() if callable(value)}}
+"""Parsers of values by their names in `frozen.json`; the command itself checks other types."""

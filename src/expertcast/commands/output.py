@@ -123,7 +123,7 @@ def runs_table(runs: Json) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Format a number; nothing for None."""
+    """Return a number as text; empty for None."""
     return "" if value is None else f"{value:.3f}"
 
 

@@ -279,7 +279,7 @@ def _pack(options: Options, view: MoEView) -> None:
     Raises:
         ExpertcastError: experts that cannot be packed, or --experts packed or auto without --model.
     """
-    from expertcast.runtime.advising.forms import checkpoint_forms
+    from expertcast.runtime.benchmarking.forms import checkpoint_forms
     from expertcast.runtime.config import EXPERTS_BITS, pack_experts
 
     if options.experts in EXPERTS_BITS:

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 import expertcast
+from expertcast import OffloadConfig, offload
 from expertcast.commands.advise import ON_DEMAND, WORTH, advice_from
 from expertcast.commands.output import runs_table
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadConfig, benchmark, offload
 from expertcast.runtime.benchmarking.bench import (
     Bench,
     BenchSettings,
@@ -28,6 +28,8 @@ from expertcast.runtime.benchmarking.bench import (
     StepTimes,
     bench_drafts,
     decode_greedily,
+    decode_resident,
+    measure,
     report,
     same_logits,
     step_times,
@@ -44,16 +46,22 @@ from tests.runtime.drafts.by_hand import resident_views
 
 
 def test_benchmark(reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
-    few = OffloadConfig(slots=8, cache=False)
+    store = BorrowedStore(find_moe_layers(reference_model), torch.device("cpu"))
+    few = OffloadConfig(slots=8, cache=False, store=store, bandwidth=4e7)
     runs = {
         "on_demand": few,
         "exact": replace(few, predictor="next_norm"),
         "speculate": replace(few, predictor="next_norm", mode="speculate"),
-        "cached": OffloadConfig(slots=768),
+        "cached": replace(few, slots=768, cache=True),
     }
     settings = BenchSettings(new_tokens=6, repetitions=1)
-    got = benchmark(reference_model, reference_tokenizer, PROMPT, runs, settings, bandwidth=4e7)
-    on_demand, exact, speculated, cached = (got["runs"][name] for name in runs)
+    prompt_ids = reference_tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    resident = decode_resident(reference_model, prompt_ids, settings.new_tokens)
+    try:
+        got = measure(reference_model, prompt_ids, runs, settings, resident=resident).reports
+    finally:
+        store.give_back()
+    on_demand, exact, speculated, cached = (got[name] for name in runs)
     block = 36864
     assert on_demand["bytes_per_token"] == 12 * 4 * block
     assert on_demand["hit_rate"] == 0.0
@@ -79,20 +87,11 @@ def test_benchmark(reference_model: PreTrainedModel, reference_tokenizer: Any) -
         hidden = (on_demand["tpot_s"] - speculated["tpot_s"]) / on_demand["hideable_s"]
         assert speculated["overlap_efficiency"] == pytest.approx(min(hidden, 1.0))
     assert cached["bound_s"] is not None
-    assert got["bandwidth"] == 4e7
 
 
-def test_balanced_bandwidth(reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
-    got = benchmark(reference_model, reference_tokenizer, PROMPT, {}, BenchSettings(new_tokens=4, repetitions=1))
-    layer_s = got["resident"]["tpot_s"] / 12
-    assert got["bandwidth"] == pytest.approx(4 * 36864 / layer_s)
-
-
-def test_bad_input(reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
+def test_bad_input() -> None:
     with pytest.raises(ExpertcastError, match="new_tokens=1"):
-        benchmark(reference_model, reference_tokenizer, PROMPT, {}, BenchSettings(new_tokens=1))
-    with pytest.raises(ExpertcastError, match="no token"):
-        benchmark(reference_model, reference_tokenizer, "", {})
+        BenchSettings(new_tokens=1)
 
 
 def test_split_of_a_recorded_step() -> None:

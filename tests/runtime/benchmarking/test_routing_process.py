@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from expertcast import offload
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, ModelShape
-from expertcast.runtime import offload
 from expertcast.runtime.benchmarking.bench import decode_greedily, same_logits
 from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn
 from tests.families.models import tiny_model

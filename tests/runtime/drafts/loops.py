@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from expertcast import OffloadedModel
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.data.models import auto_class
-from expertcast.runtime import OffloadedModel
 from expertcast.runtime.drafts.costs import Cycle
 from expertcast.runtime.drafts.decoding import accept_greedy
 from expertcast.runtime.drafts.governor import Governor

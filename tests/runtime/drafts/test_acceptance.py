@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
-from expertcast.runtime import OffloadedModel, offload
+from expertcast import OffloadedModel, offload
 from expertcast.runtime.drafts.decoding import accept_greedy, accept_sampled, pick
 from tests.runtime.drafts.loops import SLOTS, Scripted, cycles_of, script, tiny
 

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from expertcast.runtime import OffloadedModel, offload
+from expertcast import OffloadedModel, offload
 from tests.runtime.drafts.loops import SLOTS, check_books, prompt, tiny
 from tests.runtime.faults import RaiseAt, facts_of, slow_link
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation import BaseStreamer
 
+from expertcast import OffloadedModel, offload
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import EmulatedLink, OffloadedModel, offload
 from expertcast.runtime.drafts.proposals import Proposer
+from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import Policies
 from tests.runtime.conftest import refused
 from tests.runtime.drafts.loops import LENGTHS, SLOTS, check_books, cycles_of, padded, prompt, script, tiny

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from expertcast import offload
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import offload
 from expertcast.runtime.drafts.costs import Choice, Cycle
 from expertcast.runtime.drafts.governor import DraftCount, Governor, Tally
 from expertcast.runtime.drafts.names import check_draft

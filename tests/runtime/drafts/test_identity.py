@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.runtime import OffloadedModel, offload
+from expertcast import OffloadedModel, offload
 from expertcast.runtime.drafts.names import AUTO, MTP, NONE, draft_names
 from tests.runtime.conftest import refused
 from tests.runtime.drafts.loops import LENGTHS, SLOTS, check_books, cycles_of, prompt, tiny

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import QuantizedCache
 
+from expertcast import offload
 from expertcast.data.models import auto_class
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import offload
 from expertcast.runtime.drafts.cache import SharedCache
 from tests.families.table import FAMILIES, REFUSED, tiny_config
 from tests.runtime.conftest import refused

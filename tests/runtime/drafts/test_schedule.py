@@ -10,12 +10,13 @@ import random
 import pytest
 import torch
 
+from expertcast import offload
 from expertcast.data.batch import RouterCall
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime import EmulatedLink, offload
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer, Schedule
 from expertcast.runtime.engine.cache import ExpertCache
+from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool

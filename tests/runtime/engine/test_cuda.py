@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
+from expertcast import offload
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.runtime import offload
 from expertcast.runtime.engine.kernels import _MOST_GROUPS, SlotKernel, _ranges, has_persistent_grouped_mm
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.links.cuda_helpers import MARKS, cuda_model, prompt

@@ -20,10 +20,10 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
+from expertcast import offload
 from expertcast.data import packed_experts
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import BlockForm, Piece, combine, make_packed, matrices, run_experts, sizes_of
-from expertcast.runtime import offload
 from expertcast.runtime.engine import kernels
 from expertcast.runtime.engine import kernels as grouped
 from expertcast.runtime.engine.kernels import (

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from expertcast import offload
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.traces import TraceDataset
@@ -25,7 +26,7 @@ from expertcast.predictors import (
 from expertcast.predictors.baselines import QuasiHidden, RouterInput
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.view import weights_over
-from expertcast.runtime import offload, speculate
+from expertcast.runtime.engine.front import speculate
 from expertcast.runtime.policies import Policies
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy

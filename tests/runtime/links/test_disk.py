@@ -17,11 +17,11 @@ from benchmarks.timed.device import TimedDevice
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast import OffloadConfig, offload
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import InstantLink, OffloadConfig, offload
 from expertcast.runtime.config import make_link
-from expertcast.runtime.links.base import Link
+from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink, buffer_count

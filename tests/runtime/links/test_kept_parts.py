@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast import OffloadConfig, offload
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import InstantLink, OffloadConfig, offload
 from expertcast.runtime.config import slots_for
+from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import CudaLink, EmulatedLink, InstantLink, Link
 from expertcast.runtime.config import OffloadConfig, make_link
-from expertcast.runtime.links.cuda import PacedCudaLink
+from expertcast.runtime.links.base import InstantLink, Link
+from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
+from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL, PRECISIONS

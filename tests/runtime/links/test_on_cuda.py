@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.runtime import CudaLink
-from expertcast.runtime.benchmarking.bench import link_speed
+from expertcast.runtime.benchmarking.bench import link_rate
+from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.driver import CudaDevice, Readback
 from expertcast.runtime.recording.recorder import Recorder
@@ -57,7 +57,7 @@ def test_every_block_arrives(kind: str, tmp_path: Path) -> None:
     assert link.copies == 24
     assert link.bytes_moved == 24 * store.layout.block_bytes
     assert link.busy_s > 0
-    assert link_speed(link, store).rate > 0
+    assert link_rate(link, store) > 0
     link.close()
 
 

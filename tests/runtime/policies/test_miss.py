@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.runtime import EmulatedLink, OffloadedModel, offload
+from expertcast import OffloadedModel, offload
+from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.miss import MISS, Lookup, MissDecision, MissPolicy, RunningRank

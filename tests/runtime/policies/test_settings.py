@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast import offload
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import offload
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import (
     EVICTION,

@@ -13,7 +13,8 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, PredictorConfig, predictor_class
 from expertcast.predictors.baselines import Frequency, QuasiHidden
-from expertcast.runtime import QualityRun, measure_quality, speculate, text_windows
+from expertcast.runtime.engine.front import speculate
+from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
 
 
 @pytest.fixture(scope="module")

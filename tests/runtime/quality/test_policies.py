@@ -19,12 +19,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import expertcast
+from expertcast import OffloadConfig
 from expertcast.commands.predictors import QualityOptions, policy_quality
 from expertcast.data.batch import RouterCall
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadConfig, quality
+from expertcast.runtime import quality
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality import decode_log_probs, harness_model, measure_policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times

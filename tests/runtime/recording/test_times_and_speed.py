@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.benchmarking.bench import link_speed
+from expertcast.runtime.benchmarking.bench import link_rate
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.recorder import Observer, Recorder, Span
@@ -98,13 +98,11 @@ def test_speed_of_the_emulated_link(reference_model: PreTrainedModel, one: dict[
     with offload(reference_model, bandwidth=5e7, latency=latency, slots=60, observers=[recorder]) as offloaded:
         record(offloaded, one["input_ids"], 2, recorder)
         before, counted = offloaded.pool.block(0).clone(), offloaded.link.bytes_moved
-        speed = link_speed(offloaded.link, offloaded.store)
+        rate = link_rate(offloaded.link, offloaded.store)
         assert offloaded.link.bytes_moved == counted
         assert torch.equal(offloaded.pool.block(0), before)
         record(offloaded, one["input_ids"], 2, recorder)
-    assert speed.latency_s == latency
-    assert speed.copy_s >= latency + 36864 / 5e7
-    assert speed.rate == pytest.approx(36864 / speed.copy_s)
+    assert 0 < rate <= 36864 / (latency + 36864 / 5e7)
 
 
 def test_speed_of_other_links() -> None:
@@ -112,12 +110,12 @@ def test_speed_of_other_links() -> None:
     model = tiny_model("qwen3_moe")
     for link, least, most in (("instant", 1e6, math.inf), (EmulatedLink(1e8), 0, 1e8)):
         with offload(model, link=link) as offloaded:
-            assert least < link_speed(offloaded.link, offloaded.store).rate <= most
+            assert least < link_rate(offloaded.link, offloaded.store) <= most
     with (
         offload(model, link=ManualLink()) as offloaded,
         pytest.raises(ExpertcastError, match="link 'manual' cannot be measured"),
     ):
-        link_speed(offloaded.link, offloaded.store)
+        link_rate(offloaded.link, offloaded.store)
 
 
 @pytest.mark.gpu
@@ -126,12 +124,10 @@ def test_speed_of_a_cuda_link(reference_model: PreTrainedModel) -> None:
     reference_model.to("cuda")
     try:
         with offload(reference_model) as offloaded:
-            speed = link_speed(offloaded.link, offloaded.store)
+            rate = link_rate(offloaded.link, offloaded.store)
     finally:
         reference_model.to("cpu")
-    assert speed.rate > 1e8
-    assert speed.copy_s >= 36864 / speed.rate / 2
-    assert speed.latency_s >= 0
+    assert rate > 1e8
 
 
 # What counts as waiting for copies

@@ -14,8 +14,8 @@ import openai
 import pytest
 from transformers import PreTrainedModel
 
+from expertcast import OffloadedModel, load_offloaded, offload
 from expertcast.checkpoints.bundled import REFERENCE
-from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from tests.families.models import tiny_model
 from tests.runtime.conftest import PROMPT, assert_same, greedy
 from tests.runtime.faults import INPUTS

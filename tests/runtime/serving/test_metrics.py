@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedModel
 
-from expertcast.runtime import OffloadedModel, load_offloaded, offload
+from expertcast import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.recording.recorder import LayerStatistics
 from expertcast.runtime.serving import metrics as named
 from expertcast.runtime.serving.metrics import ExpertMetrics, MetricSource

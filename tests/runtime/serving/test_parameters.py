@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cli.serving.utils import ReasoningText
 
+from expertcast import OffloadedModel, load_offloaded
 from expertcast.checkpoints.bundled import REFERENCE
-from expertcast.runtime import OffloadedModel, load_offloaded
 from expertcast.runtime.serving.parameters import CutStream, cut
 from tests.runtime.conftest import PROMPT
 from tests.runtime.serving.serving import ANSWERED, ASKS, COMPLETED, NAME, TOKENS, Ask, Running, served

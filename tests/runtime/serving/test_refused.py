@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertcast.runtime import offload
+from expertcast import offload
 from tests.families.models import tiny_model
 from tests.runtime.serving.serving import NAME, Running, chatting, served
 

@@ -17,8 +17,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as plain
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from expertcast import load_offloaded, offload
 from expertcast.checkpoints.bundled import REFERENCE
-from expertcast.runtime import load_offloaded, offload
 from expertcast.runtime.serving.metrics import FAMILIES
 from tests.families.models import tiny_model
 from tests.runtime.conftest import PROMPTS

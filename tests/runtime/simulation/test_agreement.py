@@ -22,8 +22,8 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.predictors import Forecast, MoEView, Predictor
-from expertcast.runtime.advising.disk import TraceObserver, part_sizes
-from expertcast.runtime.advising.disk import stored_experts as stored_by
+from expertcast.runtime.benchmarking.advise_disk import TraceObserver, part_sizes
+from expertcast.runtime.benchmarking.advise_disk import stored_experts as stored_by
 from expertcast.runtime.benchmarking.bench import decode_greedily
 from expertcast.runtime.config import OffloadConfig, pool_bytes
 from expertcast.runtime.forecasters import resolve_predictor

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast import load_offloaded, offload
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import load_offloaded, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME
 from tests.families.models import tiny_model

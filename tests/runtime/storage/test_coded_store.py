@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast import OffloadConfig, offload
 from expertcast.data.machine import usable_processors
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.messages import format_bytes
-from expertcast.runtime import EmulatedLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.storage.codecs import BitSplit
 from expertcast.runtime.storage.coded_reader import EVERYTHING, KINDS, CodedReader, PartBuffers, PartMemory
 from expertcast.runtime.storage.disk_store import DiskStore

@@ -28,9 +28,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast import offload
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.runtime import EmulatedLink, offload
+from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.storage import expert_file
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import (

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from expertcast import OffloadConfig, load_offloaded
 from expertcast.data.inspection import OpenModel
 from expertcast.data.packed_experts import weight_bits
 from expertcast.data.source import ModelSource
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime import OffloadConfig, load_offloaded
-from expertcast.runtime.advising.forms import form_sizes
+from expertcast.runtime.benchmarking.forms import form_sizes
 from tests.families.models import tiny_model
 from tests.runtime.test_packed_experts import FORMS
 

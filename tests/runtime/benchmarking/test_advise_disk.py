@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.advising.disk import (
+from expertcast.runtime.benchmarking.advise_disk import (
     COMPRESS,
     DiskFindings,
     _memory_copy,

@@ -1,1 +1,0 @@
-"""Advice on the runtime's settings, from short measured runs and simulations of the runtime."""
