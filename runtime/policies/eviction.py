@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 import random
 from abc import abstractmethod
@@ -315,34 +316,6 @@ class Rescored(EvictionPolicy):
     def _note_lowest(self, layer: int) -> None:
         ranking = self._ranking[layer]
         self._lowest[layer] = self._scores[layer].of(ranking[0]) if ranking else math.inf
-
-
-class NextRun(Rescored):
-    """Base class of policies that value the use of an expert less the later its layer runs next.
-
-    Time changes all scores alike, so a layer is ranked again only after it has run.
-    """
-
-    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._pass = 0
-        self._next = [0] * shape.layers
-        """Pass in which each layer runs next."""
-
-    def start_pass(self, fresh: bool) -> None:
-        self._pass += 1
-        for layer, due in enumerate(self._next):
-            if due < self._pass:  # the previous pass was aborted, or this policy manages other layers
-                self._next[layer] = self._pass
-                self._changed.add(layer)
-
-    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        self._next[layer] = self._pass + 1
-        self._changed.add(layer)
-
-    def _due(self, layer: int) -> float:
-        """Return the time of the layer's next run, in passes."""
-        return self._next[layer] + layer / self.shape.layers
 
 
 class LRU(EvictionPolicy):
@@ -1214,86 +1187,32 @@ def layer_shares(shape: CacheShape) -> list[int]:
 
 # Eviction by a model of the next uses that learns from routing while the model runs.
 #
-# L MoE layers, E routed experts per layer, K experts per token, F features of an expert, H half-lives. The key of an
-# expert is layer * E + expert. A visit is one token at one layer.
+# R layers that share the slots, E routed experts per layer, N visited layers, F features of an expert, H half-lives, K
+# experts of a visit. A visit is one token at one layer, or one step of several sequences. Column E is of no expert: it
+# fills rows of unequal length.
 #
 # Source: this project.
 
-Numbers = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.floating]
+Ids = npt.NDArray[np.int64]
 
 HALF_LIVES = (8, 1, 2, 4, 16, 32, 64)
 """Half-lives of the averages of use, in visits; before learning, the forecast is the first average."""
-_DECAY_H = 0.5 ** (1 / np.array(HALF_LIVES))
+_DECAY_H1 = np.array([[0.5 ** (1 / half_life)] for half_life in HALF_LIVES], dtype=np.float32)
 _PAIR_PRIOR = 4.0
 """Weight, in visits, of an expert's overall rate in the estimate of its rate after another expert."""
 _MAX_AGE = 200
+_LOG_AGE = np.log1p(np.arange(_MAX_AGE + 1), dtype=np.float32) - 2
 _HALVING_PERIOD = 4096
 """Number of visits of a layer after which all counts are halved, so that they stay bounded."""
 FEATURES = len(HALF_LIVES) + 6
 """Number of features, F."""
 
 
-class LayerUse:
-    """Statistics of the use of one layer's experts.
-
-    Args:
-        experts: experts of the layer, E.
-        top_k: experts per token, K.
-    """
-
-    def __init__(self, experts: int, top_k: int) -> None:
-        self._share = top_k / experts
-        self._average_HE = np.zeros((len(HALF_LIVES), experts))
-        self._weight_H = np.zeros(len(HALF_LIVES))
-        self._uses_E = np.zeros(experts)
-        self._visits = 0
-        self._counted = 0.0
-        self._last_E = np.full(experts, -_MAX_AGE)
-        self._followed_EE = np.zeros((experts, experts), dtype=np.float32)
-        """Number of visits that used the second expert directly after a visit that used the first [E, E]."""
-        self._before: Sequence[int] = ()
-
-    def visit(self, experts: Sequence[int]) -> None:
-        """Count the distinct experts of one token."""
-        used = list(experts)
-        if self._before:
-            self._followed_EE[np.ix_(self._before, used)] += 1
-        self._before = used
-        self._average_HE *= _DECAY_H[:, None]
-        self._average_HE[:, used] += 1
-        self._weight_H = self._weight_H * _DECAY_H + 1
-        self._uses_E[used] += 1
-        self._last_E[used] = self._visits
-        self._visits += 1
-        self._counted += 1
-        if self._visits % _HALVING_PERIOD == 0:
-            self._uses_E /= 2
-            self._counted /= 2
-            self._followed_EE /= 2
-
-    def features(self) -> Numbers:
-        """Return the features of each expert [F, E].
-
-        In order: a constant; the log of each decayed average of use and of the share of all visits, relative to chance;
-        the log of the age; whether the last visit used the expert; whether no visit did; the log of how much more
-        often than usual it follows the experts of the last visit.
-        """
-        share, heads = self._share, len(HALF_LIVES)
-        x_FE = np.empty((FEATURES, len(self._uses_E)))
-        x_FE[0] = 1.0
-        np.log((self._average_HE / share + 1) / (self._weight_H + 1)[:, None], out=x_FE[1 : heads + 1])
-        rate_E = (self._uses_E + share) / (self._counted + 1)
-        np.log(rate_E / share, out=x_FE[heads + 1])
-        age_E = np.minimum(self._visits - 1 - self._last_E, _MAX_AGE)
-        x_FE[heads + 2] = np.log1p(age_E) - 2
-        x_FE[heads + 3] = age_E == 0
-        x_FE[heads + 4] = self._uses_E == 0
-        x_FE[heads + 5] = 0.0
-        if self._before:
-            times_N = np.maximum(self._uses_E[self._before] - 1, 0) + _PAIR_PRIOR
-            followed_E = (1 / times_N) @ self._followed_EE[self._before] / rate_E + (_PAIR_PRIOR / times_N).sum()
-            x_FE[heads + 5] = np.log(followed_E / len(self._before))
-        return x_FE
+def _span(rows: Sequence[int]) -> slice | Ids:
+    """Return ascending rows, as a slice if they are consecutive: numpy need not copy that."""
+    consecutive = rows[-1] - rows[0] + 1 == len(rows)
+    return slice(rows[0], rows[-1] + 1) if consecutive else np.array(rows)
 
 
 class UsageModel:
@@ -1302,55 +1221,120 @@ class UsageModel:
     All layers share the weights. Each visit labels the features of `horizon` visits ago, and the weights take one
     Newton step on the log loss of all visits so far. A quadratic prior holds the weights at the first average of use.
     The model needs no training, step size or random numbers, and its memory is constant.
+
+    Args:
+        layers: number of layers, R.
+        experts: experts per layer, E.
+        top_k: experts per token.
+        horizon: number of visits ahead.
+        prior: strength of the prior, in visits.
     """
 
-    def __init__(self, *, experts: int, top_k: int, horizon: int, prior: float) -> None:
-        """
-        Args:
-            experts: experts per layer, E.
-            top_k: experts per token, K.
-            horizon: number of visits ahead.
-            prior: strength of the prior, in visits.
-        """
-        self._experts, self._top_k, self._horizon = experts, top_k, horizon
-        self._layers: dict[int, LayerUse] = {}
-        self._waiting: dict[int, deque[tuple[Numbers, Sequence[int]]]] = {}
-        """Features before each of the last visits and the experts that the visit used, by layer."""
+    def __init__(self, *, layers: int, experts: int, top_k: int, horizon: int, prior: float) -> None:
+        self._experts, self._share, self._horizon = experts, top_k / experts, horizon
+        self._visits_R = np.zeros(layers, dtype=np.int64)
+        self._average_RHE = np.zeros((layers, len(HALF_LIVES), experts), dtype=np.float32)
+        self._weight_RH1 = np.zeros((layers, len(HALF_LIVES), 1), dtype=np.float32)
+        self._counted_R1 = np.zeros((layers, 1), dtype=np.float32)
+        self._uses_RE = np.zeros((layers, experts + 1), dtype=np.float32)
+        self._uses_RE[:, experts] = np.inf
+        self._last_RE = np.full((layers, experts), -_MAX_AGE)
+        self._followed_REE = np.zeros((layers, experts + 1, experts + 1), dtype=np.float32)
+        """Number of visits that used the second expert directly after a visit that used the first."""
+        self._before: list[Sequence[int]] = [()] * layers
+        """Experts of each layer's last visit."""
+        self._used = np.zeros((horizon, layers, experts + 1), dtype=bool)
+        """Use in each of the last visits; visit i is at i modulo the horizon."""
+        self._x = np.empty((horizon, layers, FEATURES, experts), dtype=np.float32)
+        """Features before each of these visits."""
+        self._x[0] = 0.0
+        self._x[0, :, [0, -1]] = 1.0
+        self._x[0, :, -3] = _LOG_AGE[_MAX_AGE]
         self._weight_F = np.zeros(FEATURES)
         self._weight_F[:2] = np.log(min(0.5, horizon * top_k / experts)), 1.0
         self._precision_FF = np.eye(FEATURES) * prior
-        self._x_FE: dict[int, Numbers] = {}
 
-    def visit(self, layer: int, experts: Sequence[int]) -> None:
-        """Learn from the distinct experts (0..E-1) of one token at a layer."""
-        if layer not in self._layers:
-            self._layers[layer] = LayerUse(self._experts, self._top_k)
-            self._waiting[layer] = deque(maxlen=self._horizon)
-            self._x_FE[layer] = self._layers[layer].features()
-        waiting = self._waiting[layer]
-        waiting.append((self._x_FE[layer], experts))
-        if len(waiting) == self._horizon:
-            self._learn(waiting)
-        self._layers[layer].visit(experts)
-        self._x_FE[layer] = self._layers[layer].features()
+    def visit(self, layers: Sequence[int], experts: Sequence[Sequence[int]]) -> Numbers:
+        """Learn from one visit of each of some layers.
 
-    def log_odds(self, layer: int) -> Numbers:
-        """Return the log-odds of a use within the horizon [E]; zeros for a layer without visits."""
-        if layer not in self._layers:
-            return np.zeros(self._experts)
-        odds_E: Numbers = self._weight_F @ self._x_FE[layer]
-        return odds_E
+        Args:
+            layers: distinct layers (0..R-1), ascending.
+            experts: distinct experts (0..E-1) that each of them used.
 
-    def _learn(self, waiting: Sequence[tuple[Numbers, Sequence[int]]]) -> None:
-        x_FE = waiting[0][0]
-        chance_E = 1 / (1 + np.exp(-np.clip(self._weight_F @ x_FE, -30, 30)))
-        self._precision_FF += (x_FE * (chance_E * (1 - chance_E))) @ x_FE.T
-        error_E = -chance_E
-        error_E[list({expert for _, used in waiting for expert in used})] += 1
-        self._weight_F = self._weight_F + np.linalg.solve(self._precision_FF, x_FE @ error_E)
+        Returns:
+            Log-odds of a use within the horizon [N, E].
+        """
+        rows_N, used_NK, span = np.array(layers), self._filled(experts), _span(layers)
+        slot_N = self._visits_R[span] % self._horizon
+        self._used[slot_N, rows_N] = False
+        self._used[slot_N[:, None], rows_N[:, None], used_NK] = True
+        self._visits_R[span] += 1
+        next_N = self._visits_R[span] % self._horizon
+        ready_N = self._visits_R[span] >= self._horizon
+        if ready_N.any():
+            self._learn(self._x[next_N, rows_N][ready_N], self._used[:, span, :-1].max(axis=0)[ready_N])
+        self._count(rows_N, span, used_NK, self._used[slot_N, rows_N, :-1])
+        for layer, own in zip(layers, experts, strict=True):
+            self._before[layer] = own
+        x_NFE = self._x[next_N, rows_N] = self._features(rows_N, span, used_NK)
+        odds_NE: Numbers = self._weight_F.astype(np.float32) @ x_NFE
+        return odds_NE
+
+    def _filled(self, experts: Sequence[Sequence[int]]) -> Ids:
+        filled = list(itertools.zip_longest(*experts, fillvalue=self._experts))
+        return np.array(filled, dtype=np.int64).reshape(-1, len(experts)).T
+
+    def _count(self, rows_N: Ids, span: slice | Ids, used_NK: Ids, used_NE: npt.NDArray[np.bool_]) -> None:
+        before_NK = self._filled([self._before[row] for row in rows_N.tolist()])
+        self._followed_REE[rows_N[:, None, None], before_NK[:, :, None], used_NK[:, None, :]] += 1
+        self._average_RHE[span] *= _DECAY_H1
+        self._average_RHE[span] += used_NE[:, None]
+        self._weight_RH1[span] = self._weight_RH1[span] * _DECAY_H1 + 1
+        self._uses_RE[rows_N[:, None], used_NK] += 1
+        self._counted_R1[span] += 1
+        self._last_RE[span] = np.where(used_NE, self._visits_R[span, None], self._last_RE[span])
+        old_N = rows_N[self._visits_R[span] % _HALVING_PERIOD == 0]
+        if len(old_N):
+            for counts in (self._uses_RE, self._counted_R1, self._followed_REE):
+                counts[old_N] /= 2
+
+    def _features(self, rows_N: Ids, span: slice | Ids, used_NK: Ids) -> Numbers:
+        """Return the features of each expert [N, F, E].
+
+        In order: a constant; the log of each decayed average of use and of the share of all visits, relative to chance;
+        the log of how much more often than usual it follows the experts of the last visit; the log of the age; whether
+        the last visit used the expert; whether no visit did.
+        """
+        share, heads, experts = self._share, len(HALF_LIVES), self._experts
+        x_NFE = np.empty((len(rows_N), FEATURES, experts), dtype=np.float32)
+        x_NFE[:, 0] = 1.0
+        x_NFE[:, 1 : heads + 1] = (self._average_RHE[span] / share + 1) / (self._weight_RH1[span] + 1)
+        rate_NE = x_NFE[:, heads + 1] = (self._uses_RE[span, :-1] / share + 1) / (self._counted_R1[span] + 1)
+        per_use_NK = 1 / (np.maximum(self._uses_RE[rows_N[:, None], used_NK] - 1, 0) + _PAIR_PRIOR)
+        followed_NE = (per_use_NK[:, None] @ self._followed_REE[rows_N[:, None], used_NK])[:, 0, :-1]
+        count_N1 = np.maximum((used_NK < experts).sum(1, keepdims=True), 1)
+        usual_N1 = _PAIR_PRIOR * per_use_NK.sum(1, keepdims=True)
+        x_NFE[:, heads + 2] = (followed_NE / (rate_NE * share) + usual_N1) / count_N1
+        np.log(x_NFE[:, 1 : heads + 3], out=x_NFE[:, 1 : heads + 3])
+        age_NE = np.minimum(self._visits_R[span, None] - self._last_RE[span], _MAX_AGE)
+        x_NFE[:, heads + 3] = _LOG_AGE[age_NE]
+        x_NFE[:, heads + 4] = age_NE == 0
+        x_NFE[:, heads + 5] = self._uses_RE[span, :-1] == 0
+        return x_NFE
+
+    def _learn(self, x_NFE: Numbers, used_NE: npt.NDArray[np.bool_]) -> None:
+        odds_NE = self._weight_F.astype(np.float32) @ x_NFE
+        chance_NE = 1 / (1 + np.exp(-np.clip(odds_NE, -30, 30)))
+        x_FM = x_NFE.transpose(1, 0, 2).reshape(FEATURES, -1)
+        self._precision_FF += (x_FM * (chance_NE * (1 - chance_NE)).ravel()) @ x_FM.T
+        self._weight_F = self._weight_F + np.linalg.solve(self._precision_FF, x_FM @ (used_NE - chance_NE).ravel())
 
 
 _MAX_HORIZON = 8
+_PARTS = 8
+"""Number of parts of a pass after each of which the layers that ran in it are scored again, all at once."""
+_NEAREST = 64
+"""Number of experts that are put in order at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1366,11 +1350,12 @@ class NextUseConfig(PolicyConfig):
     """Reduction of the log-odds of an expert whose layer runs one token later."""
 
 
-class NextUse(NextRun):
+class NextUse(EvictionPolicy):
     """Evicts the expert that is least likely to be used soon, by an online model of use.
 
     The score is the log-odds of a use within the horizon (:class:`UsageModel`), reduced for layers that run later. The
-    model learns from the tokens of the prompt on. It takes O(E F^2) per layer and step, and memory is constant.
+    model learns from the tokens of the prompt on. Eight times per pass, all layers that ran since are scored at once;
+    until then the experts that they used are evicted last. A pass takes O(R E F^2), and memory is constant.
     """
 
     name = "next_use"
@@ -1380,22 +1365,108 @@ class NextUse(NextRun):
 
     def __init__(self, config: NextUseConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
-        tokens = shape.slots / ((shape.sharing or shape.layers) * shape.top_k)
+        layers = shape.sharing or shape.layers
+        tokens = shape.slots / (layers * shape.top_k)
         horizon = config.horizon or min(_MAX_HORIZON, max(1, round(1.5 * tokens)))
-        self._model = UsageModel(experts=shape.experts, top_k=shape.top_k, horizon=horizon, prior=config.prior)
+        self._model = UsageModel(
+            layers=layers, experts=shape.experts, top_k=shape.top_k, horizon=horizon, prior=config.prior
+        )
+        self._rows: dict[int, int] = {}
+        """Number of each layer among those that share the slots."""
+        self._layers: list[int] = []
+        self._held_RE = np.zeros((layers, shape.experts), dtype=bool)
+        self._score_RE = np.zeros((layers, shape.experts))
+        self._waiting: dict[int, list[Sequence[int]]] = {}
+        """Visits of layers that are not scored yet, by row."""
+        self._unscored: set[int] = set()
+        """Experts that these visits used, which are evicted last."""
+        self._part = -(-layers // _PARTS)
+        self._order: deque[int] = deque()
+        """Keys in the order of eviction as of the last scores; some may have lost their slots."""
         self._prompt_layer = -1
         """Layer whose prompt `see_routing` has learned from token by token."""
+        self._pass = 0
+
+    def start_pass(self, fresh: bool) -> None:
+        self._pass += 1
 
     def see_routing(self, layer: int, experts: Sequence[Sequence[int]]) -> None:
         self._prompt_layer = layer
-        for row in experts:
-            self._model.visit(layer, row)
+        self._waiting.setdefault(self._row(layer), []).extend(experts)
 
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
         if self._prompt_layer != layer:
-            self._model.visit(layer, [key - layer * self.shape.experts for key in keys])
+            experts = [key - layer * self.shape.experts for key in keys]
+            self._waiting.setdefault(self._row(layer), []).append(experts)
         self._prompt_layer = -1
-        super().start_layer(layer, keys)
+        self._unscored.update(keys)
+        if len(self._waiting) >= self._part:
+            self._visit()
 
-    def _score(self, layer: int) -> Scores:
-        return Scores(self._model.log_odds(layer).tolist(), offset=-self.config.lead * self._due(layer))
+    def insert(self, key: int, full: bool = True) -> None:
+        layer, expert = divmod(key, self.shape.experts)
+        self._held_RE[self._row(layer), expert] = True
+
+    def use(self, keys: Sequence[int]) -> None:
+        """Do nothing: scores do not depend on which experts are resident."""
+
+    def remove(self, key: int) -> None:
+        layer, expert = divmod(key, self.shape.experts)
+        self._held_RE[self._rows[layer], expert] = False
+
+    def clear(self) -> None:
+        self._held_RE[:] = False
+        self._order.clear()
+
+    def victim(self, protected: Container[int]) -> int | None:
+        found = self._first(protected)
+        for count in (_NEAREST, self._held_RE.size):
+            if found is None:
+                self._sort(count)
+                found = self._first(protected)
+        if found is None:
+            self._unscored.clear()
+            found = self._first(protected)
+        return found
+
+    def _first(self, protected: Container[int]) -> int | None:
+        """Return the first key in the order that is resident and not protected; drop those before it without a slot."""
+        order, held_RE, experts = self._order, self._held_RE, self.shape.experts
+        while order and not held_RE[self._rows[order[0] // experts], order[0] % experts]:
+            order.popleft()
+        for key in order:
+            if (
+                key not in protected
+                and key not in self._unscored
+                and held_RE[self._rows[key // experts], key % experts]
+            ):
+                return key
+        return None
+
+    def _sort(self, count: int) -> None:
+        """Put the residents of the lowest scores in order, `count` of them or all."""
+        score = np.where(self._held_RE, self._score_RE, np.inf).ravel()
+        count = min(count, int(self._held_RE.sum()))
+        if count == 0:
+            return
+        lowest = np.argpartition(score, count - 1)[:count]
+        lowest = lowest[np.argsort(score[lowest], kind="stable")]
+        row, expert = np.divmod(lowest, self.shape.experts)
+        self._order = deque((np.array(self._layers)[row] * self.shape.experts + expert).tolist())
+
+    def _row(self, layer: int) -> int:
+        if layer not in self._rows:
+            self._rows[layer] = len(self._layers)
+            self._layers.append(layer)
+        return self._rows[layer]
+
+    def _visit(self) -> None:
+        """Learn from the visits that wait, and score their layers."""
+        for number in range(max(map(len, self._waiting.values()))):
+            rows = sorted(row for row, visits in self._waiting.items() if number < len(visits))
+            odds_NE = self._model.visit(rows, [self._waiting[row][number] for row in rows])
+            due_N1 = self._pass + np.array(rows)[:, None] / len(self._held_RE)
+            self._score_RE[rows] = odds_NE - self.config.lead * due_N1
+        self._waiting.clear()
+        self._unscored.clear()
+        self._order.clear()
