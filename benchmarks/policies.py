@@ -89,8 +89,8 @@ def page(result: Json) -> str:
     note = f"""Hits of decoded tokens by the share of all experts in the cache; bold: best policy that does not know the
 future. {BUNDLED}: {tokens[BUNDLED]} decode steps of held-out bundled text after prompts of 64; {recorded}
 ([routing/NOTICE](routing/NOTICE)), too few to resolve a point. Milliseconds per token of {COSTS[0]} with
-{COSTS[1]:.0%} of the experts: copies at {BANDWIDTH / 1e9:.1f} GB/s without overlap, and what the policy and the
-cache's own lists compute in Python. Policies that read router scores cannot replay recorded routing."""
+{COSTS[1]:.0%} of the experts: copies at {BANDWIDTH / 1e9:.1f} GB/s without overlap, and processor time of the
+policy and the cache's own lists, in Python. Policies that read router scores cannot replay recorded routing."""
     return "\n\n".join([
         markdown(head, lines), fill(" ".join(note.split()), 140), f"    {result['command']}",
         fill(f"Conditions, {result['date']}: {described(result['conditions'])}", 140),

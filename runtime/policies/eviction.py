@@ -1395,7 +1395,7 @@ class NextUse(EvictionPolicy):
         self._waiting.setdefault(self._row(layer), []).extend(experts)
 
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        if self._prompt_layer != layer:
+        if keys and self._prompt_layer != layer:
             experts = [key - layer * self.shape.experts for key in keys]
             self._waiting.setdefault(self._row(layer), []).append(experts)
         self._prompt_layer = -1

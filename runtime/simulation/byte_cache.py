@@ -59,7 +59,7 @@ class Replayed:
     decode: ReplayCounts
     prompt: ReplayCounts
     policy_s: float
-    """Median seconds of this process per decode step, which the policy takes in the thread that runs the model."""
+    """Median processor seconds per decode step, which the policy takes in the thread that runs the model."""
 
 
 def forwards_of(routing: Routing) -> list[list[Event]]:
@@ -124,13 +124,13 @@ def replay(
     counts = {fresh: ReplayCounts(requests_L=[0] * layers, misses_L=[0] * layers) for fresh in (False, True)}
     took_s: list[float] = []
     for forward in filter(None, forwards):
-        start = time.perf_counter()
+        start = time.process_time()
         counts[forward[0].fresh].steps += 1
         cache.eviction.start_pass(forward[0].fresh)
         for event in forward:
             cache.run(event, counts[event.fresh])
         if not forward[0].fresh:
-            took_s.append(time.perf_counter() - start)
+            took_s.append(time.process_time() - start)
     return Replayed(counts[False], counts[True], statistics.median(took_s) if took_s else 0.0)
 
 

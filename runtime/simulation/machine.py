@@ -151,7 +151,7 @@ def summary(done: Simulation) -> Json:
       without copies that were dropped before they started
     - `prefetch_recall`: share of all used copies that were prefetched
     - `redundant`: share of copies that were never used, or that replaced an eviction in the same step (ActiveEvict)
-    - `policy_s`: median seconds per step that policies and cache computed in this process; None for a bound
+    - `policy_s`: median processor seconds per step of policies and cache; None for a bound
     """
     total, steps = done.decode.total, max(1, len(done.steps_s))
     used = total.prefetched_used
