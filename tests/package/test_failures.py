@@ -167,7 +167,7 @@ def stop_here():
 
 class Finder:
     def find_spec(name, *_):
-        if name == "expertcast.commands.frozen" and Finder in sys.meta_path:
+        if name == "expertcast.commands.numbers" and Finder in sys.meta_path:
             sys.meta_path.remove(Finder)
             stop_here()
 
