@@ -17,7 +17,7 @@ from expertcast.commands.predictors import ledger_of
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.messages import Json
 from expertcast.training.evaluation import VALIDATION_SHARE, evaluate
-from expertcast.training.fit import fit
+from expertcast.training.fit import fit, forecast_seconds
 from expertcast.training.scoring import BATCH, FitOptions, Fitted
 
 UNTRAINED = ("router_input", "next_norm", "early_attention")
@@ -55,7 +55,7 @@ def _measured(name: str, traces: TraceDataset, tokens: int, seed: int) -> Json:
     options = FitOptions(tokens=tokens, validation_tokens=max(1, tokens // VALIDATION_SHARE), seed=seed, progress=False)
     fitted: Fitted = fit(name, traces, options=options)
     scored = evaluate({name: fitted.predictor}, traces.batches("test", BATCH), traces.view, chained=False)
-    costs = ledger_of({name: fitted}, traces, "test", 1)[name]
+    costs = ledger_of({name: fitted}, forecast_seconds({name: fitted.predictor}, traces, "test", 1))[name]
     calibration = scored.as_dict()["calibration"][name]
     errors = {key: calibration[key] for key in ("ece", "ece_likely")}
     run = {"predictor": name, "tokens": tokens, "seed": seed, "recall": scored.recall(name)}

@@ -341,6 +341,10 @@ class Predictor(nn.Module, ABC):
         """
         return {self.name: self}
 
+    def executed(self) -> Predictor:
+        """Return the predictor whose forecasts are executed in this one's place: itself or a cheaper one."""
+        return self
+
     def wants_early(self, layer: int, ahead: int) -> bool:
         """Return whether a forecast from `layer` to `layer + ahead` reads `RouterState.early_TD`."""
         return self.uses_early

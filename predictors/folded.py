@@ -1,4 +1,4 @@
-"""Hints: the ids of the likeliest experts, for prefetches, with fewer operations than a forecast.
+"""Hints: the ids of the likeliest experts, or their logits, with fewer operations than a forecast.
 
 The linear parts of a forecast are folded into one map per layer: the target's norm into its router, means and spreads
 into biases, ridge and projection side by side. Probes with random inputs show what norm and router compute; a norm or
@@ -90,12 +90,12 @@ class Maps:
     usual_E: Tensor | None = None
 
 
-def hints(predictor: Predictor, layer: int, ahead: int, count: int) -> Hints | None:
-    """Return hints of `count` ids for forecasts at `layer` for layer + `ahead`; None if a part cannot be folded."""
+def hints(predictor: Predictor, layer: int, ahead: int) -> Hints | None:
+    """Return hints for forecasts at `layer` for layer + `ahead`; None if a part cannot be folded."""
     target = predictor.view[layer + ahead]
     like = next(target.router.parameters()).new_empty(0, dtype=target.dtype)
     maps, norm = predictor.maps(layer, ahead), norm_scale(target.norm, target.hidden_size, like)
-    return None if maps is None or norm is None else Hints(maps, norm, target.index, count)
+    return None if maps is None or norm is None else Hints(maps, norm, target.index)
 
 
 class Hints:
@@ -105,11 +105,10 @@ class Hints:
         maps: maps of the predictor for the pair of layers.
         norm: scale and floor of the target layer's norm, from :func:`norm_scale`.
         target: index of the target layer.
-        count: number of ids.
     """
 
-    def __init__(self, maps: Maps, norm: tuple[Tensor, Tensor], target: int, count: int) -> None:
-        self._maps, self._target, self._count = maps, target, count
+    def __init__(self, maps: Maps, norm: tuple[Tensor, Tensor], target: int) -> None:
+        self._maps, self._target = maps, target
         self.short = maps.then is None
         """Whether there are so few operations that a traced program is no faster."""
         self._scale_D, self._floor = norm
@@ -124,8 +123,12 @@ class Hints:
             expert_ED, shared_D = maps.defaults or (maps.of["routing"][:, :0], maps.bias_X[:0])
             self._rows = torch.cat([expert_ED, maps.of["routing"]], dim=1), torch.cat([shared_D, maps.bias_X])
 
-    def __call__(self, state: RouterState) -> Tensor:
+    def ids(self, state: RouterState, count: int) -> Tensor:
         """Return ids [T, count], each token's likeliest first."""
+        return self.logits(state, scaled=not self._bare).topk(count).indices
+
+    def logits(self, state: RouterState, scaled: bool = True) -> Tensor:
+        """Return logits [T, E] in fp32; without `scaled`, up to a positive factor for each token."""
         maps, start, parts = self._maps, self._maps.bias_X, []
         tokens = len(state.residual_TD)
         if self._rows is not None:
@@ -138,8 +141,8 @@ class Hints:
         if "early" in maps.of:
             assert state.early_TD is not None
             parts.append(state.early_TD)
-        if self._bare:
-            return torch.mm(parts[0].float(), self._map_VX).topk(self._count).indices
+        if not scaled:
+            return torch.mm(parts[0].float(), self._map_VX)
         if parts:
             parts = [self._normed(_joined(parts).view(-1, len(self._scale_D))).view(tokens, -1)]
         if "router_input" in maps.of:
@@ -147,7 +150,7 @@ class Hints:
         if "previous" in maps.of:
             parts.append(self._previous(state, tokens))
         y_TX = torch.addmm(start, _joined(parts).float(), self._map_VX)
-        return (y_TX if maps.then is None else maps.then(y_TX)).topk(self._count).indices
+        return y_TX if maps.then is None else maps.then(y_TX)
 
     def _normed(self, x_HD: Tensor) -> Tensor:
         size_H1 = torch.linalg.vector_norm(x_HD, dim=1, keepdim=True, dtype=torch.float32)

@@ -6,6 +6,7 @@ in the config, so they are readable in a checkpoint's config.json.
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,8 @@ BEST: Final = "best"
 PAPER: Final = "paper"
 PAPER_CANDIDATES = ("quasi_hidden", "estimator")
 LOW_RECALL = 0.8
+SUFFICIENT = 0.9
+"""Recall on validation from which a cheaper member's forecast is executed at a layer."""
 SHARED = ("expert_LED", "shared_LD")
 """Buffers (default vectors) that members share."""
 SHARED_PARTS = ("held.",)
@@ -191,11 +194,26 @@ class Hybrid(Predictor):
 
         If one member is chosen for all layers, it replaces the hybrid.
         """
-        cost, chosen = self.config.cost_ms, set(self.chosen.values())
-        order = sorted(self.members, key=lambda name: (self.member(name).uses_early, cost.get(name, math.inf)))
-        found = {name: self.member(name) for name in order}
+        found, chosen = {name: self.member(name) for name in self._by_cost()}, set(self.chosen.values())
         last = found.pop(chosen.pop()) if len(chosen) == 1 else self
         return {**found, last.name: last}
+
+    def executed(self) -> Predictor:
+        """Return a hybrid of the same members that uses the cheapest one of `SUFFICIENT` recall at each layer, and the
+        best one where none has it."""
+        cheap, order = copy.copy(self), self._by_cost()
+        cheap.chosen = {
+            (choice["ahead"], choice["layer"]): next(
+                (name for name in order if choice["recall"].get(name, 0.0) >= SUFFICIENT), choice["predictor"]
+            )
+            for choice in self.config.choices
+        }
+        return cheap
+
+    def _by_cost(self) -> list[str]:
+        """Return the members' names by rising cost, those that read early attention last."""
+        cost = self.config.cost_ms
+        return sorted(self.members, key=lambda name: (self.member(name).uses_early, cost.get(name, math.inf)))
 
     def wants_early(self, layer: int, ahead: int) -> bool:
         """Return whether the member chosen for layer + `ahead` reads early attention."""

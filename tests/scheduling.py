@@ -17,7 +17,7 @@ TOGETHER = {
     "running": ("tests/hub/",),
     "fitted_predictors": (
         "training/test_fit.py", "training/test_baselines.py", "training/test_calibration.py",
-        "checkpoints/test_store.py", "engine/test_traced.py", "predictors/test_folded.py",
+        "checkpoints/test_store.py", "data/test_traced.py", "predictors/test_folded.py",
     ),
 }  # fmt: skip
 """Session fixtures that take ten seconds, and the files that share each: one worker runs them all."""

@@ -5,6 +5,9 @@ T tokens, D hidden size, F features, E routed experts, P layer pairs, G gates.
 
 from __future__ import annotations
 
+import math
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -14,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from expertcast.data.batch import TraceBatch
+from expertcast.data.processes import training_share
 from expertcast.data.traces import TraceSource
-from expertcast.predictors import ExpertcastError, MoELayer, PredictorConfig
+from expertcast.predictors import ExpertcastError, MoELayer, PredictorConfig, messages
 from expertcast.predictors.estimator import Estimator, EstimatorConfig, EstimatorNetwork
 from expertcast.predictors.linear import Linear, LinearConfig, default_inputs
-from expertcast.predictors.messages import Json
-from expertcast.training.linear import fit_ridge
-from expertcast.training.loop import NetworkTraining, TrainingData, run, steps_of
+from expertcast.predictors.messages import Json, format_bytes
+from expertcast.training.linear import fit_ridge, pairs_at_once
+from expertcast.training.loop import ROUNDS, NetworkTraining, TrainingData, run, steps_of
 from expertcast.training.metrics import Recall
 from expertcast.training.scoring import (
     NO_TRAINING,
@@ -32,7 +36,8 @@ from expertcast.training.scoring import (
     require_stand_in,
     states_of,
     train_batches,
-    validation_batch,
+    train_tokens,
+    validation_tokens,
 )
 
 L = TypeVar("L", bound=Linear)
@@ -56,6 +61,8 @@ class MapChange(nn.Module):
 
 
 Network = MapChange | EstimatorNetwork
+Scales = tuple[Tensor, Tensor, Tensor]
+"""Spread of the target routers' logits around each token's mean [P]; mean and spread of the features [P, F]."""
 
 
 GATES = (0.0, 0.5, 1.0)
@@ -70,8 +77,8 @@ class Distiller(NetworkTraining):
     """
 
     def __init__(
-        self, predictor: Linear, network: Network, ahead: int, config: LinearConfig, *, loss: str, scale_P: Tensor,
-        steps: int, moments: tuple[Tensor, Tensor] | None = None,
+        self, predictor: Linear, network: Network, ahead: int, config: LinearConfig, *, loss: str, steps: int,
+        scales: Scales | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -80,17 +87,17 @@ class Distiller(NetworkTraining):
             ahead: distance in layers.
             config: training options.
             loss: key of `LOSSES`.
-            scale_P: divides each pair's logits before the loss (1 for the paper's form).
             steps: optimiser steps of the schedule.
-            moments: mean and spread [P, F] that standardise the features of the network; None: the paper's form, which
-                has no maps and no gates.
+            scales: spread that divides each pair's logits before the loss, mean and spread that standardise the
+                features of the network; None: the paper's form, which has no maps and no gates.
         """
         super().__init__(network, config, steps)
         self._predictor = [predictor]  # a list hides it from nn.Module: only the network is trained and synchronised
         self._ahead, self.loss = ahead, loss
-        self._moments = moments
-        self._gates = (1.0,) if moments is None else GATES
-        self.register_buffer("scale_P", scale_P.clone())
+        self._scales, self._gates = scales, (1.0,) if scales is None else GATES
+        device, pairs = device_of(predictor.view), predictor.shape.layers - ahead
+        scale_P = torch.ones(pairs, device=device) if scales is None else scales[0].clone()
+        self.register_buffer("scale_P", scale_P)
         self.recall = Recall(len(self._gates) * len(scale_P))
 
     def identity(self) -> Json:
@@ -104,17 +111,18 @@ class Distiller(NetworkTraining):
             x_PTF = torch.stack([predictor.features(state, ahead) for state in states[: len(self.scale_P)]])
             y_PTE = batch.logits_TLE[:, ahead:].transpose(0, 1).float().to(x_PTF.device)
             base_PTE = torch.zeros_like(y_PTE)
-            if self._moments is not None:
+            if self._scales is not None:
+                _, mean_PF, spread_PF = self._scales
                 weight_PFE, bias_PE = predictor.map_of(ahead)
                 base_PTE = torch.baddbmm(bias_PE[:, None], x_PTF, weight_PFE)
-                x_PTF = x_PTF.sub_(self._moments[0][:, None]).div_(self._moments[1][:, None])
+                x_PTF = x_PTF.sub_(mean_PF[:, None]).div_(spread_PF[:, None])
         return y_PTE, base_PTE, self.scale_P[:, None, None] * self.network(x_PTF).float()
 
     def training_step(self, batch: TraceBatch, batch_index: int) -> Tensor:
         y_PTE, base_PTE, added_PTE = self.forecast(batch)
         scale_P11 = self.scale_P[:, None, None]
         y_PTE, z_PTE = y_PTE / scale_P11, (base_PTE + added_PTE) / scale_P11
-        weight_PTE = None if self._moments is None else boundary_weight(y_PTE, self._predictor[0].shape.top_k)
+        weight_PTE = None if self._scales is None else boundary_weight(y_PTE, self._predictor[0].shape.top_k)
         loss = LOSSES[self.loss](y_PTE, z_PTE, self.config.temperature, weight_PTE)
         self.log("loss", loss, batch_size=len(batch))
         return loss
@@ -210,8 +218,11 @@ def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions
     """Fit the maps of every distance: ridge regression, then distillation where it gains on validation."""
     assert isinstance(config, LinearConfig)
     config = with_inputs(config, source)
-    predictor = _prepared(Linear, config, source, options)
-    report = {str(ahead): _fit_maps(predictor, source, ahead, config, options) for ahead in config.ahead}
+    predictor, first = _prepared(Linear, config, source, options)
+    report = {
+        str(ahead): _fit_maps(predictor, source, ahead, config, options, _scales(predictor, first, ahead))
+        for ahead in config.ahead
+    }
     return Fitted(predictor=predictor, report={"distances": report})
 
 
@@ -221,24 +232,23 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
     config = with_inputs(config, source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        predictor = _prepared(Estimator, config, source, options)
+        predictor, first = _prepared(Estimator, config, source, options)
     report = {}
     for ahead in config.ahead:
         if config.form == "paper":  # no maps; plain KL on unscaled logits
             module = Distiller(
-                predictor, predictor.network(ahead), ahead, config, loss="kl",
-                scale_P=torch.ones(source.view.shape.layers - ahead, device=device_of(source.view)),
-                steps=steps_of(config, source, options),
-            )  # fmt: skip
+                predictor, predictor.network(ahead), ahead, config, loss="kl", steps=steps_of(config, source, options)
+            )
             report[str(ahead)] = _trained(module, source, options, f"ahead{ahead}")
         else:
-            linear = _fit_maps(predictor, source, ahead, config.linear(), options)
-            report[str(ahead)] = {**_fit_network(predictor, source, ahead, options), "linear": linear}
+            scales = _scales(predictor, first, ahead)
+            linear = _fit_maps(predictor, source, ahead, config.linear(), options, scales)
+            report[str(ahead)] = {**_fit_network(predictor, source, ahead, options, scales), "linear": linear}
     return Fitted(predictor=predictor, report={"distances": report})
 
 
-def _prepared(cls: type[L], config: LinearConfig, source: TraceSource, options: FitOptions) -> L:
-    """Return a bound predictor with default vectors, stand-in and usual logits."""
+def _prepared(cls: type[L], config: LinearConfig, source: TraceSource, options: FitOptions) -> tuple[L, TraceBatch]:
+    """Return a bound predictor with default vectors, stand-in and usual logits, and the first batch for training."""
     predictor = cls(config, source.view.shape)
     if "quasi_hidden" in config.inputs:
         predictor.set_defaults(source.defaults)
@@ -251,7 +261,59 @@ def _prepared(cls: type[L], config: LinearConfig, source: TraceSource, options: 
     if predictor.uses_previous_token:
         logits_TLE = batch.logits_TLE.float()
         predictor.get_buffer("usual_LE").copy_((logits_TLE - logits_TLE.mean(dim=2, keepdim=True)).mean(dim=0))
-    return predictor
+    if options.progress and training_share().rank == 0:
+        say_cost(predictor, source, options)
+    return predictor, batch
+
+
+@torch.no_grad()
+def say_cost(predictor: Linear, source: TraceSource, options: FitOptions) -> None:
+    """Print what a fit takes at most, unless that is short: time on this machine, memory beside the model's, and bytes
+    of the checkpoint.
+
+    The time is that of its matrix products at the speed of a measured one, and that of reading tokens and making
+    features, also measured. Validation rounds count as steps.
+    """
+    config, features, experts, ahead = predictor.config, sum(predictor.sizes), predictor.shape.experts, predictor.ahead
+    pairs, count, maps = predictor.shape.layers - min(ahead), len(config.strengths) + 1, features * experts
+    tokens, checked = train_tokens(source, options), validation_tokens(source, options)
+    x_TF = torch.randn(config.step_tokens, features, device=device_of(source.view))
+    for _ in range(2):  # the first product is slower
+        start = time.perf_counter()
+        float((x_TF.T @ x_TF)[0, 0])
+        product_s = (time.perf_counter() - start) / (len(x_TF) * features**2)
+    start = time.perf_counter()
+    batch = next(train_batches(source, replace(options, progress=False), predictor.name, whole=True))
+    for state in states_of(source.view, batch)[:pairs]:
+        predictor.features(state, min(ahead))
+    token_s = (time.perf_counter() - start) / len(batch)
+    width: float = 0
+    trainings: list[tuple[LinearConfig, float]] = [(config, 3 * maps)]
+    if isinstance(config, EstimatorConfig):
+        width = predictor.get_parameter(f"networks.{min(ahead)}.position_PW").shape[1]
+        network = width * (features + 2 * config.expansion * width + experts)
+        trainings = [(config.linear(), 3 * maps), (config, maps + 3 * network)]
+    seen = [(tokens, features**2 + maps), (checked, count * maps)] + [
+        (steps_of(each, source, options) * each.step_tokens + ROUNDS * checked, products)
+        for each, products in trainings
+        if each.steps
+    ]
+    solving = 6 * count * features**2 * (features / 6 + experts)  # several times slower than products
+    products = pairs * (solving + sum(number * products for number, products in seen))
+    seconds = len(ahead) * (products * product_s + sum(number for number, _ in seen) * token_s)
+    if seconds < messages.DELAY_S:
+        return
+    minutes = math.ceil(seconds / 60)
+    size = sum(tensor.nbytes for tensor in predictor.state_dict().values())
+    sums = min(pairs, pairs_at_once(predictor.shape, features, count)) * features * (features + (count + 1) * experts)
+    steps = pairs * (8 * features * max(experts, width) + config.step_tokens * (3 * features + 10 * experts))
+    print(
+        f"{predictor.name}: at most about {minutes} minute{'s' * (minutes != 1)} on this machine as busy as it is, "
+        f"{format_bytes(size + max(4 * sums + 24 * features**2, 4 * steps))} of memory beside the model, and "
+        f"{format_bytes(size)} of checkpoint; less if the validation score stops improving, and --set steps=N makes "
+        "fewer steps",
+        file=sys.stderr,
+    )
 
 
 def with_inputs(config: C, source: TraceSource) -> C:
@@ -267,47 +329,46 @@ def with_inputs(config: C, source: TraceSource) -> C:
 
 
 @torch.no_grad()
-def _moments(predictor: Linear, source: TraceSource, options: FitOptions, ahead: int) -> tuple[Tensor, Tensor]:
-    """Return mean and spread [P, F] of the features over the first batch of the train split; no spread is 0."""
-    batch = next(train_batches(source, replace(options, progress=False), predictor.name, whole=True))
+def _scales(predictor: Linear, batch: TraceBatch, ahead: int) -> Scales:
+    """Return the scales over a batch of the train split."""
+    logits_TPE = batch.logits_TLE[:, ahead:].float()
+    centred_TPE = logits_TPE - logits_TPE.mean(dim=2, keepdim=True)
+    scale_P = centred_TPE.square().mean(dim=(0, 2)).sqrt().clamp(min=1e-6).to(device_of(predictor.view))
     found = []
-    for state in states_of(source.view, batch)[: source.view.shape.layers - ahead]:
+    for state in states_of(predictor.view, batch)[:-ahead]:
         x_TF = predictor.features(state, ahead)
         spread_F = x_TF.std(dim=0, correction=0)
         # an expert that the batch rarely chose must not be blown up
         found.append((x_TF.mean(dim=0), spread_F.clamp(min=max(1e-6, 0.05 * float(spread_F.mean())))))
-    return torch.stack([mean_F for mean_F, _ in found]), torch.stack([spread_F for _, spread_F in found])
+    return scale_P, torch.stack([mean_F for mean_F, _ in found]), torch.stack([spread_F for _, spread_F in found])
 
 
-def _spread(source: TraceSource, ahead: int, options: FitOptions) -> Tensor:
-    """Return the standard deviation [P] of the target routers' logits around each token's mean."""
-    logits_TPE = validation_batch(source, options).logits_TLE[:, ahead:].float()
-    centred_TPE = logits_TPE - logits_TPE.mean(dim=2, keepdim=True)
-    return centred_TPE.square().mean(dim=(0, 2)).sqrt().clamp(min=1e-6).to(device_of(source.view))
-
-
-def _fit_maps(predictor: Linear, source: TraceSource, ahead: int, config: LinearConfig, options: FitOptions) -> Json:
+def _fit_maps(
+    predictor: Linear, source: TraceSource, ahead: int, config: LinearConfig, options: FitOptions, scales: Scales
+) -> Json:
     """Set the maps of one distance, and return their report."""
     report = fit_ridge(predictor, source, ahead, config, options)
     if not config.steps:
         return report
     weight_PFE, bias_PE = predictor.map_of(ahead)
     change = MapChange(*weight_PFE.shape).to(weight_PFE.device)
-    trained, factor_P, (mean_PF, spread_PF) = _distil(
-        predictor, change, source, ahead, config, options, name=f"maps{ahead}", margin=0.0
+    trained, factor_P = _distil(
+        predictor, change, source, ahead, config, options, scales, name=f"maps{ahead}", margin=0.0
     )
+    _, mean_PF, spread_PF = scales
     change_PFE = change.weight_PFE * factor_P[:, None, None] / spread_PF[:, :, None]
     weight_PFE += change_PFE
     bias_PE += factor_P[:, None] * change.bias_P1E[:, 0] - torch.einsum("pf,pfe->pe", mean_PF, change_PFE)
     return report | {"validation_recall": trained["validation_recall"], "distillation": trained}
 
 
-def _fit_network(predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions) -> Json:
+def _fit_network(predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, scales: Scales) -> Json:
     """Train the network of one distance, fold the standardisation into it, and return the report."""
     network = predictor.network(ahead)
-    report, factor_P, (mean_PF, spread_PF) = _distil(
-        predictor, network, source, ahead, predictor.config, options, name=f"ahead{ahead}", margin=MARGIN
+    report, factor_P = _distil(
+        predictor, network, source, ahead, predictor.config, options, scales, name=f"ahead{ahead}", margin=MARGIN
     )
+    _, mean_PF, spread_PF = scales
     network.projection_GFW.div_(spread_PF[:, :, None])
     network.position_PW.sub_(torch.einsum("pf,pfw->pw", mean_PF, network.projection_GFW))
     network.head_GWE.mul_(factor_P[:, None, None])
@@ -316,24 +377,24 @@ def _fit_network(predictor: Estimator, source: TraceSource, ahead: int, options:
 
 def _distil(
     predictor: Linear, network: Network, source: TraceSource, ahead: int, config: LinearConfig, options: FitOptions,
-    *, name: str, margin: float,
-) -> tuple[Json, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    scales: Scales, *, name: str, margin: float,
+) -> tuple[Json, Tensor]:  # fmt: skip
     """Train what is added to the maps, and choose its gate of each pair on validation.
 
     Args:
         predictor, network, ahead, config: as for :class:`Distiller`.
         source: traces, or a running model.
         options: number of tokens, and the folder for training states.
+        scales: result of :func:`_scales`.
         name: name of the training.
         margin: minimum gain for which a pair uses it.
 
     Returns:
-        The report, the factor of each pair (its gate times the spread of its logits), and the moments of the features.
+        The report, and the factor of each pair (its gate times the spread of its logits).
     """
-    scale_P, moments = _spread(source, ahead, options), _moments(predictor, source, options, ahead)
     module = Distiller(
-        predictor, network, ahead, config, loss=suited_loss(source.view[ahead]), scale_P=scale_P, moments=moments,
-        steps=steps_of(config, source, options),
+        predictor, network, ahead, config, loss=suited_loss(source.view[ahead]),
+        steps=steps_of(config, source, options), scales=scales,
     )  # fmt: skip
     report = _trained(module, source, options, name)
     recall_GP = torch.tensor(module.best.recall_GP, dtype=torch.float64)
@@ -342,7 +403,7 @@ def _distil(
     best_P = score_GP.argmax(dim=0)
     gates_P, recall_P = torch.tensor(GATES)[best_P], recall_GP.gather(0, best_P[None])[0]
     report |= {"gates": gates_P.tolist(), "validation_recall": recall_P.tolist()}
-    return report, gates_P.to(scale_P) * scale_P, moments
+    return report, gates_P.to(scales[0]) * scales[0]
 
 
 def _trained(module: Distiller, source: TraceSource, options: FitOptions, name: str) -> Json:

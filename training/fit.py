@@ -6,23 +6,27 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from expertcast.data.default_vectors import NOTE, default_vectors_holder
 from expertcast.data.processes import join_ranks, sum_over_ranks, training_share
+from expertcast.data.traced import TracedForecasts
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, predictor_class
 from expertcast.predictors.baselines import Frequency, PreviousToken, QuasiHidden
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
+from expertcast.predictors.estimator import Estimator
 from expertcast.predictors.hybrid import CANDIDATES, PAPER, Choice, Hybrid, HybridConfig, member_recall
+from expertcast.predictors.linear import Linear, default_inputs
+from expertcast.predictors.messages import Json
 from expertcast.training.calibrate import calibrate
 from expertcast.training.estimator import fit_estimator, fit_linear
 from expertcast.training.scoring import (
@@ -34,7 +38,6 @@ from expertcast.training.scoring import (
     states_of,
     train_batches,
     train_tokens,
-    validation_batch,
     validation_recall,
 )
 
@@ -187,8 +190,6 @@ def fit_many(
 CLEARLY = 0.9
 """A candidate becomes a rung only if it takes at most this share of the time of rungs with higher recall. The factor
 hides noise of the measured costs (3% under load), so that retraining keeps the same rungs."""
-COST_TOKENS = 16
-"""Number of tokens used to time forecasts."""
 
 
 def fit_hybrid(
@@ -201,7 +202,10 @@ def fit_hybrid(
         config = replace(config, candidates=[name for name in CANDIDATES if name != EarlyAttention.name])
     for name in config.candidates:
         if name not in fitted:
-            values = {"ahead": config.ahead} | config.member_configs.get(name, {})
+            values: Json = {"ahead": config.ahead} | config.member_configs.get(name, {})
+            if name == Linear.name and Estimator.name in config.candidates and not values.get("inputs"):
+                # the estimator has maps with early attention: these are the best forecasts without it
+                values["inputs"] = default_inputs(source.view.shape, ["early"])
             fitted[name] = fit(name, source, config=predictor_class(name).config_class(**values), options=options)
     result = select_hybrid({name: f.predictor for name, f in fitted.items()}, source, config, options)
     result.report["candidates"] = {name: f.report for name, f in fitted.items()}
@@ -233,12 +237,11 @@ def select_hybrid(
         if not set(config.ahead) <= set(member.ahead):
             raise ExpertcastError(f"candidate {name} forecasts {list(member.ahead)} layers ahead, not {config.ahead}")
     choices: list[Choice] = []
+    cost_s = forecast_seconds(members, source, "validation", min(config.ahead))
+    # traces have no decoder blocks to time: early attention costs more than any forecast without it, as in _front
+    cost = {name: (members[name].uses_early, seconds) for name, seconds in cost_s.items()}
     for ahead in config.ahead:
-        flops = forecast_flops(members, source, ahead, options)
-        # traces have no decoder blocks to count: early attention costs more than any forecast without it, as in _front
-        cost = {name: (member.uses_early, flops[name]) for name, member in members.items()}
         choices += _choose(validation_recall(members, source, ahead, options), cost, ahead, config)
-    cost_s = forecast_seconds(members, source, min(config.ahead), options)
     kept = {choice["predictor"] for choice in choices} | _front(members, member_recall(choices), cost_s)
     configs = {name: member.config.as_dict() for name, member in members.items() if name in kept}
     cost_ms = {name: 1e3 * cost_s[name] for name in configs}
@@ -273,58 +276,58 @@ def _front(members: Mapping[str, Predictor], recall: Mapping[str, float], cost_s
     return set(kept)
 
 
-@torch.no_grad()
-def forecast_seconds(
-    members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
-) -> dict[str, float]:
-    """Time one forecast for one token on the current thread, including the stand-in of early attention.
+TIMED_TOKENS, TIMED_PAIRS, WARM_UP = 32, 12, 4
+"""Tokens and layer pairs that are timed, and tokens before them, in which programs are traced and checked."""
 
-    Returns the 10th percentile over layer pairs and `COST_TOKENS` tokens, which is more stable than the median on a
-    busy machine. Predictors alternate.
+
+@torch.no_grad()
+def forecast_seconds(members: Mapping[str, Predictor], source: TraceSource, split: str, ahead: int) -> dict[str, float]:
+    """Time one forecast for one token in a decode step, as a traced program if the runtime would run one.
+
+    All predictors run on one thread and on the same tokens, in turns, and each forecast is timed by itself, so that
+    other load on the machine disturbs few of them. For early attention the time includes the stand-in and its readers,
+    but not the attention itself, which needs the model.
 
     Args:
-        members, source, ahead, options: as for :func:`forecast_flops`.
+        members: predictors by name, bound to the source's view.
+        source: tokens to forecast.
+        split: the split of the source.
+        ahead: distance in layers.
 
     Returns:
-        Seconds by predictor.
+        Seconds by predictor, the median over tokens, averaged over layers; empty if the split is empty.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in members}
-    turns = deque(members.items())
-    batch = validation_batch(source, options)[:COST_TOKENS]
-    for token in range(len(batch)):
-        for state in states_of(source.view, batch[token : token + 1])[:-ahead]:
-            turns.rotate()  # the first predictor finds cold caches
-            for name, member in turns:
+    view = source.view
+    ways = {name: TracedForecasts(member) for name, member in members.items()}
+    for way in ways.values():
+        way.folded, way.hinted = True, view.shape.top_k  # as in an exact run, if the predictor has hints
+    pairs = range(view.shape.layers - ahead)[:: -(-(view.shape.layers - ahead) // TIMED_PAIRS)]
+    seconds: dict[str, dict[int, list[float]]] = {name: {pair: [] for pair in pairs} for name in members}
+    batch = next(source.batches(split, TIMED_TOKENS + WARM_UP), None)
+    if batch is None:
+        return {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for token in range(len(batch)):
+            states = states_of(view, batch[token : token + 1])
+            for pair, (name, way) in product(pairs, ways.items()):
                 start = time.perf_counter()
-                if member.wants_early(state.layer, ahead):
-                    member.stand_in(state)
-                member.forecast(state, ahead)
-                seconds[name].append(time.perf_counter() - start)
-    return {name: sorted(times)[len(times) // 10] for name, times in seconds.items()}
+                if way.predictor.wants_early(pair, ahead):
+                    way.stand_in(states[pair])
+                if way.hint(states[pair], ahead) is None:
+                    way.forecast(states[pair], ahead)
+                seconds[name][pair].append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        name: statistics.fmean(statistics.median(times[WARM_UP:] or times) for times in of_pair.values())
+        for name, of_pair in seconds.items()
+    }
 
 
-def forecast_flops(
-    members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
-) -> dict[str, int]:
-    """Count the floating-point operations in matrix products of one forecast for one token.
-
-    Args:
-        members: predictors by name.
-        source: traces that provide the token.
-        ahead: distance in layers.
-        options: number of validation tokens.
-    """
-    state = states_of(source.view, validation_batch(source, options)[:1])[0]
-    flops = {}
-    for name, member in members.items():
-        with FlopCounterMode(display=False) as counter:
-            member.forecast(state, ahead)
-        flops[name] = int(counter.get_total_flops())
-    return flops
-
-
-_Cost = tuple[bool, int]
-"""Whether a forecast reads early attention, and its floating-point operations without it."""
+_Cost = tuple[bool, float]
+"""Whether a forecast reads early attention, and its seconds without it."""
 
 
 def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, _Cost], ahead: int, config: HybridConfig) -> list[Choice]:

@@ -17,7 +17,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -303,31 +302,14 @@ ROUNDS = 12
 """Number of validation rounds in a full run."""
 
 
-TIMED_STEPS = 20
-"""Steps after which a training's duration is estimated."""
-LONG_S = 30.0
-"""Least estimate, in seconds, that is worth a line."""
-
-
 class ShowSteps(Callback):  # type: ignore[misc]
-    """Updates a progress bar with the step, says once how long the steps will take, and shows the score of the last
-    validation round."""
+    """Updates a progress bar with the step, and shows the score of the last validation round."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_of_the_batch: object) -> None:
-        bar = self._bar
-        bar.update(trainer.global_step - bar.n)
-        if bar.disable or bar.n - bar.initial != TIMED_STEPS:  # a bar that is off has no `initial`
-            return
-        left_s = (time.time() - bar.start_t) / TIMED_STEPS * (bar.total - bar.n)
-        if left_s >= LONG_S:
-            bar.write(
-                f"{bar.desc}: about {left_s / 60:.1f} minutes for {bar.total - bar.n:,} more steps at this pace, less "
-                "if the validation score stops improving; --set steps=N makes fewer",
-                file=sys.stderr,
-            )
+        self._bar.update(trainer.global_step - self._bar.n)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
         score = pl_module.best.history[-1]["recall"]

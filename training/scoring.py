@@ -113,18 +113,6 @@ def scored_batches(source: TraceSource, split: str) -> Iterator[TraceBatch]:
     return with_token_progress(source.batches(split, BATCH), f"scoring on split {split!r}", source.token_count(split))
 
 
-def validation_batch(source: TraceSource, options: FitOptions) -> TraceBatch:
-    """Return the first batch of the validation split, the same on every rank.
-
-    Raises:
-        ExpertcastError: the validation split is empty.
-    """
-    batch = next(iter(validation_batches(source, options)), None)
-    if batch is None:
-        raise ExpertcastError(NO_VALIDATION)
-    return batch
-
-
 def device_of(view: MoEView) -> torch.device:
     """Return the device of the model's routers, on which predictors are fitted."""
     return next(view[0].router.parameters()).device

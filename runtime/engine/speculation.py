@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from expertcast.data.early import EarlyAttention
-    from expertcast.runtime.engine.traced import TracedForecasts
+    from expertcast.data.traced import TracedForecasts
 
 
 class TokenMemory:
@@ -146,8 +146,8 @@ class Speculator:
         if predictor is not None:
             predictor.check_ahead(ahead)
             assert early is not None or not predictor.uses_early, f"{predictor.name} reads early attention"
-        self.view, self.predictor = view, predictor
-        self.layers = frozenset(layers)
+        self.view, self.layers = view, frozenset(layers)
+        self.predictor = predictor = predictor.executed() if predictor is not None and self.layers else predictor
         outside = [layer for layer in self.layers if not 0 <= layer < len(view)]
         if outside:
             raise ExpertcastError(f"layers={outside} do not exist: the model has MoE layers 0..{len(view) - 1}")
@@ -157,9 +157,10 @@ class Speculator:
         self.rungs: list[TracedForecasts] = []
         """Ways to forecast; the last is the predictor itself."""
         if predictor is not None:
-            from expertcast.runtime.engine.traced import TracedForecasts
+            from expertcast.data.traced import TracedForecasts
 
             self.rungs += map(TracedForecasts, predictor.rungs().values())
+            self.rungs[-1].folded = bool(self.layers)
         self._forecasts: dict[int, Forecast] = {}
         self.early, self.router_free = early, router_free
         self._state: RouterState | None = None
@@ -180,7 +181,7 @@ class Speculator:
         plain = not self.layers and not self._check.wrong
         if self.rungs and plain and routes_by_logits(self.view):
             for rung in self.rungs:
-                rung.hinted = count
+                rung.folded, rung.hinted = True, count
 
     def prepare(self) -> None:
         """Prepare decode steps: trace programs."""

@@ -160,6 +160,8 @@ def test_collect_train_eval_generate_inspect(
     assert {"on demand", "next_norm", "hybrid", "hybrid/next_norm", "again"} <= set(times)
     for one, other in (("next_norm", "hybrid/next_norm"), ("hybrid", "again")):
         assert times[one]["recall_at_k"] == times[other]["recall_at_k"]
+    for name, costs in scored["ledger"].items():
+        assert costs["forecast_ms"] == times[name]["forecast_ms"] > 0
     assert list(times) == sorted(times, key=lambda name: times[name]["token_ms"])
     capsys.readouterr()
     assert f"as in --predictor other={both}" in fails(capsys, "eval", str(traces), "--predictor", str(both), str(both))

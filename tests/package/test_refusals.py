@@ -44,6 +44,7 @@ REFUSED = [
     ("inspect {traces} --memory 1GB --revision v2", "--memory, --revision: not read by"),
     ("store reference --store-folder {new} --device cuda", "unknown option --device"),
     (f"{TRAIN} --device cuda:99", "'cuda:99' is not available"),
+    ("eval {traces} --predictor linear --device cuda:99", "'cuda:99' is not available"),
     ("train reference --predictor nope --out {new}", "unknown predictor 'nope'"),
     ("train no/traces --predictor linear --out {text}", "is a file"),
     (f"{COLLECT} reference --tokens 900".replace("{new}", "{broken}"), "is a broken link: give a folder"),

@@ -14,6 +14,7 @@ from expertcast.predictors import ModelShape
 from expertcast.predictors.base import LogOdds, PredictorConfig
 from expertcast.predictors.baselines import Frequency
 from expertcast.training.evaluation import baseline_recall, ledger_entry
+from expertcast.training.fit import forecast_seconds
 from expertcast.training.scoring import Fitted
 
 
@@ -62,7 +63,8 @@ def test_an_entry_by_hand() -> None:
 def test_costs_of_fitted_predictors(fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset) -> None:
     """Every one of them: all are timed, on one thread, and the collection's seconds are those of the traces."""
     threads = torch.get_num_threads()
-    ledger = ledger_of(fitted_predictors, reference_traces, "test", 1)
+    predictors = {name: made.predictor for name, made in fitted_predictors.items()}
+    ledger = ledger_of(fitted_predictors, forecast_seconds(predictors, reference_traces, "test", 1))
     assert torch.get_num_threads() == threads
     assert list(ledger) == list(fitted_predictors)
     for name, entry in ledger.items():

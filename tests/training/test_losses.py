@@ -73,7 +73,8 @@ def test_a_step_of_training_goes_from_the_router_to_the_estimator(loss: str) -> 
     estimator.bind(view)
     scale_P = torch.linspace(0.5, 1.5, shape.layers - 1)
     network = estimator.network(1)
-    distiller = Distiller(estimator, network, 1, config, loss=loss, scale_P=scale_P, steps=1)
+    distiller = Distiller(estimator, network, 1, config, loss=loss, steps=1)
+    distiller.scale_P = scale_P
     distiller.log = lambda *args, **kwargs: None  # there is no trainer
     batch = random_batch(view, 12)
     router_PTE, _, made_PTE = distiller.forecast(batch)

@@ -23,9 +23,11 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.processes import exclusive
 from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError, Predictor, names
+from expertcast.predictors.hybrid import Hybrid
+from expertcast.predictors.linear import LinearConfig, default_inputs
 from expertcast.predictors.messages import Json, aligned
 from expertcast.training.evaluation import Evaluation, evaluate
-from expertcast.training.fit import fit_many
+from expertcast.training.fit import fit_many, forecast_seconds
 from expertcast.training.report import PAGE, example_text, report_sources, write_report
 from expertcast.training.scoring import scored_batches
 
@@ -147,12 +149,16 @@ def _stages(options: Options, model: PreTrainedModel, tokenizer: PreTrainedToken
     say("1/4 collect: run the bundled model over text")
     traces = collect(model, tokenizer, documents, options.out / TRACES, tokens=options.tokens)
     say("2/4 train: every predictor, on the train split")
-    fitted = fit_many(names(), traces, {"estimator": predictor_config("estimator", [1], [f"steps={options.steps}"])})
+    configs = {
+        "estimator": predictor_config("estimator", [1], [f"steps={options.steps}"]),
+        "linear": LinearConfig(inputs=default_inputs(traces.view.shape, ["early"])),  # as in a hybrid with an estimator
+    }
+    fitted = fit_many(names(), traces, configs)
     say("3/4 evaluate: recall@k on the test split, documents that no predictor has seen")
     predictors = {name: made.predictor for name, made in fitted.items()}
     evaluation = evaluate(predictors, scored_batches(traces, "test"), traces.view)
-    best, layers = best_on_validation(predictors, traces, 1)
-    ledger = ledger_of(fitted, traces, "test", 1)
+    best, layers = best_on_validation({Hybrid.name: predictors[Hybrid.name], **predictors}, traces, 1)
+    ledger = ledger_of(fitted, forecast_seconds(predictors, traces, "test", 1))
     metrics, _ = checkpoint_metrics(predictors[best], traces, {best: ledger[best]})
     save_predictor(
         predictors[best], options.out / CHECKPOINT, view=traces.view, metrics=metrics, training=fitted[best].report

@@ -27,12 +27,14 @@ from expertcast.commands.predictors import (
     scores_ahead,
     waiting,
     waiting_table,
+    with_rungs,
 )
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView
 from expertcast.predictors.messages import Json, aligned
 from expertcast.training.evaluation import Curve, learning_curve
+from expertcast.training.fit import forecast_seconds
 from expertcast.training.metrics import Windows, copies_in_time, ratio_windows
 from expertcast.training.report import example_text, report_sources, write_report
 from expertcast.training.scoring import Fitted
@@ -62,7 +64,7 @@ class Options(OffloadedOptions, QualityOptions, LinkOptions):
     @property
     def form(self) -> Form:
         """With or without a model to measure."""
-        of_model = () if self.model else read_by(OffloadedOptions, QualityOptions)
+        of_model = set() if self.model else read_by(OffloadedOptions, QualityOptions) - {"device"}
         return Form("eval without --model", read_by(Options, but=of_model))
 
 
@@ -70,7 +72,7 @@ def run(options: Options) -> Outcome:
     """Score the predictors; they share one table."""
     options.check_text()
     options.check_link()
-    traces, ahead = TraceDataset.open(options.traces), sorted(set(options.ahead))
+    traces, ahead = TraceDataset.open(options.traces, device=options.device_name), sorted(set(options.ahead))
     if options.model:
         check_shape(options, options.model, traces.view)
     fitted = evaluated(options.predictor, traces, ahead)
@@ -78,7 +80,9 @@ def run(options: Options) -> Outcome:
     texts = quality_windows(options, options.model, predictors, traces) if options.model else {}
     split = options.split or (ALL if all(map(is_checkpoint, options.predictor)) else "test")
     unseen, left_out = unseen_traces(traces, fitted, split)
-    ledger = ledger_of(fitted, unseen, split, ahead[0])
+    ways = with_rungs(predictors)
+    forecast_s = forecast_seconds(ways, unseen, split, ahead[0])
+    ledger = ledger_of(fitted, forecast_s)
     result: Json = {"split": split, "left_out": left_out.as_dict(), "ledger": ledger}
     if options.model or options.report:
         chosen = best_on_validation(predictors, traces, ahead[0])
@@ -86,7 +90,7 @@ def run(options: Options) -> Outcome:
     found, table = scores_ahead(predictors, unseen, split, ahead, windows)
     result |= found
     tables = [table]
-    result["waiting"] = waiting(options, predictors, unseen, split, ahead[0])
+    result["waiting"] = waiting(options, ways, forecast_s, unseen, split, ahead[0])
     if result["waiting"]:
         tables.append(waiting_table(result["waiting"]))
     tables.append(ledger_table(ledger).text())

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 from torch import Tensor
 
 from expertcast.checkpoints import checkpoint as files
@@ -34,7 +31,6 @@ from expertcast.predictors import (
     MoEView,
     Predictor,
     PredictorConfig,
-    RouterState,
     names,
     predictor_class,
 )
@@ -49,7 +45,6 @@ from expertcast.training.scoring import (
     Fitted,
     check_stand_in,
     scored_batches,
-    states_of,
     validation_recall,
 )
 from expertcast.training.unseen import unseen_documents
@@ -361,84 +356,18 @@ def quality_table(result: Json) -> str:
     return aligned(rows)
 
 
-# Time of a forecast in a decode step, as a traced program if the runtime would run one. For early attention the timing
-# includes the stand-in and its readers, but not the attention itself, which needs the model.
-
-TOKENS = 32
-"""Tokens that are timed, after the warm-up."""
-_WARM_UP = 2
+# Scores and their tables
 
 
-def ledger_of(fitted: Mapping[str, Fitted], source: TraceSource, split: str, ahead: int) -> dict[str, Json]:
+def ledger_of(fitted: Mapping[str, Fitted], forecast_s: Mapping[str, float]) -> dict[str, Json]:
     """Return the costs of each predictor (:func:`expertcast.training.evaluation.ledger_entry`), by name.
 
     Args:
         fitted: predictors with the reports of their fits.
-        source: tokens to forecast.
-        split: the split of the source.
-        ahead: distance in layers.
+        forecast_s: result of :func:`expertcast.training.fit.forecast_seconds`.
     """
-    times = forecast_seconds(fitted, source, split, ahead)
-    return {name: ledger_entry(made.predictor, made.report, times.get(name)) for name, made in fitted.items()}
+    return {name: ledger_entry(made.predictor, made.report, forecast_s.get(name)) for name, made in fitted.items()}
 
-
-def forecast_seconds(fitted: Mapping[str, Fitted], source: TraceSource, split: str, ahead: int) -> dict[str, float]:
-    """Return the seconds of one forecast for one token, median over tokens and layers.
-
-    All predictors run on one thread and on the same tokens, in turns, and each forecast is timed by itself, so that
-    other load on the machine disturbs few of them. A predictor of later tokens is timed over a whole token.
-
-    Args:
-        fitted, source, split, ahead: as for :func:`ledger_of`.
-    """
-    batch = next(source.batches(split, TOKENS + _WARM_UP), None)
-    if batch is None:
-        return {}
-    steps = {name: _decode_step(made.predictor, source.view, ahead) for name, made in fitted.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in fitted}
-    with _one_thread(), torch.no_grad():
-        for token in range(len(batch)):
-            states = states_of(source.view, batch[token : token + 1])
-            for name, step in steps.items():
-                clocked = step(states)
-                if token >= _WARM_UP or len(batch) <= _WARM_UP:
-                    seconds[name] += clocked
-    return {name: statistics.median(times) for name, times in seconds.items()}
-
-
-def _decode_step(predictor: Predictor, view: MoEView, ahead: int) -> Callable[[list[RouterState]], list[float]]:
-    """Return a function that times a predictor in one decode step: states of one token at all layers to seconds."""
-    from expertcast.runtime.engine.traced import TracedForecasts
-
-    traced = TracedForecasts(predictor)
-    traced.hinted = view.shape.top_k  # as in an exact run, if the predictor has hints
-    traced.prepare(view, ahead)
-
-    def forecast(states: list[RouterState]) -> list[float]:
-        clocked = []
-        for state in states[: len(states) - ahead]:
-            start = time.perf_counter()
-            if predictor.wants_early(state.layer, ahead):
-                traced.stand_in(state)
-            if traced.hint(state, ahead) is None:
-                traced.forecast(state, ahead)
-            clocked.append(time.perf_counter() - start)
-        return clocked
-
-    return forecast
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-# Scores and their tables
 
 SHARED = (
     "traffic of a server is split by conversation: tokens of a shared system prompt or template are in every split and "
@@ -534,13 +463,15 @@ class LinkOptions:
 
 
 def waiting(
-    options: LinkOptions, predictors: Mapping[str, Predictor], source: TraceSource, split: str, ahead: int
-) -> dict[str, Json]:
+    options: LinkOptions, ways: Mapping[str, Predictor], forecast_s: Mapping[str, float], source: TraceSource,
+    split: str, ahead: int,
+) -> dict[str, Json]:  # fmt: skip
     """Simulate decoding with a quarter of the experts cached: recall@k and time per token.
 
     Args:
         options: the link.
-        predictors: by name, bound to the source's view; their rungs are simulated too.
+        ways: result of :func:`with_rungs`, bound to the source's view.
+        forecast_s: seconds of a forecast of each.
         source: routing of the model.
         split: the split of the source.
         ahead: layers between forecasts and their targets.
@@ -558,9 +489,7 @@ def waiting(
 
     if all(document.tokens < 2 for document in source.chosen(split)):
         return {}
-    ways = _with_rungs(predictors)
     trace = load_trace(source, SequenceSelection(split=split, tokens=SIMULATED), predictors=ways, ahead=ahead)
-    forecast_s = forecast_seconds({name: Fitted(predictor=way) for name, way in ways.items()}, source, split, ahead)
     found: dict[str, Json] = {}
     for name in (ON_DEMAND, *ways):
         done = simulate(
@@ -580,7 +509,7 @@ def waiting(
     return dict(sorted(found.items(), key=lambda item: float(item[1]["token_ms"])))
 
 
-def _with_rungs(predictors: Mapping[str, Predictor]) -> dict[str, Predictor]:
+def with_rungs(predictors: Mapping[str, Predictor]) -> dict[str, Predictor]:
     """Return the predictors, each followed by its cheaper rungs."""
     found: dict[str, Predictor] = {}
     for name, predictor in predictors.items():

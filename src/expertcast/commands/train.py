@@ -33,6 +33,7 @@ from expertcast.commands.predictors import (
     predictor_config,
     waiting,
     waiting_table,
+    with_rungs,
 )
 from expertcast.data.default_vectors import NOTE, with_default_vectors
 from expertcast.data.online import OnlineTraces
@@ -48,7 +49,7 @@ from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.predictors.messages import Json
 from expertcast.predictors.options import settable
 from expertcast.training.evaluation import baseline_recall
-from expertcast.training.fit import fit, fit_early_attention
+from expertcast.training.fit import fit, fit_early_attention, forecast_seconds
 from expertcast.training.loop import forget, resume_folder
 from expertcast.training.report import log_evaluation
 from expertcast.training.scoring import FitOptions, device_of
@@ -131,7 +132,9 @@ def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
     if options.default_vectors is not None and NOTE not in fitted.report:
         say(f"{name} with these settings reads no default vectors: --default-vectors has no effect")
     predictor, ahead = fitted.predictor, min(fitted.predictor.ahead, default=1)
-    ledger = ledger_of({predictor.name: fitted}, source, "test", ahead)
+    ways = with_rungs(untrained(source, ahead, options.fit) | {predictor.name: predictor})
+    forecast_s = forecast_seconds(ways, source, "test", ahead)
+    ledger = ledger_of({predictor.name: fitted}, forecast_s)
     metrics, table = checkpoint_metrics(predictor, source, ledger)
     metrics["data"] = described(source)
     if "recall_at_k" in metrics:
@@ -141,7 +144,7 @@ def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
         forget(options.out)
         if options.fit.log_folder and "recall_at_k" in metrics:
             log_evaluation(options.fit.log_folder, name, metrics)
-    times = _use(options, predictor, source, ahead)
+    times = _use(options, predictor.name, waiting(options, ways, forecast_s, source, "test", ahead))
     scored = f"scored on split {metrics['split']!r}, {metrics['tokens']} tokens"
     fitted_in = f"fitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
     text = "\n\n".join([table, ledger_table(ledger).text(), *times, scored, fitted_in])
@@ -152,19 +155,20 @@ UNTRAINED = ("router_input", "next_norm")
 """Forecasts that need no training; early attention is a third."""
 
 
-def _use(options: Options, predictor: Predictor, source: TraceSource, ahead: int) -> Iterator[str]:
-    """Yield the expected times per token of each rung and of forecasts without training, then the fastest of them."""
+def untrained(source: TraceSource, ahead: int, options: FitOptions) -> dict[str, Predictor]:
+    """Return the forecasts without training that a source has, bound to its view."""
     ways = {name: predictor_class(name)(PredictorConfig(ahead=(ahead,)), source.view.shape) for name in UNTRAINED}
     if source.stand_in is not None:
-        config = EarlyConfig(ahead=(ahead,))
-        ways[EarlyAttention.name] = fit_early_attention(source, config, options.fit).predictor
-    for way in ways.values():
-        way.to(device_of(source.view)).bind(source.view)
-    found = waiting(options, ways | {predictor.name: predictor}, source, "test", ahead)
+        ways[EarlyAttention.name] = fit_early_attention(source, EarlyConfig(ahead=(ahead,)), options).predictor
+    return {name: way.to(device_of(source.view)).bind(source.view) for name, way in ways.items()}
+
+
+def _use(options: Options, name: str, found: Json) -> Iterator[str]:
+    """Yield the table of expected times per token, then the fastest of a predictor's rungs and of the others."""
     if found:
         yield waiting_table(found)
-        own = next(name for name in found if name.partition("/")[0] == predictor.name)
-        other = next(name for name in found if name.partition("/")[0] != predictor.name)
+        own = next(way for way in found if way.partition("/")[0] == name)
+        other = next(way for way in found if way.partition("/")[0] != name)
         gain_ms = found[other]["token_ms"] - found[own]["token_ms"]
         yield (
             f"use {options.out}: with {own} {gain_ms:.2f} ms per token less than with {other}"

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from expertcast import offload
 from expertcast.data import early as early_attention
+from expertcast.data import traced as traced_forecasts
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.tracing import traced
 from expertcast.predictors import ModelShape, Predictor
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.messages import Json
-from expertcast.runtime.engine import traced as traced_forecasts
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.engine.forecasting import RECALL, ForecastGovernor

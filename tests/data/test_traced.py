@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.data.traced import TracedForecasts
 from expertcast.predictors import MoEView
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
-from expertcast.runtime.engine.traced import TracedForecasts
 from expertcast.training.scoring import Fitted
 
 

@@ -59,6 +59,8 @@ class TracedForecasts:
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
+        self.folded = False
+        """Whether few tokens' forecasts use :mod:`expertcast.predictors.folded` where they can, up to rounding."""
         self.hinted: int | None = None
         """Number of ids that :meth:`hint` gives; None: no hints, every forecast is bit for bit the predictor's."""
         self._hints: dict[tuple[int, int], Hints | None] = {}
@@ -82,8 +84,13 @@ class TracedForecasts:
 
     def forecast(self, state: RouterState, ahead: int) -> Forecast:
         """Return `predictor.forecast(state, ahead)`."""
+        few = self.folded and len(state.residual_TD) <= _FEW
+        own, target = self._maps(state.layer, ahead) if few else None, self.predictor.view[state.layer + ahead]
 
         def outputs(given: RouterState) -> Tensors:
+            if own is not None:
+                logits_TE = own.logits(given)
+                return logits_TE, *target.route(logits_TE)
             made = self.predictor.forecast(given, ahead)
             return made.logits_TE, made.topk_ids_TK, made.topk_weights_TK
 
@@ -97,22 +104,22 @@ class TracedForecasts:
         """Return the ids [T, `hinted`] that a forecast would name, each token's likeliest first, by fewer operations
         and up to rounding; None where only the forecast has them."""
         count, layer = self.hinted, state.layer
-        if count is None or len(state.residual_TD) > _FEW:
-            return None
-        key = layer, ahead
-        if key not in self._hints:
-            self._hints[key] = hints(self.predictor, layer, ahead, count)
-        own = self._hints[key]
-        if own is None:
+        own = None if count is None or len(state.residual_TD) > _FEW else self._maps(layer, ahead)
+        if own is None or count is None:
             return None
         if own.short:
-            return own(state)
-        return self._run(("hint", ahead), lambda given: (own(given),), state, layer + ahead)[0]
+            return own.ids(state, count)
+        return self._run(("hint", ahead), lambda given: (own.ids(given, count),), state, layer + ahead)[0]
+
+    def _maps(self, layer: int, ahead: int) -> Hints | None:
+        if (layer, ahead) not in self._hints:
+            self._hints[layer, ahead] = hints(self.predictor, layer, ahead)
+        return self._hints[layer, ahead]
 
     def stand_in(self, state: RouterState) -> Tensor:
-        """Return `predictor.stand_in(state)`; up to rounding where hints replace forecasts."""
+        """Return `predictor.stand_in(state)`; up to rounding where forecasts are folded."""
         held: StandIn | None = getattr(self.predictor, "held", None)
-        if held is None or self.hinted is None or len(state.residual_TD) > _FEW:
+        if held is None or not self.folded or len(state.residual_TD) > _FEW:
             (standing_TD,) = self._run("stand_in", lambda given: (self.predictor.stand_in(given),), state, state.layer)
             return standing_TD
         if state.layer not in self._stand_ins:
