@@ -37,21 +37,23 @@ class Command:
     """Its words; {path}, {json} and {folder} stand for the checkpoint, a result, and a folder that they share."""
 
 
-_Q4_0 = "generate {path} --prompt Once --temperature 1 --seed 0 --json {json} --new-tokens"
+_GENERATE = "generate {path} --prompt Once --temperature 1 --seed 0 --json {json} --new-tokens"
 _COLLECT = "collect {path} --data reference --tokens 30000 --out {folder}/traces"
 COMMANDS: dict[str, Command] = {
     **{f"inspect {kind}": Command(kind=kind, line="inspect {path} --memory 8GB") for kind in ("Q4_0", *SPARSE)},
-    **{f"generate Q4_0, {size} GB": Command(memory=size * _GB, line=f"{_Q4_0} 256") for size in (4, 8, 20)},
-    "generate gpt-oss-20b, 8 GB": Command(kind="gpt-oss-20b", memory=8 * _GB, line=f"{_Q4_0} 16"),
-    "generate safetensors, 8 GB": Command(kind="safetensors", memory=8 * _GB, line=f"{_Q4_0} 16"),
+    **{f"generate Q4_0, {size} GB": Command(memory=size * _GB, line=f"{_GENERATE} 256") for size in (4, 8, 20)},
+    "generate gpt-oss-20b, 8 GB": Command(kind="gpt-oss-20b", memory=8 * _GB, line=f"{_GENERATE} 16"),
+    "generate safetensors, 8 GB": Command(kind="safetensors", memory=8 * _GB, line=f"{_GENERATE} 16"),
     "generate safetensors as int4, 8 GB": Command(
-        kind="safetensors", memory=8 * _GB, line=f"{_Q4_0} 16 --experts int4"
+        kind="safetensors", memory=8 * _GB, line=f"{_GENERATE} 16 --experts int4"
     ),
-    "generate Q4_0, 2 GB": Command(memory=2 * _GB, line=f"{_Q4_0} 16"),
+    "generate Q4_0, 2 GB": Command(memory=2 * _GB, line=f"{_GENERATE} 16"),
     "collect Q4_0, 8 GB": Command(memory=8 * _GB, line=_COLLECT),
     "train, 8 GB": Command(memory=8 * _GB, line="train {folder}/traces --predictor linear --out {folder}/trained"),
     "eval, 8 GB": Command(memory=8 * _GB, line="eval {folder}/traces --predictor linear={folder}/trained"),
-    "generate with the predictor, 8 GB": Command(memory=8 * _GB, line=f"{_Q4_0} 256 --predictor {{folder}}/trained"),
+    "generate with the predictor, 8 GB": Command(
+        memory=8 * _GB, line=f"{_GENERATE} 256 --predictor {{folder}}/trained"
+    ),
 }
 """Commands by name."""
 _COLUMNS: dict[str, tuple[str, Callable[[list[float]], float], Callable[[float], str]]] = {

@@ -302,7 +302,6 @@ def make(folder: Path, kind: str, layers: int | None = None, config: PretrainedC
             fp8 = kind == "deepseek-v3"
             dense = {} if layers is None else {"num_hidden_layers": layers + 3}
             config = AutoConfig.for_model("deepseek_v3", **dense) if fp8 else SHAPES[name].config(layers)
-            path.mkdir(parents=True, exist_ok=True)
             write_tokenizer(path, config.vocab_size)
             write_sparse(path, config, shards, fp8)
         return path

@@ -307,13 +307,13 @@ class PackedMatrix:
             return ggml.product(pieces[0], rows, ids)
         return torch.cat([ggml.product(piece, rows, ids).clone() for piece in pieces], dim=-1)
 
-    def product(self, rows_PI: Tensor) -> Tensor:
-        """Multiply rows [P, I] by the first matrix; return new [P, N] in the rows' dtype."""
-        if len(rows_PI) < self.many_rows:
-            made = self.by_ggml(rows_PI.unsqueeze(1), None).squeeze(1)
+    def product(self, rows_P1I: Tensor) -> Tensor:
+        """Multiply rows [P, 1, I] by the first matrix; return new [P, 1, N] in the rows' dtype."""
+        if len(rows_P1I) < self.many_rows:
+            made = self.by_ggml(rows_P1I, None)
         else:
-            made = self.form.multiply(rows_PI, self.blocks[0])
-        return torch.empty(made.shape, dtype=rows_PI.dtype).copy_(made)
+            made = self.form.multiply(rows_P1I.squeeze(1), self.blocks[0]).unsqueeze(1)
+        return made.to(rows_P1I.dtype, copy=True)
 
     def products(self, rows_PI: Tensor, groups: Groups) -> Tensor:
         """Multiply each group's rows by its expert's matrix; return float32 [P, N], which the next product may

@@ -82,28 +82,21 @@ class PackedLinear(PackedModule):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Multiply [..., I] by the weights; return [..., N] in the dtype of the input."""
-        matrix: PackedMatrix = self.__dict__["matrix"]
-        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        if not tracing and hidden.dim() == 3 and hidden.shape[1] == 1 and 0 < len(hidden) < matrix.many_rows:
-            output = matrix.by_ggml(hidden, None).to(
-                hidden.dtype, copy=True
-            )  # a token of each sequence: no other shapes
-            return output if self.bias is None else output.add_(self.bias)
-        rows_PI = hidden.reshape(-1, self.in_features)
-        if tracing:
+        rows_P1I = hidden.reshape(-1, 1, self.in_features)
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             ((kind, _),) = self.form.pieces
-            output = torch.ops.expertcast.packed_product(rows_PI, self._parameters[f"weight{BLOCKS}"], kind)
+            output: Tensor = torch.ops.expertcast.packed_product(rows_P1I, self._parameters[f"weight{BLOCKS}"], kind)
         else:
-            output = matrix.product(rows_PI)
+            output = self.__dict__["matrix"].product(rows_P1I)
         if self.bias is not None:
             output = output.add_(self.bias)
         return output.view(*hidden.shape[:-1], self.out_features)
 
 
-def _product(rows_PI: Tensor, blocks: Tensor, kind: str) -> Tensor:
-    outputs = blocks.shape[1] // ggml.row_bytes(kind, rows_PI.shape[1])
-    form = BlockForm((Piece(kind, outputs),), rows_PI.shape[1])
-    return PackedMatrix({f"weight{BLOCKS}": blocks}, "weight", form, False, rows_PI.dtype).product(rows_PI)
+def _product(rows_P1I: Tensor, blocks: Tensor, kind: str) -> Tensor:
+    inputs = rows_P1I.shape[2]
+    form = BlockForm((Piece(kind, blocks.shape[1] // ggml.row_bytes(kind, inputs)),), inputs)
+    return PackedMatrix({f"weight{BLOCKS}": blocks}, "weight", form, False, rows_P1I.dtype).product(rows_P1I)
 
 
 _OPERATIONS.impl("packed_product", _product, "CPU")  # type: ignore[no-untyped-call]
