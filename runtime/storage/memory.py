@@ -159,9 +159,10 @@ def _map(size: int) -> mmap.mmap:
 def commit(memory: Tensor) -> None:
     """Commit the pages of fresh memory, of uint8 and all zero, on a thread while the caller goes on; Linux only.
 
-    Some GB take seconds. Threads that read a disk into pages that are not committed take longer still.
+    Some GB take seconds. Threads that read a disk into pages that are not committed take longer still. Memory of one
+    piece is left alone: its first use commits it at once.
     """
-    if sys.platform == "linux":
+    if sys.platform == "linux" and memory.numel() > _PIECE:
         threading.Thread(target=_commit, args=(weakref.ref(memory),), name="commit-pages", daemon=True).start()
 
 

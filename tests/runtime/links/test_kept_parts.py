@@ -57,7 +57,8 @@ def test_same_bits(fields: dict[str, object], tmp_path: Path) -> None:
             read.append(offloaded.link.bytes_read)
             if not own:
                 _check(offloaded)
-    assert read[0] < read[1]
+    if "predictor" not in fields:  # how much is read ahead of time depends on when threads run
+        assert read[0] < read[1]
     assert_same(greedy(model, INPUTS, 8), before)
 
 
