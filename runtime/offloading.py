@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from expertcast.data.experts import OFFLOAD
 from expertcast.data.machine import free_memory
@@ -162,9 +162,8 @@ class OffloadedModel:
         return self._engine.residency
 
     def generate(
-        self, *args: Any, draft: str | Policies | PreTrainedModel | None = None, draft_length: int | None = None,
-        assistant_tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self, *args: Any, draft: str | Policies | None = None, draft_length: int | None = None, **kwargs: Any
+    ) -> Any:
         """Run transformers' `generate`, with a draft if there is one.
 
         A draft gives the same tokens sooner, or with sampling, tokens of the same distribution. Passes over several
@@ -174,10 +173,9 @@ class OffloadedModel:
         Args:
             args: arguments of transformers' `generate`.
             draft: drafts tokens, of which those stay that the exact model would choose: a name of
-                :func:`expertcast.runtime.drafts.names.draft_names`, lossy policies, or an assistant model; `auto`
-                chooses by the timing of this run, `none` is plain decoding. None: the draft of the configuration.
+                :func:`expertcast.runtime.drafts.names.draft_names`, or lossy policies; `auto` chooses by the timing of
+                this run, `none` is plain decoding. None: the draft of the configuration.
             draft_length: tokens to draft in every cycle; None: the number that is fastest, 0 included.
-            assistant_tokenizer: tokenizer of an assistant with other tokens than the model, beside `tokenizer`.
             kwargs: keyword arguments of transformers' `generate`.
 
         Raises:
@@ -185,8 +183,6 @@ class OffloadedModel:
         """
         self._check_open()
         chosen = self._draft if draft is None else draft
-        if assistant_tokenizer is not None and not isinstance(chosen, PreTrainedModel):
-            kwargs["assistant_tokenizer"] = assistant_tokenizer
         if chosen == NONE:
             if draft_length is not None:
                 raise ExpertcastError(f"draft_length={draft_length} needs a draft: give draft, or leave it out")
@@ -196,9 +192,7 @@ class OffloadedModel:
                 "a draft needs an exact model for verification, and this one executes forecasts or has lossy policies: "
                 "offload it in mode 'exact', and give these as the draft"
             )
-        return self.drafting.generate(
-            chosen, args, kwargs, length=draft_length, assistant_tokenizer=assistant_tokenizer
-        )
+        return self.drafting.generate(chosen, args, kwargs, length=draft_length)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         self._check_open()

@@ -39,7 +39,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -59,7 +58,6 @@ from transformers import (
     GptOssConfig,
     PretrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
     Qwen3MoeConfig,
 )
 from transformers.utils import logging
@@ -198,11 +196,6 @@ class World:
             fitted = fit(predictor, traces, config=config, options=FitOptions(progress=False))
             save_predictor(fitted.predictor, folder, view=traces.view)
         return str(folder)
-
-    @cached_property
-    def assistant(self) -> PreTrainedModel:
-        """Dense model for assisted drafting."""
-        return random_model(Qwen3Config(**_COMMON, intermediate_size=32))
 
 
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -363,7 +356,7 @@ def _text(choose: Random, drafts: bool, options: dict[str, Any]) -> Text:
         text.new, text.ends = choose.randint(1, 24), choose.random() < 0.2
         if drafts and choose.random() < 0.8:
             of_offload = "draft" in options and choose.random() < 0.5
-            text.draft = "config" if of_offload else _named(choose, choose.choice((*DRAFTS, "policies", "assistant")))
+            text.draft = "config" if of_offload else _named(choose, choose.choice((*DRAFTS, "policies")))
             text.draft_length = None if text.draft == AUTO else choose.choice((None, 1, 2, 3, 5))
         if choose.random() < 0.3:  # drafts sample other tokens of the same distribution, so only top_k=1 is comparable
             text.sampling = {"top_k": 1} if text.draft != NONE else choose.choice(
@@ -593,7 +586,7 @@ def compare(
         if not torch.equal(tokens, right[0]) or len(logits) != len(right[1]):
             return "other tokens", None
         return ("" if all(map(torch.equal, logits, right[1])) else "other logits"), None
-    objects = {"policies": LOSSY, "assistant": world.assistant, "config": None}
+    objects = {"policies": LOSSY, "config": None}
     draft = objects.get(text.draft, text.draft)
     try:
         return "", compute(offloaded, text, world, end, draft=draft, draft_length=text.draft_length)[0]

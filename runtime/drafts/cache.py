@@ -1,8 +1,8 @@
 """Key-value cache of drafting and verifying, with roll-back of rejected tokens.
 
-Attention layers are cropped, each to its own length, since a draft by early exit fills the first layers only. Sliding
-windows and convolutions keep tokens that leave the window until the next mark. A recurrent state (linear attention,
-Mamba) cannot be cropped; it is copied at the mark, and rolling back restores the copy.
+Attention layers are cropped. Sliding windows and convolutions keep tokens that leave the window until the next mark. A
+recurrent state (linear attention, Mamba) cannot be cropped; it is copied at the mark, and rolling back restores the
+copy.
 
 Source: draft and target share the cache in MoE-SpeQ.
 """

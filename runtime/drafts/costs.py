@@ -33,10 +33,8 @@ class Cycle:
     """Number of accepted positions of each sequence [B], 0 to n."""
     known: tuple[int, ...] = ()
     """Number of leading positions of each sequence that were settled before the cycle [B]; empty: 0."""
-    ended: bool = False
-    """Whether the draft proposed fewer positions than requested."""
     passes_s: tuple[float, ...] = ()
-    """Seconds of each draft pass; one value for drafts that propose all positions at once."""
+    """Seconds of each draft pass."""
     verify_s: float = 0.0
     """Seconds of the exact pass, including its waiting."""
     waited_s: float = 0.0
@@ -176,8 +174,6 @@ class DraftModel:
         self.cycles = 0
         """Number of observed cycles."""
         self._acceptance = PositionMeans(PRIOR_ACCEPTANCE, keep=_KEEP_ACCEPTANCE, firmness=_FIRMNESS)
-        self._reach = PositionMeans(1.0, keep=_KEEP_ACCEPTANCE, firmness=_FIRMNESS)
-        """Share of the cycles that propose each requested position, of those that propose all before it."""
         self._growth = PositionMeans(0.0, keep=_KEEP_GROWTH, firmness=0.2)
         self._first_s, self._later_s = RunningMean(KEEP_SECONDS), RunningMean(KEEP_SECONDS)
         self._rest_s = RunningLine(KEEP_SECONDS, _RIDGE)
@@ -194,15 +190,10 @@ class DraftModel:
         self.cycles += 1
         n = cycle.drafted
         self._acceptance.start_cycle()
-        self._reach.start_cycle()
-        for position in range(n):
-            self._reach.observe(position, 1.0)
-        if cycle.ended:
-            self._reach.observe(n, 0.0)
         for known, kept in cycle.judged:
             for position in range(known, kept):
                 self._acceptance.observe(position, 1.0)
-            if kept < n or cycle.ended:
+            if kept < n:
                 self._acceptance.observe(kept, 0.0)
         if cycle.growth:
             self._growth.start_cycle()
@@ -220,7 +211,7 @@ class DraftModel:
 
     def limit(self, weight: float) -> None:
         """Limit the total weight of all cycles so far, because they are outdated."""
-        for mean in (self._acceptance, self._reach, self._growth, self._rest_s, self._first_s, self._later_s):
+        for mean in (self._acceptance, self._growth, self._rest_s, self._first_s, self._later_s):
             mean.limit(weight)
 
     def draft_seconds(self, most: int) -> list[float]:
@@ -247,17 +238,6 @@ class DraftModel:
         draft = self.draft_seconds(most)
         least = [_COMPUTING * (own + verify_s[n + 1]) for n, own in enumerate(draft)]
         return [max(1e-9, *of) for of in zip(least, map(add, explained, rest), strict=True)]
-
-    def requested_seconds(self, most: int, verify_s: Sequence[float], copy_s: float) -> list[float]:
-        """Return the expected seconds of a cycle that requests n = 0 to `most` tokens; a draft may propose fewer.
-
-        Args:
-            most, verify_s, copy_s: see :meth:`seconds`.
-        """
-        seconds = self.seconds(most, verify_s, copy_s)
-        reached = accumulate(self._reach.values(most), mul)
-        more = (share * (own - less) for share, own, less in zip(reached, seconds[1:], seconds, strict=False))
-        return list(accumulate(more, initial=seconds[0]))
 
     def report(self, most: int) -> Json:
         """Return the model as plain values.

@@ -5,7 +5,7 @@ in one pass, which loads each expert once for all of them. The tokens that the e
 accepted, and the pass yields one more token.
 
 B sequences, V vocabulary size, n drafted tokens, N = n + 1 verified positions. Columns are those of
-:class:`.proposals.Sequences`.
+:class:`.sequences.Sequences`.
 
 Source: MoE-SpeQ; Leviathan et al. (2023) for verification.
 """
@@ -26,9 +26,9 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.drafts.cache import SharedCache
 from expertcast.runtime.drafts.costs import Choice, Cycle
 from expertcast.runtime.drafts.governor import Governor, Tally
-from expertcast.runtime.drafts.kinds import Draft, PassDraft, ProposalDraft
+from expertcast.runtime.drafts.kinds import PassDraft
 from expertcast.runtime.drafts.prefetch import Schedule
-from expertcast.runtime.drafts.proposals import Feed, RowProposers, Sequences
+from expertcast.runtime.drafts.sequences import Feed, Sequences
 from expertcast.runtime.engine.engine import Engine
 
 # Verification of drafted tokens: the accepted ones and the next token.
@@ -86,7 +86,7 @@ def accept_sampled(
     Args:
         logits_BNV: processed exact logits [B, n + 1, V]: temperature applied, -inf for excluded tokens.
         drafted_Bn: drafted ids [B, n], sampled from q.
-        draft_logits_BnV: processed logits of q [B, n, V]; None: q has probability 1 for the drafted tokens.
+        draft_logits_BnV: processed logits of q [B, n, V]; None: no token is drafted.
         start_B: number of leading tokens that are settled, 0 to n; None: 0.
         generator: random generator on the device of the logits.
 
@@ -101,14 +101,11 @@ def accept_sampled(
     accepted_B = _standing(chance_Bn < _probability(logits_BNV[:, :-1], drafted_Bn), start_B)
     row_B = torch.arange(rows, device=device)
     p_BV = logits_BNV[row_B, accepted_B].float().softmax(dim=-1)
-    left_BV = p_BV.clone()
+    left_BV = p_BV
     rejected_B = accepted_B < drafted
-    if drafted:
+    if draft_logits_BnV is not None and drafted:
         at_B = accepted_B.clamp(max=drafted - 1)
-        if draft_logits_BnV is None:
-            left_BV.scatter_(1, drafted_Bn[row_B, at_B][:, None], 0.0)
-        else:
-            left_BV = (left_BV - draft_logits_BnV[row_B, at_B].float().softmax(dim=-1)).clamp(min=0.0)
+        left_BV = (left_BV - draft_logits_BnV[row_B, at_B].float().softmax(dim=-1)).clamp(min=0.0)
     # the difference is 0 where p and q are equal up to rounding: sample from p there
     use_B = rejected_B & (left_BV.sum(dim=-1) > 0)
     next_B1 = torch.multinomial(torch.where(use_B[:, None], left_BV, p_BV), 1, generator=generator)
@@ -245,7 +242,7 @@ class DraftedDecoding:
     """
 
     def __init__(
-        self, engine: Engine, schedule: Schedule, drafts: Mapping[str, Draft], governor: Governor, tally: Tally, *,
+        self, engine: Engine, schedule: Schedule, drafts: Mapping[str, PassDraft], governor: Governor, tally: Tally, *,
         length: int | None, optional: bool, streamer: BaseStreamer | None,
     ) -> None:  # fmt: skip
         self._engine, self._schedule, self._drafts = engine, schedule, drafts
@@ -268,27 +265,17 @@ class DraftedDecoding:
         check_generate_arguments(generation_config, model_kwargs, input_ids, self._streamer)
         self._model, self._config = model, generation_config
         self._process, self._stops = logits_processor, stopping_criteria
-        needy = [draft for draft in self._drafts.values() if isinstance(draft, ProposalDraft) and draft.needs_hidden]
-        if needy:
-            model_kwargs["output_hidden_states"] = -1  # of the last layer only
         output = model._prefill(input_ids, generation_config, model_kwargs)
         pad = generation_config._pad_token_tensor
         self._sequences = sequences = Sequences(input_ids, generation_config.max_length, 0 if pad is None else int(pad))
         self._cache = SharedCache(output.past_key_values)
         model_kwargs["past_key_values"] = output.past_key_values
-        mask_BS = model_kwargs.get("attention_mask")
-        self._first_B = [0] * len(input_ids) if mask_BS is None else mask_BS.long().argmax(dim=1).tolist()
-        self._proposers: dict[str, RowProposers] = {}
-        for draft in needy:
-            self._make(draft)
         self._feed = Feed(model, sequences, model_kwargs)
         self._outputs = Outputs(generation_config, len(sequences.known))
         try:
             with model._optimize_model_for_decode():
                 self._check_verifiable()
                 self._settle(output.logits[:, -1:].float(), 0)
-                if needy:
-                    self._show(input_ids.shape[1] - output.hidden_states[-1].shape[1], output.hidden_states[-1])
                 del output
                 while sequences.open:
                     self._cycle()
@@ -333,13 +320,10 @@ class DraftedDecoding:
         begin, cycle, logits = cache.length, Cycle(draft=choice.draft), None
         cache.mark()
         schedule.begin()
-        draft = None if choice.draft is None else self._drafts[choice.draft]
-        if isinstance(draft, PassDraft):
-            logits = self._write(draft, choice, cycle)
+        if choice.draft is not None:
+            logits = self._write(self._drafts[choice.draft], choice, cycle)
             begin = cache.roll_back(begin)
             cache.mark()
-        elif isinstance(draft, ProposalDraft):
-            logits = self._propose(draft, choice, cycle)
         cycle.growth = tuple(schedule.buffer.growth[: cycle.drafted])
         verified = perf_counter()
         waited_s, before_verifying = self._residency.stats.waited_s, self._requests()
@@ -349,7 +333,6 @@ class DraftedDecoding:
         cycle.known = tuple(min(cycle.drafted, first) for first in sequences.start_B(settled))
         before = list(sequences.known)
         cycle.accepted = tuple(self._settle(logits_BNV, cycle.drafted, logits))
-        self._show(begin, self._feed.hidden_BTD)
         schedule.end()
         cache.roll_back(min(cache.length, self._columns()))
         end = perf_counter()
@@ -398,32 +381,6 @@ class DraftedDecoding:
                     break
             self._residency.keep_full_only()  # inside `passes`, so that an interruption here also ends the draft
         return torch.stack(logits, dim=1) if self._config.do_sample else None
-
-    def _propose(self, draft: ProposalDraft, choice: Choice, cycle: Cycle) -> Tensor | None:
-        """Draft all tokens of each row at once; rows may have fewer than others.
-
-        Returns:
-            Processed logits [B, n, V] if tokens are sampled.
-        """
-        start = perf_counter()
-        rows = self._proposers.get(draft.name) or self._make(draft)
-        cycle.drafted, logits_BnV = rows.propose(choice.longest)
-        cycle.ended = cycle.drafted < choice.longest
-        cycle.passes_s = (perf_counter() - start,)
-        return logits_BnV
-
-    def _make(self, draft: ProposalDraft) -> RowProposers:
-        # processors may depend on the padding of the batch; verification rejects the tokens that they forbid anyway
-        process = self._process if len(self._sequences.known) == 1 else LogitsProcessorList()
-        proposers = [draft.make(self._config, process) for _ in self._sequences.known]
-        rows = self._proposers[draft.name] = RowProposers(proposers, self._sequences, self._first_B)
-        return rows
-
-    def _show(self, begin: int, hidden_BTD: Tensor | None) -> None:
-        """Pass the hidden states from column `begin` on to all proposers."""
-        if hidden_BTD is not None:
-            for rows in self._proposers.values():
-                rows.see_hidden(begin, hidden_BTD)
 
     def _settle(self, logits_BNV: Tensor, count: int, draft_logits_BnV: Tensor | None = None) -> list[int]:
         """Accept drafted tokens by the logits of the exact model, and add the next token.

@@ -6,12 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from expertcast.data.packed_experts import packed_matrices
@@ -19,17 +14,8 @@ from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.drafts import names
 from expertcast.runtime.drafts.decoding import DraftedDecoding, extract_stop_strings
 from expertcast.runtime.drafts.governor import Governor, Tally
-from expertcast.runtime.drafts.kinds import (
-    Draft,
-    PassDraft,
-    PolicyStage,
-    ProposalDraft,
-    QuantisedExperts,
-    QuantisedStage,
-    forecast_draft,
-)
+from expertcast.runtime.drafts.kinds import PassDraft, PolicyStage, QuantisedExperts, QuantisedStage, forecast_draft
 from expertcast.runtime.drafts.prefetch import Schedule
-from expertcast.runtime.drafts.proposals import Assistant, MtpHeads, MtpProposer, PromptLookup
 from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.store import ExpertStore
@@ -48,7 +34,7 @@ class Drafter:
         self._model, self._engine, self._store = model, engine, store
         self._residency = engine.residency
         self.schedule = Schedule(self._residency, engine.view.shape)
-        self.drafts: dict[str, Draft] = {}
+        self.drafts: dict[str, PassDraft] = {}
         """Created drafts, by name."""
         self.governors: dict[int, Governor] = {}
         """Governors by number of sequences; benchmarks replace them between runs."""
@@ -63,21 +49,19 @@ class Drafter:
 
     def generate(
         self,
-        draft: str | Policies | PreTrainedModel,
+        draft: str | Policies,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
         length: int | None = None,
-        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Call `generate` of transformers with drafts.
 
         Args:
-            draft: name of a draft, lossy policies, or an assistant model.
+            draft: name of a draft, or lossy policies.
             args: positional arguments of `generate`.
             kwargs: keyword arguments of `generate`.
             length: number of tokens drafted per cycle; None: the governor chooses, possibly 0.
-            assistant_tokenizer: tokenizer of an assistant whose vocabulary differs; needs `tokenizer` in `kwargs`.
 
         Returns:
             The result of `generate`.
@@ -90,9 +74,7 @@ class Drafter:
         limits = names.auto_options(str(draft)) if is_auto else names.AutoOptions()
         if is_auto and length is not None:
             raise ExpertcastError("draft='auto' chooses the length itself: leave the length out, or name a draft")
-        if isinstance(draft, PreTrainedModel):
-            candidates = [self._assistant(draft, assistant_tokenizer, kwargs)]
-        elif isinstance(draft, Policies):
+        if isinstance(draft, Policies):
             candidates = [self._lossy(draft)]
         else:
             candidates = [self._named(name) for name in (self._auto() if is_auto else [draft])]
@@ -149,11 +131,11 @@ class Drafter:
 
     def _auto(self) -> list[str]:
         """Return the names that the governor chooses from. Drafts that need memory are included only if they exist."""
-        existing = [name for name, draft in self.drafts.items() if isinstance(draft, PassDraft) and draft.nbytes]
+        existing = [name for name, draft in self.drafts.items() if draft.nbytes]
         speculates = [names.SPECULATE] if self._engine.speculator.predictor is not None else []
-        return [*existing, "resident", *speculates, names.PROMPT_LOOKUP]
+        return [*existing, "resident", *speculates]
 
-    def _named(self, name: str) -> Draft:
+    def _named(self, name: str) -> PassDraft:
         """Return the draft of a name, with options; create it at the first call.
 
         Raises:
@@ -163,19 +145,14 @@ class Drafter:
             return self.drafts[name]
         speculator = self._engine.speculator
         names.check_draft(name, packed=bool(packed_matrices(speculator.view[0].experts)))
-        base = name.partition(":")[0]
         if name in names.QUANTISED:
             experts = QuantisedExperts(speculator.view, self._store.views, name, self._store.device)
             stage = QuantisedStage(experts, self.schedule, self._residency.link)
             return PassDraft(name, self._engine, stage, nbytes=experts.nbytes)
-        if base == names.SPECULATE:
+        if name == names.SPECULATE:
             if speculator.predictor is None:
                 raise ExpertcastError("draft='speculate' needs forecasts: offload the model with a predictor")
             return forecast_draft(name, self._engine, speculator)
-        if base == names.PROMPT_LOOKUP:
-            return ProposalDraft(name, self._lookup)
-        if base == names.MTP:
-            return self._heads(name)
         return self._by_policies(name, names.policies_of(name))
 
     def _by_policies(self, name: str, policies: Policies) -> PassDraft:
@@ -183,33 +160,8 @@ class Drafter:
         self._store.add_copies(stage.precisions)
         return PassDraft(name, self._engine, stage)
 
-    def _lossy(self, policies: Policies) -> Draft:
+    def _lossy(self, policies: Policies) -> PassDraft:
         if not policies.lossy:
             raise ExpertcastError("lossless policies do not make a draft cheaper: give lossy ones as draft")
         name = "policies " + ", ".join(f"{kind}={policy}" for kind, policy in policies.as_dict().items())
         return self.drafts.get(name) or self._by_policies(name, policies)
-
-    def _assistant(
-        self,
-        assistant: PreTrainedModel,
-        assistant_tokenizer: PreTrainedTokenizerBase | None,
-        kwargs: Mapping[str, Any],
-    ) -> Draft:
-        tokenizer, own = kwargs.get("tokenizer"), kwargs.get("logits_processor")
-
-        def make(config: GenerationConfig, _processors: LogitsProcessorList) -> Assistant:  # builds its own processors
-            return Assistant(self._model, assistant, config, own, tokenizer, assistant_tokenizer)
-
-        return ProposalDraft("assistant", make)
-
-    def _heads(self, name: str) -> Draft:
-        heads = MtpHeads(self._model)
-
-        def make(config: GenerationConfig, processors: LogitsProcessorList) -> MtpProposer:
-            return MtpProposer(heads, bool(config.do_sample), processors)
-
-        return ProposalDraft(name, make, needs_hidden=True, nbytes=heads.nbytes)
-
-    def _lookup(self, config: GenerationConfig, processors: LogitsProcessorList) -> PromptLookup:
-        vocabulary = self._model.config.get_text_config().vocab_size
-        return PromptLookup(config.max_matching_ngram_size or 2, config._eos_token_tensor, processors, vocabulary)

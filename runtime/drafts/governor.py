@@ -267,7 +267,7 @@ class Governor:
         if self.limit_s is not None:
             busy_s = [own + self._verify_s[n + 1] for n, own in enumerate(model.draft_seconds(longest))]
             most = max((n for n in range(1, longest + 1) if busy_s[n] <= self.limit_s), default=1)
-        tokens, seconds = model.tokens(most), model.requested_seconds(most, self._verify_s, self.copy_s)
+        tokens, seconds = model.tokens(most), model.seconds(most, self._verify_s, self.copy_s)
         length = length or max(range(1, most + 1), key=lambda n: tokens[n] / seconds[n])
         doubt = tokens[length] - model.tokens(length, doubt=1.0)[length]
         return Choice(

@@ -4,7 +4,6 @@
     resident              resident experts replace absent ones
     drop, substitute, cascade, drop_cascade, cache_aware     a lossy policy, with its options
     speculate             the model executes the forecasts of the predictor
-    prompt_lookup, mtp    proposers of transformers; also an assistant model
 
 Source of int4 drafts: MoE-SpeQ.
 """
@@ -13,18 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList
 
 from expertcast.data.batch import RouterCall
 from expertcast.data.packed_experts import form_for, matrices, pack_module, run_experts
 from expertcast.predictors.messages import Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.prefetch import Schedule
-from expertcast.runtime.drafts.proposals import Proposer
 from expertcast.runtime.engine.engine import Engine, Stage
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
@@ -33,24 +30,18 @@ from expertcast.runtime.storage.layout import expert_parameters
 
 
 @dataclass
-class Draft:
-    """Base class of drafts, which propose tokens for verification."""
+class PassDraft:
+    """Draft by cheaper passes of the model itself, which share its key-value cache."""
 
     name: str
     """Name with options."""
-    nbytes: int = field(default=0, kw_only=True)
-    """Device memory of the draft in addition to the slots, in bytes."""
-
-
-@dataclass
-class PassDraft(Draft):
-    """Draft by cheaper passes of the model itself, which share its key-value cache."""
-
     engine: Engine
     stage: Stage | None = None
     """Runs the MoE layers while drafting; None: the engine."""
     swap: tuple[object, str, object] | None = None
     """An object, the name of its attribute, and the attribute's value while drafting."""
+    nbytes: int = 0
+    """Device memory of the draft in addition to the slots, in bytes."""
 
     @contextmanager
     def passes(self) -> Iterator[None]:
@@ -67,16 +58,6 @@ class PassDraft(Draft):
 def forecast_draft(name: str, engine: Engine, speculator: Speculator) -> PassDraft:
     """Return the draft that executes forecasts at all layers that have one."""
     return PassDraft(name, engine, swap=(speculator, "layers", frozenset(range(len(speculator.view)))))
-
-
-@dataclass
-class ProposalDraft(Draft):
-    """Draft that proposes all tokens of a cycle at once, without passes of the offloaded model."""
-
-    make: Callable[[GenerationConfig, LogitsProcessorList], Proposer]
-    """Creates the proposer of one row from the configuration and logits processors of a generation."""
-    needs_hidden: bool = False
-    """Whether proposers read the last hidden states of the model."""
 
 
 # Drafts that run the experts in another way

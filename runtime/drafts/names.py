@@ -19,7 +19,7 @@ NONE, AUTO = "none", "auto"
 QUANTISED = ("int4", "int8")
 RESIDENT = Policies(prefetch="none", miss="substitute:tolerance=1.0")
 """Policies of the draft `resident`: the best resident expert replaces a missing one."""
-SPECULATE, PROMPT_LOOKUP, MTP = "speculate", "prompt_lookup", "mtp"
+SPECULATE = "speculate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def lossy_names() -> dict[str, str]:
 
 def draft_names() -> list[str]:
     """Return all names of drafts, without options."""
-    return [NONE, AUTO, *QUANTISED, "resident", *lossy_names(), SPECULATE, PROMPT_LOOKUP, MTP]
+    return [NONE, AUTO, *QUANTISED, "resident", *lossy_names(), SPECULATE]
 
 
 def keeps_copies(miss: Choice[MissPolicy]) -> bool:

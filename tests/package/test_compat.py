@@ -74,7 +74,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_experts_implementation": "Name of the experts' forward (data.packed_experts, drafts, engine.front).",
     },
     "transformers:GenerationMixin": {
-        "_get_candidate_generator": "Makes an assistant model's draft (drafts.proposals).",
         "_get_logits_processor": "Makes the logits processors of a request (serving.parameters).",
         "_optimize_model_for_decode": "Context in which `generate` runs its decode steps (drafts, engine.kernels).",
         "_prefill": "Runs the prompt as `generate` does (drafts.decoding).",
@@ -82,7 +81,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     "transformers:PreTrainedModel": {
         "_can_record_outputs": "Says which class is the router (data.moe_layers).",
         "_init_weights": "Initialises random benchmark models (benchmarking.shapes).",
-        "_is_stateful": "Whether a model has recurrent states (drafts.proposals).",
     },
     "transformers.cli.serving.completion:CompletionHandler": {
         "_non_streaming": "Answers a request at once (serving.handlers).",

@@ -148,7 +148,7 @@ def test_on_cuda(way: str, experts: str, folder: Path) -> None:
             assert_same(greedy(offloaded, on_device, NEW), greedy(model, on_device, NEW))
 
 
-@pytest.mark.parametrize("draft", ["prompt_lookup", "resident"])
+@pytest.mark.parametrize("draft", ["drop", "resident"])
 def test_drafts(draft: str, experts: str, folder: Path) -> None:
     """The tokens of plain decoding; a draft in few bits is refused."""
     ids = LONG["input_ids"][:, :8]

@@ -71,7 +71,7 @@ def test_what_is_the_models_is_set_there(model: PreTrainedModel, offloaded: Offl
 
 def test_what_it_has_itself_stays_its_own(offloaded: OffloadedModel, expected: Result) -> None:
     """`generate` is the offload's, with its draft."""
-    sequences = offloaded.generate(**INPUTS, max_new_tokens=8, do_sample=False, draft="prompt_lookup")
+    sequences = offloaded.generate(**INPUTS, max_new_tokens=8, do_sample=False, draft="resident")
     assert torch.equal(sequences, expected[0])
     assert offloaded.stats.as_dict()["drafts"]["by_sequences"]
 

@@ -1,25 +1,24 @@
-"""The kit of the drafts' tests: tiny offloaded models, what their cycles were, hand-made drafts, and cycles of
-transformers' own."""
+"""The kit of the drafts' tests: tiny offloaded models, what their cycles were, and scripted drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 from expertcast import OffloadedModel
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.data.models import auto_class
 from expertcast.runtime.drafts.costs import Cycle
-from expertcast.runtime.drafts.decoding import accept_greedy
 from expertcast.runtime.drafts.governor import Governor
-from expertcast.runtime.drafts.kinds import ProposalDraft
-from expertcast.runtime.drafts.proposals import Proposer
+from expertcast.runtime.drafts.kinds import PassDraft
+from expertcast.runtime.drafts.sequences import Feed
 from tests.families.table import tiny_config
 
 SLOTS = 6
@@ -76,37 +75,44 @@ def cycles_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cycle]]:
         yield found
 
 
-class Scripted(Proposer):
-    """Proposes the continuation of known sequences, optionally with wrong tokens at the end.
+@dataclass
+class Scripted(PassDraft):
+    """Drafts by exact passes whose likeliest tokens are those of known sequences, optionally with wrong ones last."""
 
-    Args:
-        texts_BS: whole sequences without padding, including the prompts.
-        right: number of right tokens at the start of each proposal; None: all.
-        vocabulary: vocabulary size, V.
-    """
+    texts_BS: Tensor = field(kw_only=True)
+    """Whole sequences, including the prompts."""
+    rights: Sequence[int | None] = field(default=(None,), kw_only=True)
+    """Number of right tokens at the start of each row's draft; None: all. Repeated for further rows."""
 
-    def __init__(self, texts_BS: Tensor, right: int | None, vocabulary: int = 4096) -> None:
-        self._texts, self._right, self._vocabulary = texts_BS, right, vocabulary
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        own = Feed.run
 
-    def propose(self, ids_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-        length = ids_1S.shape[1]
-        row = next(text_S for text_S in self._texts if torch.equal(text_S[:length], ids_1S[0]))
-        ids_m = row[length : length + most].clone()
-        if self._right is not None:
-            ids_m[self._right :] = (ids_m[self._right :] + 1) % self._vocabulary
-        return ids_m[None], None
+        def run(feed: Feed, start: int, end: int, keep: int) -> Tensor:
+            logits_BKV, sequences = own(feed, start, end, keep), feed._sequences
+            logits_BKV.fill_(-torch.inf)
+            for row, ids_S in enumerate(sequences.ids_BS):
+                token, right = self.next(ids_S[:end]), self.rights[row % len(self.rights)]
+                wrong = right is not None and end - sequences.known[row] >= right
+                logits_BKV[row, -1, (token + wrong) % logits_BKV.shape[2]] = 0.0
+            return logits_BKV
+
+        with super().passes(), pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Feed, "run", run)
+            yield
+
+    def next(self, ids_S: Tensor) -> int:
+        """Return the token that follows in the sequence that begins so; 0 behind a wrong draft."""
+        length = len(ids_S)
+        found = (int(text_S[length]) for text_S in self.texts_BS if torch.equal(text_S[:length], ids_S))
+        return next(found, 0)
 
 
-def script(offloaded: OffloadedModel, texts_BS: Tensor, right: int | None, vocabulary: int = 4096) -> str:
-    """Let the offload's `prompt_lookup` propose by script; the name to draft with."""
-
-    def make(config: GenerationConfig, processors: LogitsProcessorList) -> Scripted:
-        del config, processors
-        return Scripted(texts_BS, right, vocabulary)
-
-    assert offloaded.drafting is not None
-    offloaded.drafting.drafts["prompt_lookup"] = ProposalDraft("prompt_lookup", make)
-    return "prompt_lookup"
+def script(offloaded: OffloadedModel, texts_BS: Tensor, *rights: int | None) -> str:
+    """Let the offload's draft `script` draft by script; the name to draft with."""
+    made = Scripted("script", offloaded._engine, texts_BS=texts_BS, rights=rights or (None,))
+    offloaded.drafting.drafts["script"] = made
+    return "script"
 
 
 def check_books(offloaded: OffloadedModel) -> None:
@@ -123,55 +129,3 @@ def check_books(offloaded: OffloadedModel) -> None:
     slots = residency.pool.slots
     assert len(set(slots.values())) == len(slots)
     assert sorted([*slots.values(), *residency.pool.free_slots[0]]) == list(range(residency.pool.count))
-
-
-# transformers' own assisted decoding cycle by cycle, and ours with a proposer
-
-Candidates = list[tuple[list[int], list[int]]]
-
-
-def repeating(length: int = 9, seed: int = 3) -> Tensor:
-    """Ids [1, length] that repeat themselves."""
-    ids = torch.randint(10, 4096, (1, length), generator=torch.Generator().manual_seed(seed))
-    return torch.cat([ids, ids[:, : length // 2]], dim=1)
-
-
-def prepared(model: PreTrainedModel, **options: Any) -> GenerationConfig:
-    """Return a configuration as `generate` prepares it."""
-    config, _ = model._prepare_generation_config(GenerationConfig(pad_token_id=0, **options))
-    model._prepare_special_tokens(config, True, device=torch.device("cpu"))
-    return config
-
-
-def recorded(
-    monkeypatch: pytest.MonkeyPatch, generator: type, model: PreTrainedModel, text: Tensor, **options: Any
-) -> tuple[Candidates, list[int]]:
-    """Text and candidates of each cycle of transformers' own greedy `generate`, and its output."""
-    cycles: Candidates = []
-    own = generator.get_candidates
-
-    def get_candidates(self: Any, input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
-        ids, logits = own(self, input_ids, **given)
-        cycles.append((input_ids[0].tolist(), ids[0, input_ids.shape[1] :].tolist()))
-        return ids, logits
-
-    with monkeypatch.context() as patched:
-        patched.setattr(generator, "get_candidates", get_candidates)
-        output = model.generate(text, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
-    return cycles, output[0].tolist()
-
-
-def decoded(model: PreTrainedModel, proposer: Proposer, text: Tensor, lengths: list[int]) -> tuple[Candidates, Tensor]:
-    """Our cycles, greedy, without a cache; a length of 0 is a cycle without a draft."""
-    cycles: Candidates = []
-    for most in lengths:
-        drafted = text[:, :0]
-        if most:
-            drafted, logits = proposer.propose(text, most)
-            assert logits is None
-            assert drafted.shape[1] <= most
-            cycles.append((text[0].tolist(), drafted[0].tolist()))
-        exact = model(input_ids=torch.cat([text, drafted], dim=1)).logits[:, text.shape[1] - 1 :]
-        ids, accepted = accept_greedy(exact, drafted)
-        text = torch.cat([text, ids[:, : int(accepted[0]) + 1]], dim=1)
-    return cycles, text

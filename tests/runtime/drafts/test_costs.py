@@ -95,16 +95,13 @@ def test_acceptance_by_hand() -> None:
     assert model.report(4)["acceptance"] == pytest.approx([first, second, third, third])
 
 
-def test_what_was_certain_before_is_not_judged_and_a_draft_that_ended_counts_as_refused() -> None:
+def test_what_was_certain_before_is_not_judged() -> None:
     verify = [0.0] * 6
-    one, other = DraftModel(4), DraftModel(4)
+    one = DraftModel(4)
     # the first two positions of the second sequence were text already: its judged ones are 2 (kept) and 3 (refused)
     one.observe(Cycle(draft="a", drafted=4, accepted=(0, 3), known=(0, 2)), verify, 0.0)
     first = (0 + 2 * 0.8) / 3
     assert one.report(4)["acceptance"] == pytest.approx([first, first, (1 + 2 * first) / 3, 2 * (1 + 2 * first) / 9])
-    other.observe(Cycle(draft="a", drafted=1, accepted=(1,), ended=True), verify, 0.0)
-    first = (1 + 2 * 0.8) / 3
-    assert other.report(2)["acceptance"] == pytest.approx([first, 2 * first / 3])
 
 
 def test_positions_that_are_not_reached_fall_back_to_the_one_before() -> None:

@@ -304,42 +304,6 @@ def test_one_disturbed_cycle_is_got_over() -> None:
     assert run.chosen[-50:].count(("int4", 2)) >= 45
 
 
-def test_a_draft_that_proposes_all_at_once_and_not_always_as_much_as_asked() -> None:
-    # prompt lookup: nothing known of routing, one lookup of .1 ms, five tokens or none in turns of ten cycles
-    governor, emitted, took = Governor(12, 1e-3, longest=8), 0.0, 0.0
-    for number in range(400):
-        choice = governor.choose(["lookup"])
-        found = min(5, choice.length) if number % 20 < 10 and choice.draft else 0
-        cycle = Cycle(
-            draft=choice.draft, drafted=found, accepted=(found,) if choice.draft else (), ended=found < choice.length,
-            passes_s=(1e-4,) if choice.draft else (), verify_s=0.020 + 0.001 * found, emitted=1.0 + found,
-        )  # fmt: skip
-        governor.observe(cycle)
-        emitted, took = emitted + cycle.emitted, took + cycle.total_s
-    # 6 tokens in 25.1 ms and one in 20.1: 155 a second; plain steps give 50
-    assert emitted / took > 0.9 * 155
-    assert governor.report()["drafts"]["lookup"]["draft_s"] == pytest.approx([1e-4] * 5)
-
-
-def test_a_draft_that_seldom_proposes_and_then_much_is_used() -> None:
-    """A lookup finds eight tokens in one cycle of five, of which six are right: 2.2 tokens in 32.8 ms on average (67 a
-    second), where plain steps give 50. Without a proposal its cycle costs a plain step, not a pass over nine tokens."""
-    choose, governor = random.Random(0), Governor(12, 1e-3, longest=8)
-    emitted = took = 0.0
-    for _ in range(800):
-        choice = governor.choose(["lookup"])
-        found = choice.longest if choice.draft and choose.random() < 0.2 else 0
-        kept = min(6, found)
-        cycle = Cycle(
-            draft=choice.draft, drafted=found, accepted=(kept,) if choice.draft else (),
-            ended=bool(choice.draft) and found < choice.longest, passes_s=(1e-4,) if choice.draft else (),
-            verify_s=0.012 + 0.008 * (found + 1), emitted=1.0 + kept,
-        )  # fmt: skip
-        governor.observe(cycle)
-        emitted, took = emitted + cycle.emitted, took + cycle.total_s
-    assert emitted / took > 0.9 * 67
-
-
 def test_untried_ones_come_first_in_order() -> None:
     governor = Governor(4, 1e-3)
     order = []

@@ -302,17 +302,6 @@ def test_rows_accept_different_numbers(family: str) -> None:
     with offload(tiny(family), slots=SLOTS) as offloaded:
         whole = offloaded.generate(ids_BS, max_new_tokens=NEW, do_sample=False, draft="none")
         for shift in range(3):
-            rights = iter((0, 1, 3)[shift:] + (0, 1, 3)[:shift])
-            draft = script(offloaded, whole, None)
-            assert offloaded.drafting is not None
-            proposal = offloaded.drafting.drafts[draft]
-            make = proposal.make  # type: ignore[attr-defined]
-
-            def made(*given: object, make: object = make, rights: object = rights) -> object:
-                proposer = make(*given)  # type: ignore[operator]
-                proposer._right = next(rights)  # type: ignore[call-overload]
-                return proposer
-
-            proposal.make = made  # type: ignore[attr-defined]
+            draft = script(offloaded, whole, *(0, 1, 3)[shift:], *(0, 1, 3)[:shift])
             got = offloaded.generate(ids_BS, max_new_tokens=NEW, do_sample=False, draft=draft, draft_length=3)
             assert torch.equal(got, whole), shift
