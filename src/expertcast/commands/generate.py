@@ -77,7 +77,7 @@ class GenerationOptions(DeploymentOptions):
         with self.offloaded(self.model, config) as offloaded:
             if self.seed is not None:
                 torch.manual_seed(self.seed)
-            sampling = self.sampling or {"do_sample": False}
+            sampling: Json = self.sampling or {"do_sample": False}
             yield (
                 offloaded,
                 partial(offloaded.generate, draft_length=self.draft_length, tokenizer=tokenizer, **sampling),
