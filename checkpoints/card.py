@@ -75,21 +75,19 @@ Other metrics and costs: `metrics.json`.
 """Jinja2 template."""
 
 
-def model_card(config: Json, metrics: Json, where: str, license: str | None = None) -> str:
+def model_card(config: Json, metrics: Json, where: str) -> str:
     """Render README.md.
 
     Args:
         config: contents of config.json.
         metrics: contents of metrics.json.
-        where: name of the checkpoint in the card's commands: a folder or `user/repo`.
-        license: hub identifier of the predictor's licence, such as apache-2.0 or mit. Default: the bundled model's
-            licence for its predictors, otherwise none.
+        where: folder of the checkpoint, for the card's commands.
     """
     name, model_id = str(config["predictor"]), str(config["model_id"])
     distances = ", ".join(map(str, config["predictor_config"].get("ahead", [1])))
     shown = {key: value for key, value in config.items() if key not in ("calibration", "member_calibration", "files")}
     card: str = ModelCard.from_template(
-        _metadata(config, metrics, where, license),
+        _metadata(config, metrics),
         template_str=TEMPLATE,
         predictor=name,
         model_id=model_id,
@@ -103,14 +101,14 @@ def model_card(config: Json, metrics: Json, where: str, license: str | None = No
     return card.rstrip() + "\n"
 
 
-def _metadata(config: Json, metrics: Json, where: str, license: str | None) -> ModelCardData:
+def _metadata(config: Json, metrics: Json) -> ModelCardData:
     """Return the card's YAML header; the hub shows `model-index` and lists the card under `base_model`."""
     name, model_id = str(config["predictor"]), str(config["model_id"])
     # the hub rejects cards whose base model is a path
     is_hub_id = HubName.of(model_id) is not None and not Path(model_id).exists()
     results = _results(name, metrics)
     return ModelCardData(
-        license=license or (BUNDLED_LICENSE if model_id == BUNDLED else None),
+        license=BUNDLED_LICENSE if model_id == BUNDLED else None,
         library_name="expertcast",
         base_model=model_id if is_hub_id else None,
         tags=["mixture-of-experts", "expert-prediction", "expertcast", name],

@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Annotated, NotRequired
 
 import torch
-from huggingface_hub import ModelCard
 from pydantic import ConfigDict, Field, JsonValue
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from expertcast.checkpoints.hub import HubName, Kind, located, push, real_folder, repository_in_errors
+from expertcast.checkpoints.hub import Kind, located, real_folder, repository_in_errors
 from expertcast.checkpoints.provenance import check_fingerprints, fingerprints, provenance, without_folders
 from expertcast.predictors import ModelShape, MoEView, predictor_class
 from expertcast.predictors.artefacts import CLOSED, check_file, digest, open_file, read_json, seal
@@ -629,38 +628,3 @@ def _refuse_foreign(folder: Path) -> None:
     if (folder / CONFIG).is_file():
         raise ExpertcastError(f"{folder} contains another model: use another output folder")
     raise ExpertcastError(f"{folder} is not empty and not a predictor checkpoint: use another output folder")
-
-
-def push_checkpoint(
-    folder: str | Path,
-    name: HubName,
-    *,
-    private: bool = False,
-    message: str | None = None,
-    license: str | None = None,
-) -> Json:
-    """Upload a checkpoint to a model repository, after checking its digests and weights.
-
-    Args:
-        folder: checkpoint folder.
-        name: repository, created if missing; its revision is a branch.
-        private: whether to create the repository as private.
-        message: commit message.
-        license: hub identifier of the predictor's licence, for the card.
-
-    Returns:
-        The result of :func:`expertcast.checkpoints.hub.push`, and the card's `license`.
-
-    Raises:
-        ExpertcastError: the checkpoint is invalid, or the upload fails.
-    """
-    from expertcast.checkpoints.card import model_card
-
-    checkpoint = PredictorCheckpoint.open(folder)
-    checkpoint.load()
-    card = model_card(checkpoint.config, checkpoint.metrics, str(name), license)
-    kept = (CONFIG, *checkpoint.config["files"])
-    content: dict[str, Path | bytes] = {path: checkpoint.folder / path for path in kept}
-    content[CARD] = card.encode()
-    sent = push(name, CHECKPOINT, content, private=private, message=message)
-    return {**sent, "license": ModelCard(card).data.license}

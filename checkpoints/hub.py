@@ -1,4 +1,4 @@
-"""Download and upload checkpoints and traces with huggingface_hub, its cache, login and environment variables.
+"""Download checkpoints and traces with huggingface_hub, its cache, login and environment variables.
 
 Without a connection the cache is used. Complete files are not downloaded again.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -23,7 +22,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.messages import ExpertcastError
 
 
 class NotOnHubError(ExpertcastError):
@@ -35,7 +34,6 @@ class OutOfReachError(ExpertcastError):
 
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^\s@]+))?")
-_LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +78,12 @@ class Kind:
 
 
 @contextmanager
-def hub_errors(name: HubName, kind: Kind, doing: str) -> Iterator[None]:
+def hub_errors(name: HubName, kind: Kind) -> Iterator[None]:
     """Convert any exception of huggingface_hub into an error of one line with a remedy.
 
     Args:
         name: the repository.
         kind: kind of its contents.
-        doing: `get` or `push to`, for messages.
 
     Raises:
         ExpertcastError: in place of any other exception.
@@ -96,25 +93,20 @@ def hub_errors(name: HubName, kind: Kind, doing: str) -> Iterator[None]:
     except ExpertcastError:
         raise
     except Exception as error:  # errors of sockets, HTTP, files and values share no base class
-        message = _message(name, kind, doing, error)
+        message = _message(name, kind, error)
         if isinstance(error, RepositoryNotFoundError):
             raise NotOnHubError(message) from error
         raise (OutOfReachError if isinstance(error, LocalEntryNotFoundError) else ExpertcastError)(message) from error
 
 
-def _message(name: HubName, kind: Kind, doing: str, error: Exception) -> str:
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+def _message(name: HubName, kind: Kind, error: Exception) -> str:
     hub = constants.ENDPOINT
     if isinstance(error, GatedRepoError):
         return f"{name.repo} has restricted access: request access at {hub}/{name.repo}"
-    if status == 401 and doing == "push to":
-        return f"cannot push to {name.repo}: you are not logged in to the hub; {_LOGIN}"
-    if status == 403:
-        return f"cannot {doing} {name.repo}: permission denied; use another repository, or a token with write access"
     if isinstance(error, RepositoryNotFoundError):
         return (
             f"{str(name)!r} is neither a local folder nor a visible {kind.repo_type} repository: use a {kind.what} "
-            f"folder or user/repo (for a private repository, {_LOGIN})"
+            f"folder or user/repo (for a private repository, log in with `hf auth login`, or set HF_TOKEN)"
         )
     if isinstance(error, RevisionNotFoundError):
         return f"{name.repo} has no revision {name.revision!r}: use one of its branches, tags or commits"
@@ -123,7 +115,7 @@ def _message(name: HubName, kind: Kind, doing: str, error: Exception) -> str:
         return f"{str(name)!r} is neither a local folder nor in the hub's cache, and {why}: use a folder, or go online"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0].rstrip(".;") if lines else type(error).__name__
-    return f"cannot {doing} {name.repo}: {reason}; try again, complete files are kept"
+    return f"cannot get {name.repo}: {reason}; try again, complete files are kept"
 
 
 def located(given: str | Path, kind: Kind, revision: str | None = None) -> tuple[Path, HubName | None]:
@@ -169,7 +161,7 @@ def download(name: HubName, kind: Kind) -> Path:
     """
     snapshot = _recognised(name, kind)
     commit = snapshot.name  # a push in the meantime does not change the files
-    with hub_errors(name, kind, "get"):
+    with hub_errors(name, kind):
         found = snapshot_download(name.repo, repo_type=kind.repo_type, revision=commit, allow_patterns=list(kind.files))
     return Path(found)
 
@@ -192,7 +184,7 @@ def _recognised(name: HubName, kind: Kind) -> Path:
     Raises:
         ExpertcastError: the download fails, or the repository is of another kind.
     """
-    with hub_errors(name, kind, "get"):
+    with hub_errors(name, kind):
         snapshot = snapshot_download(
             name.repo, repo_type=kind.repo_type, revision=name.revision, allow_patterns=list(kind.marks)
         )
@@ -205,83 +197,3 @@ def _blame(name: HubName, snapshot: Path, kind: Kind, error: ExpertcastError) ->
     # the repository's cache folder is two levels above the snapshot
     remedy = f"remove {snapshot.parents[1]} to download it again, or tell its owner"
     return ExpertcastError(f"{name} on the hub: {str(error).replace(kind.remedy, remedy)}")
-
-
-# Upload
-
-CARD = "README.md"
-MAIN = "main"
-_HUBS_OWN = {CARD, ".gitattributes"}
-
-
-def push(
-    name: HubName,
-    kind: Kind,
-    content: Mapping[str, Path | bytes],
-    *,
-    private: bool = False,
-    message: str | None = None,
-    stale: Callable[[str], bool] = lambda _: False,
-) -> Json:
-    """Upload files to a repository in one commit; a missing repository or branch is created.
-
-    Args:
-        name: the repository; its revision is a branch.
-        kind: kind of the contents.
-        content: local file or bytes by path in the repository.
-        private: whether to create the repository as private.
-        message: commit message.
-        stale: returns whether to delete a path of the repository that is not in `content`.
-
-    Returns:
-        `repo`, `type`, `revision`, `commit`, `url`, `files` and `bytes`.
-
-    Raises:
-        ExpertcastError: login or permission is missing, the hub is unreachable, the repository is of another kind, or
-            it is public although `private` is set.
-    """
-    api, where = HfApi(library_name="expertcast"), {"repo_id": name.repo, "repo_type": kind.repo_type}
-    branch = name.revision or MAIN
-    with hub_errors(name, kind, "push to"):
-        held = _held(api, name, kind)
-        if held is None:
-            api.create_repo(**where, private=private or None)
-        elif private and not api.repo_info(**where).private:
-            raise ExpertcastError(f"{name.repo} exists and is public: make it private on the hub, or omit private")
-        if branch != MAIN:
-            api.create_branch(**where, branch=branch, exist_ok=True)
-        added = [CommitOperationAdd(path, source) for path, source in content.items()]
-        gone = [CommitOperationDelete(path) for path in held or () if path not in content and stale(path)]
-        title = message or f"Upload {kind.what}"
-        commit = api.create_commit(**where, operations=[*added, *gone], commit_message=title, revision=branch)
-    return {
-        "repo": name.repo,
-        "type": kind.repo_type,
-        "revision": branch,
-        "commit": commit.oid,
-        "url": commit.commit_url,
-        "files": len(added),
-        "bytes": sum(each.upload_info.size for each in added),
-    }
-
-
-def _held(api: HfApi, name: HubName, kind: Kind) -> list[str] | None:
-    """Return the paths in a repository at its branch (or default branch); None if there is no repository.
-
-    Raises:
-        ExpertcastError: the repository is of another kind.
-    """
-    where = {"repo_id": name.repo, "repo_type": kind.repo_type}
-    try:
-        info = api.repo_info(**where)
-    except RepositoryNotFoundError:
-        return None
-    if name.revision is not None:
-        with suppress(RevisionNotFoundError):
-            info = api.repo_info(**where, revision=name.revision)
-    held = [each.rfilename for each in info.siblings]
-    if set(held) - _HUBS_OWN:
-        marks = snapshot_download(**where, revision=info.sha, allow_patterns=list(kind.marks))
-        if not kind.holds(Path(marks)):
-            raise ExpertcastError(f"{name} on the hub is not a {kind.what}: use another name")
-    return held

@@ -7,6 +7,7 @@
         dataset_info.json state.json  for `datasets.load_from_disk`; without digests while a server appends
         default_vectors.safetensors   means over the train split; missing in traces of a server's traffic
         stand_in.safetensors          the stand-in for early attention, if it ran
+        README.md                     dataset card for the hub
         skeleton/                     norms and routers of the model (:mod:`expertcast.data.skeleton`)
         progress/                     during collection: sums and finished shards of each rank
 
@@ -62,6 +63,7 @@ PROGRESS_FOLDER = "progress"
 DATASET_STATE_FILE = "state.json"
 DATASET_INFO_FILE = "dataset_info.json"
 FOR_DATASETS = (DATASET_INFO_FILE, DATASET_STATE_FILE)
+CARD = "README.md"
 FORMAT = "expertcast-traces-5"
 TRAFFIC = "a server's traffic"
 """Value of `settings.text` for a server's traffic, in place of a text's digest."""
@@ -328,7 +330,7 @@ REMEDY = "collect the traces again into a new folder"
 TRACES = Kind(
     what="trace dataset",
     repo_type="dataset",
-    files=("*.json", "*.safetensors", "*.arrow", "README.md"),
+    files=("*.json", "*.safetensors", "*.arrow", CARD),
     marks=(TRACE_FILE,),
     holds=lambda folder: (folder / TRACE_FILE).is_file(),
     remedy=REMEDY,

@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 
 from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
+from expertcast.data.card import traces_card
 from expertcast.data.plan import PlannedDocument, counted
 from expertcast.data.skeleton import save_skeleton
 from expertcast.data.trace_format import (
@@ -190,7 +191,7 @@ def check_disk(folder: Path, tokens: int, row_bytes: int) -> tuple[str, int]:
 def publish(
     folder: Path, info: Json, documents: Iterable[PlannedDocument], columns: Columns, shards: Mapping[str, str]
 ) -> None:
-    """Write trace.json of a readable dataset, after the files for `datasets`.
+    """Write trace.json of a readable dataset, after the files for `datasets`; then its card for the hub.
 
     Args:
         folder: folder of the dataset.
@@ -206,7 +207,9 @@ def publish(
     others = [path for name in names if (path := folder / name).exists()]
     others += sorted((folder / layout.SKELETON_FOLDER).iterdir())
     files = {path.relative_to(folder).as_posix(): file_digest(path) for path in others}
-    layout.write_info(folder, {**info, **counted(documents), "files": {**files, **shards}, "complete": True})
+    info = {**info, **counted(documents), "files": {**files, **shards}, "complete": True}
+    layout.write_info(folder, info)
+    write_atomically(folder / layout.CARD, traces_card(info, folder.name).encode())
 
 
 # Progress of a collecting rank

@@ -41,7 +41,6 @@ COMMANDS = {
     "bench": "measure the time per token of offloaded decoding in every mode, for a model or a shape",
     "advise": "decode briefly with and without forecasts, and advise which to use",
     "simulate": "simulate cache policies over recorded routing, in virtual time",
-    "push": "upload a checkpoint or traces to the Hugging Face hub, with a card",
     "inspect": "describe a model, traces folder or checkpoint, or verify its files",
 }
 

@@ -23,6 +23,18 @@ def environment(hub: FakeHub, home: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+def upload(worker: Worker, folder: str, repo: str, kind: str = "model", branch: str = "main") -> None:
+    """Send a folder as `hf upload` does."""
+    code = f"""from huggingface_hub import HfApi
+api, where = HfApi(), {{"repo_id": {repo!r}, "repo_type": {kind!r}}}
+api.create_repo(**where, exist_ok=True)
+if {branch!r} != "main":
+    api.create_branch(**where, branch={branch!r}, exist_ok=True)
+api.upload_folder(**where, folder_path={folder!r}, revision={branch!r})"""
+    done = worker.code(code, token=WRITER)
+    assert done.status == 0, done.err
+
+
 @pytest.fixture(scope="session")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the process runs, with `few.parquet` in it."""
@@ -40,11 +52,11 @@ def running(work: Path) -> Iterator[tuple[FakeHub, Worker]]:
         for command in (
             ["collect", "reference", "--data", "few.parquet", "--tokens", str(TOKENS), "--out", "traces"],
             ["train", "traces", "--predictor", "linear", "--out", "linear"],
-            ["push", "linear", "me/linear", "--message", "The first"],
-            ["push", "traces", "me/traces", "--license", "cc0-1.0"],
         ):
-            done = worker.run(*command, token=WRITER)
+            done = worker.run(*command)
             assert done.status == 0, done.err
+        upload(worker, "linear", "me/linear")
+        upload(worker, "traces", "me/traces", "dataset")
         yield hub, worker
         worker.close()
 

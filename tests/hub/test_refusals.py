@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from expertcast.checkpoints.hub import HubName
-from tests.hub.conftest import environment
-from tests.hub.fake_hub import READER, WRITER, FakeHub, Repo
+from tests.hub.conftest import environment, upload
+from tests.hub.fake_hub import READER, FakeHub, Repo
 from tests.hub.test_checkpoints import right
 from tests.hub.worker import Worker
 
@@ -17,64 +17,19 @@ OPEN = "from expertcast.checkpoints.checkpoint import load_predictor\nprint(load
 WEIGHTS = "model.safetensors"
 
 
-def sent(hub: FakeHub) -> list[str]:
-    """Requests that change something."""
-    return [request for request in hub.requests if request.split()[0] in ("POST", "PUT")]
-
-
-@pytest.mark.parametrize(
-    ("repo", "token", "words"),
-    [
-        ("me/new", "", "not logged in to the hub; log in with `hf auth login`"),
-        ("me/new", READER, "permission denied"),
-        ("you/new", WRITER, "permission denied"),
-        ("me/linear", "", "not logged in"),
-        ("new", WRITER, "write user/repo"),
-        ("me/new@x", WRITER, "--revision y"),
-    ],
-)
-def test_no_right_to_push(repo: str, token: str, words: str, hub: FakeHub, worker: Worker) -> None:
-    before = set(hub.repos), set(hub.repos["model", "me/linear"].commits)
-    revision = ["--revision", "y"] if "@" in repo else []
-    assert words in worker.run("push", "linear", repo, *revision, token=token).line
-    assert (set(hub.repos), set(hub.repos["model", "me/linear"].commits)) == before
-
-
-def test_a_repository_of_something_else_is_left_alone(hub: FakeHub, worker: Worker) -> None:
-    for kind, folder in (("model", "linear"), ("dataset", "traces")):
-        repo = hub.repos[kind, "me/taken"] = Repo(private=False)
-        repo.commit("main", {"config.json": b'{"model_type": "llama"}', "notes.txt": b"mine"}, "mine")
-        line = worker.run("push", folder, "me/taken", token=WRITER).line
-        assert "me/taken on the hub is not a" in line
-        assert len(repo.commits) == 1
+def test_a_repository_of_something_else_is_refused(hub: FakeHub, worker: Worker) -> None:
+    repo = hub.repos["model", "me/taken"] = Repo(private=False)
+    repo.commit("main", {"config.json": b'{"model_type": "llama"}', "notes.txt": b"mine"}, "mine")
     line = worker.run("eval", "traces", "--predictor", "me/taken").line
     assert "me/taken on the hub is not a predictor checkpoint" in line
 
 
 def test_private_means_private(hub: FakeHub, worker: Worker) -> None:
-    line = worker.run("push", "linear", "me/linear", "--private", token=WRITER).line
-    assert "me/linear exists and is public" in line
-    right(worker.run("push", "linear", "me/own", "--private", token=WRITER))
-    assert hub.repos["model", "me/own"].private
+    upload(worker, "linear", "me/own")
+    hub.repos["model", "me/own"].private = True
     generate = ["generate", "reference", "--prompt", "It", "--new-tokens", "1", "--predictor", "me/own"]
     assert "for a private repository, log in with `hf auth login`" in worker.run(*generate).line
     right(worker.run(*generate, token=READER))
-    right(worker.run("push", "linear", "me/own", "--private", token=WRITER))
-
-
-def test_what_is_not_whole_is_not_sent(hub: FakeHub, worker: Worker, work: Path) -> None:
-    for folder, name in (("linear", WEIGHTS), ("traces", "data-00000-00000.arrow")):
-        damaged = shutil.copytree(work / folder, work / f"damaged_{folder}")
-        content = bytearray((damaged / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (damaged / name).write_bytes(content)
-        before = list(hub.requests)
-        assert (
-            f"{name} was changed after it was written" in worker.run("push", damaged.name, "me/new", token=WRITER).line
-        )
-        assert hub.requests == before
-    (work / "other").mkdir()
-    assert "other is neither a checkpoint folder nor" in worker.run("push", "other", "me/new", token=WRITER).line
 
 
 @pytest.mark.parametrize(
@@ -122,7 +77,6 @@ def test_without_the_hub_its_cache_serves(hub: FakeHub, worker: Worker) -> None:
     with hub.away():
         assert right(worker.code(OPEN.format("me/linear"))).out == "linear\n"
         assert f"nor in the hub's cache, and {hub.url} is" in worker.run("eval", "traces", "--predictor", "me/new").line
-        assert "Connection refused" in worker.run("push", "linear", "me/linear", token=WRITER).line
 
 
 def test_offline_its_cache_serves(hub: FakeHub, worker: Worker, work: Path) -> None:
@@ -134,7 +88,6 @@ def test_offline_its_cache_serves(hub: FakeHub, worker: Worker, work: Path) -> N
         assert right(offline.code(OPEN.format("me/linear"))).out == "linear\n"
         assert right(offline.code(code)).out == known
         assert "HF_HUB_OFFLINE is set" in offline.run("eval", "traces", "--predictor", "me/new").line
-        assert "offline mode is enabled" in offline.run("push", "linear", "me/linear", token=WRITER).line
     finally:
         offline.close()
     assert len(hub.requests) == before

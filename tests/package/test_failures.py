@@ -102,7 +102,7 @@ def test_what_lacks_its_description(
     assert "neither config.json" in fails(capsys, "inspect", str(traces))
     whole = str(tiny_traces.folder)
     for command in (
-        ["inspect", str(checkpoint)], ["eval", whole, "--predictor", str(checkpoint)], ["push", str(checkpoint), "a/b"],
+        ["inspect", str(checkpoint)], ["eval", whole, "--predictor", str(checkpoint)],
     ):  # fmt: skip
         line = fails(capsys, *command)
         assert f"{checkpoint} is an incomplete checkpoint without config.json" in line

@@ -168,7 +168,7 @@ def test_refused(line: str, said: str, paths: dict[str, Path], capsys: pytest.Ca
 
 FORMS = (
     "demo", "collect {model} --data reference --tokens 900 --out {new}", f"{GENERATE}", "serve reference",
-    "chat reference", "store reference --store-folder {new}", "push {traces} user/repo",
+    "chat reference", "store reference --store-folder {new}",
     "train {traces} --predictor frequency --out {new}", "eval {traces} --predictor frequency",
     "train {model} --data reference --predictor frequency --out {new}",
     "eval {traces} --predictor frequency --model reference",
