@@ -21,64 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    PreTrainedModel,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers import Cache, DynamicCache, PreTrainedModel
 
+from expertcast.data.kv_cache import growing_layer, reading_copy
 from expertcast.data.means import adds_block
 from expertcast.data.taps import unrecorded
 from expertcast.data.tracing import Program, traced
 from expertcast.predictors.view import MoELayer, MoEView
-
-# Key-value caches: reading without writing. The class decides, because the writes of an unknown class are not known.
-
-_COPIED = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
-"""Cache layers that replace their tensors on a write: a shallow copy is safe to write to."""
-_CLONED = (StaticLayer, StaticSlidingWindowLayer)
-"""Cache layers that write into their tensors: a copy needs clones."""
-
-
-def reading_copy(past: Cache, index: int) -> Cache | None:
-    """Copy a cache so that a block can write to layer `index` of the copy and leave the original unchanged.
-
-    Returns None for a cache that quantises, moves its layers to the host, or has a class of its own.
-    """
-    if not _readable(past):
-        return None
-    reader = copy.copy(past)
-    reader.layers = list(past.layers)
-    if index >= len(past.layers):  # the first write adds the layer
-        return reader if past.layer_class_to_replicate in _COPIED else None
-    kind = type(past.layers[index])
-    if kind not in (*_COPIED, *_CLONED):
-        return None
-    mirrored = reader.layers[index] = copy.copy(past.layers[index])
-    if kind in _CLONED:
-        for name, value in vars(mirrored).items():
-            if isinstance(value, Tensor):
-                setattr(mirrored, name, value.clone())
-    return reader
-
-
-def growing_layer(past: Cache, index: int) -> CacheLayerMixin | None:
-    """Return the cache's layer `index` if it holds tokens and replaces its tensors on a write, else None."""
-    if not _readable(past) or index >= len(past.layers):
-        return None
-    layer = past.layers[index]
-    return layer if type(layer) in _COPIED and layer.is_initialized else None
-
-
-def _readable(past: Cache) -> bool:
-    return getattr(type(past), "update", None) is Cache.update and not past.offloading
-
 
 # Masks for whole sequences: each token reads the true past and its own stand-in
 

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, BinaryIO, Protocol, TypeAlias
@@ -259,7 +260,7 @@ class SafetensorsFiles(WeightFiles):
             except (OSError, SafetensorError) as error:
                 self.close()
                 raise damaged(path, error) from error
-        self.tensors = {name: tensors[name] for name in sorted(tensors, key=dot_natural_key)}
+        self.tensors = {name: tensors[name] for name in sorted(tensors, key=_place)}
 
     def check_plain(self) -> None:
         """Raise an error if a tensor has codes of 8 bits or fewer, whose scales nothing describes.
@@ -287,6 +288,16 @@ class SafetensorsFiles(WeightFiles):
             else opened.get_slice(name)
             for name, each in header.items()
         }
+
+
+def _place(name: str) -> list[object]:
+    """Return transformers' sort key of a name; 92,000 names have some hundred parts."""
+    return [_place_of_part(part) for part in name.split(".")]
+
+
+@cache
+def _place_of_part(part: str) -> object:
+    return dot_natural_key(part)[0]
 
 
 def _cache_header(file: BinaryIO) -> None:

@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertcast.data.batch import RouterCall
+from expertcast.data.kv_cache import grow_in_place
 from expertcast.data.moe_layers import PROBE_EXPERTS, experts_implementation
 from expertcast.data.packed_experts import packed_matrices
 from expertcast.data.taps import RouterTaps
@@ -314,6 +315,7 @@ def run_from_slots(
     undo.enter_context(weights_guarded(model, view))
     guard = ForwardGuard(model.base_model, view)
     undo.callback(guard.close)
+    undo.callback(model.base_model.register_forward_pre_hook(grow_in_place, with_kwargs=True).remove)
     speculator.prepare()
     undo.enter_context(speculator.following())
     undo.callback(RouterTaps(model, view, engine.on_router, engine.on_start).close)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.core_model_loading import dot_natural_key
 
 from expertcast.data.source import ModelSource
 from expertcast.data.weights.files import SafetensorsFiles
@@ -35,6 +36,27 @@ def test_rows_are_those_of_the_tensor(part: slice, tmp_path: Path) -> None:
             assert found.dtype == tensor.dtype
             assert torch.equal(found.double(), tensor[part].double())
         assert torch.equal(files.tensors["vector"][part], torch.arange(9.0)[part])
+
+
+def test_tensors_are_in_the_order_in_which_transformers_reads_them(tmp_path: Path) -> None:
+    names = [
+        "b.10.w",
+        "b.9.w",
+        "b.9.v2",
+        "b.9.v10",
+        "b.x.w",
+        "b",
+        "a.9.w",
+        "b.9",
+        "b.09.w",
+        "c.v",
+        "c.v3.1",
+        "c.3v",
+        "c.",
+    ]
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    with SafetensorsFiles(ModelSource.of(tmp_path)) as files:
+        assert list(files.tensors) == sorted(sorted(names), key=dot_natural_key)
 
 
 def test_no_more_than_the_rows_is_read(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_drafts_write_what_the_model_would(offloaded: OffloadedModel, reference_
             return [whole, "".join(part.choices[0].text for part in parts)]
 
     plain = answers(offloaded)
-    with load_offloaded(REFERENCE, dtype="fp32", slots=96, draft="prompt_lookup") as drafting:
+    with load_offloaded(REFERENCE, dtype="fp32", slots=96, draft="int8") as drafting:
         assert answers(drafting) == plain
         assert drafting.drafting is not None
         assert drafting.stats.as_dict()["drafts"]["by_sequences"]

@@ -18,6 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from expertcast.data.machine import available_memory
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime.storage import memory as memory_module
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.memory import HostMemory, PageLock, commit, trim_heap
 from expertcast.runtime.storage.store import ExpertStore
@@ -149,7 +150,8 @@ def test_default_budget_is_the_memory_at_hand() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pages are committed when they are used")
-def test_pages_are_committed_and_keep_what_was_written() -> None:
+def test_pages_are_committed_and_keep_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "_PIECE", 16 << 20)
     memory = HostMemory(64 << 20)
     before = _resident(memory)
     memory.bytes[:5] = 7
