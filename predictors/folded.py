@@ -9,6 +9,7 @@ T tokens, D hidden size, E routed experts, K experts per token, R rank, V length
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -74,6 +75,8 @@ def _close(folded: Tensor, own: Tensor) -> bool:
 NORMED = ("quasi_hidden", "early")
 """Inputs that pass through the target's norm; names as in `LinearConfig.inputs`."""
 _IN_ORDER = (*NORMED, "router_input", "previous")
+_LARGE = 512 << 10
+"""Bytes of a map above which int8 is faster, where the map does not fit a core's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +115,18 @@ class Hints:
         self.short = maps.then is None
         """Whether there are so few operations that a traced program is no faster."""
         self._scale_D, self._floor = norm
-        folded = {name: self._scale_D[:, None] * each if name in NORMED else each for name, each in maps.of.items()}
-        self._map_VX = torch.cat([folded[name] for name in _IN_ORDER if name in folded])
+        self._root = math.sqrt(len(self._scale_D))  # normed inputs have mean square 1, as the others have roughly
+        scale_D1 = self._scale_D[:, None] / self._root
+        folded = {name: scale_D1 * each if name in NORMED else each for name, each in maps.of.items()}
+        # by output: a product with one row takes half the time
+        self._map_XV = torch.cat([folded[name] for name in _IN_ORDER if name in folded]).T.contiguous()
+        self._step_X: Tensor | None = None
+        """Unit of each output's row of a large map, which is kept in int8."""
+        # torch's product in int8 takes rows of multiples of 16
+        if self._map_XV.nbytes > _LARGE and self._map_XV.device.type == "cpu" and self._map_XV.shape[1] % 16 == 0:
+            step_X1 = self._map_XV.abs().amax(dim=1, keepdim=True).clamp_min(1e-20) / 127
+            self._map_XV = (self._map_XV / step_X1).round_().to(torch.int8)
+            self._step_X = step_X1[:, 0].bfloat16()
         self._bare = len(folded) == 1 and not maps.of.keys().isdisjoint(NORMED)
         self._bare = self._bare and maps.then is None and not maps.bias_X.any()
         """Whether the norm can be left out: a positive factor does not change the order of logits."""
@@ -142,19 +155,26 @@ class Hints:
             assert state.early_TD is not None
             parts.append(state.early_TD)
         if not scaled:
-            return torch.mm(parts[0].float(), self._map_VX)
+            return self._product(start, parts[0])
         if parts:
             parts = [self._normed(_joined(parts).view(-1, len(self._scale_D))).view(tokens, -1)]
         if "router_input" in maps.of:
             parts.append(state.router_input_TD)
         if "previous" in maps.of:
             parts.append(self._previous(state, tokens))
-        y_TX = torch.addmm(start, _joined(parts).float(), self._map_VX)
+        y_TX = self._product(start, _joined(parts))
         return y_TX if maps.then is None else maps.then(y_TX)
 
     def _normed(self, x_HD: Tensor) -> Tensor:
         size_H1 = torch.linalg.vector_norm(x_HD, dim=1, keepdim=True, dtype=torch.float32)
-        return x_HD / torch.hypot(size_H1, self._floor)
+        return x_HD * (self._root / torch.hypot(size_H1, self._floor))
+
+    def _product(self, start: Tensor, x_TV: Tensor) -> Tensor:
+        """Return start + x @ map [T, X] in fp32."""
+        if self._step_X is None:
+            return torch.addmm(start, x_TV.float(), self._map_XV.T)
+        y_TX: Tensor = torch._weight_int8pack_mm(x_TV.bfloat16(), self._map_XV, self._step_X)
+        return start + y_TX
 
     def _previous(self, state: RouterState, tokens: int) -> Tensor:
         """Return the input `previous`, zero if the previous token is unknown."""
@@ -184,17 +204,25 @@ def _mixed(rows_EV: Tensor, start_V: Tensor, state: RouterState) -> Tensor:
 def folded_stand_in(held: StandIn, layer: int) -> Callable[[RouterState], Tensor]:
     """Return a function that gives r_l plus the stand-in's output, [T, D] in fp32.
 
-    The base vectors are the last rows of the maps.
+    An expert's row is its map and its base vector, S = R + 1 rows of D in one; the shared experts are one more expert,
+    which every token uses.
     """
-    experts, _, hidden = held.map_LERD.shape[1:]
-    rows_EV = torch.cat([held.map_LERD[layer], held.base_LED[layer, :, None].bfloat16()], dim=1).view(experts, -1)
-    shared_V = torch.cat([held.shared_map_LRD[layer].float(), held.shared_LD[layer, None]]).view(-1)
-    projection_DS = functional.pad(held.projection_LDR[layer], (0, 1))
     one_S = functional.pad(-held.centre_LR[layer], (0, 1), value=1.0)
+    projection_SD = functional.pad(held.projection_LDR[layer], (0, 1)).T.contiguous()
+    shared_SD = torch.cat([held.shared_map_LRD[layer].float(), held.shared_LD[layer, None]]).bfloat16()
+    row_ESD = torch.cat([held.map_LERD[layer], held.base_LED[layer, :, None].bfloat16()], dim=1)
+    experts, size, hidden = row_ESD.shape
+    shared = bool(shared_SD.any())
+    row_EV = (torch.cat([row_ESD, shared_SD[None]]) if shared else row_ESD).flatten(1)
 
     def stand_in(state: RouterState) -> Tensor:
-        z_TS = torch.addmm(one_S, state.router_input_TD.float(), projection_DS)
-        mixed_TSD = _mixed(rows_EV, shared_V, state).view(len(z_TS), -1, hidden)
+        id_TK, weight_TK = state.topk_ids_TK, state.topk_weights_TK.to(row_EV.dtype)
+        if shared:
+            id_TK = functional.pad(id_TK, (0, 1), value=experts)
+            weight_TK = functional.pad(weight_TK, (0, 1), value=1.0)
+        mixed_TV = functional.embedding_bag(id_TK, row_EV, mode="sum", per_sample_weights=weight_TK)
+        z_TS = torch.addmm(one_S, state.router_input_TD.float(), projection_SD.T)
+        mixed_TSD = mixed_TV.float().view(len(z_TS), size, hidden)
         return torch.baddbmm(state.residual_TD.float().unsqueeze(1), z_TS.unsqueeze(1), mixed_TSD).squeeze(1)
 
     return stand_in

@@ -37,6 +37,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     },
     "torch": {
         "_grouped_mm": "The product inside transformers' kernel, replaced by one that skips empty groups (kernels).",
+        "_weight_int8pack_mm": "Product of a few rows with a map in int8 (predictors.folded).",
     },
     "torch._ops:OpOverload": {"_schema": "Whether an operation returns a view (data.moe_layers)."},
     "torch.cpu": {
