@@ -247,7 +247,7 @@ def try_early(model: PreTrainedModel, view: MoEView, plan: Plan) -> tuple[EarlyA
         Early attention, or None if the plan leaves it out or no layer can run early; and the first window's batch.
     """
     early = None
-    if plan.options.early_rank is not None:
+    if plan.early_rank is not None:
         early = EarlyRun(EarlyAttention(model, view, whole=True), StandIn(view.shape, 0).to(model.device))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "forecasts do without early attention")  # printed below

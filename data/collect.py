@@ -23,7 +23,7 @@ from expertcast.data.models import check_token_ids
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan, pad_windows
 from expertcast.data.processes import Share, documents_of, join_ranks, wait_for_all
 from expertcast.data.skeleton import check_code
-from expertcast.data.stand_in import KeptOutputs, check_rank, fit_stand_in
+from expertcast.data.stand_in import KeptOutputs, fit_stand_in, with_rank
 from expertcast.data.text import Document
 from expertcast.data.trace_format import Columns, columns_of, read_info, row_bytes, write_info
 from expertcast.data.trace_writer import (
@@ -95,10 +95,9 @@ def collect(
     view = experts.view
     if stand_in is not None:
         fields["early_rank"] = stand_in.rank
-    plan = make_plan(documents, tokenizer, options, **fields)
+    plan = with_rank(make_plan(documents, tokenizer, options, **fields), view)
     check_token_ids(plan.token_ids, model.config, tokenizer)
     batch_size = plan.options.batch_size or _begun_with(folder) or experts.windows(plan.options.window)
-    check_rank(plan.options.early_rank or 0, view)
     early, seen = try_early(model, view, plan)
     columns = columns_of(view.shape, seen.logits_TLE.dtype, early=early is not None)
     stream = ActivationStream(model, view, plan.windows_of(plan.documents), batch_size=batch_size)
@@ -112,7 +111,7 @@ def collect(
         forwards = len(list(_batches(plan, plan.documents, batch_size)))
         print(f"{line}; {forwards} forwards of {batch_size} windows", file=sys.stderr)
         if early is not None and not (folder / layout.STAND_IN_FILE).exists():
-            start, train, rank = time.perf_counter(), plan.windows["train"], plan.options.early_rank or 0
+            start, train, rank = time.perf_counter(), plan.windows["train"], plan.early_rank or 0
             needed = kept.nbytes(view, train, batch_size, model.dtype.itemsize, rank)
             keep = kept if share.world == 1 and needed < free else None
             if keep is not None:
@@ -129,7 +128,7 @@ def collect(
     if not info["complete"]:
         writer = RankWriter(folder, MeanOutputs(view), rank=share.rank, columns=columns, shard_bytes=shard_bytes)
         if early is not None:
-            kept_stand_in = read_stand_in(folder, view.shape, plan.options.early_rank or 0)
+            kept_stand_in = read_stand_in(folder, view.shape, plan.early_rank or 0)
             if stand_in is not None and not kept_stand_in.equals(stand_in):
                 raise ExpertcastError(f"{folder} was begun with another stand-in: use another folder")
             stream.early = EarlyRun(early, kept_stand_in.to(model.device), dict(early.refused))
@@ -174,7 +173,7 @@ def _settings(stream: ActivationStream, plan: Plan, share: Share, early: EarlyAt
         "batch_size": stream.batch_size,
         "ranks": share.world,
         "text": plan.digest,
-        "early_rank": None if early is None else plan.options.early_rank,
+        "early_rank": None if early is None else plan.early_rank,
         "not_early": [] if early is None else [layer for layer in sorted(early.refused) if layer],
     }
 

@@ -17,7 +17,7 @@ from expertcast.data.means import MeanOutputs
 from expertcast.data.models import check_token_ids
 from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tokens, make_plan
 from expertcast.data.processes import documents_of, join_ranks, sum_over_ranks
-from expertcast.data.stand_in import check_rank, fit_stand_in
+from expertcast.data.stand_in import fit_stand_in, with_rank
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.baselines import DefaultVectors
@@ -52,9 +52,8 @@ class OnlineTraces(TraceSource):
         self.model = model_of(model)
         experts = experts_of(self.model)
         self.view = experts.view
-        self.plan = make_plan(documents, tokenizer, options, **fields)
+        self.plan = with_rank(make_plan(documents, tokenizer, options, **fields), self.view)
         check_token_ids(self.plan.token_ids, self.model.config, tokenizer)
-        check_rank(self.plan.options.early_rank or 0, self.view)
         self.documents = self.plan.documents
         self._windows = self.plan.options.batch_size or experts.windows(self.plan.options.window)
         """Windows per forward."""
@@ -87,7 +86,7 @@ class OnlineTraces(TraceSource):
         """
         if self._early is None:
             return None
-        rank = self.plan.options.early_rank or 0
+        rank = self.plan.early_rank or 0
         return fit_stand_in(self.model, self.view, self.plan.windows["train"], rank=rank, batch_size=self._windows)
 
     @cached_property

@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +54,9 @@ class TextOptions:
     """Windows per forward (default: 8; for an offloaded model, as many as fit into the memory for its `context`)."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of the documents."""
-    early_rank: Annotated[int, Field(ge=0)] | None = 8
-    """Rank of the stand-in for each expert in early attention; 0: default vectors; none: no early attention."""
+    early_rank: Annotated[int, Field(ge=0)] | Literal["auto"] | None = "auto"
+    """Rank of the stand-in for each expert in early attention; 0: default vectors; none: no early attention; auto: 32,
+    or 8 if the hidden size is above 1024."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -123,6 +124,8 @@ class Plan(Documented):
     options: TextOptions
     digest: str
     """SHA-256 over all token ids, documents and splits."""
+    early_rank: int | None = None
+    """Rank of the stand-in of early attention; None: no early attention."""
 
     def windows_of(self, documents: Sequence[PlannedDocument], split: str = ALL) -> list[Window]:
         """Return the windows of some documents in the order of the run, for one split or all."""

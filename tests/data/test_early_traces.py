@@ -22,6 +22,7 @@ from expertcast.data.collect import collect
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.online import OnlineTraces
 from expertcast.data.plan import make_plan
+from expertcast.data.stand_in import with_rank
 from expertcast.data.text import Document
 from expertcast.data.trace_writer import write_stand_in
 from expertcast.data.traces import TraceDataset, TraceSource
@@ -222,7 +223,8 @@ def test_layers_where_it_is_refused_are_noted_and_not_mixed(
 
 
 def test_a_layer_that_it_stops_at_ends_a_run(model: PreTrainedModel, parts: tuple[Any, Any]) -> None:
-    view, plan = find_moe_layers(model), make_plan(parts[1], parts[0], **SETTINGS)
+    view = find_moe_layers(model)
+    plan = with_rank(make_plan(parts[1], parts[0], **SETTINGS), view)
     early_attention, _ = try_early(model, view, plan)
     assert early_attention is not None
     early_run = EarlyRun(early_attention, StandIn(view.shape, 0), dict(early_attention.refused))

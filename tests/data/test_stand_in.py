@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,11 +23,12 @@ from expertcast.data.collect import collect
 from expertcast.data.experts import ResidentExperts
 from expertcast.data.means import MeanOutputs
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.plan import Window
-from expertcast.data.stand_in import PRIOR_TOKENS, KeptOutputs, fit_stand_in, largest
+from expertcast.data.plan import Plan, TextOptions, Window
+from expertcast.data.stand_in import PRIOR_TOKENS, KeptOutputs, fit_stand_in, largest, with_rank
 from expertcast.data.taps import RouterTaps
 from expertcast.data.text import Document
 from expertcast.predictors import ExpertcastError, MoEView
+from expertcast.predictors.view import ModelShape
 from tests.families.models import tiny_model
 
 SIZES = (24, 40, 31)
@@ -145,6 +147,16 @@ def test_the_model_is_left_as_it_was_and_odd_ranks_are_refused() -> None:
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     with pytest.raises(ExpertcastError, match="rank=33 "):
         fit_stand_in(model, view, windows(), rank=33)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "given", "rank"),
+    [(32, "auto", 8), (192, "auto", 32), (2048, "auto", 8), (2048, 32, 32), (32, None, None)],
+)
+def test_the_default_rank_is_chosen_by_width(hidden: int, given: Any, rank: int | None) -> None:
+    view = cast("MoEView", SimpleNamespace(shape=ModelShape(layers=2, experts=4, top_k=1, hidden=hidden)))
+    plan = Plan(documents=(), windows={}, options=TextOptions(early_rank=given), digest="")
+    assert with_rank(plan, view).early_rank == rank
 
 
 SETTINGS: dict[str, Any] = {"tokens": 600, "window": 32, "batch_size": 4, "early_rank": 2}

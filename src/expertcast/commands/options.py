@@ -286,7 +286,10 @@ PREDICTOR = Option(
 BANDWIDTH = Option(metavar="BYTES/S", read=bandwidth, help="a number, or pcie3, pcie4, pcie5 (12, 25, 50 GB/s)")
 COUNT = Option(metavar="N", read=positive)
 SEED = Option(metavar="N", read=seed)
-EARLY = Option(metavar="R|none", read=lambda text: None if text == "none" else not_negative_whole(text))
+EARLY = Option(
+    metavar="R|auto|none",
+    read=lambda text: {"auto": "auto", "none": None}[text] if text in ("auto", "none") else not_negative_whole(text),
+)
 MODEL_HELP = "local folder or hub id of a transformers model, or `reference` (the bundled model)"
 DATA_HELP = (
     "hub data set id, .parquet or .jsonl files with a column `text`, .txt files (split at blank lines into documents "
