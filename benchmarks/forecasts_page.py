@@ -12,6 +12,7 @@ S fixed sides, T turns, N ratios: the measured one, then those of bootstrap samp
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,8 @@ from benchmarks.results import markdown
 from expertcast.predictors.messages import Json
 
 ON_DEMAND, AUTO = "on_demand", "auto"
+UNTRAINED = (ON_DEMAND, "quasi_hidden", "early_attention")
+"""Sides whose forecasts need no training."""
 TURN = 11
 """Decode steps of a turn; the first one is left out. No multiple of 8: the governor of forecasts tries other kinds of
 steps after 8, 16, 32 ... steps, which would then all have cold caches."""
@@ -91,9 +94,10 @@ class Compared:
         chosen_NT = _with_samples(self._turns, np.random.default_rng(0))
         return Ratio.of(self.seconds[AUTO][chosen_NT].sum(axis=1) / self.seconds[name][chosen_NT].sum(axis=1))
 
-    def over_best(self) -> Ratio:
-        """Return the time of `auto` over that of the best fixed side, chosen on other turns."""
-        generator, fixed_ST = np.random.default_rng(0), np.stack([self.seconds[name] for name in self._fixed])
+    def over_best(self, names: Sequence[str] = ()) -> Ratio:
+        """Return the time of `auto` over that of the best of some fixed sides (default: all), chosen on other turns."""
+        fixed = [name for name in self._fixed if name in (names or self._fixed)]
+        generator, fixed_ST = np.random.default_rng(0), np.stack([self.seconds[name] for name in fixed])
         parts, ratios_N = np.unique(self._part), np.zeros(_SAMPLES + 1)
         for part in parts:
             choosing_NT = _with_samples(self._turns[self._part != part], generator)
@@ -119,8 +123,21 @@ def page(values: Json) -> str:
         run, shown = each.run, {name: f"{each.ms(name):.1f}" for name in names}
         shown[each.best] = f"**{shown[each.best]}**"
         setting = [f"{run['link']:g}", f"{run['capacity']:.0%}", str(run["batch"])]
-        ratios = [str(each.over(ON_DEMAND)), str(each.over_best())]
+        ratios = [str(each.over(ON_DEMAND)), str(each.over_best()), str(each.over_best(UNTRAINED))]
         rows.append([*setting, *shown.values(), f"{each.bound_ms:.1f}", *ratios])
-    head = ["link", "cached", "batch", *names, "bound", "auto / on demand", "auto / best fixed"]
+    head = [
+        "link",
+        "cached",
+        "batch",
+        *names,
+        "bound",
+        "auto / on demand",
+        "auto / best fixed",
+        "auto / best untrained",
+    ]
+    untrained = statistics.median(each.over_best(UNTRAINED).value for each in compared)
     differ = sum(not each.run["identical"] for each in compared)
-    return f"{markdown(head, rows)}\n\nTokens differ in {differ} of {len(compared)} settings."
+    return (
+        f"{markdown(head, rows)}\n\nMedian of auto / best untrained: {untrained:.3f}. "
+        f"Tokens differ in {differ} of {len(compared)} settings."
+    )

@@ -17,7 +17,7 @@ def test_settings_of_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFix
     out, checkpoints = tmp_path / "grid.json", tmp_path / "checkpoints"
     words = ["--allow-dirty", "--out", str(out), "--checkpoints", str(checkpoints), "--train-tokens", "4000"]
     words += ["--new-tokens", "22", "--prompt-tokens", "16", "--links", "2", "--batches", "1", "2"]
-    words += ["--repetitions", "2"]
+    words += ["--repetitions", "2", "--experts"]
     assert main([*words, "--capacities", "0.25"]) == 0
     kept = json.loads(out.read_text())["runs"]
     assert [run["batch"] for run in kept] == [1, 2]
@@ -27,7 +27,9 @@ def test_settings_of_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFix
         assert list(sides) == [ON_DEMAND, *FIXED, AUTO]
         assert all(len(side[name]) == 4 for side in sides.values() for name in ("seconds", "waited_s"))
         assert sides["estimator"]["hit_rate"] > sides[ON_DEMAND]["hit_rate"]
-    assert "| 2 | 25% | 1 |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| 2 | 25% | 1 |" in printed
+    assert "Median of auto / best untrained: " in printed
     assert main([*words, "--capacities", "0.25", "0"]) == 0
     runs = json.loads(out.read_text())["runs"]
     assert runs[:2] == kept
