@@ -16,12 +16,14 @@ from benchmarks.results import ResultFile, markdown, result_parser, spread, writ
 from expertcast.commands.predictors import ledger_of
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.messages import Json
-from expertcast.training.evaluation import VALIDATION_SHARE, evaluate
+from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit, forecast_seconds
 from expertcast.training.scoring import BATCH, FitOptions, Fitted
 
 UNTRAINED = ("router_input", "next_norm", "early_attention")
 TRAINED = ("linear", "estimator")
+VALIDATION_SHARE = 8
+"""Training tokens for each validation token, the ratio of the splits."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

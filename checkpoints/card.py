@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from expertcast.checkpoints.hub import HubName
-from expertcast.checkpoints.results import RECALL, layer_table, timely_metrics
+from expertcast.checkpoints.results import RECALL, layer_table
 from expertcast.predictors.messages import Json
 
 # Parts of the card; tables without rows are left out
@@ -33,7 +33,6 @@ def recall_part(name: str, metrics: Json) -> str:
     return replace(table, headings=["layer", *table.headings[1:]]).markdown(turned=True)
 
 
-BYTES = "timely_bytes"
 BUNDLED = "reference"
 """The bundled model, which has no repository."""
 BUNDLED_LICENSE = "apache-2.0"
@@ -120,8 +119,7 @@ def _metadata(config: Json, metrics: Json) -> ModelCardData:
 def _results(name: str, metrics: Json) -> list[EvalResult]:
     """Return the predictor's mean over layers for each metric."""
     data = metrics.get("data", {})
-    shown = [metric for metric in (RECALL, "exact_set", *timely_metrics(metrics)) if not metric.startswith(BYTES)]
-    found = {metric: (metrics.get(metric, {}).get(name) or {}).get("mean") for metric in shown}
+    found = {metric: (metrics.get(metric, {}).get(name) or {}).get("mean") for metric in (RECALL, "exact_set")}
     return [
         EvalResult(
             task_type="expert-prediction",

@@ -19,12 +19,9 @@ METRICS = {
     "recall_at_2k": "recall@2k",
     "weight_covered": "weight covered",
     "exact_set": "exact set",
-    "hard_match": "hard match",
-    "soft_match": "soft match",
-    "mismatch": "mismatch",
     "cosine": "cosine",
 }
-"""Metrics with one value per layer, and their headings; metrics of timely recall are named after their links."""
+"""Metrics with one value per layer, and their headings."""
 COSTS = {
     "parameters": "parameters",
     "bytes": "bytes",
@@ -97,12 +94,6 @@ def forms_of(evaluation: Json) -> list[tuple[str, str, list[str]]]:
     return [*forms, ("chained", CHAINED, apart)] if apart else forms
 
 
-def timely_metrics(evaluation: Json) -> dict[str, str]:
-    """Return the metrics of timely recall and their headings."""
-    names = [key for key in evaluation if key.startswith("timely") and not key.endswith(CHAINED)]
-    return {name: name.replace("_", " ") for name in names}
-
-
 def layer_table(evaluation: Json, metric: str = RECALL, names: Sequence[str] | None = None, caption: str = "") -> Table:
     """Build the table of a metric: predictors as rows; mean and target layers as columns; chance as the last row."""
     results = evaluation[metric]
@@ -117,44 +108,26 @@ def layer_tables(evaluation: Json) -> list[tuple[str, str, Table]]:
     """Build the table of every metric with one value per layer, with its heading and the form of its forecasts."""
     return [
         (heading, form, layer_table(evaluation, key + suffix, names, f"{heading} per layer, {form}"))
-        for key, heading in (METRICS | timely_metrics(evaluation)).items()
+        for key, heading in METRICS.items()
         for form, suffix, names in forms_of(evaluation)
         if key + suffix in evaluation
     ]
 
 
 def mean_tables(evaluation: Json) -> list[Table]:
-    """Build the tables of means over layers, for each form and for timely recall."""
+    """Build the tables of means over layers, for each form."""
     tables = []
     for form, suffix, names in forms_of(evaluation):
-        for what, group in ((form, METRICS), (f"{form}, in time", timely_metrics(evaluation))):
-            shown = {key: heading for key, heading in group.items() if key + suffix in evaluation}
-            rows = [[name, *(evaluation[key + suffix][name]["mean"] for key in shown)] for name in names]
-            chance = [["chance", *(evaluation["chance"].get(key) for key in shown)]] if group is METRICS else []
-            if shown:
-                headings = ["predictor", *shown.values()]
-                tables.append(Table(caption=f"mean over layers, {what}", headings=headings, rows=rows, last=chance))
+        shown = {key: heading for key, heading in METRICS.items() if key + suffix in evaluation}
+        rows = [[name, *(evaluation[key + suffix][name]["mean"] for key in shown)] for name in names]
+        chance = [["chance", *(evaluation["chance"].get(key) for key in shown)]]
+        headings = ["predictor", *shown.values()]
+        tables.append(Table(caption=f"mean over layers, {form}", headings=headings, rows=rows, last=chance))
     return tables
 
 
-LINK_LEGEND = (
-    "timely@R: share of needed experts that forecasts bring in time where K copies take R layers' time (timely_bytes: "
-    "of their bytes); ECE: calibration error, likely: of probabilities above 0.05"
-)
-"""Explains the columns of :func:`link_table`."""
-
-
-def link_table(evaluation: Json) -> Table:
-    """Build the table of timely recall for each link and of calibration errors, with one row per predictor.
-
-    Calibration errors cover all pairs and likely pairs, before and after calibration.
-    """
-    timely, errors = timely_metrics(evaluation), calibration_table(evaluation)
-    rows: list[list[Cell]] = []
-    for name, *values in errors.rows:
-        means = [cell(evaluation[metric][name]["mean"]) for metric in timely]
-        rows.append([name, *means, *(cell(value, errors.digits) for value in values)])
-    return Table(headings=["predictor", *timely, "ECE before", "ECE after", "likely before", "likely after"], rows=rows)
+CALIBRATION_LEGEND = "ECE: calibration error, likely: of probabilities above 0.05"
+"""Explains the columns of :func:`calibration_table`."""
 
 
 def calibration_table(evaluation: Json) -> Table:
@@ -163,7 +136,7 @@ def calibration_table(evaluation: Json) -> Table:
         [name, *(each[key] for key in ("ece", "ece_likely") for each in (result["before"], result))]
         for name, result in evaluation.get("calibration", {}).items()
     ]
-    headings = ["predictor", "before", "ECE", "likely, before", "ECE of likely"]
+    headings = ["predictor", "ECE before", "ECE after", "likely before", "likely after"]
     return Table(caption="calibration error", headings=headings, rows=rows, digits=4)
 
 

@@ -10,9 +10,8 @@ model's routing. Both forms use the recorded residual. The drift of the residual
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 import torch
@@ -21,34 +20,27 @@ from torch.nn import functional
 
 from expertcast.checkpoints.results import CHAINED, mean_tables
 from expertcast.data.batch import TraceBatch
-from expertcast.data.traces import TraceDataset, TraceSource
-from expertcast.predictors import PredictorConfig, predictor_class
+from expertcast.data.traces import TraceSource
+from expertcast.predictors import predictor_class
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.baselines import Frequency, PreviousToken
-from expertcast.predictors.estimator import EstimatorConfig
-from expertcast.predictors.linear import LinearConfig
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape, MoEView
-from expertcast.training.fit import fit, fit_counts
+from expertcast.training.fit import fit_counts
 from expertcast.training.metrics import (
     BUDGETS,
     Calibration,
     ExpertRecall,
     RankedRouting,
     RoutingMeans,
-    Windows,
     budget,
     chance_levels,
     compare,
     rank_routing,
-    ratio_windows,
 )
 from expertcast.training.scoring import BATCH, FitOptions, device_of, states_of
 
 # Results
-
-Curve = Mapping[str, Mapping[str, float]]
-"""By predictor: recall by number of training tokens (a number, or a string after JSON)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +111,6 @@ def evaluate(
     *,
     ahead: int = 1,
     chained: bool = True,
-    windows: Mapping[str, Windows] | None = None,
 ) -> Evaluation:
     """Evaluate predictors on the same tokens.
 
@@ -129,8 +120,6 @@ def evaluate(
         view: the model's MoE layers.
         ahead: distance in layers from the state to the forecast routing.
         chained: whether to score chained forecasts too, under `*_chained` (every metric except the cosine).
-        windows: links of timely recall by predictor, as the number of expert copies between a forecast and its layer.
-            Default: links that take 1, 2 and 5 times a layer's computation to copy K experts.
 
     Returns:
         For each metric and predictor, `mean` and `per_layer` over the target layers `ahead`..L-1 (listed in
@@ -150,15 +139,10 @@ def evaluate(
     """
     _check(predictors, view, ahead)
     previous = any(predictor.uses_previous_token for predictor in predictors.values())
-    links = windows or dict.fromkeys(predictors, ratio_windows(view.shape.top_k))
-    if missing := predictors.keys() - links.keys():
-        raise ExpertcastError(f"windows have no entry for {', '.join(sorted(missing))}: give one for each predictor")
-    plain = {name: _Score(view, ahead, links[name]) for name in predictors}
+    plain = {name: _Score(view, ahead) for name in predictors}
     # chained early attention would need the model: traces have it for the model's own routing only
     followed = {name: each for name, each in predictors.items() if chained and not each.uses_early}
-    chains = {
-        name: _Score(view, ahead, links[name]) if each.reads_routing else plain[name] for name, each in followed.items()
-    }
+    chains = {name: _Score(view, ahead) if each.reads_routing else plain[name] for name, each in followed.items()}
     with torch.no_grad():
         for states in _states(batches, view, previous):
             truths = [rank_routing(state) for state in states]
@@ -174,10 +158,10 @@ def evaluate(
 class _Score:
     """Metrics of one predictor in one form (teacher-forced or chained)."""
 
-    def __init__(self, view: MoEView, ahead: int, windows: Windows) -> None:
+    def __init__(self, view: MoEView, ahead: int) -> None:
         shape, layers = view.shape, view.shape.layers - ahead
         device = device_of(view)
-        self.means = RoutingMeans(shape, layers, windows, device)
+        self.means = RoutingMeans(shape, layers, device)
         self.calibration = Calibration(layers).to(device)
         self.before = Calibration(layers, calibrated=False).to(device)
         self.experts = ExpertRecall(layers, shape.experts).to(device)
@@ -268,65 +252,6 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
         "layers": shape.layers,
         "budgets": {name: budget(factor, shape) for name, factor in BUDGETS.items()},
     }
-
-
-# Learning curve: recall by number of training tokens (Madan et al., Speculating Experts, 2026, figure 9)
-
-PAPER = "estimator (paper's form)"
-VALIDATION_SHARE = 8
-"""A learning-curve point with N training tokens chooses on N / 8 validation tokens, the ratio of the splits."""
-
-
-def learning_curve(
-    traces: TraceDataset,
-    counts: Sequence[int],
-    *,
-    ahead: int = 1,
-    say: Callable[[str], None] = lambda _: None,
-    save: Callable[[Curve], None] = lambda _: None,
-) -> Curve:
-    """Fit `linear` and both forms of `estimator` on growing numbers of tokens and evaluate them on the test split.
-
-    Default vectors and the stand-in of early attention are those of the whole train split at every point, since traces
-    do not hold the experts' outputs: the curve is of the maps and networks alone.
-
-    Args:
-        traces: traces with all splits.
-        counts: numbers of training tokens.
-        ahead: distance in layers.
-        say: prints the number of fits and each result.
-        save: keeps the results so far, after each fit.
-
-    Returns:
-        Mean recall@k as `{form: {str(tokens): recall}}`.
-
-    Raises:
-        ExpertcastError: a count is below 1 or above the tokens of the train split.
-    """
-    available = traces.token_count("train")
-    for count in counts:
-        if not 1 <= count <= available:
-            raise ExpertcastError(
-                f"learning curve at {count} tokens: the train split has {available}; use 1 to {available}, or collect "
-                "more tokens"
-            )
-    forms: dict[str, tuple[str, PredictorConfig]] = {
-        "linear": ("linear", LinearConfig(ahead=(ahead,))),
-        "estimator": ("estimator", EstimatorConfig(ahead=(ahead,))),
-        PAPER: ("estimator", EstimatorConfig(ahead=(ahead,), form="paper")),
-    }
-    curve: dict[str, dict[str, float]] = {form: {} for form in forms}
-    fits = list(product(counts, forms))
-    say(f"learning curve: {len(fits)} fits")
-    for number, (count, form) in enumerate(fits, start=1):
-        options = FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE))
-        name, config = forms[form]
-        predictor = fit(name, traces, config=config, options=options).predictor
-        evaluation = evaluate({form: predictor}, traces.batches("test", BATCH), traces.view, ahead=ahead, chained=False)
-        curve[form][str(count)] = recall = evaluation.recall(form)
-        save(curve)
-        say(f"{number} of {len(fits)}: {form} at {count:,} tokens has recall {recall:.4f}")
-    return curve
 
 
 # Baselines in a checkpoint's metrics and card: recall of forecasts without training

@@ -5,20 +5,15 @@ Inputs are the dictionaries of `Evaluation.as_dict()` and of the quality harness
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import matplotlib
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from expertcast.checkpoints.results import CHAINED, chained_apart
 from expertcast.predictors.messages import Json
-from expertcast.training.evaluation import Curve
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish. A predictor has the same colour and marker in
 # every figure.
@@ -92,36 +87,6 @@ def floor(values: Iterable[float | None]) -> float:
     return max(0.0, math.floor(20 * (min(known, default=0.0) - 0.02)) / 20)
 
 
-def short(number: float) -> str:
-    """Format 20000 as 20k and 1500000 as 1.5M."""
-    for size, suffix in ((1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{suffix}"
-    return f"{number:.3g}"
-
-
-# Inline SVG
-
-_LEAST_WIDTH = 0.75
-"""Minimum width on a narrow screen, as a share of the figure's own width, so that text stays legible."""
-
-
-def inline_svg(figure: Figure, description: str) -> Markup:
-    """Return the figure as an `img` element that holds its SVG.
-
-    Args:
-        figure: figure to convert.
-        description: text for screen readers.
-    """
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    data = base64.b64encode(buffer.getvalue()).decode()
-    width = 72 * figure.get_figwidth()
-    size = f"width: {width:.0f}pt; max-width: 100%; min-width: {width * _LEAST_WIDTH:.0f}pt"
-    return Markup('<img alt="{}" style="{}" src="data:image/svg+xml;base64,{}">').format(description, size, data)
-
-
 LABELS = {"recall_at_k": "recall@k", "weight_covered": "router weight covered"}
 
 
@@ -164,23 +129,6 @@ def _lowest(panels: Json, names: Iterable[str], level: float | None = None) -> f
     """Return the lower axis limit for some predictors over all panels and the chance level, if any."""
     scored = [result[name]["per_layer"] for result in panels.values() for name in names if name in result]
     return floor([level, *(value for layers in scored for value in layers)])
-
-
-def learning_curve(curve: Curve) -> Figure:
-    """Plot mean recall@k by number of training tokens (Madan et al., Speculating Experts, 2026, figure 9)."""
-    figure = Figure(figsize=(6.6, 4.4), layout="constrained")
-    axis = figure.subplots()
-    series = {
-        name: sorted((float(tokens), recall) for tokens, recall in points.items()) for name, points in curve.items()
-    }
-    axis.set_xscale("log")
-    named_lines(axis, series, floor(y for points in series.values() for _, y in points))
-    ticks = sorted({tokens for points in series.values() for tokens, _ in points})
-    axis.set_xticks(ticks, [short(tick) for tick in ticks])
-    axis.minorticks_off()
-    axis.set(title="Recall by training tokens", xlabel="training tokens (log scale)", ylabel="mean recall@k")
-    legend(figure)
-    return figure
 
 
 def expert_recall(values: Json, name: str) -> Figure:

@@ -7,7 +7,7 @@ parts of the data can be added.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,6 @@ from torch.nn import functional
 from torchmetrics import Metric
 
 from expertcast.predictors.base import Forecast, LogOdds, RouterState, inclusion_probability
-from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, overfetched
 
 # Comparison of a forecast with the true routing, computed once per layer for all metrics; M misses
@@ -352,21 +351,6 @@ def exact_set(comparison: RoutingComparison) -> Tensor:
     return comparison.hit_TK.all(dim=1)
 
 
-def hard_match(comparison: RoutingComparison) -> Tensor:
-    """Return whether the K forecast experts equal the true ones, in the same order of weights."""
-    return comparison.aligned_TK.all(dim=1)
-
-
-def soft_match(comparison: RoutingComparison) -> Tensor:
-    """Return whether the K forecast experts equal the true ones, in another order of weights."""
-    return exact_set(comparison) & ~hard_match(comparison)
-
-
-def mismatch(comparison: RoutingComparison) -> Tensor:
-    """Return whether at least one forecast expert is wrong."""
-    return ~exact_set(comparison)
-
-
 def weight_covered(comparison: RoutingComparison) -> Tensor:
     """Return the share of the true combine weight on the K forecast experts."""
     weights_TK = comparison.truth.weights_TK
@@ -383,14 +367,11 @@ def cosine(comparison: RoutingComparison) -> Tensor | None:
     return comparison.cosine_T
 
 
-def routing_scores(shape: ModelShape, windows: Windows) -> dict[str, Score]:
-    """Return the scores of an evaluation by name, with both forms of timely recall for each window."""
+def routing_scores(shape: ModelShape) -> dict[str, Score]:
+    """Return the scores of an evaluation by name."""
     scores: dict[str, Score] = {name: recall_at(budget(factor, shape)) for name, factor in BUDGETS.items()}
-    for score in (exact_set, hard_match, soft_match, mismatch, weight_covered, rank_alignment, cosine):
+    for score in (exact_set, weight_covered, rank_alignment, cosine):
         scores[score.__name__] = score
-    for name, copies in windows.items():
-        scores[TIMELY + name] = timely_recall(copies)
-        scores[TIMELY_BYTES + name] = timely_recall(copies, whole=False)
     return scores
 
 
@@ -405,9 +386,8 @@ class ScoreMean(TokenMean):
 class RoutingMeans:
     """Means over tokens of all routing scores, by name and target layer."""
 
-    def __init__(self, shape: ModelShape, layers: int, windows: Windows, device: torch.device | str = "cpu") -> None:
-
-        self._scores = routing_scores(shape, windows)
+    def __init__(self, shape: ModelShape, layers: int, device: torch.device | str = "cpu") -> None:
+        self._scores = routing_scores(shape)
         widths = {name: shape.top_k if name == RANK_ALIGNMENT else 1 for name in self._scores}
         self._means = {name: ScoreMean(layers, width).to(device) for name, width in widths.items()}
 
@@ -430,76 +410,9 @@ class RoutingMeans:
 
 def chance_levels(shape: ModelShape) -> dict[str, float]:
     """Return the expected scores of K random experts, by metric."""
-    exact = 1.0 / math.comb(shape.experts, shape.top_k)
-    hard = exact / math.factorial(shape.top_k)
     levels = {name: budget(factor, shape) / shape.experts for name, factor in BUDGETS.items()}
     return levels | {
-        "exact_set": exact,
-        "hard_match": hard,
-        "soft_match": exact - hard,
-        "mismatch": 1.0 - exact,
+        "exact_set": 1.0 / math.comb(shape.experts, shape.top_k),
         "weight_covered": shape.top_k / shape.experts,
         "rank_alignment": 1.0 / shape.experts,
     }
-
-
-# Timely recall: the share of experts that arrive in time over a link, in closed form.
-#
-# Model of a decode step without a cache: after layer l's router, the K forecast experts of layer l + 1 are copied one
-# by one, largest weight first, behind the copies that layer l still needs. Layer l waits for its own copies before it
-# computes, so the link serves the forecast exactly during one layer's computation. In that window, (layer time -
-# forecast time) / (copy time) copies complete. The simulator's link gives the same counts
-# (`tests/runtime/simulation/test_simulator.py`).
-
-RATIOS = (1.0, 2.0, 5.0)
-"""Default links: time to copy a token's K experts, as a multiple of a layer's computation time."""
-TIMELY, TIMELY_BYTES = "timely@", "timely_bytes@"
-_ROUNDING = 1e-9
-
-Windows = Mapping[str, float]
-"""By link: number of copies between a forecast and its layer."""
-
-
-def copies_in_time(layer_s: float, copy_s: float, forecast_s: float = 0.0) -> float:
-    """Return the number of copies between a forecast and its layer, including a fraction for the last one.
-
-    Args:
-        layer_s: seconds of a layer's computation.
-        copy_s: seconds to copy one expert.
-        forecast_s: seconds of the forecast itself.
-
-    Raises:
-        ExpertcastError: `layer_s` or `copy_s` is not positive, or `forecast_s` is negative.
-    """
-    if not (layer_s > 0 and copy_s > 0 and forecast_s >= 0):
-        raise ExpertcastError(
-            f"layer time {layer_s:g} s, copy {copy_s:g} s, forecast {forecast_s:g} s: must be positive"
-        )
-    return max(0.0, layer_s - forecast_s) / copy_s
-
-
-def ratio_windows(top_k: int, forecast_share: float = 0.0) -> dict[str, float]:
-    """Return the windows of the default links (`RATIOS`) for K experts per token.
-
-    `forecast_share` is the time of a forecast, in units of a layer's computation.
-    """
-    return {f"R{ratio:g}": copies_in_time(1.0, ratio / top_k, forecast_share) for ratio in RATIOS}
-
-
-def timely_recall(copies: float, *, whole: bool = True) -> Score:
-    """Return the score: share of a token's true experts that arrive before their layer's router runs.
-
-    Wrong forecast experts occupy the link too.
-
-    Args:
-        copies: number of copies in the window.
-        whole: count complete experts only; otherwise a partial copy counts by its share of bytes.
-    """
-
-    def score(comparison: RoutingComparison) -> Tensor:
-        arrived_TK = (copies + _ROUNDING - comparison.place_TK.float()).clamp(0, 1)
-        if whole:
-            arrived_TK = arrived_TK.floor()
-        return (arrived_TK * comparison.hit_TK).mean(dim=1)
-
-    return score

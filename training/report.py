@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import count, groupby
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib
@@ -22,7 +23,6 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from pydantic import JsonValue
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
 from expertcast.checkpoints.provenance import provenance
@@ -47,8 +47,6 @@ from expertcast.predictors.artefacts import PARTIAL, read_json, write_atomically
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.training import figures
-from expertcast.training.evaluation import Curve
-from expertcast.training.figures import inline_svg
 from expertcast.training.metrics import compare, rank_routing
 from expertcast.training.scoring import BATCH, Fitted, states_of
 
@@ -267,14 +265,6 @@ def distance_tables(evaluation: Json) -> list[Table]:
     return [table] if len(scored) > 1 else []
 
 
-def curve_table(curve: Curve) -> Table:
-    """Build the table of the learning curve."""
-    known = {name: {int(tokens): recall for tokens, recall in points.items()} for name, points in curve.items()}
-    sizes = sorted({tokens for points in known.values() for tokens in points})
-    rows = [[name, *(points.get(size) for size in sizes)] for name, points in known.items()]
-    return Table(caption="recall@k by training tokens", headings=["predictor", *map(cell, sizes)], rows=rows)
-
-
 def quality_tables(quality: Json) -> Json:
     """Build the tables of output quality of each run, overall and by domain."""
     runs = quality.get("runs", {})
@@ -386,9 +376,9 @@ PAGE = "index.html"
 DATA = "report.json"
 FORMAT = "expertcast-report-1"
 RECALL, RANKS, CALIBRATION = "recall.png", "rank_alignment.png", "calibration.png"
-COVERED, CURVE, QUALITY, EXPERTS = "weight_covered.png", "learning_curve.png", "quality.png", "experts.png"
-FILES = (PAGE, DATA, RECALL, COVERED, EXPERTS, RANKS, CALIBRATION, CURVE, QUALITY)
-DPI = 110
+COVERED, QUALITY, EXPERTS = "weight_covered.png", "quality.png", "experts.png"
+FILES = (PAGE, DATA, RECALL, COVERED, EXPERTS, RANKS, CALIBRATION, QUALITY)
+DPI = 150
 
 
 def write_report(
@@ -396,7 +386,6 @@ def write_report(
     evaluation: Json,
     *,
     chosen: str,
-    learning_curve: Curve | None = None,
     quality: Json | None = None,
     examples: Json | None = None,
     title: str = "expertcast evaluation",
@@ -410,16 +399,14 @@ def write_report(
         experts.png           recall and use of every expert
         rank_alignment.png    same expert at the same rank, per layer and rank
         calibration.png       reliability of the forecast probabilities
-        learning_curve.png    recall by training tokens (optional)
         quality.png           output quality of each way to run (optional)
-        report.json           the numbers: evaluation, chosen, learning_curve, quality, examples, provenance
+        report.json           the numbers: evaluation, chosen, quality, examples, provenance
 
     Args:
         folder: destination, created if missing.
         evaluation: `Evaluation.as_dict()`; other keys are kept in report.json.
         chosen: predictor with the highest recall@k on validation; the page marks this one, not the best on the test
             split.
-        learning_curve: mean recall@k by predictor and number of training tokens.
         quality: result of the quality harness.
         examples: result of :func:`example_text`.
         title: heading of the page.
@@ -433,26 +420,23 @@ def write_report(
     """
     folder = Path(folder)
     _check(folder)
-    drawn = figures_of(evaluation, chosen, learning_curve, quality)
+    drawn = figures_of(evaluation, chosen, quality)
     data = {
         "format": FORMAT,
         "title": title,
         "provenance": {"date": now(), **running_provenance()} if provenance is None else dict(provenance),
         "evaluation": dict(evaluation),
         "chosen": chosen,
-        "learning_curve": learning_curve,
         "quality": quality,
         "examples": examples,
     }
-    files = {DATA: _text(data).encode()} | {name: _png(figure) for name, figure in drawn.items()}
-    files[PAGE] = page(data, drawn).encode()
+    pictures = {name: _png(figure) for name, figure in drawn.items()}
+    files = {DATA: _text(data).encode(), **pictures, PAGE: page(data, pictures).encode()}
     _write(folder, files)
     return folder / PAGE
 
 
-def figures_of(
-    evaluation: Json, chosen: str, learning_curve: Curve | None = None, quality: Json | None = None
-) -> dict[str, Figure]:
+def figures_of(evaluation: Json, chosen: str, quality: Json | None = None) -> dict[str, Figure]:
     """Draw the report's figures, by file name; `chosen` is the predictor of the figure of experts."""
     drawn = {
         RECALL: figures.recall_by_layer(evaluation),
@@ -462,8 +446,6 @@ def figures_of(
     }
     if "per_expert" in evaluation:
         drawn[EXPERTS] = figures.expert_recall(evaluation, chosen)
-    if learning_curve:
-        drawn[CURVE] = figures.learning_curve(learning_curve)
     if quality:
         drawn[QUALITY] = figures.quality_bars(quality)
     return drawn
@@ -472,7 +454,6 @@ def figures_of(
 def _png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
-    figure.set_layout_engine("none")  # keep the layout for the page's SVG
     return buffer.getvalue()
 
 
@@ -509,8 +490,8 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def page(data: Json, drawn: Mapping[str, Figure]) -> str:
-    """Render the page from the contents of report.json and the figures by file name."""
+def page(data: Json, pictures: Mapping[str, bytes]) -> str:
+    """Render the page from the contents of report.json and the PNGs by file name."""
     here = Path(__file__).parent
     environment = Environment(
         loader=FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
@@ -518,13 +499,12 @@ def page(data: Json, drawn: Mapping[str, Figure]) -> str:
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     evaluation = data["evaluation"]
     shown = routing_tables(evaluation) | quality_tables(data["quality"] or {})
-    shown |= {"curve": curve_table(data["learning_curve"] or {}), "chained_words": chained_words(evaluation)}
-    shown |= views(evaluation, data["examples"], data["chosen"])
+    shown |= {"chained_words": chained_words(evaluation), **views(evaluation, data["examples"], data["chosen"])}
     environment.globals |= {
         "band_class": band_class,
         "cell": cell,
         "short_cell": short_cell,
-        "picture": lambda name, description: inline_svg(drawn[name], description),
+        "pictures": {name: base64.b64encode(data).decode() for name, data in pictures.items()},
         "script": Markup((here / "report.js").read_text()),
     }
     return environment.get_template("report.html").render(**data, **shown)
@@ -533,24 +513,3 @@ def page(data: Json, drawn: Mapping[str, Figure]) -> str:
 def short_cell(value: Cell) -> str:
     """Format a share with three decimals and no leading zero."""
     return cell(value).removeprefix("0") if isinstance(value, float) else cell(value)
-
-
-# TensorBoard: the evaluation's figures
-
-
-def log_evaluation(folder: Path, name: str, evaluation: Json) -> Path:
-    """Add an evaluation's figures to TensorBoard's logs as a separate run.
-
-    Args:
-        folder: folder of the logs.
-        name: predictor in `evaluation`.
-        evaluation: `Evaluation.as_dict()`.
-
-    Returns:
-        Folder of the run, `evaluation/NAME_N` with the first free N.
-    """
-    run = next(path for number in count() if not (path := folder / "evaluation" / f"{name}_{number}").exists())
-    with SummaryWriter(str(run)) as writer:
-        for file_name, figure in figures_of(evaluation, name).items():
-            writer.add_figure(Path(file_name).stem, figure)
-    return run

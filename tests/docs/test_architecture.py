@@ -181,8 +181,8 @@ def test_a_metric(
     made = module("heaviest_found", code)
     listed = metrics.routing_scores
 
-    def routing_scores(shape: Any, windows: Any) -> Any:
-        scores = listed(shape, windows)
+    def routing_scores(shape: Any) -> Any:
+        scores = listed(shape)
         exec(line, {**vars(made), "scores": scores})
         return scores
 

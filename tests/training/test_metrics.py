@@ -51,7 +51,7 @@ def comparison_of(forecast: Forecast, truth: Forecast) -> RoutingComparison:
 
 def scored(shape: ModelShape, *pairs: Forecast) -> dict[str, Tensor]:
     """Mean scores of forecasts and truths, given in turn, as batches of one layer."""
-    means = RoutingMeans(shape, 1, {})
+    means = RoutingMeans(shape, 1)
     for forecast, truth in zip(pairs[::2], pairs[1::2], strict=True):
         means.update(0, comparison_of(forecast, truth))
     return means.per_layer()
@@ -81,9 +81,6 @@ def reference_scores(forecast: Forecast, truth: Forecast, shape: ModelShape) -> 
         }
         row |= {
             "exact_set": [float(same)],
-            "hard_match": [float(predicted == true)],
-            "soft_match": [float(same and predicted != true)],
-            "mismatch": [float(not same)],
             "weight_covered": [sum(w for e, w in weights.items() if e in predicted) / sum(weights.values())],
             "rank_alignment": [float(p == t) for p, t in zip(predicted, true, strict=True)],
         }
@@ -132,7 +129,7 @@ def test_ties_in_weight_go_to_the_higher_logit() -> None:
 def test_layers_are_kept_apart() -> None:
     shape = ModelShape(layers=4, experts=8, top_k=2, hidden=4)
     truth = random_routing(0, 20, shape)
-    means = RoutingMeans(shape, 3, {})
+    means = RoutingMeans(shape, 3)
     means.update(0, comparison_of(truth, truth))
     means.update(2, comparison_of(near(truth, 1, 2.0), truth))
     first, second, third = means.per_layer()["recall_at_k"].tolist()
@@ -164,7 +161,7 @@ def test_batches_add_up_to_the_whole() -> None:
 def test_cosine_is_the_mean_over_tokens_and_absent_without_an_input() -> None:
     shape = ModelShape(layers=3, experts=8, top_k=2, hidden=4)
     truth = random_routing(0, 3, shape)
-    means = RoutingMeans(shape, 2, {})
+    means = RoutingMeans(shape, 2)
     cosine_T = torch.tensor([1.0, 0.0, -0.4])
     means.update(0, compare(truth, rank_routing(truth), cosine_T=cosine_T))
     means.update(1, compare(truth, rank_routing(truth)))

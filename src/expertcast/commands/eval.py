@@ -4,7 +4,7 @@ executing the forecasts costs a model."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from typing import Annotated
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.results import ledger_table
 from expertcast.commands.options import PREDICTOR, Count, Form, OffloadedOptions, Option, read_by
-from expertcast.commands.output import Outcome, folder, new_file, say, show, write_json
+from expertcast.commands.output import Outcome, folder, new_file, show, write_json
 from expertcast.commands.predictors import (
     LinkOptions,
     QualityOptions,
@@ -31,11 +31,8 @@ from expertcast.commands.predictors import (
 )
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import MoEView
-from expertcast.predictors.messages import Json, aligned
-from expertcast.training.evaluation import Curve, learning_curve
+from expertcast.predictors.messages import Json
 from expertcast.training.fit import forecast_seconds
-from expertcast.training.metrics import Windows, copies_in_time, ratio_windows
 from expertcast.training.report import example_text, report_sources, write_report
 from expertcast.training.scoring import Fitted
 from expertcast.training.unseen import unseen_traces
@@ -56,10 +53,8 @@ class Options(OffloadedOptions, QualityOptions, LinkOptions):
     """Distances in layers between a forecast and its target; each is scored."""
     report: Annotated[Path | None, Option(metavar="DIR", read=folder)] = None
     """Write a report to this folder: one HTML page, PNGs and JSON."""
-    curve: tuple[Count, ...] = ()
-    """Also print a learning curve at these numbers of tokens."""
     json: Annotated[Path | None, Option(metavar="PATH", read=new_file)] = None
-    """Also write the results to this file, with --curve after each fit."""
+    """Also write the results to this file."""
 
     @property
     def form(self) -> Form:
@@ -86,8 +81,7 @@ def run(options: Options) -> Outcome:
     result: Json = {"split": split, "left_out": left_out.as_dict(), "ledger": ledger}
     if options.model or options.report:
         chosen = best_on_validation(predictors, traces, ahead[0])
-    windows = {name: _windows(options, traces.view, ledger[name]) for name in predictors}
-    found, table = scores_ahead(predictors, unseen, split, ahead, windows)
+    found, table = scores_ahead(predictors, unseen, split, ahead)
     result |= found
     tables = [table]
     result["waiting"] = waiting(options, ways, forecast_s, unseen, split, ahead[0])
@@ -96,17 +90,13 @@ def run(options: Options) -> Outcome:
     tables.append(ledger_table(ledger).text())
     scored = f"scored on split {split!r}, {result['tokens']} tokens"
     tables.append("; ".join(filter(None, (scored, str(left_out)))))
-    if options.model or options.curve or options.report:
+    if options.model or options.report:
         show("\n\n".join(tables) + "\n")  # if a later part fails, these are not lost
         tables.clear()
         _save(options, result)
     if options.model:
         result["quality"] = forecast_quality(options, options.model, predictors, ahead[0], traces, chosen, texts)
         tables.append(quality_table(result["quality"]))
-    if options.curve:
-        save: Callable[[Curve], None] = lambda curve: _save(options, {**result, "learning_curve": curve})  # noqa: E731
-        result["learning_curve"] = learning_curve(traces, options.curve, ahead=ahead[0], say=say, save=save)
-        tables.append(curve_table(result["learning_curve"]))
     if options.report:
         tables.append(f"wrote {_write_report(options.report, result, unseen, fitted, chosen[0])}")
     return {**result, **provenance()}, "\n\n".join(tables)
@@ -118,34 +108,12 @@ def _save(options: Options, result: Json) -> None:
         write_json(options.json, {**result, **provenance()})
 
 
-def _windows(options: Options, view: MoEView, costs: Json) -> Windows:
-    """Return the links of timely recall for a predictor with these costs (:func:`ledger_entry`)."""
-    top_k, layer_s, forecast_s = view.shape.top_k, options.layer_time, (costs["forecast_ms"] or 0.0) / 1e3
-    if layer_s is None:
-        return ratio_windows(top_k)
-    if options.bandwidth is None:
-        return ratio_windows(top_k, forecast_share=forecast_s / layer_s)
-    from expertcast.runtime.storage.layout import BlockLayout
-
-    copy_s = (options.expert_bytes or BlockLayout.of(view).block_bytes) / options.bandwidth
-    return {"link": copies_in_time(layer_s, copy_s, forecast_s)}
-
-
-def curve_table(curve: Curve) -> str:
-    """Return a table with a row per predictor and a column per number of training tokens."""
-    counts = list(next(iter(curve.values())))
-    rows = [("recall@k at tokens", *counts)]
-    rows += [(form, *(f"{values[count]:.3f}" for count in counts)) for form, values in curve.items()]
-    return aligned(rows)
-
-
 def _write_report(out: Path, result: Json, traces: TraceDataset, fitted: Mapping[str, Fitted], chosen: str) -> Path:
     predictors = {name: fitted[name].predictor for name in result["recall_at_k"]}
     return write_report(
         out,
         result,
         chosen=chosen,
-        learning_curve=result.get("learning_curve"),
         quality=result.get("quality"),
         examples=example_text(predictors, traces, result["split"], ahead=result["ahead"]),
         title=f"Forecasts for {traces.view.model_id}",

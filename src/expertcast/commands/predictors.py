@@ -15,7 +15,7 @@ from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name
 from expertcast.checkpoints.hub import HubName
-from expertcast.checkpoints.results import LINK_LEGEND, Table, layer_table, link_table
+from expertcast.checkpoints.results import CALIBRATION_LEGEND, Table, calibration_table, layer_table
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import BANDWIDTH, COUNT, Count, Data, ModelOptions, Option, StoredOptions, TextColumn
 from expertcast.commands.output import say
@@ -38,7 +38,7 @@ from expertcast.predictors.messages import Json, aligned
 from expertcast.predictors.options import parse_settings
 from expertcast.training.evaluation import evaluate, ledger_entry
 from expertcast.training.fit import fit_many
-from expertcast.training.metrics import Recall, Windows
+from expertcast.training.metrics import Recall
 from expertcast.training.scoring import (
     NO_VALIDATION,
     FitOptions,
@@ -392,7 +392,6 @@ def scores_ahead(
     source: TraceSource,
     split: str,
     ahead: Sequence[int],
-    windows: Mapping[str, Windows] | None = None,
 ) -> tuple[Json, str]:
     """Score predictors at each distance, all on the same tokens.
 
@@ -401,7 +400,6 @@ def scores_ahead(
         source: tokens to score on.
         split: the split of the source.
         ahead: distances in layers, the shortest first.
-        windows: as for :func:`evaluate`.
 
     Returns:
         The result at the shortest distance, with those at other distances in `further`, by distance; and tables.
@@ -413,11 +411,11 @@ def scores_ahead(
     tables = []
     for distance in ahead:
         batches = scored_batches(source, split)
-        evaluation = evaluate(predictors, batches, source.view, ahead=distance, windows=windows)
+        evaluation = evaluate(predictors, batches, source.view, ahead=distance)
         if len(ahead) > 1:
             tables.append(f"{distance} layer{'s' * (distance > 1)} ahead")
         shown = evaluation.as_dict()
-        tables += [layer_table(shown).text(), f"{link_table(shown).text()}\n{LINK_LEGEND}"]
+        tables += [layer_table(shown).text(), f"{calibration_table(shown).text()}\n{CALIBRATION_LEGEND}"]
         if result:
             result.setdefault("further", {})[str(distance)] = shown
         else:
@@ -446,11 +444,10 @@ class LinkOptions:
     """Options of the link over which experts are copied."""
 
     bandwidth: Annotated[float | None, BANDWIDTH] = None
-    """Link speed in bytes per second, with --layer-time, for timely recall and the time per token (default: K copies
-    take 1, 2 and 5 layers' time for timely recall, one layer's time for the time per token)."""
+    """Link speed in bytes per second, with --layer-time, for the time per token (default: K copies take one layer's
+    time)."""
     layer_time: Annotated[float | None, Option(metavar="S", read=positive_number)] = None
-    """Seconds of computing per layer; a forecast's time then counts in timely recall (default: 1 ms for the time per
-    token)."""
+    """Seconds of computing per layer, for the time per token (default: 1 ms)."""
     expert_bytes: Count | None = None
     """Bytes of one expert, with --bandwidth (default: as in the model)."""
 

@@ -51,7 +51,6 @@ from expertcast.predictors.options import settable
 from expertcast.training.evaluation import baseline_recall
 from expertcast.training.fit import fit, fit_early_attention, forecast_seconds
 from expertcast.training.loop import forget, resume_folder
-from expertcast.training.report import log_evaluation
 from expertcast.training.scoring import FitOptions, device_of
 
 _FIT = Fields(tokens=COUNT, seed=SEED, log_folder=Option(flag="--log", metavar="DIR", read=Path))
@@ -142,8 +141,6 @@ def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
     if training_share().rank == 0:
         save_predictor(predictor, options.out, view=source.view, metrics=metrics, training=fitted.report)
         forget(options.out)
-        if options.fit.log_folder and "recall_at_k" in metrics:
-            log_evaluation(options.fit.log_folder, name, metrics)
     times = _use(options, predictor.name, waiting(options, ways, forecast_s, source, "test", ahead))
     scored = f"scored on split {metrics['split']!r}, {metrics['tokens']} tokens"
     fitted_in = f"fitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
