@@ -50,6 +50,9 @@ COMMANDS: dict[str, Command] = {
     "generate Q4_0, 2 GB": Command(memory=2 * _GB, line=f"{_GENERATE} 16"),
     "collect Q4_0, 8 GB": Command(memory=8 * _GB, line=_COLLECT),
     "train, 8 GB": Command(memory=8 * _GB, line="train {folder}/traces --predictor linear --out {folder}/trained"),
+    "train estimator, 8 GB": Command(
+        memory=8 * _GB, line="train {folder}/traces --predictor estimator --out {folder}/estimator"
+    ),
     "eval, 8 GB": Command(memory=8 * _GB, line="eval {folder}/traces --predictor linear={folder}/trained"),
     "generate with the predictor, 8 GB": Command(
         memory=8 * _GB, line=f"{_GENERATE} 256 --predictor {{folder}}/trained"

@@ -112,8 +112,6 @@ class Hints:
 
     def __init__(self, maps: Maps, norm: tuple[Tensor, Tensor], target: int) -> None:
         self._maps, self._target = maps, target
-        self.short = maps.then is None
-        """Whether there are so few operations that a traced program is no faster."""
         self._scale_D, self._floor = norm
         self._root = math.sqrt(len(self._scale_D))  # normed inputs have mean square 1, as the others have roughly
         scale_D1 = self._scale_D[:, None] / self._root

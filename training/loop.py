@@ -128,23 +128,6 @@ class SealedCheckpoints(CheckpointIO):  # type: ignore[misc]
         Path(path).unlink(missing_ok=True)
 
 
-def logger_of(folder: Path | None, name: str, state: Json | None) -> TensorBoardLogger | None:
-    """Create the TensorBoard logger of a training; None without a folder.
-
-    Args:
-        folder: folder of all logs.
-        name: name of the training.
-        state: training state to resume from. If it logged to this folder, logging continues there and TensorBoard
-            discards later events; otherwise a new version begins.
-    """
-    if folder is None:
-        return None
-    logs = Path("" if state is None else state["logs"])
-    if state is None or logs.parent != Path(os.path.abspath(folder / name)):
-        return TensorBoardLogger(str(folder), name=name)
-    return TensorBoardLogger(str(folder), name=name, version=logs.name, purge_step=state["global_step"])
-
-
 # Base of all trainings. Steps are counted over all passes; a round is one pass over the validation split.
 
 WARM_UP = 0.05
@@ -227,7 +210,6 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
     def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         checkpoint["best"] = dict(vars(self.best))
         checkpoint["seconds"] = time.perf_counter() - self.begun + self.earlier_s
-        checkpoint["logs"] = os.path.abspath(self.logger.log_dir) if self.logger else ""
 
     def on_load_checkpoint(self, checkpoint: Json) -> None:
         self.best = BestRound(**checkpoint["best"])
@@ -357,7 +339,7 @@ def run(module: NetworkTraining, data: TrainingData, source: TraceSource, option
         _quiet(),
         Progress(f"training {name}", total=module.steps, unit="step", initial=begin, shown=options.progress) as bar,
     ):
-        logger = logger_of(options.log_folder, name, state)
+        logger = TensorBoardLogger(str(options.log_folder), name=name) if options.log_folder else None
         trainer = _trainer(module, [stopping, ShowSteps(bar), KeepSignals(), *keeping], logger, states)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=None if state is None else path, weights_only=True)
