@@ -9,10 +9,7 @@ from types import ModuleType
 
 from expertcast.predictors import ExpertcastError
 
-NAMES = (
-    "disk", "fidelity", "forecasts", "life_size", "loading", "overhead", "packed", "policies", "predictors", "serving",
-    "timed",
-)  # fmt: skip
+NAMES = ("disk", "fidelity", "forecasts", "life_size", "overhead", "packed", "predictors", "serving", "timed")
 
 
 def _module(name: str) -> ModuleType:

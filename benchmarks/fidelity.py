@@ -1,15 +1,13 @@
 """Distance of packed experts from the same weights expanded, and of those from bf16, on the bundled model.
 
-    python -m benchmarks fidelity --page benchmarks/packed.md
-
---recall also fits predictors on the expanded model, and scores them on traces of packed ones.
+python -m benchmarks fidelity --page benchmarks/packed.md
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -21,19 +19,12 @@ from transformers import PreTrainedModel
 
 from benchmarks.results import ResultFile, markdown, result_parser, write_section
 from expertcast import load_offloaded
-from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.data import packed_experts
-from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.packed_experts import iterate_plain, pack_module
-from expertcast.data.text import bundled_ids, load_documents
-from expertcast.data.traces import TraceDataset
-from expertcast.predictors.estimator import EstimatorConfig
-from expertcast.predictors.linear import LinearConfig
+from expertcast.data.text import bundled_ids
 from expertcast.predictors.messages import Json
-from expertcast.training.evaluation import evaluate
-from expertcast.training.fit import fit
 
 _PAIRS = (("packed", "packed", "expanded"), ("rounded", "expanded", "bf16"), ("kernel", "eager", "expanded"))
 """Comparison, side, reference side."""
@@ -54,12 +45,12 @@ def fidelity(name: str, tokens: int, form: str) -> Json:
 
     Returns:
         `packed` (against expanded), `rounded` (expanded against bf16) and `kernel` (expanded, grouped against eager),
-        each with `kl` (nats per token), `agreement` and both perplexities.
+        each with `kl` (nats per token) and `agreement`.
     """
     model = load_model(name)
     text = bundled_ids(load_tokenizer(name), tokens)
     windows = torch.tensor(text[: tokens // WINDOW * WINDOW]).view(-1, WINDOW)
-    sums: dict[str, dict[str, float]] = {}
+    sums: Counter[tuple[str, str]] = Counter()
     packed_experts.MANY_ROWS = WINDOW  # all products by ggml, none of expanded weights
     with ExitStack() as stack:
         packed, expanded = (
@@ -70,8 +61,12 @@ def fidelity(name: str, tokens: int, form: str) -> Json:
         for window in windows:
             logits = {side: _logits(*given, window) for side, given in sides.items()}
             for what, side, truth in _PAIRS:
-                _add(sums.setdefault(what, {}), logits[side], logits[truth], window)
-    return {what: _means(each) for what, each in sums.items()} | {"tokens": windows.numel(), "form": form}
+                own_TV, other_TV = logits[side], logits[truth]
+                sums[what, "kl"] += float((other_TV.exp() * (other_TV - own_TV)).sum()) / windows.numel()
+                same = int((own_TV.argmax(-1) == other_TV.argmax(-1)).sum())
+                sums[what, "agreement"] += same / windows.numel()
+    found = {what: {name: sums[what, name] for name in ("kl", "agreement")} for what, _, _ in _PAIRS}
+    return {**found, "tokens": windows.numel(), "form": form}
 
 
 @contextmanager
@@ -113,65 +108,6 @@ def _logits(model: PreTrainedModel, implementation: str | None, window_T: Tensor
     return found
 
 
-def _add(sums: dict[str, float], side_TV: Tensor, truth_TV: Tensor, window_T: Tensor) -> None:
-    followed = window_T[1:, None]
-    values = {
-        "kl": (truth_TV.exp() * (truth_TV - side_TV)).sum(),
-        "agreement": (side_TV.argmax(-1) == truth_TV.argmax(-1)).sum(),
-        "tokens": torch.tensor(len(window_T)),
-        "perplexity": -side_TV[:-1].gather(1, followed).sum(),
-        "perplexity_against": -truth_TV[:-1].gather(1, followed).sum(),
-        "followed": torch.tensor(len(followed)),
-    }
-    for name, value in values.items():
-        sums[name] = sums.get(name, 0.0) + float(value)
-
-
-def _means(sums: dict[str, float]) -> Json:
-    found: Json = {name: sums[name] / sums["tokens"] for name in ("kl", "agreement")}
-    for name in ("perplexity", "perplexity_against"):
-        found[name] = math.exp(sums[name] / sums["followed"])
-    return found
-
-
-# Predictors of the expanded model on packed experts
-
-_FITTED = {"linear": LinearConfig(), "estimator": EstimatorConfig(steps=150)}
-
-
-def recall(name: str, tokens: int) -> dict[str, dict[str, float]]:
-    """Fit predictors on traces of a bf16 model, and score them on the test split of traces of each form.
-
-    Args:
-        name: of the model.
-        tokens: to collect per form, of the same documents.
-
-    Returns:
-        Recall@K one layer ahead, mean over layers, by form and predictor.
-    """
-    model, tokenizer = load_model(name), load_tokenizer(name)
-    found: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-
-        def traces(form: str, side: PreTrainedModel) -> TraceDataset:
-            out = Path(folder) / form
-            return collect(side, tokenizer, load_documents(name), out, tokens=tokens, early_rank=None)
-
-        sides = {"bf16": traces("bf16", model)}
-        for fitted, config in _FITTED.items():
-            made = fit(fitted, sides["bf16"], config=config).predictor
-            save_predictor(made, Path(folder) / fitted, view=sides["bf16"].view)
-        sides["Q4_0, packed"] = traces("Q4_0", stack.enter_context(_of_gguf(model))[0])
-        for form in ("int8", "int4"):
-            offloaded = load_offloaded(name, device="cpu", slots=_experts(model), experts=form)
-            sides[form] = traces(form, stack.enter_context(offloaded).model)
-        for form, each in sides.items():
-            known = {fitted: load_predictor(Path(folder) / fitted, each.view) for fitted in _FITTED}
-            scores = evaluate(known, each.batches("test", batch_size=512), each.view).as_dict()["recall_at_k"]
-            found[form] = {fitted: scores[fitted]["mean"] for fitted in _FITTED}
-    return found
-
-
 _WORDS = {"packed": "packed against the same weights expanded", "rounded": "rounded and expanded against bf16",
           "kernel": "expanded, eager against grouped kernels"}  # fmt: skip
 
@@ -181,7 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = result_parser("fidelity", __doc__)
     parser.add_argument("--tokens", type=int, default=8192, help="(default: %(default)s)")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="(default: all)")
-    parser.add_argument("--recall", action="store_true", help="recall of predictors, too")
     parser.add_argument("--page", type=Path, help="Markdown page whose section to write")
     args = parser.parse_args(arguments)
     file = ResultFile(args, {"tokens": args.tokens})
@@ -191,17 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file.values["runs"].append(fidelity("reference", args.tokens, form))
             file.write()
     rows = [
-        [run["form"], words, f"{run[name]['kl']:.5f}", f"{run[name]['agreement']:.4f}",
-         f"{run[name]['perplexity']:.3f}", f"{run[name]['perplexity_against']:.3f}"]
+        [run["form"], words, f"{run[name]['kl']:.5f}", f"{run[name]['agreement']:.4f}"]
         for run in file.values["runs"] for name, words in _WORDS.items()
     ]  # fmt: skip
-    text = markdown(["form", "comparison", "KL, nats", "same token", "perplexity", "of the other"], rows)
-    if args.recall:
-        file.values["recall"] = recall("reference", 20_000)
-        file.write()
-        scores = file.values["recall"].items()
-        text += "\n\nRecall@4, one layer ahead, of predictors of the expanded model:\n\n"
-        text += markdown(["traces of", *_FITTED], [[form, *(f"{own[f]:.4f}" for f in _FITTED)] for form, own in scores])
+    text = markdown(["form", "comparison", "KL, nats", "same token"], rows)
     print(text)
     if args.page is not None:
         write_section(args.page, f"Fidelity, the bundled model, {args.tokens} tokens", text)

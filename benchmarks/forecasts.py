@@ -8,9 +8,10 @@ layer computes; experts of 9 and 47 MB over a link of 12 GB/s are two further li
 All sides of a setting are open at once, on copies of the model that share every weight and the experts' store, and take
 turns of 11 decode steps over the same tokens. The first step of a turn has cold caches and an idle link: it runs, and
 is left out of the figures of every side. All sides must predict the same tokens. Every repetition opens the sides anew,
-so that each gets other memory: where it lies makes a side several percent faster or slower. The file keeps the seconds
-of every turn; :mod:`benchmarks.forecasts_page` computes ratios and intervals. The file is written after every setting,
-and the same command resumes it; once every setting is measured, the command only prints the table.
+so that each gets other memory: where it lies makes a side several percent faster or slower. Ratios are medians of the
+repetitions, with the least and the most; the best fixed side of a repetition is chosen on the others. The file is
+written after every setting, and the same command resumes it; once every setting is measured, the command only prints
+the table.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.forecasts_page import AUTO, ON_DEMAND, TURN, page
-from benchmarks.results import ResultFile, result_parser
+from benchmarks.results import ResultFile, markdown, result_parser, shown, spread
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.commands.numbers import positive, positive_number
@@ -53,6 +53,12 @@ from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.training.fit import fit_many
 
+ON_DEMAND, AUTO = "on_demand", "auto"
+TURN = 11
+"""Decode steps of a turn; the first one is left out. No multiple of 8: the governor of forecasts tries other kinds of
+steps after 8, 16, 32 ... steps, which would then all have cold caches."""
+UNTRAINED = (ON_DEMAND, "quasi_hidden", "early_attention")
+"""Sides whose forecasts need no training."""
 RUNGS = ("quasi_hidden", "linear", "early_attention", "estimator")
 LADDER = "hybrid"
 """Checkpoint for `auto`: all rungs in one predictor."""
@@ -179,9 +185,14 @@ class Grid:
         for run in self._file.values["runs"]:
             return float(run["link"] * run["bandwidth"])
         prompt, steps = self._args.prompt_tokens, min(64, self._args.new_tokens)
-        resident, view = decode_resident(self._model, self._ids(1)[:, :prompt], steps), find_moe_layers(self._model)
-        layer_s = statistics.median(resident.steps_s) / len(view)
-        return view.shape.top_k * BlockLayout.of(view).block_bytes / layer_s
+        resident = decode_resident(self._model, self._ids(1)[:, :prompt], steps)
+        layer_s = statistics.median(resident.steps_s) / len(self._view)
+        return self._layer_bytes / layer_s
+
+    @cached_property
+    def _layer_bytes(self) -> int:
+        """Bytes of K experts."""
+        return self._view.shape.top_k * BlockLayout.of(self._view).block_bytes
 
     def _link_of(self, expert_bytes: float) -> float:
         """Return R of experts of another size over a link of `--bandwidth`, to two digits."""
@@ -203,6 +214,8 @@ class Grid:
         return {
             **asdict(setting),
             "bandwidth": self._balanced / setting.link,
+            "layers": len(self._view),
+            "layer_bytes": self._layer_bytes,
             "repetitions": repetitions,
             "identical": all(torch.equal(text, texts[0]) for text in texts),
             "chosen": chosen,
@@ -272,16 +285,38 @@ def _collected_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def turns(text: str) -> int:
-    """Parse a number of steps that fills turns.
+def page(values: Json) -> str:
+    """Return the table of a result file: milliseconds per step of each side, the best fixed one bold, the bound (the
+    larger of computing, and of the time that the fewest bytes of a side take over the link), and the time of `auto`
+    over on demand, over the best fixed side, and over the best one whose forecasts need no training.
 
-    Raises:
-        argparse.ArgumentTypeError: fewer than two turns, or a part of one.
+    R is the copy time of K experts over the computing of a layer on demand, as measured in the run.
     """
-    steps = positive(text)
-    if steps % TURN or steps < 2 * TURN:
-        raise argparse.ArgumentTypeError(f"{text} steps do not fill turns: give a multiple of {TURN} from {2 * TURN}")
-    return steps
+    rows, untrained = [], []
+    for run in sorted(values["runs"], key=lambda run: (float(run["link"]), run["capacity"], run["batch"])):
+        sides, count = run["sides"], run["repetitions"]
+        ms = {name: 1e3 * statistics.fmean(side["seconds"]) / (TURN - 1) for name, side in sides.items()}
+        waited_ms = 1e3 * statistics.fmean(sides[ON_DEMAND]["waited_s"]) / (TURN - 1)
+        computing_ms, fixed = ms[ON_DEMAND] - waited_ms, [name for name in sides if name != AUTO]
+        parts = {name: torch.tensor(side["seconds"]).view(count, -1).sum(1).tolist() for name, side in sides.items()}
+        ratios = []
+        for names in ([ON_DEMAND], fixed, UNTRAINED):
+            chosen = [min(names, key=lambda name: (sum(parts[name]) - parts[name][at], parts[name][at]))
+                      for at in range(count)]  # fmt: skip
+            ratios.append(spread(parts[AUTO][at] / parts[name][at] for at, name in enumerate(chosen)))
+        untrained.append(ratios[-1]["median"])
+        cells = {name: f"{each:.1f}" for name, each in ms.items()}
+        best = min(fixed, key=ms.__getitem__)
+        cells[best] = f"**{cells[best]}**"
+        bound_ms = max(computing_ms, 1e3 * min(side["bytes"] for side in sides.values()) / run["bandwidth"])
+        ratio = 1e3 * run["layer_bytes"] / run["bandwidth"] / (computing_ms / run["layers"])
+        setting = [f"{float(run['link']):g}", f"{ratio:.1f}", f"{run['capacity']:.0%}", str(run["batch"])]
+        rows.append([*setting, *cells.values(), f"{bound_ms:.1f}", *(shown(each, digits=2) for each in ratios)])
+    head = ["R set", "R", "cached", "batch", ON_DEMAND, *RUNGS, AUTO, "bound", "auto / on demand", "auto / best fixed",
+            "auto / best untrained"]  # fmt: skip
+    differ = sum(not run["identical"] for run in values["runs"])
+    median = f"Median of auto / best untrained: {statistics.median(untrained):.3f}."
+    return f"{markdown(head, rows)}\n\n{median} Tokens differ in {differ} of {len(rows)} settings."
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -295,12 +330,14 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--capacities", type=float, nargs="+", default=[0.0, 0.1, 0.25, 0.5])
     parser.add_argument("--batches", type=positive, nargs="+", default=[1])
     parser.add_argument("--prompt-tokens", type=positive, default=64)
-    parser.add_argument("--new-tokens", type=turns, default=110, help=f"decode steps, a multiple of {TURN}")
+    parser.add_argument("--turns", type=positive, default=10, help=f"of {TURN} decode steps each")
     parser.add_argument("--repetitions", type=positive, default=3, help="each opens all sides anew")
     parser.add_argument("--train-tokens", type=positive, default=100_000)
     parser.add_argument("--checkpoints", type=Path, help="folder of checkpoints by predictor name; trained if missing")
     parser.add_argument("--threads", type=positive, default=1)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.new_tokens = args.turns * TURN
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,24 +5,15 @@
 The real engine runs decode steps of a model with 128 experts per layer, 8 per token and 512 slots, with routing for
 which half of the requests miss. Everything it would launch is replaced: copies arrive at once and move nothing, experts
 return their input, forecasts come from a list.
-
-    python -m benchmarks overhead --beside
-
-measures a whole decode step on all processors instead, alone and beside one foreign process at 100%.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import expertcast  # isort: skip  # before torch, whose threads then spin briefly
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -66,15 +57,7 @@ class NoLink(Link):
 class NoKernel(SlotKernel):
     """Experts that return their input."""
 
-    def run(
-        self,
-        experts: nn.Module,
-        hidden_TD: Tensor,
-        slots_TK: Tensor,
-        weights_TK: Tensor,
-        ids_TK: Tensor,
-        slots: Sequence[int] | None = None,
-    ) -> Tensor:
+    def run(self, experts: nn.Module, hidden_TD: Tensor, *_args: object, **_options: object) -> Tensor:
         return hidden_TD
 
 
@@ -102,17 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = result_parser("overhead", __doc__)
     parser.add_argument("--tokens", type=int, default=60, help="decode steps per run (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--beside", action="store_true", help="measure a decode step beside a foreign process")
-    parser.add_argument("--seconds", type=float, default=5.0, help="with --beside, of each run (default: %(default)s)")
     args = parser.parse_args(argv)
-    file = ResultFile(args, {"tokens": args.tokens, "beside": args.beside})
-    if args.beside:
-        beside = file.values["step_s"] = measure_beside(args.repetitions, args.seconds)
-        for form, own in beside.items():
-            for name, step_s in own.items():
-                print(f"{form}, {name}: {1e3 * step_s:.1f} ms per step, {step_s / own['alone']:.2f} of alone")
-        file.write()
-        return 0
+    file = ResultFile(args, {"tokens": args.tokens})
     torch.set_num_threads(1)
     steps = make_steps(args.tokens, missing=0.5)
     for number in range(args.repetitions):
@@ -128,44 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {times} us per layer and token, {own[0]['not_resident']:.2f} of the requested experts copied")
     file.write()
     return 0
-
-
-FOREIGN = {
-    "alone": None,
-    "loop": "while True: pass",
-    "torch": "import torch; torch.set_num_threads(1); a = torch.ones(1024, 1024)\nwhile True: a @ a",
-}
-"""Program that keeps one processor busy, by name."""
-
-
-def measure_beside(repetitions: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Return the median seconds of a decode step by the form of the experts, alone and beside each foreign process."""
-    config = Qwen3MoeConfig(
-        vocab_size=32000, hidden_size=1024, num_hidden_layers=12, num_experts=32, num_experts_per_tok=4,
-        moe_intermediate_size=512, num_attention_heads=16, num_key_value_heads=4, head_dim=64,
-    )  # fmt: skip
-    token = torch.tensor([[1]])
-    times: dict[str, dict[str, list[float]]] = {form: {name: [] for name in FOREIGN} for form in ("bf16", "int4")}
-    for form, own in times.items():
-        torch.manual_seed(0)
-        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
-        experts = "expanded" if form == "bf16" else form
-        with expertcast.offload(model, slots=192, experts=experts), torch.inference_mode():
-            for _, (name, program) in itertools.product(range(repetitions), FOREIGN.items()):
-                other = None if program is None else subprocess.Popen([sys.executable, "-c", program])
-                try:
-                    time.sleep(min(2.0, seconds))  # the process starts
-                    cache = model(token.expand(1, 16), use_cache=True).past_key_values
-                    end, begin = time.perf_counter() + seconds, 0.0
-                    while begin < end:
-                        begin = time.perf_counter()
-                        model(token, past_key_values=cache, use_cache=True)
-                        own[name].append(time.perf_counter() - begin)
-                finally:
-                    if other is not None:
-                        other.kill()
-                        other.wait()
-    return {form: {name: statistics.median(steps) for name, steps in own.items()} for form, own in times.items()}
 
 
 def make_steps(tokens: int, missing: float) -> list[Step]:
@@ -221,11 +157,7 @@ def build(forecasts: bool) -> tuple[Engine, MoEView, ListedForecasts, RunStatist
     speculator = ListedForecasts(view, NextNorm(PredictorConfig(), view.shape).bind(view) if forecasts else None)
     policies = Policies(eviction="lru").make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
     engine = Engine(
-        link=link,
-        pool=pool,
-        speculator=speculator,
-        policies=policies,
-        kernel=NoKernel(kernel_of(model), SLOTS),
+        link=link, pool=pool, speculator=speculator, policies=policies, kernel=NoKernel(kernel_of(model), SLOTS)
     )
     for layer in view:
         engine.attach(layer)

@@ -6,7 +6,6 @@ The parent process runs no tensor operation: the threads that those start would 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -22,6 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the tests' models
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a fork has one thread
 
 TRACES, ESTIMATOR, FREE = "traces", "estimator", "quasi_hidden"
 STORE, CONFIG, DATA = "store", "config", "data"
@@ -96,7 +100,6 @@ def make(made: Path, seed: int) -> None:
 
 def make_quantised(made: Path, seed: int) -> None:
     """Make the quantised checkpoints, and stores of packed experts. Runs tensor operations."""
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
     from tests.runtime.gguf_files import tiny, write
     from tests.runtime.quantised import fp8, mxfp4
     from tests.runtime.test_packed import awq, checkpoint, compressed, gptq, of_modules
@@ -155,21 +158,15 @@ def _run_quantised(folder: Path, **options: Any) -> Any:
 
 
 def _save_model(folder: Path, seed: int) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    from tests.families.models import tiny_model
 
     from expertcast.checkpoints.bundled import REFERENCE
     from expertcast.data.models import load_tokenizer
 
     tokenizer = load_tokenizer(REFERENCE)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, intermediate_size=16,
-        norm_topk_prob=True, initializer_range=0.3, max_position_embeddings=128, bos_token_id=0, eos_token_id=0,
-        pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "moe_intermediate_size": 8, "max_position_embeddings": 128}  # fmt: skip
+    tiny_model("qwen3_moe", seed=seed, **sizes, tie_word_embeddings=True).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -200,8 +197,6 @@ class Limits:
     """Largest size of a file in bytes; longer writes fail, similar to a full disk."""
     user: int | None = None
     """User id to run as, because root may write anywhere."""
-    by_mode: bool = False
-    """Whether file modes apply to root too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,25 +214,23 @@ class Ended:
         """Whether it exceeded its time limit."""
         return _TIMED_OUT in self.err
 
-    @property
-    def raised(self) -> bool:
-        """Whether it ended by an exception or a signal."""
-        return self.status == _RAISED or self.status < 0
 
-
-def run(work: Callable[[], int], folder: Path, limits: Limits, kill_after: float | None = None) -> Ended:
-    """Run a function in a fork to its end, or until it is killed.
+def run(
+    work: Callable[[], int], folder: Path, limits: Limits, signal_after: float | None = None, number: int = 0
+) -> Ended:
+    """Run a function in a fork to its end, or until a signal ends it.
 
     Args:
         work: function that returns the exit status.
         folder: folder for the output, in the files `out` and `err`.
         limits: resource limits.
-        kill_after: seconds until SIGKILL; None: no kill.
+        signal_after: seconds until the signal; None: no signal.
+        number: number of the signal.
     """
     wait, child = start(work, folder, limits)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)  # not waited for yet, so the process id is still its own
+    if signal_after is not None:
+        time.sleep(signal_after)
+        os.kill(child, number)  # not waited for yet, so the process id is still its own
     return wait()
 
 
@@ -307,21 +300,6 @@ def _limit(limits: Limits) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
     if limits.user is not None:
         os.setuid(limits.user)
-    if limits.by_mode and os.getuid() == 0:
-        _drop_override()
-
-
-def _drop_override() -> None:
-    """Drop the capabilities that let root ignore file modes (Linux)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, twice 32 bits
-    if libc.capget(header, sets):
-        raise OSError(ctypes.get_errno(), "capget")
-    for index in range(3):
-        sets[index] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-    if libc.capset(header, sets):
-        raise OSError(ctypes.get_errno(), "capset")
 
 
 RIGHT, EDITED, REFUSED = "right", "edited", "refused"
@@ -329,7 +307,7 @@ UNNAMED, TRACEBACK, CHANGED, HUNG = "unnamed", "traceback", "changed", "hung"
 GOOD, BAD = (RIGHT, EDITED, REFUSED), (UNNAMED, TRACEBACK, CHANGED, HUNG)
 CLASSES = (*GOOD, *BAD)
 
-LIMITS = Limits(seconds=20.0, memory=2 << 30, by_mode=True)
+LIMITS = Limits(seconds=20.0, memory=2 << 30)
 _EXPECTED = ("command", "git_revision", "checkpoint", "folder")
 """Members of a result that depend on place and time."""
 
@@ -408,8 +386,8 @@ _CHECKPOINT: dict[str, tuple[int, Operation]] = {
     "open": (4, _open_checkpoint),
     "inspect": (3, _command(_inspect)),
     "eval": (2, _command(lambda made, target, _: ["eval", str(made / TRACES), "--predictor", str(target)])),
+    "generate": (1, _command(lambda made, at, _: generate_words(made, "--predictor", str(at), "--mode", "speculate"))),
 }
-_SPECULATE = _command(lambda made, target, _: generate_words(made, "--predictor", str(target), "--mode", "speculate"))
 OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
     TRACES: {
         "open": (3, _open_traces),
@@ -418,8 +396,8 @@ OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
         "simulate": (2, _command(_simulate)),
         "train": (2, _command(lambda _, target, out: train_words(target, "linear", out / "trained"))),
     },
-    ESTIMATOR: {**_CHECKPOINT, "generate": (1, _SPECULATE)},
-    FREE: {**_CHECKPOINT, "generate": (1, _SPECULATE)},
+    ESTIMATOR: _CHECKPOINT,
+    FREE: _CHECKPOINT,
     STORE: {
         "open": (2, _open_store),
         "generate": (2, _command(lambda made, target, _: generate_words(made, "--store-folder", str(target)))),
@@ -474,10 +452,10 @@ def open_artefact(artefact: str, target: Path) -> Any:
     return OPERATIONS[artefact]["open"][1](target, target, target)
 
 
-def refusal(ended: Ended) -> str:
-    """Return the one-line error message of a refusal; empty if the process did not end with one."""
+def refusal(ended: Ended, status: int = 2) -> str:
+    """Return the one line of a refusal; empty if the process did not end with this status and one line."""
     words = ended.err.split("expertcast: ")
-    one = ended.status == 2 and len(words) > 1 and "\n" not in words[-1].strip() and "Traceback" not in ended.err
+    one = ended.status == status and len(words) > 1 and "\n" not in words[-1].strip() and "Traceback" not in ended.err
     return words[-1].strip() if one else ""
 
 

@@ -39,8 +39,8 @@ def described(parser: argparse.ArgumentParser) -> dict[str, Any]:
             given: dict[str, Any] = {"action": "store_true"}
         else:
             kind = next((name for name, value in TYPES.items() if value is action.type), None)
-            given = {"nargs": action.nargs, "metavar": action.metavar, "type": kind}
-            given["choices"] = action.choices and list(action.choices)
+            given = {"nargs": action.nargs, "metavar": action.metavar, "type": kind,
+                     "choices": action.choices and list(action.choices)}  # fmt: skip
         if action.option_strings and action.required:
             given["required"] = True
         names = action.option_strings or [action.dest]

@@ -1,20 +1,18 @@
-"""Kill commands at random moments, fill their disk, deny access to their folder, and run them twice at once.
+"""Kill and interrupt commands at random moments, fill their disk, deny access, and run them twice at once.
 
     python scripts/kill_commands.py --kills 20 --seed 0 --json kills.json
-    python scripts/kill_commands.py --signals --json signals.json
 
 Commands run in forks of this process on small artefacts (see `mutate_artefacts.py`). Three conditions are checked after
 each fault: the command prints one line, or nothing if it was killed; its leftover files are correct or refused in one
-line; and the same command, run again, ends with the result of an undisturbed run and with no other files.
-
-`--signals` instead sends SIGTERM and SIGINT at three moments each to every command that needs no hub, and prints the
-outcomes.
+line; and the same command, run again, ends with the result of an undisturbed run and with no other files. A command
+that gets SIGTERM or SIGINT before its end has the exit status 143 or 130.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import shutil
@@ -29,9 +27,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import fault_trials
 from fault_trials import (
@@ -51,8 +46,6 @@ from fault_trials import (
     train_words,
 )
 
-START, MIDDLE, WRITING = "start-up", "middle", "writing"
-SIGNALS = signal.SIGTERM, signal.SIGINT
 HELD = "as it must be"
 NOBODY = 65534
 LONGEST = (20_000, 40_000, 70_000)
@@ -60,11 +53,8 @@ LONGEST = (20_000, 40_000, 70_000)
 ROOM = (4096, 8192, 16_384, 65_536)
 """Free bytes on the disk, in whole pages."""
 LIMITS = Limits(seconds=900.0)
-_SERVING = "serving "
-_RESULT, _EVENTS = "result.json", "events"
-
-Strikes = Callable[[int, str, tuple[Any, ...]], bool]
-"""Function of an audit event's number, name and values: whether to send the signal then."""
+_RESULT = "result.json"
+_INTERRUPTED = "interrupted; run the same command again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +66,6 @@ class Command:
     """Artefact that it writes; None if its output is for people, or it writes nothing."""
     over: str | None = None
     """Artefact that exists before it runs."""
-    exact: bool = True
-    """Whether its result is reproducible; measured times are not."""
-    serves: bool = False
-    """Whether it runs until a signal."""
-
-
-def _on_a_few(*words: str) -> Callable[[Path, Path], list[str]]:
-    """Return the words of a command on the small model with few slots; `{}` is replaced by the output path."""
-    return lambda made, out: [words[0], str(made / MODEL), "--slots", "8", *(word.format(out) for word in words[1:])]
 
 
 def _train(made: Path, out: Path) -> list[str]:
@@ -100,25 +81,16 @@ def _sweep(made: Path, out: Path) -> list[str]:
 
 
 COMMANDS = {
-    "demo": Command(
-        words=lambda _, out: ["demo", "--tokens", "6000", "--steps", "6", "--out", str(out)],
-        exact=False,
-    ),
     "collect": Command(words=collect_words, opens=TRACES),
     "train": Command(words=_train, opens=ESTIMATOR),
     "refit": Command(words=_train, opens=ESTIMATOR, over=FREE),
     "eval": Command(words=_evaluate),
     "store": Command(words=lambda made, out: ["store", str(made / MODEL), "--store-folder", str(out)]),
     "generate": Command(words=lambda made, out: generate_words(made, "--store-folder", str(out)), opens=STORE),
-    "serve": Command(words=_on_a_few("serve", "--port", "0"), exact=False, serves=True),
-    "bench": Command(words=_on_a_few("bench", "--new-tokens", "4", "--repetitions", "1"), exact=False),
-    "advise": Command(words=_on_a_few("advise", "--new-tokens", "4", "--save", "{}"), exact=False),
     "simulate": Command(words=_sweep),
     "inspect": Command(words=lambda made, _: ["inspect", str(made / TRACES), "--verify"]),
 }
-"""Every command of `expertcast` that needs no hub; `refit` trains over an older checkpoint."""
-STRUCK = ("collect", "train", "refit", "generate", "eval", "simulate")
-"""Commands that get all faults; all but `refit` get signals."""
+"""Commands whose results are reproducible; `refit` trains over an older checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,36 +107,8 @@ class Row:
         return self.outcome == HELD
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """Outcome of one signal."""
-
-    command: str
-    moment: str
-    signal: str
-    status: int
-    said: str
-    left: str
-    again: str
-
-    @property
-    def right(self) -> bool:
-        """Whether it ended at once with the right status and line, and the same command then runs as if undisturbed."""
-        number = getattr(signal, self.signal)
-        ended = self.command == "serve" and self.moment == MIDDLE
-        wanted = (0, "") if ended else (128 + number, "expertcast: interrupted; run the same command again")
-        found = (self.status, self.said.removesuffix(" to go on"))
-        return found == wanted and self.again == "as undisturbed"
-
-
-@dataclass(frozen=True, slots=True)
-class Undisturbed:
-    """Result and files of an undisturbed command."""
-
-    result: Any
-    files: list[str]
-    seconds: float
-    events: int
+Undisturbed = tuple[Any, list[str]]
+"""Result and files of an undisturbed command."""
 
 
 class Trials:
@@ -178,7 +122,9 @@ class Trials:
 
     def faults(self, name: str, kills: int, rng: Random) -> Iterator[Row]:
         """Yield the outcomes of all faults of one command."""
-        command, right = COMMANDS[name], self._undisturbed(name)
+        self._fresh(name)
+        command, (result, seconds) = COMMANDS[name], self._result(name)
+        right = result, files_in(self.place)
 
         def row(fault: str, after: float, found: str | None) -> Row:
             return Row(name, fault, after, found or self._again(name, right) or HELD)
@@ -186,10 +132,12 @@ class Trials:
         def one_line(ended: Ended) -> str | None:
             return None if ended.status == 0 or refusal(ended) else f"status {ended.status}: {ended.err[-1500:]}"
 
-        for _ in range(kills):
-            work, after = self._work(command, self._fresh(name)), rng.uniform(0.0, 1.1 * right.seconds)
-            ended = fault_trials.run(work, self.notes, LIMITS, after)
-            yield row("killed", after, None if ended.status in (0, -9) else ended.err)
+        for _, number in itertools.product(range(kills), (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)):
+            work, after = self._work(command, self._fresh(name)), rng.uniform(0.1, 1.1) * seconds
+            ended = fault_trials.run(work, self.notes, LIMITS, after, number)
+            expected = (-9, "") if number == signal.SIGKILL else (128 + number, _INTERRUPTED)
+            found = ended.status, refusal(ended, 128 + number).removesuffix(" to go on")
+            yield row(number.name, after, None if ended.status == 0 or found == expected else ended.err)
         limits = {f"no file over {size} bytes": replace(LIMITS, file_bytes=size) for size in LONGEST}
         if os.getuid() == 0:
             limits["a folder of another user"] = replace(LIMITS, user=NOBODY)
@@ -202,41 +150,12 @@ class Trials:
                     continue
                 ended = fault_trials.run(self._work(command, mounted), self.notes, LIMITS)
                 yield Row(name, f"{size} bytes left on the disk", 0.0, one_line(ended) or self._left(name) or HELD)
-        for after in (0.0, 0.3 * right.seconds):
+        for after in (0.0, 0.3 * seconds):
             ends = self._two_at_once(command, self._fresh(name), after)
             found = next(filter(None, map(one_line, ends)), None)
             if all(ended.status for ended in ends):
                 found = "neither ended: " + " | ".join(ended.err[-300:] for ended in ends)
             yield row("two at once", after, found)
-
-    def signals(self, name: str) -> Iterator[Interrupted]:
-        """Yield the outcomes of both signals at three moments of one command."""
-        command, right = COMMANDS[name], self._undisturbed(name)
-        middle = None if command.serves else lambda count, *_: count >= right.events // 2
-        strikes = {MIDDLE: middle, WRITING: _writing(self.folder)}
-        for moment in (START, MIDDLE, WRITING):
-            for number in SIGNALS:
-                out = self._fresh(name)
-                if moment == START:
-                    status, err = self._at_start(command.words(self.made, out), number)
-                else:
-                    ended = self._run(command, out, strikes[moment], number)
-                    status, err = ended.status, ended.err
-                left = _in_short(files_in(self.place))
-                again = self._again(name, right) or "as undisturbed"
-                yield Interrupted(name, moment, number.name, status, _last_line(err), left, again)
-
-    def _at_start(self, words: list[str], number: signal.Signals) -> tuple[int, str]:
-        """Start a process and send the signal while it imports torch."""
-        command = [sys.executable, "-m", "expertcast.cli", *words, "--json", str(self.notes / _RESULT)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        maps = Path(f"/proc/{process.pid}/maps")
-        while process.poll() is None and "libtorch" not in maps.read_text():
-            time.sleep(0.005)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=LIMITS.seconds)
-        ended = process.returncode  # Python kills itself with SIGINT if it arrived inside an extension
-        return 128 - ended if ended < 0 else ended, err
 
     def _two_at_once(self, command: Command, out: Path, after: float) -> list[Ended]:
         waits = []
@@ -247,54 +166,26 @@ class Trials:
             time.sleep(after)
         return [wait() for wait in waits]
 
-    def _work(
-        self,
-        command: Command,
-        out: Path,
-        strikes: Strikes | None = None,
-        number: int = signal.SIGTERM,
-        notes: Path | None = None,
-    ) -> Callable[[], int]:
-        """Return the function of a fork: it runs the command, sends itself a signal when `strikes` is true, and writes
-        result and event count.
-        """
-        notes = notes or self.notes
-        (notes / _RESULT).unlink(missing_ok=True)
+    def _work(self, command: Command, out: Path, notes: Path | None = None) -> Callable[[], int]:
+        """Return the function of a fork, which runs the command and writes its result."""
+        result = (notes or self.notes) / _RESULT
+        result.unlink(missing_ok=True)
 
         def work() -> int:
             from expertcast.cli import main
 
-            events = _watch(strikes, number)
-            status = main([*command.words(self.made, out), "--json", str(notes / _RESULT)])
-            if not status:
-                (notes / _EVENTS).write_text(str(events()))
-            return status
+            return main([*command.words(self.made, out), "--json", str(result)])
 
         return work
-
-    def _run(self, command: Command, out: Path, strikes: Strikes | None = None, number: int = signal.SIGTERM) -> Ended:
-        """Run a command. A server without `strikes` gets the signal once it serves."""
-        wait, child = fault_trials.start(self._work(command, out, strikes, number), self.notes, LIMITS)
-        if command.serves:
-            err = self.notes / "err"
-            while not _ended(child) and _SERVING not in (err.read_text() if err.exists() else ""):
-                time.sleep(0.02)
-            os.kill(child, signal.SIGTERM if strikes else number)
-        return wait()
-
-    def _undisturbed(self, name: str) -> Undisturbed:
-        self._fresh(name)
-        result, seconds = self._result(name)
-        return Undisturbed(result, files_in(self.place), seconds, int((self.notes / _EVENTS).read_text()))
 
     def _result(self, name: str) -> tuple[Any, float]:
         """Run a command and open its artefact; return both results and the seconds."""
         command, out = COMMANDS[name], self.place / name
-        ended = self._run(command, out)
+        ended = fault_trials.run(self._work(command, out), self.notes, LIMITS)
         if ended.status:
-            raise RuntimeError(f"status {ended.status}: {_last_line(ended.err) or ended.err[-1500:]}")
+            raise RuntimeError(f"status {ended.status}: {ended.err[-1500:]}")
         found = self.notes / _RESULT
-        given = comparable(json.loads(found.read_text())) if command.exact and found.is_file() else None
+        given = comparable(json.loads(found.read_text())) if found.is_file() else None
         if command.opens is None:
             return given, ended.seconds
         artefact = command.opens
@@ -308,9 +199,9 @@ class Trials:
             again, _ = self._result(name)
         except RuntimeError as error:
             return f"run again: {error}"
-        if again != right.result:
-            return f"run again: {difference(right.result, again)}"
-        odd = sorted({*files_in(self.place)} ^ {*right.files})
+        if again != right[0]:
+            return f"run again: {difference(right[0], again)}"
+        odd = sorted({*files_in(self.place)} ^ {*right[1]})
         return f"other files: {_in_short(odd)}" if odd else None
 
     def _left(self, name: str) -> str | None:
@@ -353,60 +244,8 @@ def files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def _writing(folder: Path) -> Strikes:
-    """Return a function that strikes at the next event after a file below `folder` is opened for writing."""
-    begun: list[bool] = []
-
-    def strikes(_: int, event: str, values: tuple[Any, ...]) -> bool:
-        if begun:
-            return True
-        if event == "open" and isinstance(values[0], str) and values[0].startswith(str(folder)):
-            begun.extend([True] if values[2] & (os.O_WRONLY | os.O_RDWR) else [])
-        return False
-
-    return strikes
-
-
-def _watch(strikes: Strikes | None, number: int) -> Callable[[], int]:
-    """Send this process a signal at the first audit event that strikes; return a function that counts the events."""
-    count, sent = 0, False
-
-    def hook(event: str, values: tuple[Any, ...]) -> None:
-        nonlocal count, sent
-        count += 1
-        if strikes is not None and not sent and strikes(count, event, values):
-            sent = True
-            os.kill(os.getpid(), number)
-
-    sys.addaudithook(hook)
-    return lambda: count
-
-
-def _ended(child: int) -> bool:
-    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _last_line(err: str) -> str:
-    if "Traceback (most recent call last)" in err:
-        return "a traceback: " + err.strip().splitlines()[-1]
-    own = [line for line in err.strip().splitlines() if line.startswith("expertcast: ")]
-    return own[-1] if own else ""
-
-
 def _in_short(files: list[str]) -> str:
     return f"{len(files)}: {', '.join(files[:3])}{', ...' if len(files) > 3 else ''}" if files else "nothing"
-
-
-def signal_table(rows: list[Interrupted]) -> str:
-    """Return a Markdown table with a row per command and moment; equal cells of both signals are merged."""
-    lines = ["| command | moment | SIGTERM | SIGINT | said | left on disk | the same command again |", "|" + "---|" * 7]
-    for command, moment in dict.fromkeys((row.command, row.moment) for row in rows):
-        own = {row.signal: row for row in rows if (row.command, row.moment) == (command, moment)}
-        cells = [str(own[name].status) if name in own else "" for name in ("SIGTERM", "SIGINT")]
-        for get in (lambda row: row.said.removeprefix("expertcast: "), lambda row: row.left, lambda row: row.again):
-            cells.append(" / ".join(dict.fromkeys(get(row) for row in own.values())))
-        lines.append(f"| {command} | {moment} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def table(rows: list[Row]) -> str:
@@ -421,28 +260,23 @@ def table(rows: list[Row]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the trials; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="kills per command (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=20, help="of each signal, per command (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=list(COMMANDS), help="(default: all commands)")
-    parser.add_argument("--signals", action="store_true", help="SIGTERM and SIGINT at three moments each")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit an ignored SIGINT
     fault_trials.prepare()
-    names = args.only or ([name for name in COMMANDS if name != "refit"] if args.signals else STRUCK)
-    rows: list[Any] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         os.chmod(temporary, 0o755)
         trials = Trials(Path(temporary))
-        for name in names:
-            found = (
-                trials.signals(name) if args.signals else trials.faults(name, args.kills, Random(f"{args.seed}:{name}"))
-            )
-            for row in found:
+        for name in args.only or COMMANDS:
+            for row in trials.faults(name, args.kills, Random(f"{args.seed}:{name}")):
                 rows.append(row)
                 if not row.right:
                     print(f"WRONG {row}", file=sys.stderr, flush=True)
-    print(signal_table(rows) if args.signals else table(rows))
+    print(table(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     return int(not all(row.right for row in rows))

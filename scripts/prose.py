@@ -2,7 +2,6 @@
 
     python scripts/prose.py                  # everything; exits with 1 if a line is found
     python scripts/prose.py runtime docs     # some files or folders
-    python scripts/prose.py --count          # counts only
 
 `banned_prose.txt` beside this file lists the constructions with their remedies.
 """
@@ -25,17 +24,8 @@ from proselint.registry import CheckRegistry
 from proselint.tools import LintFile
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = (
-    "predictors",
-    "data",
-    "training",
-    "runtime",
-    "checkpoints",
-    "src/expertcast",
-    "integrations",
-    "scripts",
-    "benchmarks",
-)
+CODE = ("predictors", "data", "training", "runtime", "checkpoints", "src/expertcast", "integrations", "scripts",
+        "benchmarks")  # fmt: skip
 PAGES = ("README.md", "CONTRIBUTING.md", "docs", "integrations/vllm/README.md")
 SKIPPED = ("docs/_build", "docs/changelog.md", "docs/systems.md")
 """Generated pages, and the page that defines the row numbers."""
@@ -46,13 +36,10 @@ OFF = ("typography", "lexical_illusions", "annotations", "needless_variants")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / name for name in (*CODE, *PAGES)])
-    parser.add_argument("--count", action="store_true", help="print the number of findings only")
     arguments = parser.parse_args()
     CheckRegistry().register_many(__register__)
     found = [line for path in _files(arguments.paths) for line in findings(path)]
-    if not arguments.count:
-        print("\n".join(found))
-    print(f"{len(found)} findings")
+    print(*found, f"{len(found)} findings", sep="\n")
     return 1 if found else 0
 
 
@@ -100,11 +87,7 @@ def _python(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
         body = getattr(node, "body", None)
         for part in body if isinstance(body, list) else []:
-            if (
-                isinstance(part, ast.Expr)
-                and isinstance(part.value, ast.Constant)
-                and isinstance(part.value.value, str)
-            ):
+            if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant) and type(part.value.value) is str:
                 yield part.lineno, part.value.value
         if isinstance(node, ast.Raise) and node.exc is not None:
             yield node.lineno, "".join(_texts(node.exc))

@@ -4,8 +4,7 @@
 
 For five published shapes, four links, forecast accuracies from 0.8 to 1, cache sizes from 0 to 45% of the experts, and
 a host that takes 650, 300 or 100 us to launch a layer, it computes overlap efficiency and time over the bound.
-Then it computes the effect of CUDA graphs for parts of a step. The constants are published, estimated or measured on a
-CPU: docs/timed-device.md has their sources.
+The constants are published, estimated or measured on a CPU: docs/timed-device.md has their sources.
 --small runs one shape with two layers.
 """
 
@@ -20,7 +19,7 @@ from itertools import product
 import torch
 
 from benchmarks.results import ResultFile, markdown, result_parser
-from benchmarks.timed.costs import HOSTS, LINKS, MEMORY_BANDWIDTH, DriverCosts, StepCosts, step_costs
+from benchmarks.timed.costs import LAUNCH_S, LINKS, MEMORY_BANDWIDTH, DriverCosts, step_costs
 from benchmarks.timed.run import TimedCase, compare
 from expertcast.predictors.messages import Json
 
@@ -29,8 +28,6 @@ ACCURACIES = (1.0, 0.95, 0.9, 0.8)
 CAPACITIES = (0.0, 0.1, 0.25, 0.45)
 HOST_US = (650.0, 300.0, 100.0)
 """Host time per layer including forecasts, in microseconds."""
-MAIN = SHAPES[0]
-PIECES = ((), ("forecast",), ("forecast", "attention"), ("forecast", "attention", "experts"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,41 +42,17 @@ class Group:
 
 
 def rows(group: Group) -> list[Json]:
-    """Return one row per accuracy."""
-    step = step_costs(group.shape).with_host(group.host_us * 1e-6)
-    return [row(group, accuracy, base(group, accuracy, step)) for accuracy in ACCURACIES]
-
-
-def base(group: Group, accuracy: float, step: StepCosts) -> TimedCase:
-    """Return a group's case."""
-    cached = group.capacity > 0
-    return TimedCase(
-        shape=group.shape, layers=group.layers, bandwidth=LINKS[group.link], accuracy=accuracy,
-        capacity=group.capacity, step=step, warm_up=10 if cached else 1, steps=3 if cached else 2,
-    )  # fmt: skip
-
-
-def row(group: Group, accuracy: float, case: TimedCase) -> Json:
-    """Return the results of a case."""
-    own = {name: value for name, value in asdict(group).items() if name != "layers"}
-    return {
-        **own,
-        "bandwidth": LINKS[group.link],
-        "accuracy": accuracy,
-        **{name: round(value, 4) if isinstance(value, float) else value for name, value in compare(case).items()},
-    }
-
-
-def pieces(layers: int | None) -> list[Json]:
-    """Compute the effect of launching parts of a decode step as one graph each, on both hosts."""
-    found = []
-    for host, capacity in product(HOSTS, (0.0, 0.25, 0.45)):
-        eager = step_costs(MAIN, host=host)
-        group = Group(MAIN, layers, "pcie5", capacity, eager.layer_host_s * 1e6)
-        for captured in PIECES:
-            step = step_costs(MAIN, host=host, captured=captured)
-            entry = row(group, 0.9, base(group, 0.9, step))
-            found.append({"host": host, "as_graphs": ", ".join(captured) or "nothing", **entry})
+    """Return the results of a group, one row per accuracy."""
+    cached, bandwidth, found = group.capacity > 0, LINKS[group.link], []
+    for accuracy in ACCURACIES:
+        values = compare(TimedCase(
+            shape=group.shape, layers=group.layers, bandwidth=bandwidth, accuracy=accuracy, capacity=group.capacity,
+            step=step_costs(group.shape).with_host(group.host_us * 1e-6), warm_up=10 if cached else 1,
+            steps=3 if cached else 2,
+        ))  # fmt: skip
+        own = {**asdict(group), "bandwidth": bandwidth, "accuracy": accuracy}
+        del own["layers"]
+        found.append(own | {name: round(each, 4) if isinstance(each, float) else each for name, each in values.items()})
     return found
 
 
@@ -124,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         "constants": {
             "driver": asdict(DriverCosts()),
             "step": {shape: asdict(step_costs(shape)) for shape in SHAPES},
-            "launch_s": HOSTS,
+            "launch_s": LAUNCH_S,
             "links": LINKS,
             "memory_bandwidth": MEMORY_BANDWIDTH,
         },
@@ -134,7 +107,6 @@ def main(argv: list[str] | None = None) -> int:
         for made in pool.map(rows, groups(args.small)):
             file.values["results"] += made
             print(f"{len(file.values['results'])} rows", file=sys.stderr, flush=True)
-        file.values["pieces"] = pool.submit(pieces, 2 if args.small else None).result()
     file.write()
     print(page(file.values["results"]))
     return 0

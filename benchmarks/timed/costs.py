@@ -8,7 +8,6 @@ E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
@@ -24,12 +23,11 @@ LINKS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 55e9, "grace": 375e9}
 """Bytes per second of large page-locked copies, host to device: PCIe x16, and NVLink-C2C of a Grace Hopper.
 [BaM 54: 12 and 25 GB/s; nvbandwidth's example: 55.6 GB/s; study of Grace Hopper: 375 GB/s]"""
 
-HOSTS = {"fast": 7.5e-6, "a100": 23.4e-6}
+LAUNCH_S = 7.5e-6
 """Host seconds per kernel launch of an eager decode step, Python included.
 
-`fast`: 4.3 us of Python and dispatch [measured, CPU of 2024] and 3.2 us of cudaLaunchKernel [exllama 29, H100]; others
-fitted 7 us to an operator [autoparallel 146, H100]. `a100`: generate() of Qwen1.5-MoE-A2.7B with batched_mm takes
-33.7 ms a token on an A100 machine [transformers 42697], for 1,440 launches."""
+4.3 us of Python and dispatch [measured, CPU of 2024] and 3.2 us of cudaLaunchKernel [exllama 29, H100]; others fitted
+7 us to an operator [autoparallel 146, H100]. Slower hosts: :meth:`StepCosts.with_host`."""
 
 MEMORY_BANDWIDTH = 2.5e12
 """Memory bandwidth of kernels on an H100 SXM, bytes per second. [nccl 1264: 2.5 TB/s of local copies; 3.35 nominal]"""
@@ -38,13 +36,12 @@ KERNEL_S = 2e-6
 """Device: a small kernel, and the gap to the next. [FreeToken 338: 1.15 us; pytorch 191284: 2.0 us; gap: estimate]"""
 
 _POLICY_S, _FORECAST_S = 27e-6, 18e-6
-"""Python time of the runtime per layer on host `fast`: on demand, and additional time for prefetching. [measured:
+"""Python time of the runtime per layer: on demand, and additional time for prefetching. [measured:
 overhead.json]
 """
-_TRACED = 0.87
-"""Host time per launch of a traced forecast relative to an eager one. [measured: 3.3 for 4.3 us of the `fast` 7.5]"""
-_GRAPH_LAUNCHES = {"attention": 3, "experts": 4, "forecast": 7}
-"""Launches of a part captured as a CUDA graph: the graph, and one copy per input (a forecast has six tensors)."""
+_FORECAST_LAUNCHES = 7
+"""Launches of a forecast captured as a CUDA graph: the graph, and one copy for each of six inputs. The runtime itself
+captures none."""
 _EXPERTS_READ = 3
 """Memory accesses of `batched_mm` per selected expert: read and written to gather it, read to multiply."""
 
@@ -78,7 +75,7 @@ class DriverCosts:
 class StepCosts:
     """Seconds of one decode step of one sequence, per MoE layer unless the name says token. `host`: launching the work.
 
-    The defaults are those of Qwen3-30B-A3B on host `fast`, rounded to microseconds: see :func:`step_costs`.
+    The defaults are those of Qwen3-30B-A3B, rounded to microseconds: see :func:`step_costs`.
     """
 
     attention_host_s: float = 428e-6
@@ -141,47 +138,35 @@ LAUNCHES = {
 """Launches by model type, counted on transformers 5.23; tests count them again."""
 
 
-def step_costs(
-    shape: str, *, host: str = "fast", captured: Collection[str] = ("forecast",),
-    memory_bandwidth: float = MEMORY_BANDWIDTH, kernel_s: float = KERNEL_S,
-) -> StepCosts:  # fmt: skip
+def step_costs(shape: str, *, memory_bandwidth: float = MEMORY_BANDWIDTH, kernel_s: float = KERNEL_S) -> StepCosts:
     """Return the times of a decode step in bf16 with a short context, without reads of the KV cache.
 
     Args:
         shape: one of `SHAPES`, of a family in `LAUNCHES`.
-        host: one of `HOSTS`; the runtime's Python time scales with its launch time.
-        captured: parts of a layer (`attention`, `experts`, `forecast`) captured as one CUDA graph each. The runtime
-            itself captures none of them.
         memory_bandwidth: bytes per second at which kernels read weights.
         kernel_s: seconds per kernel beside its reads.
 
     Raises:
-        ExpertcastError: the shape or host is unknown.
+        ExpertcastError: the shape is unknown.
     """
     known = [name for name, each in SHAPES.items() if each.model_type in LAUNCHES]
     if shape not in known:
         raise ExpertcastError(f"shape {shape!r} has no costs: choose from {', '.join(known)}")
-    if host not in HOSTS:
-        raise ExpertcastError(f"unknown host {host!r}: choose from {', '.join(HOSTS)}")
     launches, weights = LAUNCHES[SHAPES[shape].model_type], _weights(SHAPES[shape])
-    launch_s, slower = HOSTS[host], HOSTS[host] / HOSTS["fast"]
 
     def device_s(kernels: int, size: int = 0) -> float:
         return kernels * kernel_s + size / memory_bandwidth
 
-    def host_s(part: str, kernels: float) -> float:
-        return (_GRAPH_LAUNCHES[part] if part in captured else kernels) * launch_s
-
     return StepCosts(
-        attention_host_s=host_s("attention", launches.attention),
+        attention_host_s=launches.attention * LAUNCH_S,
         attention_device_s=device_s(launches.attention, weights.attention),
-        policy_host_s=_POLICY_S * slower,
-        forecast_host_s=_FORECAST_S * slower + host_s("forecast", launches.forecast * _TRACED),
+        policy_host_s=_POLICY_S,
+        forecast_host_s=_FORECAST_S + _FORECAST_LAUNCHES * LAUNCH_S,
         forecast_device_s=device_s(launches.forecast, weights.forecast),
-        experts_host_s=host_s("experts", launches.experts),
+        experts_host_s=launches.experts * LAUNCH_S,
         experts_device_s=device_s(launches.experts, _EXPERTS_READ * weights.experts),
-        token_before_host_s=launches.before * launch_s,
-        token_after_host_s=launches.after * launch_s,
+        token_before_host_s=launches.before * LAUNCH_S,
+        token_after_host_s=launches.after * LAUNCH_S,
         token_device_s=device_s(launches.before + launches.after, weights.head),
     )
 

@@ -287,12 +287,9 @@ def compare(case: TimedCase) -> Json:
     return {
         "efficiency": (on_demand.tpot_s - run.tpot_s) / hideable_s if hideable_s else None,
         "tpot_over_bound": run.tpot_s / bounds[limit],
-        "on_demand_over_bound": on_demand.tpot_s / bounds[limit],
         "tpot_ms": run.tpot_s * 1e3,
         "bound_ms": bounds[limit] * 1e3,
         "limit": limit,
-        "misses_on_demand": on_demand.misses,
-        "copies": run.copies,
     }
 
 

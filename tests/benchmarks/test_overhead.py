@@ -9,13 +9,6 @@ import pytest
 from benchmarks.overhead import main
 
 
-def test_a_step_beside_foreign_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"--beside --seconds 0.1 --repetitions 1 --allow-dirty --out {tmp_path / 'o.json'}"
-    assert main(words.split()) == 0
-    found = re.findall(r"^(\w+), (\w+): .* ms per step", capsys.readouterr().out, re.M)
-    assert found == [(form, name) for form in ("bf16", "int4") for name in ("alone", "loop", "torch")]
-
-
 def test_every_run_copies_its_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tokens", "12", "--repetitions", "1", "--allow-dirty", "--out", str(tmp_path / "o.json")]) == 0
     copied = dict(re.findall(r"^(\w+): .*, ([.\d]+) of the requested experts copied$", capsys.readouterr().out, re.M))

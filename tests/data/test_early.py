@@ -330,10 +330,7 @@ def test_outputs_hold_the_models_own_entries(family: str) -> None:
 
 def test_ranges() -> None:
     assert ranges([1, 2, 3, 5, 8, 9]) == "1-3, 5, 8-9"
-    assert refusal_lines({0: FIRST, 2: "odd", 1: "odd", 4: "even"}) == [
-        "layers 1-2: odd",
-        "layer 4: even",
-    ]
+    assert refusal_lines({0: FIRST, 2: "odd", 1: "odd", 4: "even"}) == ["layers 1-2: odd", "layer 4: even"]
 
 
 PROMPT, STEPS = 9, 12

@@ -213,10 +213,7 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     "no rows": (_drop(lambda columns, row: False), "has no rows"),
     "empty cell": (_set("expert", 3, None), "row 3, column expert is empty: use a non-negative integer"),
     "text": (_set_text("layer", 5, "x"), "row 5, column layer is 'x': use a non-negative integer"),
-    "fraction": (
-        _each("expert", lambda value: value + 0.5),
-        "row 0, column expert is 0.5: use a non-negative integer",
-    ),
+    "fraction": (_each("expert", lambda value: value + 0.5), "row 0, column expert is 0.5: use a non-negative integer"),
     "nan": (_each("rank", lambda value: float("nan")), "row 0, column rank is nan"),
     "negative": (_set("expert", 4, -2), "row 4, column expert is -2: use a non-negative integer"),
     "nan weight": (_set("weight", 1, float("nan")), "column weight has values"),

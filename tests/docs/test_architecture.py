@@ -21,11 +21,9 @@ import expertcast
 from expertcast import cli
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import PredictorConfig, names
-from expertcast.predictors import base as registry
+from expertcast.predictors import PredictorConfig
 from expertcast.predictors.baselines import RouterInput
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.policies import EVICTION, Policies
 from expertcast.runtime.storage.codecs import CODECS, make_codec
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.training import evaluation, metrics
@@ -49,8 +47,6 @@ def blocks(title: str) -> list[str]:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
     """Makes a module of a block, in a file as its author would; registries are put back afterwards."""
-    monkeypatch.setattr(registry.PREDICTORS, "_classes", dict(registry.PREDICTORS._classes))
-    monkeypatch.setattr(EVICTION, "_classes", dict(EVICTION._classes))
     monkeypatch.setattr(CODECS, "_classes", dict(CODECS._classes))
 
     def make(name: str, code: str) -> ModuleType:
@@ -111,26 +107,6 @@ def same_as_resident(model: PreTrainedModel, **options: Any) -> expertcast.Offlo
     return offloaded
 
 
-def test_a_predictor(module: Make) -> None:
-    (code,) = blocks("A predictor")
-    module("same_logits", code)
-    assert names()[-1] == "same_logits"
-    offloaded = same_as_resident(tiny_model("qwen3_moe"), predictor="same_logits", forecasts="always")
-    assert offloaded.stats.total.prefetched > 0
-
-
-def test_a_policy(module: Make) -> None:
-    (code,) = blocks("A policy")
-    made = module("first_in", code)
-    policy = made.FirstIn(None, None)
-    for key in (4, 2, 3):
-        policy.insert(key)
-    policy.use([4])
-    assert policy.victim(()) == 4
-    assert policy.victim({4}) == 2
-    same_as_resident(tiny_model("qwen3_moe"), policies=Policies(eviction="first_in"))
-
-
 @pytest.mark.parametrize("predictor", [None, "router_input"])
 def test_a_link(module: Make, predictor: str | None) -> None:
     (code,) = blocks("A link")
@@ -171,10 +147,7 @@ def test_a_codec(module: Make) -> None:
 
 
 def test_a_metric(
-    module: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    reference_traces: TraceDataset,
-    reference_view: MoEView,
+    module: Make, monkeypatch: pytest.MonkeyPatch, reference_traces: TraceDataset, reference_view: MoEView
 ) -> None:
     """Listed, it is part of every evaluation; its value is that of a loop over tokens."""
     code, line = blocks("A metric")

@@ -22,14 +22,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-    TextIteratorStreamer,
-    TextStreamer,
-    Trainer,
-    TrainingArguments,
-    pipeline,
-)
+from transformers import PreTrainedModel, TextIteratorStreamer, TextStreamer, Trainer, TrainingArguments, pipeline
 
 import expertcast
 

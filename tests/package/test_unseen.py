@@ -140,10 +140,7 @@ def test_a_folder_with_a_predictors_name_is_not_the_predictor(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(made.checkpoint, tmp_path / "next_norm")
     (tmp_path / "router_input").mkdir()  # no checkpoint, so that the name is the predictor's
-    traces, refused = (
-        str(made.traces),
-        "'next_norm' is a predictor and also a checkpoint folder: use ./next_norm",
-    )
+    traces, refused = (str(made.traces), "'next_norm' is a predictor and also a checkpoint folder: use ./next_norm")
     generate = ["generate", "reference", "--prompt", "It is", "--new-tokens", "1", "--predictor"]
     assert refused in fails(capsys, "eval", traces, "--predictor", "next_norm")
     assert refused in fails(capsys, *generate, "next_norm")

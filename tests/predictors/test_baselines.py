@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors import (
-    DefaultVectors,
-    ExpertcastError,
-    Forecast,
-    MoEView,
-    PredictorConfig,
-    RouterState,
-)
+from expertcast.predictors import DefaultVectors, ExpertcastError, Forecast, MoEView, PredictorConfig, RouterState
 from expertcast.predictors.baselines import Frequency, NextNorm, PreviousToken, QuasiHidden, RouterInput
 from expertcast.predictors.messages import aligned
 from tests.families.models import tiny_model

@@ -40,11 +40,7 @@ def say_quantised(folder: Path, **settings: Any) -> None:
 
 
 def fp8(
-    family: str,
-    folder: Path,
-    block: tuple[int, int] | None = (16, 16),
-    scale_fmt: str = "float",
-    **sizes: int,
+    family: str, folder: Path, block: tuple[int, int] | None = (16, 16), scale_fmt: str = "float", **sizes: int
 ) -> str:
     """As Qwen3-FP8 and DeepSeek-V3 ship it; without a block, one scale for each tensor.
 

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    PreTrainedModel,
-    StaticCache,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, StaticCache
 
 from expertcast import OffloadedModel, offload
 from expertcast.data.traces import TraceDataset

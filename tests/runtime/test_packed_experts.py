@@ -147,10 +147,7 @@ FORMS: dict[str, tuple[Callable[[Path], str], list[tuple[str, str]]]] = {
         [("Q4_0", "F16"), ("Q4_0", "BF16")],
     ),
     "mxfp4": (partial(mxfp4, hidden_size=64), [("MXFP4", "MXFP4")] * 4),
-    "gptq": (
-        _packed_once(gptq(group=32), quant_method="gptq", bits=4, group_size=32),
-        [("Q4_1", "Q4_1")] * 2,
-    ),
+    "gptq": (_packed_once(gptq(group=32), quant_method="gptq", bits=4, group_size=32), [("Q4_1", "Q4_1")] * 2),
     "gptq, symmetric": (
         _packed_once(gptq(group=32, symmetric=True), quant_method="gptq", bits=4, group_size=32, sym=True),
         [("Q4_0", "Q4_0")] * 2,

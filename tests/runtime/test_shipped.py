@@ -196,10 +196,7 @@ _other_scales = _edited(lambda tensors: tensors.update({f"{_UP}_scale_inv": torc
         (_without_scales, r"3\.up_proj\.weight is in FP8 and has no .*weight_scale_inv: it is incomplete"),
         (_without_codes, r"no weights for model\.layers\.1\.mlp\.experts\.down_proj: it is incomplete"),
         (_no_experts, r"no weights for model\.layers\.0\.mlp\.experts\.down_proj: it is incomplete"),
-        (
-            _blocks_alone,
-            r"no weights for model\.layers\.1\.mlp\.experts\.down_proj \(.*_scales\$?\): it is incomplete",
-        ),
+        (_blocks_alone, r"no weights for model\.layers\.1\.mlp\.experts\.down_proj \(.*_scales\$?\): it is incomplete"),
         (_packed_fp4, r"3\.up_proj\.weight is I8 with scales, not FP8"),
         (_other_scales, r"3\.up_proj\.weight is \[16, 32\], its scales are \[3, 2\]: not supported"),
     ],

@@ -101,10 +101,7 @@ def test_what_is_done_anyway_may_be_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (
-            {"revison": "main"},
-            "unknown option 'revison': choose from predictor, .*, or from_pretrained's revision",
-        ),
+        ({"revison": "main"}, "unknown option 'revison': choose from predictor, .*, or from_pretrained's revision"),
         ({"torch_dtype": "auto"}, "torch_dtype is not supported: use dtype"),
         ({"device_map": "auto"}, "device_map is not supported: use device"),
         ({"max_memory": {0: "8GB"}}, "max_memory is not supported: use memory"),

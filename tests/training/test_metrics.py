@@ -13,14 +13,7 @@ from torch import Tensor
 
 from expertcast.predictors.base import Forecast, inclusion_probability
 from expertcast.predictors.view import ModelShape
-from expertcast.training.metrics import (
-    BUDGETS,
-    RoutingComparison,
-    RoutingMeans,
-    chance_levels,
-    compare,
-    rank_routing,
-)
+from expertcast.training.metrics import BUDGETS, RoutingComparison, RoutingMeans, chance_levels, compare, rank_routing
 
 
 def random_routing(seed: int, tokens: int, shape: ModelShape, *, biased: bool = False) -> Forecast:

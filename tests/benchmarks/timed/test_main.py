@@ -19,5 +19,3 @@ def test_the_small_form(tmp_path: Path) -> None:
     assert len(found["results"]) == 4 * len(timed.ACCURACIES)
     assert all(row.keys() >= KEYS for row in found["results"])
     assert all(row["tpot_over_bound"] > 0.99 for row in found["results"])
-    captured = [row["tpot_ms"] for row in found["pieces"] if row["host"] == "a100" and row["capacity"] == 0.45]
-    assert captured == sorted(captured, reverse=True), "the less the host launches, the sooner"

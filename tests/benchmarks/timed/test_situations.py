@@ -44,10 +44,7 @@ SITUATIONS: dict[str, tuple[TimedCase, Callable[[TimedRun], bool]]] = {
         replace(CASE, accuracy=1.0),
         lambda run: idle_share(run) < 0.02,
     ),
-    "nine of ten right: the same": (
-        replace(CASE, accuracy=0.9),
-        lambda run: idle_share(run) < 0.02,
-    ),
+    "nine of ten right: the same": (replace(CASE, accuracy=0.9), lambda run: idle_share(run) < 0.02),
     "misses only: idle while a layer is computed and the host is told, not longer": (
         CASE,
         lambda run: idle_share(run) * run.tpot_s < LAYERS * (CASE.step.layer_device_s + 150e-6),

@@ -138,8 +138,7 @@ def test_scales_that_are_exponents(codes: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "block", "shared"),
-    [(576, 128, 128), (192, 128, 128), (64, 128, 64), (256, 128, 128)],
+    ("rows", "block", "shared"), [(576, 128, 128), (192, 128, 128), (64, 128, 64), (256, 128, 128)]
 )
 def test_blocks_are_those_of_the_configuration(rows: int, block: int, shared: int) -> None:
     """192 rows in blocks of 128 are 128 and 64, though two scales could also be for 96 rows each."""

@@ -14,11 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationMixin, PreTrainedModel, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    batched_mm_experts_forward,
-    grouped_mm_experts_forward,
-)
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward, grouped_mm_experts_forward
 
 from expertcast import offload
 from expertcast.data import packed_experts
@@ -26,13 +22,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import BlockForm, Piece, combine, make_packed, matrices, run_experts, sizes_of
 from expertcast.runtime.engine import kernels
 from expertcast.runtime.engine import kernels as grouped
-from expertcast.runtime.engine.kernels import (
-    SlotKernel,
-    _SlotProducts,
-    _SlotRanges,
-    kernel_name,
-    over_slots,
-)
+from expertcast.runtime.engine.kernels import SlotKernel, _SlotProducts, _SlotRanges, kernel_name, over_slots
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy
 

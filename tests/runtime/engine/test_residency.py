@@ -737,10 +737,7 @@ def test_ties_are_counted_up_to_the_first_gap() -> None:
         assert made.residency.stats.total.evicted == given_up, gap
 
 
-TOKENS = [
-    [0.50, 0.30, 0.11, 0.01, 0.02, 0.02, 0.02, 0.02],
-    [0.30, 0.50, 0.01, 0.08, 0.04, 0.03, 0.02, 0.02],
-]
+TOKENS = [[0.50, 0.30, 0.11, 0.01, 0.02, 0.02, 0.02, 0.02], [0.30, 0.50, 0.01, 0.08, 0.04, 0.03, 0.02, 0.02]]
 """Both predict 0 and 1; behind them .34 in the mean, .68 in the sum, .39 between maxima, .19 in the first row."""
 
 
@@ -754,10 +751,7 @@ def test_the_prior_is_the_mean_over_tokens(tau: float, ties: int) -> None:
 
 def test_importance_weighs_the_mean_over_tokens() -> None:
     """Expert 2 has .0475 in the mean and .09 at most, expert 3 .05 twice: one slot is wanted, and 2 goes."""
-    rows = [
-        [0.40, 0.20, 0.090, 0.05, 0.06, 0.06, 0.06, 0.080],
-        [0.40, 0.20, 0.005, 0.05, 0.08, 0.08, 0.08, 0.105],
-    ]
+    rows = [[0.40, 0.20, 0.090, 0.05, 0.06, 0.06, 0.06, 0.080], [0.40, 0.20, 0.005, 0.05, 0.08, 0.08, 0.08, 0.105]]
     made = runtime(eviction="importance:alpha=0.0")
     run(made, 1, [0, 2, 3, 4, 5, 6])
     hint(made, rows)

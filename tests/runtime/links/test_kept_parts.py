@@ -110,8 +110,7 @@ def test_full_experts_are_taken_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "pools"),
-    [("cascade", "S=200KB"), ("drop_cascade", "C=50KB,S=100KB,E=50KB"), ("fetch_lowest", "S=200KB")],
+    ("draft", "pools"), [("cascade", "S=200KB"), ("drop_cascade", "C=50KB,S=100KB,E=50KB"), ("fetch_lowest", "S=200KB")]
 )
 def test_what_a_draft_holds_in_less_is_not_taken_apart(draft: str, pools: str, tmp_path: Path) -> None:
     """Only full experts leave signs and mantissas, so forward passes after a draft stay exact."""

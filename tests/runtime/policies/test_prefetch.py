@@ -15,12 +15,7 @@ from torch import Tensor
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import ModelShape, overfetched
 from expertcast.runtime.policies.base import CacheShape
-from expertcast.runtime.policies.prefetch import (
-    PREFETCH,
-    Candidates,
-    Percentile,
-    RunningQuantile,
-)
+from expertcast.runtime.policies.prefetch import PREFETCH, Candidates, Percentile, RunningQuantile
 from expertcast.training.metrics import budget
 
 # Forecasts made by hand

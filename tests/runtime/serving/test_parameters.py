@@ -155,8 +155,7 @@ def test_sampled_as_the_resident_model_by_the_same_seed(
 
 
 @pytest.mark.parametrize(
-    ("ask", "asked"),
-    paired(PROMPTED, [{}, {"temperature": 0, "top_p": 0.5}, {"temperature": 1e-30}, {"top_p": 0}]),
+    ("ask", "asked"), paired(PROMPTED, [{}, {"temperature": 0, "top_p": 0.5}, {"temperature": 1e-30}, {"top_p": 0}])
 )
 def test_greedy_where_nothing_or_nought_is_asked(
     ask: Ask, asked: dict[str, float], running: Running, resident: Resident

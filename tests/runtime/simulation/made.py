@@ -42,11 +42,7 @@ def trace(
     shape = ModelShape(layers=layers, experts=experts, top_k=top_k, hidden=1)
     logits_TLE = torch.zeros(count, layers, experts).scatter(2, ids_TLK, 9.0)
     weights_TK = torch.full((count, top_k), 1 / top_k)
-    routes = Routes(
-        logits=list(logits_TLE.unbind(1)),
-        ids=list(ids_TLK.unbind(1)),
-        weights=[weights_TK] * layers,
-    )
+    routes = Routes(logits=list(logits_TLE.unbind(1)), ids=list(ids_TLK.unbind(1)), weights=[weights_TK] * layers)
     lengths = torch.tensor(documents or [count])
     document_T = torch.arange(len(lengths)).repeat_interleave(lengths)
     forecasts = {

@@ -139,10 +139,7 @@ def _trace(view: MoEView, seen: _Seen, prompt: int, predictor: Predictor | None)
     ]
     routed = [layer.route(logits_TE) for layer, logits_TE in zip(view, logits, strict=True)]
     routes = Routes(
-        view=view,
-        logits=logits,
-        ids=[ids_TK for ids_TK, _ in routed],
-        weights=[weights_TK for _, weights_TK in routed],
+        view=view, logits=logits, ids=[ids_TK for ids_TK, _ in routed], weights=[weights_TK for _, weights_TK in routed]
     )
     document_T = torch.zeros(len(logits[0]), dtype=torch.long)
     hints = {} if predictor is None else {predictor.name: _hints(view, residual, logits, predictor)}

@@ -191,10 +191,7 @@ def _two_layers(first: Sequence[int], second: Sequence[int], planned: Sequence[S
     logits = [torch.zeros(len(first), 4).scatter(1, ids_TK, 9.0) for ids_TK in ids]
     planned_TE = torch.tensor(planned).log()
     forecast = Forecast(
-        layer=1,
-        logits_TE=planned_TE,
-        topk_ids_TK=planned_TE.topk(1).indices,
-        topk_weights_TK=torch.ones(len(first), 1),
+        layer=1, logits_TE=planned_TE, topk_ids_TK=planned_TE.topk(1).indices, topk_weights_TK=torch.ones(len(first), 1)
     )
     hints = {"made": Hints(ahead=1, forecasts={1: forecast})}
     return _trace(ids, logits, torch.ones(1), hints=hints)
@@ -204,10 +201,5 @@ def _trace(
     ids: list[Tensor], logits: list[Tensor], weights: Tensor, view: MoEView | None = None, **options: Any
 ) -> Trace:
     shape = ModelShape(layers=len(ids), experts=logits[0].shape[1], top_k=ids[0].shape[1], hidden=1)
-    routes = Routes(
-        view=view,
-        logits=logits,
-        ids=ids,
-        weights=[weights.expand(ids_TK.shape) for ids_TK in ids],
-    )
+    routes = Routes(view=view, logits=logits, ids=ids, weights=[weights.expand(ids_TK.shape) for ids_TK in ids])
     return trace_of(shape, routes, torch.zeros(len(ids[0]), dtype=torch.long), prefill=1, **options)

@@ -12,11 +12,7 @@ import pytest
 
 from expertcast.predictors import ExpertcastError, ModelShape
 from expertcast.runtime.policies import EVICTION, Policies
-from expertcast.runtime.simulation.figures import (
-    hit_rates,
-    labelled,
-    write_figures,
-)
+from expertcast.runtime.simulation.figures import hit_rates, labelled, write_figures
 from expertcast.runtime.simulation.machine import Case, table
 from expertcast.runtime.simulation.sweep import EXACT, slots_of, sweep, with_bounds
 from tests.runtime.simulation import made

@@ -18,6 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from expertcast.data.machine import available_memory
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.storage import memory as memory_module
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.memory import HostMemory, PageLock, commit, trim_heap
@@ -203,6 +204,25 @@ def test_packing_and_unpacking_never_hold_two_copies() -> None:
         before = _peak()
         step()
         assert _peak() - before < 0.35 * store.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_holds_the_checkpoint_once(tmp_path: Path) -> None:
+    """One tensor per expert in the file, fused in the model: with some room for what the allocator keeps."""
+    config = Qwen3MoeConfig(
+        vocab_size=4096, hidden_size=256, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, num_experts=48, num_experts_per_tok=4, moe_intermediate_size=384,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="200MB")
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    gc.collect()
+    trim_heap()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _peak()
+    with load_offloaded(tmp_path, device="cpu", slots=16, store="memory") as offloaded, torch.no_grad():
+        offloaded.model(input_ids=torch.tensor([[1, 2, 3]]))
+        assert 0.9 * size < _peak() - before < 1.15 * size
 
 
 @pytest.mark.gpu

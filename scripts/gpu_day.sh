@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU: the tests, and the commands that fill an empty result. Each has 8 minutes; a step that
+# has ended well is not run again. Output and JSON of each go to the folder. Exit status 1 if a step failed.
+#
+#     scripts/gpu_day.sh benchmarks/results/gpu-DATE
+set -uo pipefail
+out=$(realpath -m "${1:?usage: scripts/gpu_day.sh FOLDER}")
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || { echo "no CUDA device" >&2; exit 2; }
+mkdir -p "$out"
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+failed=0
+step() {
+    local name=$1
+    shift
+    [ -e "$out/$name.done" ] && return
+    echo "$name: $*"
+    timeout 480 "$@" >"$out/$name.txt" 2>&1 && touch "$out/$name.done" || { echo "$name failed: $out/$name.txt"; failed=1; }
+}
+step tests python -m pytest -m gpu -v
+step reference expertcast bench reference --device cuda --json "$out/reference.json"
+step drafts expertcast bench reference --device cuda --slots 192 --draft auto int4 --json "$out/drafts.json"
+for accuracy in 0.9 1; do
+    step "shape-$accuracy" expertcast bench qwen3-30b-a3b --device cuda --layers 12 --cache both --accuracy $accuracy \
+        --json "$out/shape-$accuracy.json"
+done
+step advice expertcast advise qwen3-30b-a3b --device cuda --layers 12 --json "$out/advice.json"
+exit $failed
