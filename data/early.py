@@ -250,7 +250,7 @@ _CHECKED = 3
 _AGAIN = 256
 """Steps between later comparisons, for behaviour that depends on the length of a sequence."""
 _TRIALS = 4
-"""Attempts to trace a block: an attempt fails if the length of the past equals another size of the model."""
+"""Maximum number of tracing attempts. A trace fails if the cache length equals another dimension of the model."""
 _MOST = 8
 """Largest number of programs of one block, by shapes and flags."""
 

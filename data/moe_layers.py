@@ -43,7 +43,7 @@ _TIMES = {_aten.mul, _aten.mul_, _aten.div, _aten.div_}
 
 
 class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every operation that runs inside, and describes every tensor as a sum of atoms with factors.
+    """Dispatch mode that tracks each tensor as a linear combination of opaque terms, its atoms.
 
     An addition, a product with a number and a change of shape or dtype keep the atoms of their arguments; any other
     operation makes a new atom. No value is read.

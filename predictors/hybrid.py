@@ -74,7 +74,7 @@ class HybridConfig(PredictorConfig):
     """With rule=paper: validation recall below which a layer uses the second candidate. The paper gives no number; 0.8
     is this package's choice."""
     member_configs: dict[str, Json] = field(default_factory=dict)
-    """Configs by predictor: of the candidates before training, of the kept predictors after it."""
+    """Configs by predictor. Before training: the candidates'. Afterwards: those of the members."""
     cost_ms: dict[str, Annotated[float, Field(ge=0)]] = field(default_factory=dict)
     """Milliseconds of one forecast for one token by kept predictor, without the block of early attention; set by
     training."""

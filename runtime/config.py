@@ -159,8 +159,8 @@ class OffloadConfig:
     overfetch: float = 1.0
     """Experts to prefetch per token as a multiple of K; with `policies`, set it there."""
     forecasts: str = AUTO
-    """auto: while the model runs, choose the rung with the fastest decode steps, or no forecasts; always: all by the
-    predictor itself; never. Executed forecasts are always made."""
+    """auto: time the predictor's methods while the model runs, and use the fastest, or none; always; never. In modes
+    speculate and hybrid forecasts are always computed."""
     ahead: Annotated[int, Field(ge=1)] = 1
     """Distance in layers between a forecast and its target."""
     layers: tuple[int, ...] | None = None

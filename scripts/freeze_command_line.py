@@ -7,7 +7,6 @@ Run it after a change of an option, a help text, a predictor, a policy, a preset
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from typing import Any
@@ -25,15 +24,16 @@ def frozen() -> str:
     for name in COMMANDS:  # one option in a line, so that a change shows as one
         found = described(commands[name])
         options = ",\n".join(map(json.dumps, found["options"]))
-        lines.append(f'"{name}": {{"options": [\n{options}],\n"help": {json.dumps(found["help"])}}}')
+        texts = ",\n".join(f'"{key}": {json.dumps(found[key])}' for key in ("help", "values"))
+        lines.append(f'"{name}": {{"options": [\n{options}],\n{texts}}}')
     return "{" + ",\n".join(lines) + "}\n"
 
 
-def described(parser: argparse.ArgumentParser) -> dict[str, Any]:
+def described(parser: Any) -> dict[str, Any]:
     """Return a command's options and help in the file's format."""
     options = []
     for action in parser._actions:
-        if action.dest == "help":
+        if action.dest in ("help", "help_all"):
             continue
         if action.nargs == 0:
             given: dict[str, Any] = {"action": "store_true"}
@@ -45,7 +45,7 @@ def described(parser: argparse.ArgumentParser) -> dict[str, Any]:
             given["required"] = True
         names = action.option_strings or [action.dest]
         options.append({"names": names, **{key: value for key, value in given.items() if value is not None}})
-    return {"options": options, "help": parser.format_help()}
+    return {"options": options, "help": parser.format_help(), "values": parser.values_help()}
 
 
 if __name__ == "__main__":

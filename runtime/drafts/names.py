@@ -44,7 +44,7 @@ def draft_names() -> list[str]:
 
 
 def keeps_copies(miss: Choice[MissPolicy]) -> bool:
-    """Whether a miss policy loads copies of experts in fewer bits, which experts in 4 or 8 bits do not have."""
+    """Return whether the policy needs lower-precision copies; packed experts have none."""
     return any(level != FULL for level in getattr(miss.config, "levels", ()))
 
 

@@ -210,7 +210,7 @@ BETTER = 1.1
 NEAR = 0.1
 """Largest expected loss, as a share of its seconds, at which a promising option is tried outside the budget."""
 HOPE = 0.5
-"""Standard errors that an option's estimate may be wrong by: if it then is the best, its trial needs no pause."""
+"""An option within this many standard errors of the best is tried without waiting."""
 
 
 class Trials:

@@ -80,14 +80,18 @@ class _Parser(argparse.ArgumentParser):
         """Print one line instead of argparse's two."""
         self.exit(2, f"expertcast: {message}; see `{self.prog} --help`\n")
 
-    def format_help(self) -> str:
-        """Return the usual help, with sections on the values of options."""
-        flags = {flag for action in self._actions for flag in action.option_strings}
-        if not flags - {"-h", "--help", "--version"}:  # help of all commands, without torch
-            return super().format_help()
+    def values_help(self) -> str:
+        """Return sections on the values of options, such as predictors and policies."""
         from expertcast.commands.catalogue import catalogue
 
-        return super().format_help() + catalogue(flags)
+        return catalogue({flag for action in self._actions for flag in action.option_strings})
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: Any, *_: object) -> NoReturn:
+        """Print the help with the values of options."""
+        print(parser.format_help() + parser.values_help(), end="")
+        parser.exit()
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -119,7 +123,9 @@ def _refuse_early(command: str, words: Sequence[str]) -> None:
     for option in known["options"]:
         given = {key: TYPES[value] if key == "type" else value for key, value in option.items() if key != "names"}
         parser.add_argument(*option["names"], **given)
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0)
     parser.format_help = lambda: str(known["help"])  # type: ignore[method-assign]
+    parser.values_help = lambda: str(known["values"])  # type: ignore[method-assign]
     parser.parse_args(words[1:])
 
 
@@ -260,6 +266,11 @@ def _add_options(parser: argparse.ArgumentParser, module: ModuleType) -> None:
     if "json" not in {field.name for field in fields(module.Options)}:
         parser.add_argument("--json", type=new_file, metavar="PATH", help="also write the results to this file")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's own)")
+    required = [" ".join([*each.option_strings, str(each.metavar)]) for each in parser._actions if each.required]
+    parser.usage = " ".join([parser.prog, *required, "[options]"])
+    parser.add_argument(
+        "--help-all", action=_HelpAll, nargs=0, help="show this, and the values of options: predictors, policies, ..."
+    )
 
 
 def _run(module: ModuleType, args: argparse.Namespace) -> str:

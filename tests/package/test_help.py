@@ -20,10 +20,10 @@ from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.base import PREDICTORS
 
 
-def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str) -> str:
+def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
+        main(list(words))
     assert stop.value.code == 0
     return capsys.readouterr().out
 
@@ -42,7 +42,8 @@ def test_what_is_registered_later_is_shown(capsys: pytest.CaptureFixture[str], m
         name = "same_logits"
 
     monkeypatch.setitem(PREDICTORS._classes, SameLogits.name, SameLogits)
-    said = help_of(capsys, monkeypatch, "eval")
+    assert "same_logits" not in help_of(capsys, monkeypatch, "eval", "--help")
+    said = help_of(capsys, monkeypatch, "eval", "--help-all")
     assert " ".join(entry(said, "same_logits").split()) == "takes this layer's logits for those of a later one"
 
 
@@ -60,10 +61,14 @@ def test_help_and_refusals_do_not_wait_for_torch() -> None:
         "    try: main(line.split())\n"
         "    except SystemExit as stop: print('status', stop.code, *({'torch', 'transformers'} & set(sys.modules)))"
     )
-    lines = ["--help", *(f"{name} --help" for name in COMMANDS), *refused]
+    lines = ["--help", *(f"{name} --help" for name in COMMANDS), "generate --help-all", *refused]
     found = subprocess.run([sys.executable, "-c", code, *lines], capture_output=True, text=True, check=True)
     said = [line for line in found.stdout.splitlines() if line.startswith("status")]
-    assert said == ["status 0"] * (1 + len(COMMANDS)) + ["status 2"] * len(refused)
+    assert said == ["status 0"] * (2 + len(COMMANDS)) + ["status 2"] * len(refused)
+    short, _, rest = found.stdout.partition("usage: expertcast generate")[2].partition("status 0")
+    assert short.count("\n") < 100, "two screens"
+    assert "half_life=" not in short
+    assert "half_life=" in rest
     assert all(f"expertcast {name}" in found.stdout for name in COMMANDS)
     assert [line.split("see `")[1] for line in found.stderr.splitlines()] == [
         f"expertcast {name} --help`" for name in ("generate", "bench", "train")

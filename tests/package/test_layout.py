@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from benchmarks.__main__ import NAMES as BENCHMARKS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("predictors", "data", "training", "runtime", "checkpoints")
@@ -44,7 +45,7 @@ def test_gitignore_swallows_no_source() -> None:
 
 
 def test_every_file_that_is_named_exists() -> None:
-    """In pages, docstrings, comments and programs; a name without its folder may be that of any file."""
+    """In pages, docstrings, comments and programs, benchmarks too; a name without its folder may be any file's."""
     tracked = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -52,7 +53,10 @@ def test_every_file_that_is_named_exists() -> None:
     named = r"(?<![\w/.:{}*-])((?:[\w-]+/)+(?:\w[\w.-]*\.(?:py|md)|NOTICE[.\w]*)|test_\w+\.py)\b"
     missing = []
     for name in read:
-        for found in re.findall(named, (ROOT / name).read_text()):
+        text = (ROOT / name).read_text()
+        ran = re.findall(r"python -m benchmarks ([a-z]\w*)", text)
+        missing += [f"{name}: benchmark {each}" for each in ran if each not in BENCHMARKS]
+        for found in re.findall(named, text):
             if not found.startswith("folder/") and not any(
                 each == found or each.endswith("/" + found) for each in tracked
             ):

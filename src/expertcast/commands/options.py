@@ -56,7 +56,7 @@ RUNTIME = {
 
 
 class _Runtime(dict[str, object]):
-    """Namespace of annotations that imports a name of `RUNTIME` on first use, before the module's own names."""
+    """Lazily import runtime names used in annotations, before the module's own names."""
 
     def __missing__(self, name: str) -> object:
         return getattr(importlib.import_module(f"expertcast.runtime.{RUNTIME[name]}"), name)
