@@ -33,7 +33,7 @@ def described(parser: Any) -> dict[str, Any]:
     """Return a command's options and help in the file's format."""
     options = []
     for action in parser._actions:
-        if action.dest in ("help", "help_all"):
+        if action.dest == "help":
             continue
         if action.nargs == 0:
             given: dict[str, Any] = {"action": "store_true"}

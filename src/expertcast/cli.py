@@ -88,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse.Action):
-    def __call__(self, parser: Any, *_: object) -> NoReturn:
+    def __call__(self, parser: Any, *_: object) -> None:
         """Print the help with the values of options."""
         print(parser.format_help() + parser.values_help(), end="")
         parser.exit()
@@ -123,7 +123,7 @@ def _refuse_early(command: str, words: Sequence[str]) -> None:
     for option in known["options"]:
         given = {key: TYPES[value] if key == "type" else value for key, value in option.items() if key != "names"}
         parser.add_argument(*option["names"], **given)
-    parser.add_argument("--help-all", action=_HelpAll, nargs=0)
+    parser.add_argument("--help-all", action=_HelpAll, dest="help", nargs=0)
     parser.format_help = lambda: str(known["help"])  # type: ignore[method-assign]
     parser.values_help = lambda: str(known["values"])  # type: ignore[method-assign]
     parser.parse_args(words[1:])
@@ -269,7 +269,11 @@ def _add_options(parser: argparse.ArgumentParser, module: ModuleType) -> None:
     required = [" ".join([*each.option_strings, str(each.metavar)]) for each in parser._actions if each.required]
     parser.usage = " ".join([parser.prog, *required, "[options]"])
     parser.add_argument(
-        "--help-all", action=_HelpAll, nargs=0, help="show this, and the values of options: predictors, policies, ..."
+        "--help-all",
+        action=_HelpAll,
+        dest="help",
+        nargs=0,
+        help="show this, and the values of options: predictors, policies, ...",
     )
 
 
