@@ -226,7 +226,7 @@ class Grid:
         """Run the prompt and all turns with sides that are opened anew; return which forecasts `auto` made, and why."""
         prompt = self._args.prompt_tokens
         turns_BT = ids_BT[:, prompt:].split(TURN, dim=1)
-        with self._opened(setting, times) as sides, _collected_garbage():
+        with self._opened(setting, times) as sides:
             for side in sides.values():
                 side.step(ids_BT[:, :prompt])
                 side.offloaded.reset_stats()
@@ -255,6 +255,9 @@ class Grid:
                 config = OffloadConfig(store=own, bandwidth=bandwidth, cache=slots is not None, slots=slots, **options)
                 offloaded = stack.enter_context(offload(model, config))
                 sides[name] = Side(offloaded, DynamicCache(config=model.config), own_times)
+            gc.collect()
+            gc.freeze()  # a run has one model: the objects of several are left out of later collections
+            stack.callback(gc.unfreeze)
             yield sides
 
 
@@ -272,17 +275,6 @@ def turn_order(names: Sequence[str], turn: int) -> list[str]:
     shift = turn // 2 % len(names)
     order = [*names[shift:], *names[:shift]]
     return order[::-1] if turn % 2 else order
-
-
-@contextmanager
-def _collected_garbage() -> Iterator[None]:
-    """Collect garbage, and leave the objects of several models out of later collections: a run has only one."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def page(values: Json) -> str:
@@ -323,9 +315,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = result_parser("forecasts", __doc__)
     parser.add_argument("--links", nargs="+", type=positive_number, default=[1.0, 2.0, 5.0, 10.0], help="R")
-    parser.add_argument(
-        "--experts", nargs="*", type=positive_number, default=[9e6, 47e6], help="bytes of larger experts: further links"
-    )
+    parser.add_argument("--experts", nargs="*", type=positive_number, default=[9e6, 47e6], help="bytes: further links")
     parser.add_argument("--bandwidth", type=positive_number, default=12e9, help="bytes per second, for --experts")
     parser.add_argument("--capacities", type=float, nargs="+", default=[0.0, 0.1, 0.25, 0.5])
     parser.add_argument("--batches", type=positive, nargs="+", default=[1])
@@ -342,7 +332,6 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the result lacks, and print the tables."""
-    args = read_arguments(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-forecasts-") as folder:
-        print(page(Grid(args, Path(folder)).measure()))
+        print(page(Grid(read_arguments(arguments), Path(folder)).measure()))
     return 0
