@@ -147,7 +147,7 @@ class OffloadConfig:
     cache: bool = True
     """Keep experts until their slot is needed; false frees a slot as soon as its layer has run."""
     bandwidth: float | None = None
-    """Bytes per second of the link: emulated on the CPU, a limit for a disk; on CUDA copies are delayed to it."""
+    """Bytes per second of the link: emulated on the CPU, a limit for a disk."""
     latency: float = 0.0
     """Seconds of latency per copy, emulated in the same way."""
     link: str | Link = "auto"
@@ -578,23 +578,22 @@ def make_link(config: OffloadConfig, device: str) -> Link:
         return _disk_link(config, device)
     if link == "cuda" and device != "cuda":
         raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
-    timed = bandwidth is not None or bool(latency)
-    if timed and link != "cuda":
+    if bandwidth is not None or latency:
         raise ExpertcastError(
-            f"link {link!r} has no bandwidth or latency: leave them out, or use 'emulated' or 'cuda' ('disk' has "
+            f"link {link!r} has no bandwidth or latency: leave them out, or use 'emulated' on the CPU ('disk' has "
             "bandwidth)"
         )
     if link == "cuda":
-        from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
+        from expertcast.runtime.links.cuda import CudaLink
 
-        return PacedCudaLink(bandwidth, latency) if timed else CudaLink()
+        return CudaLink()
     return InstantLink()
 
 
 def _auto_link(config: OffloadConfig, device: str) -> str:
     made = config.store if isinstance(config.store, ExpertStore) else None
     coded = config.resolved_codec() != "raw" or (made is not None and not made.addressable)
-    timed = (config.bandwidth is not None or config.latency) and not coded
+    timed = (config.bandwidth is not None or config.latency) and not coded and device == "cpu"
     if not timed and (config.store == "disk" or (made is not None and made.name in _ON_DISK)):
         from expertcast.runtime.storage.reader import can_read_directly
 

@@ -33,7 +33,7 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.drafts.names import NONE, check_draft
 from expertcast.runtime.engine.kernels import kernel_name
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
+from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.driver import copy_seconds
@@ -53,15 +53,13 @@ def link_rate(link: Link, store: ExpertStore) -> float:
     """Measure an undisturbed link, attached, between two forward passes. The run's slots are not touched.
 
     Returns:
-        Bytes per second. On CUDA: those of a large page-locked copy, timed by events, or the bandwidth of a paced link.
+        Bytes per second. On CUDA: those of a large page-locked copy, timed by events.
         Other links: those of blocks back to back through a second link of the same kind, in the fastest of some series.
 
     Raises:
         ExpertcastError: the speed of this kind of link is unknown on the CPU.
     """
     block_bytes = store.layout.block_bytes
-    if isinstance(link, PacedCudaLink) and link.bandwidth is not None:
-        return link.bandwidth
     if link.driver is not None and not isinstance(link, CudaDiskLink | DiskLink):
         large = min(_LARGE, max(store.nbytes, block_bytes))
         return large / copy_seconds(link.driver, large)

@@ -1,4 +1,4 @@
-"""Links of a CUDA device: asynchronous copies from page-locked memory on a separate stream.
+"""Link of a CUDA device: asynchronous copies from page-locked memory on a separate stream.
 
 All ordering happens on the device, without host synchronisation:
 
@@ -22,11 +22,9 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.links.base import Link, check_rate
-from expertcast.runtime.links.driver import copy_seconds
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Sent, Transfer
@@ -143,15 +141,12 @@ class CudaLink(Link):
         last = self._issued[-1].arrived if self._issued else None
         copy.begun = self._record() if last is None or last.query() else last
         source = self._source(copy)
-        self._transfer(self._pool.block(copy.slot)[: len(source)], source)
+        self._device.to_device(self._pool.block(copy.slot)[: len(source)], source, self._stream)
         copy.arrived = self._record()
         self._issued.append(copy)
 
     def _record(self) -> torch.cuda.Event:
         return self._device.record(self._stream, timing=True)
-
-    def _transfer(self, target: Tensor, source: Tensor) -> None:
-        self._device.to_device(target, source, self._stream)
 
     def _collect(self) -> None:
         """Complete the oldest issued copies that have arrived; one stream finishes in order."""
@@ -164,59 +159,3 @@ class CudaLink(Link):
             except BaseException as error:  # raised by `check`
                 self.failure = self.failure or error
             self._complete(copy, start, start + seconds)
-
-
-# A slower link on the same device: extra copies of the same bytes keep the copy engine busy.
-
-_LARGE = 64 << 20
-"""Bytes per copy when the device's own rate is measured; the store's size if that is less."""
-
-
-class PacedCudaLink(CudaLink):
-    """Slows each copy down to latency + bytes / bandwidth seconds.
-
-    Attaching the link measures the device's own rate.
-
-    Args:
-        bandwidth: bytes per second; None: the device's own.
-        latency: seconds per copy.
-        window: as for :class:`CudaLink`.
-
-    Raises:
-        ExpertcastError: an argument is out of range.
-    """
-
-    name = "paced"
-
-    def __init__(self, bandwidth: float | None, latency: float = 0.0, window: int | None = None) -> None:
-        super().__init__(window)
-        check_rate(bandwidth, latency)
-        self.bandwidth, self.latency = bandwidth, latency
-        self.rate = 0.0
-        """The device's own rate in bytes per second. Known once attached."""
-
-    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
-        """Connect the link and measure the device's own rate.
-
-        Raises:
-            ExpertcastError: the device's own rate is below `bandwidth`.
-        """
-        super().attach(store, pool)
-        if not self.rate:  # else a restart
-            size = min(_LARGE, max(store.nbytes, store.layout.block_bytes))
-            self.rate = size / copy_seconds(self._device, size)
-        if self.bandwidth is not None and self.bandwidth > self.rate:
-            raise ExpertcastError(
-                f"bandwidth={self.bandwidth:g} exceeds this device's own {self.rate:.3g} bytes per second: lower it or "
-                "leave it out"
-            )
-
-    def _transfer(self, target: Tensor, source: Tensor) -> None:
-        size = len(source)
-        seconds = self.latency + size / (self.bandwidth or self.rate)
-        padding = max(0, round(seconds * self.rate) - size)
-        while padding:
-            part = min(padding, size)
-            self._device.to_device(target[:part], source[:part], self._stream)
-            padding -= part
-        super()._transfer(target, source)

@@ -97,11 +97,10 @@ class TargetOptions(ModelOptions):
         if config.link == "cuda" and self.device_name == "cpu":
             raise ExpertcastError("--link cuda needs a model on CUDA: give --device cuda, or another link")
         speed_given = config.bandwidth is not None or self.copy_over_compute is not None or config.latency
-        paced = self.device_name != "cpu" and config.link in ("auto", "cuda") and self.copy_over_compute is None
-        if speed_given and not (self.emulated or paced):
+        if speed_given and not self.emulated:
             raise ExpertcastError(
                 f"link {config.link!r} has its own speed: leave out --bandwidth, --latency and --copy-over-compute, or "
-                "give --link emulated on the CPU, cuda on CUDA"
+                "give --link emulated on the CPU"
             )
         if self.routing is not None and self.predictor is not None:
             raise ExpertcastError(

@@ -1,4 +1,4 @@
-"""Ordering of the CUDA link on simulated streams and events; readback of small values; the paced link."""
+"""Ordering of the CUDA link on simulated streams and events; readback of small values."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from benchmarks.timed.costs import DriverCosts
-from benchmarks.timed.device import TimedDevice
 from torch import Tensor
 
 from expertcast.data.machine import torch_device, with_index
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.benchmarking.bench import link_rate, without_experts_to
-from expertcast.runtime.links import cuda
-from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
+from expertcast.runtime.benchmarking.bench import without_experts_to
+from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.driver import CudaDevice, Readback
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage import slots
@@ -183,58 +180,6 @@ def test_kernels_read_what_was_sent_for_them() -> None:
             device.compute.push(partial(_note, link.send(values).take(), read))
         device.synchronize()
         assert read == expected
-
-
-# The paced link
-
-BLOCK, RATE = 1 << 20, 50e9
-LARGE = Blocks(bytes_layout(BLOCK), 8, torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize(("bandwidth", "latency"), [(25e9, 0.0), (5e9, 0.0), (12e9, 1e-3), (None, 1e-3)])
-def test_a_copy_takes_as_long_as_over_the_slower_link(bandwidth: float | None, latency: float) -> None:
-    link, _ = _attached(TimedDevice(RATE), PacedCudaLink(bandwidth, latency), LARGE)
-    for slot in range(4):
-        link.submit(slot, slot, urgent=True)
-    link.synchronize()
-    # except for the gaps between copies, which the padding removes
-    assert link.busy_s / 4 == pytest.approx(latency + BLOCK / (bandwidth or RATE), rel=0.15)
-    assert link.bytes_moved == 4 * BLOCK
-
-
-def test_speed_is_what_it_was_told() -> None:
-    link, _ = _attached(TimedDevice(RATE, DriverCosts(copy_setup_s=0.0)), PacedCudaLink(12e9, 1e-4), LARGE)
-    assert link_rate(link, LARGE) == 12e9
-    link.bandwidth = None
-    assert link_rate(link, LARGE) == pytest.approx(RATE, rel=0.1)
-
-
-def test_padded_blocks_arrive_whole() -> None:
-    """Padding is written before the block; no kernel reads the slot meanwhile."""
-    for seed in range(5):
-        device, link = SimulatedDevice(seed), PacedCudaLink(None)
-        _, pool = _attached(device, link)
-        link.bandwidth, link.rate = 3.0, 10.0
-        for slot, key in enumerate((7, 2, 5)):
-            link.wait(link.submit(key, slot, urgent=True))
-        device.synchronize()
-        assert all(torch.equal(pool.block(slot), STORE.block(key)) for slot, key in enumerate((7, 2, 5)))
-
-
-def test_a_restarted_link_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[int] = []
-    monkeypatch.setattr(cuda, "copy_seconds", lambda _device, size: measured.append(size) or size / RATE)
-    link, _ = _attached(TimedDevice(RATE), PacedCudaLink(1e9), LARGE)
-    link.restart()
-    assert len(measured) == 1
-
-
-def test_speeds_that_are_refused() -> None:
-    for bandwidth, latency in ((0.0, 0.0), (-1.0, 0.0), (float("nan"), 0.0), (None, -1.0)):
-        with pytest.raises(ExpertcastError, match="out of range"):
-            PacedCudaLink(bandwidth, latency)
-    with pytest.raises(ExpertcastError, match="bandwidth="):
-        _attached(TimedDevice(RATE), PacedCudaLink(60e9), LARGE)
 
 
 # Devices with their numbers

@@ -22,7 +22,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.config import make_link
 from expertcast.runtime.links.base import InstantLink, Link
-from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
+from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink, buffer_count
 from expertcast.runtime.policies import Policies
@@ -189,8 +189,9 @@ def test_what_is_taken_on_cuda(tmp_path: Path) -> None:
 
     assert isinstance(link(), CudaDiskLink)
     assert isinstance(link(codec="bitsplit", bandwidth=1e9), CudaDiskLink)
-    assert isinstance(link(bandwidth=1e9), PacedCudaLink), "the device's own link, as slow as that"
-    assert cast(CudaDiskLink, link(link="disk", bandwidth=1e9)).bandwidth == 1e9
+    assert cast(CudaDiskLink, link(bandwidth=1e9)).bandwidth == 1e9
+    with pytest.raises(ExpertcastError, match="'cuda' has no bandwidth or latency"):
+        link(link="cuda", bandwidth=1e9)
     assert type(link(link="cuda")) is CudaLink, "which copies from the mapped file"
 
 

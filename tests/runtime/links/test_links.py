@@ -16,7 +16,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.config import OffloadConfig, make_link
 from expertcast.runtime.links.base import InstantLink, Link
-from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
+from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.emulated import EmulatedLink
@@ -69,7 +69,6 @@ CASES = {
     "instant, coded file": Case(InstantLink, "bitsplit"),
     "emulated": Case(lambda: EmulatedLink(1e12)),
     "cuda": Case(lambda: _on_device(CudaLink(window=1))),
-    "paced": Case(lambda: _on_device(PacedCudaLink(None, 1e-7, window=1))),
     "disk": Case(lambda: DiskLink(1), "raw"),
     "disk, coded": Case(lambda: DiskLink(1), "bitsplit", begun=2),
     "disk on cuda": Case(lambda: _on_device(CudaDiskLink(1, buffers=1)), "raw"),
