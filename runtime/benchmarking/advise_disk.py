@@ -1,12 +1,14 @@
 """Advice on experts on a disk: compressed or not, with which pools beside the slots, or in memory instead.
 
-The simulator replays recorded routing with the disk rate and decoding time measured on this machine.
+The planner of pools estimates the waiting of every option from recorded routing and the rates of disk and decoding that
+were measured on this machine.
 
-N experts of all layers, P parts of each, T tokens, L MoE layers, K experts per token.
+T tokens, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -28,18 +31,13 @@ from expertcast.runtime.benchmarking.bench import decode_greedily
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.offloading import OffloadedModel
-from expertcast.runtime.policies import Policies
-from expertcast.runtime.pools.planner import plans, rank_model
-from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
+from expertcast.runtime.pools.planner import RankModel, expected_makespans, plans, rank_model
+from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State, pools_text
 from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
-from expertcast.runtime.simulation.link import StoredExperts
-from expertcast.runtime.simulation.machine import Case, Machine, no_times
-from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Forward, Trace
 from expertcast.runtime.storage.codecs import Codec, Part, make_codec
 from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.expert_file import ExpertFile
-from expertcast.runtime.storage.layout import FULL, SECTOR, sectors
+from expertcast.runtime.storage.layout import SECTOR, sectors
 from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.reader import THREADS, DirectReader, Read
 from expertcast.runtime.storage.store import ExpertStore
@@ -138,45 +136,54 @@ def decoding_seconds(codec: Codec, coded: Sequence[Sequence[Part]], *, threads: 
         return statistics.median(each for own in pool.map(decode_all, range(threads)) for each in own)
 
 
-def part_sizes(file: ExpertFile) -> list[list[int]]:
-    """Return the bytes of each part of a file of coded experts, rounded up to sectors, [N][P]."""
-    nbytes_NP: list[list[int]] = (-(-file.nbytes // SECTOR) * SECTOR).tolist()
-    return nbytes_NP
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredExperts:
+    """Form of the experts on a disk or in memory, with the mean bytes of one."""
+
+    codec: str = "raw"
+    plain: float
+    """Uncompressed bytes, all of them if nothing is compressed."""
+    coded: float = 0.0
+    """Compressed bytes."""
+    shards: int = 1
+    """Compressed shards, decoded one by one."""
+    decode_s: float = 0.0
+    """Seconds that a thread takes for a shard."""
+    threads: int = 1
+    """Decoding threads."""
+
+    def costs(self, rate: float) -> Costs:
+        """Return the costs over a disk of `rate` bytes per second."""
+        return Costs(
+            read_s=self.plain / rate, ratio=self.coded / self.plain, decode_s=self.decode_s, shards=self.shards,
+            threads=self.threads,
+        )  # fmt: skip
 
 
-def mean_part_sizes(coded: Sequence[Sequence[Part]]) -> list[list[int]]:
-    """Return the bytes of each part, rounded up to sectors, as the mean over some experts, [1][P]."""
-    sizes = [[sectors(len(part.data)) for part in parts] for parts in coded]
-    return [[round(statistics.fmean(column)) for column in zip(*sizes, strict=True)]]
-
-
-def stored_experts(
-    codec: Codec, nbytes_NP: Sequence[Sequence[int]], *, decoding_s: float, threads: int
-) -> StoredExperts:
-    """Return the simulator's description of coded experts on a disk.
+def stored_experts(codec: Codec, sample: Sequence[Sequence[Part]], *, decoding_s: float, threads: int) -> StoredExperts:
+    """Describe a codec's experts by the parts of some, each part rounded up to sectors.
 
     Args:
         codec: codec of the experts.
-        nbytes_NP: bytes of each part, of all experts or one row for all.
+        sample: parts of some experts.
         decoding_s: seconds that a thread takes to decode one expert.
         threads: number of decoding threads.
     """
     compressed = [codec.planes[shard.plane].compressed for shard in codec.shards]
-    shards = sum(compressed)
-    coded = [sum(count for count, own in zip(sizes, compressed, strict=True) if own) for sizes in nbytes_NP]
+    shards = max(1, sum(compressed))
+    nbytes = [0, 0]
+    for parts in sample:
+        for part, own in zip(parts, compressed, strict=True):
+            nbytes[own] += sectors(len(part.data))
+    plain, coded = (count / len(sample) for count in nbytes)
     return StoredExperts(
-        codec=codec.text,
-        plain=sum(nbytes_NP[0]) - coded[0],
-        coded=tuple(coded) if shards else (),
-        shards=max(1, shards),
-        decode_s=decoding_s / max(1, shards),
-        threads=threads,
+        codec=codec.text, plain=plain, coded=coded, shards=shards, decode_s=decoding_s / shards, threads=threads
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskOption:
-    """A store with codec, pools and slots, loading on demand. Times are medians over decode steps."""
+    """A store with codec, pools and slots, loading on demand, with estimates of a decode step."""
 
     store: str
     """`disk` or `memory`."""
@@ -188,8 +195,6 @@ class DiskOption:
     wait_s: float
     """Seconds of waiting for experts, per token."""
     hit_rate: float
-    read_per_token: float
-    """Bytes read from the disk, per token."""
 
     @property
     def name(self) -> str:
@@ -208,7 +213,6 @@ class DiskOption:
             "ms/token": f"{1e3 * self.tpot_s:.2f}",
             "waiting": f"{1e3 * self.wait_s:.2f}",
             "hit rate": f"{self.hit_rate:.3f}",
-            "MB read": f"{self.read_per_token / 1e6:.2f}",
         }
 
     def config(self, given: OffloadConfig, folder: Path) -> OffloadConfig:
@@ -280,24 +284,22 @@ def milliseconds(seconds: float) -> str:
 
 
 COMPRESS = 0.1
-"""Fraction of the time per token with codec raw that compression must save to be advised. The event model does not
+"""Fraction of the time per token with codec raw that compression must save to be advised. The estimate does not
 include decoding's use of memory bandwidth and of processors that compute needs."""
 _STEP = 0.1
 """Step of the planner, as a fraction of the memory."""
-_SIMULATED = 8
-"""Number of the planner's allocations that are simulated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DiskFindings:
     """Measurements of model, machine and routing."""
 
     trace: Trace
-    """Routing to replay."""
+    """Recorded routing."""
     routing: str
     """Source of the routing."""
-    times: LayerTimes
-    """Layer times of a decode step without waits."""
+    compute_s: list[float]
+    """Seconds of each layer in a decode step without waits."""
     slots: int
     """Number of experts that fit the memory."""
     block_bytes: int
@@ -312,8 +314,10 @@ class DiskFindings:
     """Reason why the codec cannot hold them."""
     memory_copy_s: float | None = None
     """Seconds per copy of an expert in memory; None if all experts do not fit the memory."""
+    late_s: float = 0.0
+    """Seconds that a token of the short run from disk took beyond the estimate."""
     late: str | None = None
-    """Codec of the run from disk that `times.late_s` was measured in; None: there was none."""
+    """Codec of that run; None: there was none."""
 
     @property
     def raw(self) -> StoredExperts:
@@ -325,32 +329,40 @@ class DiskFindings:
         """Number of experts of all layers."""
         return self.trace.shape.layers * self.trace.shape.experts
 
-    def option(self, stored: StoredExperts | None, slots: int | None = None) -> DiskOption:
-        """Simulate loading on demand from the disk (`stored`), or from memory (None).
+    @cached_property
+    def ranks(self) -> RankModel:
+        """Statistics of the routing."""
+        return rank_model(routing_of(self.trace, self.routing))
 
-        Disk options include `times.late_s`, the short run's time beyond the event model. A value measured in a
-        compressed run is added to compressed options only.
-        """
-        times, rate, slots = replace(self.times, late_s=0.0), self.rate, slots or self.slots
+    def option(self, stored: StoredExperts | None) -> DiskOption:
+        """Return the option of loading on demand from the disk (`stored`), or from memory (None), without pools."""
+        in_memory = stored is None
         if stored is None:
             assert self.memory_copy_s is not None, "the experts do not fit the memory"
-            rate = self.block_bytes / self.memory_copy_s
-        elif self.late is not None and (stored.coded or self.late == "raw"):
-            times = self.times
-        machine = Machine(
-            times=times, block_bytes={FULL: self.block_bytes}, bandwidth=rate, stored=stored,
-            prefill=no_times(self.trace.shape.layers),
-        )  # fmt: skip
-        done = simulate(self.trace, Case(policies=Policies(prefetch="none"), slots=slots, machine=machine))
+            stored = StoredExperts(plain=self.memory_copy_s * self.rate)
+        counts_14 = np.array([[self.slots // self.trace.shape.layers, 0, 0, 0]])
+        layer_s = float(expected_makespans(self.ranks, stored.costs(self.rate), counts_14)[0])
+        if self.slots >= self.experts:  # each is read once
+            layer_s = 0.0
+        return self.estimated(stored, layer_s, self.slots, in_memory=in_memory)
+
+    def estimated(
+        self, stored: StoredExperts, layer_s: float, slots: int, pools: str = "", *, in_memory: bool = False
+    ) -> DiskOption:
+        """Return an option whose layers wait `layer_s` each.
+
+        Disk options include `late_s`. A value measured in a compressed run is added to compressed options only.
+        """
+        layers = self.trace.shape.layers
+        late = not in_memory and self.late is not None and (stored.coded or self.late == "raw")
         return DiskOption(
-            store="memory" if stored is None else "disk",
-            codec="raw" if stored is None else stored.codec,
-            pools="" if stored is None else stored.pools_text,
+            store="memory" if in_memory else "disk",
+            codec=stored.codec,
+            pools=pools,
             slots=slots,
-            tpot_s=done.tpot_s,
-            wait_s=done.decode.total.waited_s / len(done.steps_s),
-            hit_rate=done.decode.hit_rate,
-            read_per_token=done.bytes_read / len(done.steps_s),
+            tpot_s=sum(self.compute_s) + layers * layer_s + (self.late_s if late else 0.0),
+            wait_s=layers * layer_s,
+            hit_rate=self.ranks.hit_rate(slots // layers),
         )
 
 
@@ -377,16 +389,16 @@ def _facts(found: DiskFindings) -> Json:
     return {
         "disk_rate": found.rate,
         "disk_source": found.rate_source,
-        "decode_rate": None if stored is None or not stored.decoding_s else found.block_bytes / stored.decoding_s,
+        "decode_rate": None if stored is None else found.block_bytes / (stored.shards * stored.decode_s),
         "decoders": 1 if stored is None else stored.threads,
-        "stored_share": None if stored is None else (stored.plain + stored.mean_coded) / found.block_bytes,
+        "stored_share": None if stored is None else (stored.plain + stored.coded) / found.block_bytes,
         "block_bytes": found.block_bytes,
         "experts": found.experts,
         "memory_bytes": found.slots * found.block_bytes,
         "routing": found.routing,
         "tokens": found.trace.steps,
-        "layer_compute_s": found.times.compute_s,
-        "unexplained_s": found.times.late_s if found.late is not None else 0.0,
+        "layer_compute_s": found.compute_s,
+        "unexplained_s": found.late_s,
     }
 
 
@@ -396,11 +408,11 @@ def _notes(facts: Json) -> str:
         rate, share = facts["decode_rate"] / 1e9, facts["stored_share"]
         decoder = f"; {facts['decoders']} x {rate:.3g} GB/s decoded, {share:.3f} stored"
     if facts["unexplained_s"]:
-        late = f"\nthe short run took {milliseconds(facts['unexplained_s'])} per token more than the event model"
+        late = f"\nthe short run took {milliseconds(facts['unexplained_s'])} per token more than the estimate"
     return (
         f"disk {facts['disk_rate'] / 1e9:.3g} GB/s ({facts['disk_source']}){decoder}; an expert is "
         f"{facts['block_bytes']:,} bytes, {facts['memory_bytes'] / 1e6:.4g} MB for some of {facts['experts']}; "
-        f"{facts['tokens']} tokens replayed, routing: {facts['routing']}{late}"
+        f"{facts['tokens']} tokens, routing: {facts['routing']}{late}"
     )
 
 
@@ -421,27 +433,19 @@ def routing_of(trace: Trace, source: str) -> Routing:
 
 
 def _pooled(found: DiskFindings, stored: StoredExperts) -> list[DiskOption]:
-    """Simulate the planner's best allocations of memory to slots and pools, and return the fastest, if any."""
+    """Return the planner's best allocation of memory to slots and pools, if there is one."""
     shape = found.trace.shape
     if not stored.coded or not shape.top_k < found.slots < found.experts:
         return []  # no parts to keep, too few slots, or every expert is read once only
-    costs = Costs(
-        read_s=stored.plain / found.rate,
-        ratio=stored.mean_coded / stored.plain,
-        decode_s=stored.decode_s,
-        shards=stored.shards,
-        threads=stored.threads,
-    )
-    size = ExpertBytes(plane=stored.plain, exponents=max(stored.coded))
+    size = ExpertBytes(plane=math.ceil(stored.plain), exponents=math.ceil(stored.coded))
     memory = (found.slots - shape.top_k) * found.block_bytes // shape.layers  # K slots of the running token are no pool
-    options = list[DiskOption]()
-    for plan in plans(rank_model(routing_of(found.trace, found.routing)), costs, size=size, memory=memory, step=_STEP):
+    for plan in plans(found.ranks, stored.costs(found.rate), size=size, memory=memory, step=_STEP):
         pools = {state: shape.layers * plan.memory[state] for state in POOLS[1:] if plan.memory[state]}
         # at least one full expert per layer, since prompts cycle through the slots, which decode steps do not show
-        if len(options) < _SIMULATED and plan.experts[State.F] and any(plan.experts[state] for state in POOLS[1:]):
+        if plan.experts[State.F] and pools:
             slots = shape.layers * plan.experts[State.F] + shape.top_k
-            options.append(found.option(replace(stored, pools=pools), slots))
-    return [min(options, key=_tpot)] if options else []
+            return [found.estimated(stored, plan.expected_s, slots, pools_text(pools))]
+    return []
 
 
 def _reasons(found: DiskFindings, raw: DiskOption) -> list[str]:
@@ -508,17 +512,17 @@ def survey_disk(
         except ExpertcastError as error:
             refused = str(error)
         found = DiskFindings(
-            trace=watched.trace(shape), routing=routing, times=times, slots=slots,
+            trace=watched.trace(shape), routing=routing, compute_s=times.compute_s, slots=slots,
             block_bytes=store.layout.block_bytes, rate=rate, rate_source=source, stored=coded, refused=refused,
             memory_copy_s=_memory_copy(store, slots, budget),
         )  # fmt: skip
         codec = store.codec.text if isinstance(store, DiskStore) else "raw"
     if replayed is not None and replayed.shape != shape:
         raise ExpertcastError(f"{routing} is of a model of {replayed.shape}, this one has {shape}: give its own traces")
-    if from_disk:  # measured minus simulated time of the same kind of run
+    if from_disk:  # measured minus estimated time of the same kind of run
         expected = found.option(coded if coded is not None and codec != "raw" else found.raw)
         late_s = max(0.0, statistics.median(decoding.steps_s) - expected.tpot_s)
-        found = replace(found, times=replace(times, late_s=late_s), late=codec)
+        found = replace(found, late_s=late_s, late=codec)
     return found if replayed is None else replace(found, trace=replayed)
 
 
@@ -542,14 +546,11 @@ def _coded(store: ExpertStore, threads: int) -> StoredExperts:
     if isinstance(store, DiskStore) and not store.addressable:
         codec = store.codec
         sample: list[Sequence[Part]] = [store.file.read(key) for key in keys]
-        nbytes_NP = part_sizes(store.file)
     else:
         codec = make_codec(CODEC, store.layout)
         sample = [codec.encode(store.block(key).clone()) for key in keys]
-        nbytes_NP = mean_part_sizes(sample)
-    return stored_experts(
-        codec, nbytes_NP, decoding_s=decoding_seconds(codec, sample, threads=threads), threads=threads
-    )
+    decoding_s = decoding_seconds(codec, sample, threads=threads)
+    return stored_experts(codec, sample, decoding_s=decoding_s, threads=threads)
 
 
 def _memory_copy(store: ExpertStore, slots: int, budget: int | None) -> float | None:

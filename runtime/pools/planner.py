@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +97,7 @@ _LEAST = 1e-6
 _ITERATIONS, _CLOSE = 500, 1e-9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankModel:
     """Statistics of the routing, averaged over layers."""
 
@@ -111,6 +112,15 @@ class RankModel:
         """Probability f that a step uses the expert of a rank."""
         inclusion_R: Floats = self.moved_RR.sum(axis=0)
         return inclusion_R
+
+    @cached_property
+    def selection_R(self) -> Floats:
+        """Selection probabilities q of independent draws (:func:`fit_selection`)."""
+        return fit_selection(self.inclusion_R, self.sizes_M)
+
+    def hit_rate(self, count: int) -> float:
+        """Return the share of uses that find their expert among the first `count` ranks, and found it there before."""
+        return float(self.moved_RR[:count, :count].sum() / self.moved_RR.sum())
 
 
 def rank_model(routing: Routing) -> RankModel:
@@ -283,7 +293,7 @@ def expected_makespans(model: RankModel, costs: Costs, counts_N4: Counts) -> Flo
         counts_N4: number of experts that fit each pool.
     """
     sizes_M = model.sizes_M
-    selection_R = fit_selection(model.inclusion_R, sizes_M)
+    selection_R = model.selection_R
     most = len(sizes_M) - 1
     ends_N4 = np.minimum(np.cumsum(counts_N4, axis=1), len(selection_R))
     patterns_G4 = hit_patterns(most)

@@ -263,8 +263,6 @@ class LayerTimes:
     """Time from the end of the wait until the experts are computed and released."""
     tail_s: float
     """Time after the last MoE layer."""
-    late_s: float = 0.0
-    """Additional time per step that the event model does not explain, such as late wake-ups of threads."""
 
     @property
     def compute_s(self) -> list[float]:
@@ -297,7 +295,7 @@ def layer_times(recorder: Recorder) -> LayerTimes:
         f"{part}_s": [stretch * typical.get((part, layer), 0.0) for layer in range(layers)]
         for part in ("before", "request", "forecast", "prefetch", "launch", "experts")
     }
-    return LayerTimes(**columns, tail_s=stretch * typical["before", layers], late_s=0.0)
+    return LayerTimes(**columns, tail_s=stretch * typical["before", layers])
 
 
 def _parts(spans: Iterable[Span]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.recording.recorder import LayerTimes, RunStatistics, share
-from expertcast.runtime.simulation.link import StoredExperts, VirtualDisk, VirtualLink
+from expertcast.runtime.simulation.link import VirtualLink
 from expertcast.runtime.storage.layout import FULL
 
 
@@ -23,7 +23,7 @@ class Machine:
     block_bytes: Mapping[str, int]
     """Bytes of one expert by precision, including `full`."""
     bandwidth: float
-    """Bandwidth of the link or the disk, bytes per second."""
+    """Bandwidth of the link, bytes per second."""
     latency: float = 0.0
     """Seconds per copy."""
     expand_s: float = 0.0
@@ -32,14 +32,10 @@ class Machine:
     """Time of an eviction on the link, as a share of a copy; 0 if the host keeps all weights, as the store does."""
     prefill: LayerTimes | None = None
     """Times of prefills; None: those of a decode step."""
-    stored: StoredExperts | None = None
-    """Form of the experts on a disk; None: they are in host memory."""
 
     @property
     def copy_s(self) -> float:
         """Seconds per expert of consecutive copies."""
-        if self.stored is not None:
-            return self.latency + self.stored.copy_s(self.bandwidth)
         return self.latency + self.block_bytes[FULL] / self.bandwidth
 
     def link(self) -> VirtualLink:
@@ -48,8 +44,6 @@ class Machine:
         Raises:
             ExpertcastError: the bandwidth is not positive, or the latency is negative.
         """
-        if self.stored is not None:
-            return VirtualDisk(self.stored, self.bandwidth, self.latency, block_bytes=self.block_bytes)
         return VirtualLink(
             self.block_bytes, self.bandwidth, self.latency, expand_s=self.expand_s, write_back=self.write_back
         )
@@ -85,10 +79,6 @@ class Simulation:
     """Seconds of each prefill."""
     policy_s: list[float] = field(default_factory=list)
     """Seconds that policies and cache computed in this process, of each decode step."""
-    bytes_read: int = 0
-    """Bytes read from the disk in decode steps."""
-    prefill_bytes_read: int = 0
-    """Bytes read from the disk in prefills."""
 
     @property
     def tpot_s(self) -> float:

@@ -22,12 +22,10 @@ from expertcast.runtime.policies.eviction import (
     PROMPT_ROWS,
     Belady,
     Eviction,
-    PoolEviction,
     bypass_misses,
     layer_shares,
 )
 from expertcast.runtime.recording.recorder import LayerTimes, RunStatistics
-from expertcast.runtime.simulation.link import VirtualDisk
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, check_slots
 from expertcast.runtime.simulation.trace import Forward, Hints, Trace, request_order
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
@@ -59,7 +57,7 @@ def simulate_bypass(trace: Trace, slots: int, machine: Machine, scope: str = "gl
     done = Simulation(decode=RunStatistics(layers), prefill=RunStatistics(layers))
     for index, forward in enumerate(trace.forwards):
         stats = done.prefill if forward.fresh else done.decode
-        seconds = times.tail_s + times.late_s
+        seconds = times.tail_s
         for layer, keys in enumerate(forward.keys):
             missed = misses[index * layers + layer]
             waited = max(0.0, missed * copy_s - times.launch_s[layer])
@@ -111,10 +109,6 @@ class VirtualRuntime:
         self.policies = policies = case.policies.make(cache)
         self.link = machine.link()
         pool = SlotPool(_layout(machine.block_bytes[FULL]), slots, torch.device("meta"))  # allocates no memory
-        if isinstance(self.link, VirtualDisk):
-            self.link.use_pools(pool, shape, passing=1 if case.predictor is None else 2)
-        if self.link.pools is not None:
-            policies.eviction = Eviction.from_policy(PoolEviction(self.link.pools), cache)
         self.residency = ExpertCache(
             pool, self.link, policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=case.cache
         )
@@ -125,7 +119,6 @@ class VirtualRuntime:
         self._forecasts = source if early or policies.eviction.reads_forecasts else None
         self._decode = _costs(machine.times, shape.top_k)
         self._prefill = _costs(machine.prefill or machine.times, shape.top_k)
-        self._late_s = machine.times.late_s
         full = machine.block_bytes[FULL]
         self._smaller = frozenset(name for name, size in machine.block_bytes.items() if size < full)
         """Precisions below that of the stored experts; copies in another are copies of the stored experts."""
@@ -154,7 +147,7 @@ class VirtualRuntime:
             link.spend(launch_s[layer])
             self._compute(layer, expert_s[layer], chunks, precision)
         link.spend(end_s)
-        return link.now - start + self._late_s
+        return link.now - start
 
     def _compute(
         self, layer: int, expert_s: float, chunks: list[list[int]], precision: Mapping[int, str] | None
@@ -247,15 +240,12 @@ def simulate(trace: Trace, case: Case) -> Simulation:
         stats = done.prefill if forward.fresh else done.decode
         if runtime.residency.stats is not stats:
             runtime.residency.stats = stats
-        read = runtime.link.bytes_read
         if forward.fresh:
             done.prefills_s.append(runtime.run(forward))
-            done.prefill_bytes_read += runtime.link.bytes_read - read
         else:
             began = time.process_time()
             done.steps_s.append(runtime.run(forward))
             done.policy_s.append(time.process_time() - began)
-            done.bytes_read += runtime.link.bytes_read - read
     return done
 
 
