@@ -16,11 +16,11 @@ import torch
 
 from benchmarks.life_size_files import deviation
 from benchmarks.results import ResultFile, result_parser
+from benchmarks.shapes import SHAPES, random_model, weight_bytes
 from benchmarks.side_by_side import SETTINGS, Side, SideBySide, add_options, write_page
 from expertcast.commands.output import say
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.messages import Json
-from expertcast.runtime.benchmarking.shapes import SHAPES, random_model, weight_bytes
 
 SIDES = (
     Side("direct"),

@@ -29,8 +29,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.core_model_loading import dot_natural_key
 
+from benchmarks.shapes import SHAPES, STD
 from expertcast.data.models import meta_model
-from expertcast.runtime.benchmarking.shapes import SHAPES, STD
 
 KINDS = ("Q4_0", "Q4_K_M")
 """Q4_K_M: experts in Q4_K, their down projections in Q6_K in every second layer, the head in Q6_K; the rest is Q4_K."""

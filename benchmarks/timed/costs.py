@@ -14,10 +14,10 @@ from functools import cache
 import torch
 from torch import nn
 
+from benchmarks.shapes import SHAPES, Shape, weight_bytes
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.benchmarking.shapes import SHAPES, Shape, weight_bytes
 
 LINKS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 55e9, "grace": 375e9}
 """Bytes per second of large page-locked copies, host to device: PCIe x16, and NVLink-C2C of a Grace Hopper.

@@ -15,16 +15,16 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks.shapes import SHAPES, Shape, random_model
 from benchmarks.timed.costs import DriverCosts, StepCosts
 from benchmarks.timed.device import Span, TimedDevice
 from benchmarks.timed.links import TimedCudaLink, TimedDiskLink
+from benchmarks.timed.routing import RoutingOptions, RoutingProcess, drawn
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, drawn
-from expertcast.runtime.benchmarking.shapes import SHAPES, Shape, random_model
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.driver import Readback

@@ -38,7 +38,7 @@ COMMANDS = {
     "generate": "generate text with offloaded experts and forecasts",
     "chat": "chat with a model in the terminal, with offloaded experts and forecasts",
     "serve": "serve a model with offloaded experts and forecasts by the OpenAI API",
-    "bench": "measure the time per token of offloaded decoding in every mode, for a model or a shape",
+    "bench": "measure the time per token of offloaded decoding in every mode",
     "advise": "decode briefly with and without forecasts, and advise which to use",
     "simulate": "simulate cache policies over recorded routing, in virtual time",
     "inspect": "describe a model, traces folder or checkpoint, or verify its files",

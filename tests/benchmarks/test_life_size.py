@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from benchmarks.life_size_files import published, write_sparse
+from benchmarks.shapes import SHAPES
 from transformers import AutoConfig, PretrainedConfig
 
 from expertcast.cli import main
 from expertcast.data.inspection import OpenModel
 from expertcast.data.models import load_model
 from expertcast.data.source import ModelSource
-from expertcast.runtime.benchmarking.shapes import SHAPES
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources
 from expertcast.runtime.storage.in_place import ExpertsInPlace
 from expertcast.runtime.storage.layout import BlockLayout

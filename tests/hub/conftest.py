@@ -27,7 +27,7 @@ def upload(worker: Worker, folder: str, repo: str, kind: str = "model", branch: 
     """Send a folder as `hf upload` does."""
     code = f"""from huggingface_hub import HfApi
 api, where = HfApi(), {{"repo_id": {repo!r}, "repo_type": {kind!r}}}
-api.create_repo(**where, exist_ok=True)
+api.repo_exists(**where) or api.create_repo(**where)
 if {branch!r} != "main":
     api.create_branch(**where, branch={branch!r}, exist_ok=True)
 api.upload_folder(**where, folder_path={folder!r}, revision={branch!r})"""

@@ -1,4 +1,4 @@
-"""`expertcast bench` and `advise`: of a model, of a shape, with drafts, and of experts on a disk."""
+"""`expertcast bench` and `advise`: of a model, with drafts, and of experts on a disk."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def test_names_of_links_are_bandwidths() -> None:
         assert build_parser().parse_args(["bench", "reference", "--bandwidth", name]).bandwidth == value
 
 
-def test_bench_a_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bench_in_every_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    options = "--layers 3 --slots 24 --accuracy 1 --prompt-tokens 6 12 --new-tokens 4 --repetitions 1 --bandwidth pcie3"
+    options = "--slots 96 --prompt-tokens 6 12 --new-tokens 4 --repetitions 1 --bandwidth pcie3"
     got = ran(tmp_path, f"bench reference {options} --forecasts always --timeline {trace}")
     modes = ["on_demand", "exact", "speculate", "hybrid"]
     assert list(got["runs"]) == [*modes, *(f"{mode}_cache" for mode in modes)]
@@ -29,17 +29,15 @@ def test_bench_a_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         "link_utilisation", "tpot_over_bound", "identical",
     }  # fmt: skip
     assert all(wanted <= set(run) for run in got["runs"].values())
-    assert all(run["identical"] for run in got["runs"].values())  # forecasts were set to be right
+    assert all(got["runs"][name]["identical"] for name in ("on_demand", "exact", "on_demand_cache", "exact_cache"))
     per_layer = got["runs"]["exact"]["stats"]["per_layer"]
-    assert all(layer["hits"] == layer["requests"] > 0 for layer in per_layer[1:])  # layer 0 has no forecast
-    assert got["measured_routing"]["accuracy"] == 1.0
-    assert "drawn" in got["routing"]
+    assert all(layer["hits"] > 0 for layer in per_layer[1:])  # layer 0 has no forecast
     assert list(got["prompts"]) == ["6", "12"]
     assert got["hardware"]["machine"]
     assert got["versions"]["torch"]
     assert {"command", "date", "git_revision"} <= set(got)
     assert json.loads(trace.read_text())["traceEvents"]
-    assert "routing: drawn" in capsys.readouterr().out
+    assert "identical means as resident" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -49,7 +47,6 @@ def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: 
     got = ran(tmp_path, f"bench reference {options} --new-tokens 3 {ways}")
     assert list(got["runs"]) == ["on_demand_cache", "exact_cache"]
     assert all(run["identical"] for run in got["runs"].values())
-    assert got["routing"] == "the model's own routers"
     assert got["bandwidth"] == 12e9
     advice = ran(tmp_path, f"advise reference {options} --new-tokens 6 --bandwidth pcie3")
     assert advice["slots"] == 96

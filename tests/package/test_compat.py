@@ -81,7 +81,6 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
     },
     "transformers:PreTrainedModel": {
         "_can_record_outputs": "Says which class is the router (data.moe_layers).",
-        "_init_weights": "Initialises random benchmark models (benchmarking.shapes).",
     },
     "transformers.cli.serving.completion:CompletionHandler": {
         "_non_streaming": "Answers a request at once (serving.handlers).",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
-from expertcast.commands.options import Count, Form, Option, StoredOptions
+from expertcast.commands.options import Count, Form, Option, StoredOptions, read_by
 from expertcast.commands.output import Outcome, new_file, runs_table, say
 from expertcast.data.models import form_of, load_config, load_tokenizer
 from expertcast.data.source import ModelSource
@@ -28,7 +28,6 @@ from expertcast.predictors.messages import Json
 if TYPE_CHECKING:
     from expertcast.predictors import MoEView
     from expertcast.runtime.benchmarking.bench import Bench, Run
-    from expertcast.runtime.benchmarking.routing import RoutingProcess
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.offloading import OffloadedModel
 
@@ -44,7 +43,7 @@ class Options(TargetOptions):
     """Options of `expertcast advise`.
 
     Raises:
-        ExpertcastError: as :class:`TargetOptions`; too few tokens; or --save with synthetic routing.
+        ExpertcastError: as :class:`TargetOptions`; or too few tokens.
     """
 
     prompt_tokens: Count = 64
@@ -67,17 +66,14 @@ class Options(TargetOptions):
             replace(self.offload, predictor=self.predictor).as_dict()  # refused before the runs
         if self.store_folder is not None:
             self._check_disk()
-        elif self.save is not None and self.routing is not None:
-            raise ExpertcastError("--save needs a model with its own routing, here routing is synthetic")
 
     @property
     def form(self) -> Form:
-        """A model or shape with its experts in memory or in a store."""
-        name, reads = super().form
+        """A model with its experts in memory or in a store."""
         if self.store_folder is None:
-            return Form(name, frozenset(reads) - {"replay"})
+            return Form("advise without --store-folder", read_by(Options, but={"replay"}))
         unread = {"link", "latency", "predictor", "copy_over_compute"}
-        return Form("--store-folder", frozenset(reads) - unread)
+        return Form("--store-folder", read_by(Options, but=unread))
 
     @cached_property
     def experts_form(self) -> str:
@@ -85,7 +81,7 @@ class Options(TargetOptions):
         from expertcast.runtime.storage.expert_file import packed_codec
 
         stored = self.store_folder is not None and packed_codec(Path(self.store_folder)) is not None
-        if self.experts is None and not (self.random or stored) and self.device_name == "cpu":
+        if self.experts is None and not stored and self.device_name == "cpu":
             with suppress(ExpertcastError):  # loading raises a better one
                 source = ModelSource.of(self.target, self.passed_on(self.target))
                 if form_of(load_config(source), source) is not None:
@@ -126,28 +122,24 @@ def _advise_memory(options: Options) -> tuple[Json, str, OffloadConfig]:
 
     target = Target.load(options)
     prompt_ids = target.prompt(options.prompt_tokens)
-    process = target.routing_process(options.prompt_tokens, options.new_tokens)
-    with process if process is not None else nullcontext():
-        link = target.link(prompt_ids, options.new_tokens)
-        runs = {ON_DEMAND: target.config(link)}
-        given = target.forecaster(process)
-        name = given if isinstance(given, str) else given.name
-        predictor, _ = resolve_predictor(given, target.view)
-        assert predictor is not None
-        for ahead in predictor.ahead:
-            if link["link"] != "instant" and ahead < len(target.view):
-                config = replace(runs[ON_DEMAND], predictor=predictor, ahead=ahead, forecasts=ALWAYS)
-                runs[f"{name}, {ahead} ahead"] = config
-        settings = BenchSettings(new_tokens=options.new_tokens, repetitions=2)
-        measured = measure(target.model, prompt_ids, runs, settings, resident=None, say=say)
+    link, name = target.link(prompt_ids, options.new_tokens), target.forecaster
+    runs = {ON_DEMAND: target.config(link)}
+    predictor, _ = resolve_predictor(name, target.view)
+    assert predictor is not None
+    for ahead in predictor.ahead:
+        if link["link"] != "instant" and ahead < len(target.view):
+            config = replace(runs[ON_DEMAND], predictor=predictor, ahead=ahead, forecasts=ALWAYS)
+            runs[f"{name}, {ahead} ahead"] = config
+    settings = BenchSettings(new_tokens=options.new_tokens, repetitions=2)
+    measured = measure(target.model, prompt_ids, runs, settings, resident=None, say=say)
     facts, text = advice_from(measured, target.view)
     chosen, advised = runs[facts["advice"]], options.experts_form
-    result = {**target.heading(process), **link, **facts, "predictor": None, "ahead": None}
+    result = {**target.heading(), **link, **facts, "predictor": None, "ahead": None}
     config = replace(target.config(link), slots=facts["slots"], memory=None, store="memory", experts=advised)
     if chosen.predictor is not None:
         config = replace(config, predictor=name, ahead=chosen.ahead)
         result |= {"predictor": name, "ahead": chosen.ahead}
-    text = f"{options.target}, routing: {result['routing']}\n{text}"
+    text = f"{options.target}\n{text}"
     if link["link"] == "instant":  # the link of a CPU, also without its name
         config = replace(config, link=options.offload.link)
         text += "\n" + _THIS_MACHINE
@@ -227,13 +219,11 @@ def _advise_disk(options: Options) -> tuple[Json, str, OffloadConfig]:
         )
     codec = packed_codec(folder)
     say("a short run on demand; reading and decoding some experts")
-    offloaded, prompt_ids, process = _run_for_disk(options, folder, codec)
-    with process if process is not None else nullcontext():
-        found = survey_disk(
-            offloaded, prompt_ids, folder, new_tokens=options.new_tokens, bandwidth=options.offload.bandwidth,
-            budget=None if memory is None else size_bytes(memory),
-            routing=routing if process is None else process.tables.source, replayed=replayed,
-        )  # fmt: skip
+    offloaded, prompt_ids = _run_for_disk(options, folder, codec)
+    found = survey_disk(
+        offloaded, prompt_ids, folder, new_tokens=options.new_tokens, bandwidth=options.offload.bandwidth,
+        budget=None if memory is None else size_bytes(memory), routing=routing, replayed=replayed,
+    )  # fmt: skip
     advice = advise_disk(found)
     text = f"{options.target}, experts in {folder}\n{advice.text()}"
     if options.save is not None and advice.chosen.store == "disk" and advice.chosen.codec != codec:
@@ -245,12 +235,10 @@ def _advise_disk(options: Options) -> tuple[Json, str, OffloadConfig]:
     return result, text, replace(advice.chosen.config(options.offload, folder), experts=form)
 
 
-def _run_for_disk(
-    options: Options, folder: Path, codec: str | None
-) -> tuple[Callable[..., OffloadedModel], Tensor, RoutingProcess | None]:
-    """Return a function that offloads the model, the prompt [1, T], and the routing process, if any.
+def _run_for_disk(options: Options, folder: Path, codec: str | None) -> tuple[Callable[..., OffloadedModel], Tensor]:
+    """Return a function that offloads the model, and the prompt [1, T].
 
-    The function loads from the store if there is one, and otherwise offloads the loaded model or shape.
+    The function loads from the store if there is one, and otherwise offloads the loaded model.
     """
     from expertcast.runtime.config import size_bytes, slots_for
     from expertcast.runtime.loading import load_offloaded
@@ -258,17 +246,16 @@ def _run_for_disk(
     from expertcast.runtime.storage.expert_file import FILE_NAME, read_header
 
     name, config, tokens = options.target, replace(options.offload, experts=options.experts_form), options.prompt_tokens
-    if codec is not None and not options.random:
+    if codec is not None:
         given = options.passed_on(name)
         if config.memory is not None:
             slots = size_bytes(config.memory) // read_header(folder / FILE_NAME).block_bytes
             config = replace(config, slots=slots, memory=None)
         config = replace(config, store="disk", store_folder=str(folder), codec=codec)
         ids_1T = torch.tensor([bundled_ids(load_tokenizer(name, **given), tokens, frozenset())])
-        return partial(load_offloaded, name, config, device="cpu", dtype=options.dtype, **given), ids_1T, None
+        return partial(load_offloaded, name, config, device="cpu", dtype=options.dtype, **given), ids_1T
     target = Target.load(options)
-    process = target.routing_process(tokens, options.new_tokens) if options.replay is None else None
     config = replace(config, experts="expanded", store=target.store, link="instant", bandwidth=None)
     if config.memory is not None:
         config = replace(config, slots=slots_for(config, target.store), memory=None)
-    return partial(offload, target.model, config), target.prompt(tokens), process
+    return partial(offload, target.model, config), target.prompt(tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +14,10 @@ from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.options import COUNT, POLICIES_HELP, Count, Fields, Option, policies_of
 from expertcast.commands.output import Outcome, figure, forecast_lines, new_file, runs_table, say
 from expertcast.commands.predictors import is_checkpoint
-from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, aligned
 
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.bench import Bench, BenchSettings
-    from expertcast.runtime.benchmarking.routing import RoutingProcess
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.policies.settings import FORECASTS
 
@@ -30,13 +27,11 @@ if TYPE_CHECKING:
 def describe(result: Json) -> str:
     """Return the result as text."""
     shape = ", ".join(f"{key}={value}" for key, value in result["shape"].items())
-    weights = "random weights" if result["random_weights"] else "its own weights"
     lines = [
-        f"{result['target']} ({weights}; {shape}; {result['dtype']}), {result['new_tokens']} new tokens, "
+        f"{result['target']} ({shape}; {result['dtype']}), {result['new_tokens']} new tokens, "
         f"{result['repetitions']} repetitions, {result['hardware']['threads']} threads",
         f"experts {result['experts_form']}: {result['block_bytes']:,} bytes each, "
         f"{result['weight_bits']:.3g} bits a weight",
-        f"routing: {result['routing']}",
     ]
     for prompt in result["prompts"].values():
         lines += ["", *describe_prompt(prompt)]
@@ -49,8 +44,6 @@ def describe_prompt(prompt: Json) -> list[str]:
     """Return the table of one prompt, and the run that its figures are compared with."""
     speed = f"{prompt['bandwidth'] / 1e9:.3g} GB/s emulated" if "bandwidth" in prompt else "the machine's own link"
     lines = [f"prompt of {prompt['prompt_tokens']} tokens, {speed}, identical means as {prompt['compared_with']}"]
-    if "measured_routing" in prompt:
-        lines.append("routing came out as " + ", ".join(f"{k} {v:.3g}" for k, v in prompt["measured_routing"].items()))
     lines += [runs_table(prompt["runs"]), *forecast_lines(prompt["runs"])]
     if "drafts" in prompt:
         lines += ["", drafts_table(prompt["drafts"]), ""]
@@ -113,8 +106,6 @@ class Options(TargetOptions):
         TargetOptions.__post_init__(self)
         for name in self.draft:
             replace(self.offload, experts=self.experts_form, draft=name)
-        if self.draft and self.routing is not None:
-            raise ExpertcastError("--draft needs a model with its own routing: leave --draft out, or give a model")
         self.forecasting(OffloadConfig())
 
     def forecasting(self, config: OffloadConfig) -> OffloadConfig:
@@ -129,7 +120,6 @@ class Prompt:
 
     ids: Tensor
     bench: Bench
-    process: RoutingProcess | None
     link: Json
     drafts: Json | None = None
     """Measurements by draft."""
@@ -138,10 +128,6 @@ class Prompt:
         """Return the report, for JSON."""
         resident = self.bench.resident
         whole = resident and {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s}
-        beside = {
-            "measured_routing": self.process and self.process.tables.measured(),
-            "drafts": self.drafts,
-        }
         return {
             "prompt_tokens": self.ids.shape[1],
             **self.link,
@@ -149,7 +135,7 @@ class Prompt:
             "compared_with": "on_demand" if resident is None else "resident",
             "resident": whole,
             "runs": self.bench.reports,
-            **{name: value for name, value in beside.items() if value is not None},
+            **({} if self.drafts is None else {"drafts": self.drafts}),
         }
 
 
@@ -165,7 +151,7 @@ def run(options: Options) -> Outcome:
     first = prompts[0]
     target.store.give_back(torch.device("cpu"))
     result = {
-        **target.heading(first.process),
+        **target.heading(),
         "new_tokens": options.settings.new_tokens,
         "repetitions": options.settings.repetitions,
         "hybrid_layers": hybrid_layers(first.bench),
@@ -184,38 +170,34 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: Json | Non
 
     Args:
         options: the options of the command.
-        target: model or shape.
+        target: the model.
         tokens: length of the prompt.
         link: link of earlier prompts, whose speed is kept; None: choose it.
     """
     from expertcast.runtime.benchmarking.bench import bench_drafts, decode_resident, measure
 
-    process = target.routing_process(tokens, options.settings.new_tokens)
-    prompt_ids = target.prompt(tokens)
-    with process if process is not None else nullcontext():
-        resident = None
-        if target.store.fits:
-            say(f"{tokens} tokens: resident model")
-            with target.store.resident():
-                resident = decode_resident(target.model, prompt_ids, options.settings.new_tokens)
-        link = link or target.link(prompt_ids, options.settings.new_tokens)
-        runs = ways(options, target, process, link)
-        measured = measure(target.model, prompt_ids, runs, options.settings, resident=resident, say=say)
-        prompt = Prompt(ids=prompt_ids, bench=measured, process=process, link=link)
-        if options.draft:
-            config = replace(target.config(link), predictor=target.forecaster(None), cache=options.cache != "without")
-            drafts, config = options.draft, options.forecasting(config)
-            prompt.drafts = bench_drafts(target.model, prompt_ids, config, drafts, options.settings, say=say)
+    prompt_ids, resident = target.prompt(tokens), None
+    if target.store.fits:
+        say(f"{tokens} tokens: resident model")
+        with target.store.resident():
+            resident = decode_resident(target.model, prompt_ids, options.settings.new_tokens)
+    link = link or target.link(prompt_ids, options.settings.new_tokens)
+    runs = ways(options, target, link)
+    measured = measure(target.model, prompt_ids, runs, options.settings, resident=resident, say=say)
+    prompt = Prompt(ids=prompt_ids, bench=measured, link=link)
+    if options.draft:
+        config = replace(target.config(link), predictor=target.forecaster, cache=options.cache != "without")
+        drafts, config = options.draft, options.forecasting(config)
+        prompt.drafts = bench_drafts(target.model, prompt_ids, config, drafts, options.settings, say=say)
     return prompt
 
 
-def ways(options: Options, target: Target, process: RoutingProcess | None, link: Json) -> dict[str, OffloadConfig]:
+def ways(options: Options, target: Target, link: Json) -> dict[str, OffloadConfig]:
     """Return configurations by name: each mode without cache, then with cache (`_cache`).
 
     Args:
         options: modes and caches to run.
-        target: model or shape.
-        process: routes in place of the model; None: the model routes.
+        target: the model.
         link: link of all runs.
     """
     from expertcast.runtime.benchmarking.bench import usual_runs
@@ -223,7 +205,7 @@ def ways(options: Options, target: Target, process: RoutingProcess | None, link:
     trained = options.predictor is not None and is_checkpoint(options.predictor)
     # without a checkpoint recall is unknown: every second layer executes a forecast
     layers, on_demand = None if trained else range(options.ahead, len(target.view), 2), target.config(link)
-    runs = usual_runs(replace(on_demand, ahead=options.ahead), target.forecaster(process, options.ahead), layers)
+    runs = usual_runs(replace(on_demand, ahead=options.ahead), target.forecaster, layers)
     modes = {name: options.forecasting(config) for name, config in runs.items()} | {"on_demand": on_demand}
     return {
         f"{mode}_cache" if cache else mode: replace(modes[mode], cache=cache)

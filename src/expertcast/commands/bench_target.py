@@ -1,33 +1,26 @@
-"""Model or shape that `expertcast bench` and `advise` run, from their shared options."""
+"""Model that `expertcast bench` and `advise` run, from their shared options."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import not_negative, positive_number
 from expertcast.commands.options import (
     BANDWIDTH,
     COUNT,
-    MODEL_HELP,
     PREDICTOR,
-    SEED,
-    CheckpointOptions,
     Fields,
-    Form,
-    Given,
+    Model,
     ModelOptions,
     Option,
-    read_by,
 )
 from expertcast.commands.output import say
 from expertcast.commands.predictors import learned_documents
@@ -36,18 +29,17 @@ from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import weight_bits
 from expertcast.data.text import bundled_ids
-from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.messages import Json
 
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.bench import BorrowedStore
-    from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess
     from expertcast.runtime.config import EXPERTS, OffloadConfig
 
 _EXPANDED = "expanded"
 """Default form of the experts."""
 DEFAULT_PREDICTOR = "next_norm"
-"""Predictor for models with their own routing; it needs no training."""
+"""It needs no training."""
 _OFFLOAD = Fields(
     slots=COUNT,
     memory=Option(metavar="BYTES", help="here for slots alone"),
@@ -55,13 +47,6 @@ _OFFLOAD = Fields(
     latency=Option(metavar="S", read=not_negative),
     link=Option(metavar="NAME", help="auto is cuda on a GPU; on the CPU emulated, by advise only with a speed"),
 )
-_PROCESS = Fields(persistence=Option(metavar="P"), skew=Option(metavar="Z"), accuracy=Option(metavar="A"))
-
-
-def target_help() -> str:
-    from expertcast.runtime.benchmarking.shapes import SHAPES
-
-    return f"{MODEL_HELP}; or a shape with random weights: {', '.join(SHAPES)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +54,10 @@ class TargetOptions(ModelOptions):
     """Options that `bench` and `advise` share.
 
     Raises:
-        ExpertcastError: options that contradict each other or are out of range; before a model is built or loaded.
+        ExpertcastError: options that contradict each other or are out of range; before a model is loaded.
     """
 
-    target: Annotated[str, Option(positional=True, metavar="MODEL|SHAPE", help=target_help())]
-    layers: Annotated[int | None, COUNT] = None
-    """Number of MoE layers of a shape (default: all)."""
+    target: Model
     experts: Annotated[str | None, Option(choices=EXPERTS)] = None
     """Form of the experts, as in `expertcast generate` (default: expanded; advise: auto)."""
     offload: Annotated[OffloadConfig, _OFFLOAD]
@@ -82,15 +65,9 @@ class TargetOptions(ModelOptions):
     copy_over_compute: Annotated[float | None, Option(metavar="R", read=positive_number)] = None
     """Speed of the emulated link: K copies take R layers' time (default: 5; advise: the real link)."""
     predictor: Annotated[str | None, PREDICTOR] = None
-    """Predictor, with the model's own routing (default: next_norm)."""
-    process: Annotated[Given[RoutingOptions], _PROCESS]
-    """Synthetic routing, for shapes (random weights route at random) and, with any of these options, for models."""
-    seed: Annotated[int, SEED] = 0
-    """Seed of random weights, routing and prompts."""
+    """Predictor (default: next_norm)."""
 
     def __post_init__(self) -> None:
-        from expertcast.runtime.benchmarking.shapes import check_shape
-
         config = self.offload
         if config.bandwidth is not None and self.copy_over_compute is not None:
             raise ExpertcastError("--bandwidth and --copy-over-compute both set the link's speed: give one of them")
@@ -102,21 +79,6 @@ class TargetOptions(ModelOptions):
                 f"link {config.link!r} has its own speed: leave out --bandwidth, --latency and --copy-over-compute, or "
                 "give --link emulated on the CPU"
             )
-        if self.routing is not None and self.predictor is not None:
-            raise ExpertcastError(
-                "--predictor needs the model's own routing, here routing is synthetic: leave it out, "
-                "--accuracy sets the quality of forecasts"
-            )
-        if self.random:
-            check_shape(self.target, layers=self.layers, dtype=self.dtype)
-
-    @property
-    def form(self) -> Form:
-        """A shape or a model, with its own or drawn routing."""
-        if self.random:
-            return Form("a shape", read_by(type(self), but=read_by(CheckpointOptions, but={"dtype"})))
-        unread = {"layers", "seed"} if self.routing is None else {"layers"}
-        return Form("a model", read_by(type(self), but=unread))
 
     @property
     def experts_form(self) -> str:
@@ -124,38 +86,14 @@ class TargetOptions(ModelOptions):
         return self.experts or _EXPANDED
 
     @property
-    def random(self) -> bool:
-        """Whether the target is a shape; `reference` is the bundled model unless `layers` is set.
-
-        Raises:
-            ExpertcastError: the name of a shape is also a model's folder.
-        """
-        from expertcast.runtime.benchmarking.shapes import is_shape
-
-        return (self.target != REFERENCE or self.layers is not None) and is_shape(self.target)
-
-    @property
     def emulated(self) -> bool:
         """Whether the link is emulated."""
         return self.device_name == "cpu" and self.offload.link in ("auto", "emulated")
 
-    @property
-    def routing(self) -> RoutingOptions | None:
-        """Options of synthetic routing; None if the model routes.
-
-        Raises:
-            ExpertcastError: a number out of range.
-        """
-        from expertcast.runtime.benchmarking.routing import RoutingOptions
-
-        if not self.random and not self.process:
-            return None
-        return replace(RoutingOptions(seed=self.seed), **self.process)  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Model or shape to measure."""
+    """Model to measure."""
 
     options: TargetOptions
     model: PreTrainedModel
@@ -165,58 +103,34 @@ class Target:
 
     @classmethod
     def load(cls, options: TargetOptions) -> Self:
-        """Build the shape or load the model, with its experts in the form of --experts.
+        """Load the model, with its experts in the form of --experts.
 
         Raises:
-            ExpertcastError: neither a shape nor a model, a form that it does not have, or too little memory.
+            ExpertcastError: no such model, or a form that it does not have.
         """
         from expertcast.runtime.benchmarking.bench import BorrowedStore, without_experts_to
-        from expertcast.runtime.benchmarking.shapes import build_shape
-        from expertcast.runtime.config import pack_experts
 
-        if options.random:
-            say(f"building {options.target} with random weights")
-            model = build_shape(options.target, layers=options.layers, dtype=options.dtype, seed=options.seed)
-            pack_experts(find_moe_layers(model), options.experts_form, options.device_name)
-        else:
-            model = _load_model(options)
+        model = _load_model(options)
         view = find_moe_layers(model)
         device = torch.device(options.device_name)
         return cls(options, without_experts_to(model, device), view, BorrowedStore(view, device))
 
     def prompt(self, tokens: int) -> Tensor:
-        """Return token ids [1, T]: bundled text for a model, random ids for a shape.
+        """Return token ids [1, T] of bundled text.
 
         The text leaves out documents that the predictor learned from.
 
         Raises:
             ExpertcastError: the bundled text is shorter.
         """
-        if self.options.random:
-            generator = torch.Generator().manual_seed(self.options.seed)
-            ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
-            return ids.to(self.store.device)
         known = learned_documents([self.options.predictor])
         tokenizer = load_tokenizer(self.options.target, **self.options.passed_on(self.options.target))
         return torch.tensor([bundled_ids(tokenizer, tokens, known)], device=self.store.device)
 
-    def routing_process(self, prompt: int, new_tokens: int) -> RoutingProcess | None:
-        """Return the routing process that replaces the model's routers; None if the model routes.
-
-        Raises:
-            ExpertcastError: a number out of range.
-        """
-        from expertcast.runtime.benchmarking.routing import RoutingProcess, drawn
-
-        options = self.options.routing
-        if options is None:
-            return None
-        tables = drawn(self.view.shape, prompt=prompt, new_tokens=new_tokens, options=options)
-        return RoutingProcess(self.model, self.view, tables)
-
-    def forecaster(self, process: RoutingProcess | None, ahead: int = 1) -> str | Predictor:
-        """Return the predictor of the runs with forecasts."""
-        return self.options.predictor or DEFAULT_PREDICTOR if process is None else process.predictor((ahead,))
+    @property
+    def forecaster(self) -> str:
+        """Predictor of the runs with forecasts."""
+        return self.options.predictor or DEFAULT_PREDICTOR
 
     def link(self, prompt_ids: Tensor, new_tokens: int) -> Json:
         """Return name and speed of the link; measure a layer's time for an emulated link without --bandwidth.
@@ -252,8 +166,8 @@ class Target:
         config = replace(self.options.offload, store=self.store, link=link["link"], bandwidth=link.get("bandwidth"))
         return config if config.memory is None else replace(config, slots=slots_for(config, self.store), memory=None)
 
-    def heading(self, process: RoutingProcess | None) -> Json:
-        """Describe the target, the hardware and the routing."""
+    def heading(self) -> Json:
+        """Describe the target and the hardware."""
         from expertcast.data.machine import hardware
 
         return {
@@ -261,13 +175,11 @@ class Target:
             "hardware": hardware(),
             **provenance(),
             "target": self.options.target,
-            "random_weights": self.options.random,
             "shape": self.view.shape.as_dict(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "experts_form": self.options.experts_form,
             "weight_bits": weight_bits(self.view),
             "block_bytes": self.store.layout.block_bytes,
-            "routing": "the model's own routers" if process is None else process.tables.source,
         }
 
 
@@ -286,13 +198,6 @@ def _load_model(options: TargetOptions) -> PreTrainedModel:
     from expertcast.runtime.config import OffloadConfig
 
     name = options.target
-    try:
-        if options.experts_form != _EXPANDED:
-            return loaded_model(options.offloaded(name, OffloadConfig(experts=options.experts_form, cache=False)))
-        return load_model(name, dtype=options.dtype, **options.passed_on(name))
-    except ExpertcastError as error:
-        if "/" in name or Path(name).exists():
-            raise
-        from expertcast.runtime.benchmarking.shapes import SHAPES
-
-        raise ExpertcastError(f"{name!r} is none of the shapes {', '.join(SHAPES)}, and {error}") from error
+    if options.experts_form != _EXPANDED:
+        return loaded_model(options.offloaded(name, OffloadConfig(experts=options.experts_form, cache=False)))
+    return load_model(name, dtype=options.dtype, **options.passed_on(name))

@@ -49,7 +49,6 @@ RUNTIME = {
     "FORECASTS": "policies.settings",
     "MODES": "config",
     "OffloadConfig": "config",
-    "RoutingOptions": "benchmarking.routing",
     "SequenceSelection": "simulation.trace",
 }
 """Names that annotations of options may use without an import, by module of the runtime."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.shapes import SHAPES, random_model
 from benchmarks.timed.costs import LAUNCHES, Launches, step_costs
 from benchmarks.timed.run import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,6 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.traced import TracedForecasts
 from expertcast.predictors.base import RouterState
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
-from expertcast.runtime.benchmarking.shapes import SHAPES, random_model
 
 FAMILIES = {SHAPES[name].model_type: name for name in ("qwen3-30b-a3b", "gpt-oss-20b", "olmoe-1b-7b", "mixtral-8x7b")}
 ALLOCATE = {"empty", "empty_strided", "empty_like", "new_empty", "_unsafe_view", "lift_fresh", "detach"}

@@ -7,11 +7,10 @@ import sys
 
 import pytest
 import torch
+from benchmarks.shapes import SHAPES, random_model, weight_bytes
 
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors import ExpertcastError
-from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_memory, random_model, weight_bytes
 from tests.families.models import CONFIGS
 
 PUBLISHED = {  # parameters in billions as the model cards have them; L, E, K, D
@@ -57,41 +56,21 @@ def test_random_weights(family: str, dtype: torch.dtype) -> None:
         assert model(torch.arange(8).unsqueeze(0)).logits.isfinite().all()
 
 
-def test_seed_decides() -> None:
-    one, same, other = (build_shape("reference", layers=1, seed=seed) for seed in (1, 1, 2))
+def test_seed_decides_and_tied_weights_stay_tied() -> None:
+    one, same, other = (
+        random_model(SHAPES["reference"].config(1), dtype=torch.bfloat16, device="cpu", seed=seed) for seed in (1, 1, 2)
+    )
     weights = [model.model.layers[0].mlp.experts.down_proj for model in (one, same, other)]
     assert weights[0].equal(weights[1])
     assert not weights[0].equal(weights[2])
-
-
-def test_tied_weights_stay_tied() -> None:
-    model = build_shape("reference", layers=1)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_too_small_memory_names_the_layers_that_fit() -> None:
-    cpu = torch.device("cpu")
-    with pytest.raises(ExpertcastError, match=r"with 48 layers needs 62\.\d GB .* use --layers 14 or fewer"):
-        check_memory("qwen3-30b-a3b", 48, torch.bfloat16, cpu, free=20 * 10**9)
-    check_memory("qwen3-30b-a3b", 14, torch.bfloat16, cpu, free=20 * 10**9)
-    with pytest.raises(ExpertcastError, match="not even --layers 1 fits"):
-        check_memory("mixtral-8x7b", 32, torch.bfloat16, cpu, free=10**9)
-
-
-def test_bad_input() -> None:
-    with pytest.raises(ExpertcastError, match="unknown shape 'nope'"):
-        build_shape("nope")
-    with pytest.raises(ExpertcastError, match="--layers 13"):
-        build_shape("reference", layers=13)
-    with pytest.raises(ExpertcastError, match="unknown dtype 'int3'"):
-        build_shape("reference", dtype="int3")
+    assert one.lm_head.weight is one.model.embed_tokens.weight
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_no_second_copy() -> None:
     program = (
-        "import re, torch; from expertcast.runtime.benchmarking.shapes import SHAPES\n"
-        "from expertcast.runtime.benchmarking.shapes import random_model, weight_bytes\n"
+        "import re, torch; from benchmarks.shapes import SHAPES\n"
+        "from benchmarks.shapes import random_model, weight_bytes\n"
         "def peak():\n"
         "    return int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]) * 1024\n"
         "config = SHAPES['olmoe-1b-7b'].config(1)\n"

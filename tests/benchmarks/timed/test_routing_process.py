@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.timed.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn
 from transformers import PreTrainedModel
 
 from expertcast import offload
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, ModelShape
 from expertcast.runtime.benchmarking.bench import decode_greedily, same_logits
-from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn
 from tests.families.models import tiny_model
 
 SHAPE = ModelShape(layers=6, experts=32, top_k=4, hidden=8)

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -19,10 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from expertcast.checkpoints.bundled import BUNDLED, REFERENCE
-from expertcast.checkpoints.checkpoint import CONFIG
-from expertcast.data.machine import free_memory, torch_dtype
 from expertcast.data.models import meta_model
-from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 
 STD = 0.02
@@ -94,99 +90,6 @@ SHAPES = {
     ),
     REFERENCE: Shape(hub_id="the bundled model", model_type="qwen3_moe", values=_reference_values()),
 }
-
-
-def is_shape(name: str) -> bool:
-    """Return whether a word is a shape's name; a path never is.
-
-    Raises:
-        ExpertcastError: the word is also a model's folder.
-    """
-    if name not in SHAPES:
-        return False
-    here = Path(name)
-    if (here / CONFIG).is_file() and not here.samefile(BUNDLED):
-        raise ExpertcastError(
-            f"{name!r} is a shape, but also a model folder ({here.absolute()}): use ./{name} for the folder, or rename "
-            "it"
-        )
-    return True
-
-
-def build_shape(
-    name: str,
-    *,
-    layers: int | None = None,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "cpu",
-    seed: int = 0,
-) -> PreTrainedModel:
-    """Return a causal LM of a shape with random weights, in eval mode.
-
-    Args:
-        name: one of `SHAPES`.
-        layers: MoE layers to keep; None for all. Dense layers before the first MoE layer are extra.
-        dtype: `auto` (bf16), `bf16`, `fp16`, `fp32` or a torch dtype.
-        device: device of the weights.
-        seed: of the random weights.
-
-    Raises:
-        ExpertcastError: the shape or dtype is unknown, the layers are out of range, or the device lacks memory.
-    """
-    checked = check_shape(name, layers=layers, dtype=dtype, device=device)
-    model = random_model(SHAPES[name].config(layers), dtype=checked, device=device, seed=seed)
-    model.config.name_or_path = name if layers is None else f"{name}, {layers} layers"
-    return model
-
-
-def check_shape(
-    name: str, *, layers: int | None = None, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
-) -> torch.dtype:
-    """Raise if :func:`build_shape` would fail with these arguments.
-
-    Returns:
-        The dtype.
-
-    Raises:
-        ExpertcastError: as for :func:`build_shape`.
-    """
-    if name not in SHAPES:
-        raise ExpertcastError(f"unknown shape {name!r}: choose from {', '.join(SHAPES)}")
-    most = SHAPES[name].layers
-    if layers is not None and not 1 <= layers <= most:
-        raise ExpertcastError(f"--layers {layers} is out of range: {name} has 1 to {most} MoE layers")
-    wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype) or torch.bfloat16
-    check_memory(name, layers or most, wanted, torch.device(device))
-    return wanted
-
-
-def check_memory(name: str, layers: int, dtype: torch.dtype, device: torch.device, free: int | None = None) -> None:
-    """Raise if a shape does not fit the device's memory.
-
-    Args:
-        name: one of `SHAPES`.
-        layers: number of MoE layers.
-        dtype: dtype of the weights.
-        device: device of the weights.
-        free: free bytes; None: queried from the device.
-
-    Raises:
-        ExpertcastError: the shape does not fit; the message names the number of layers that do.
-    """
-    shape = SHAPES[name]
-    free = free_memory(device) if free is None else free
-    one, two = (weight_bytes(meta_model(shape.config(count), dtype)) for count in (1, 2))
-    per_layer, rest = two - one, 2 * one - two
-    # One more layer: while experts are packed, one layer exists twice.
-    needed = rest + (layers + 1) * per_layer
-    if free is None or needed <= free:
-        return
-    fit = (free - rest) // per_layer - 1
-    remedy = f"use --layers {fit} or fewer" if fit >= 1 else "use a smaller shape; not even --layers 1 fits"
-    raise ExpertcastError(
-        f"{name} with {layers} layers needs {needed / 1e9:.1f} GB of {device.type} memory, but only "
-        f"{free / 1e9:.1f} GB are free: {remedy}"
-    )
 
 
 def weight_bytes(model: nn.Module) -> int:
