@@ -8,6 +8,7 @@ it, in an order that changes with the repetition. The JSON is written after ever
 from __future__ import annotations
 
 import argparse
+import heapq
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 from expertcast.runtime.benchmarking.advise_disk import disk_rate
 from expertcast.runtime.config import size_bytes
-from expertcast.runtime.policies.eviction import bypass_misses
+from expertcast.runtime.policies.eviction import Events, next_uses
 
 OURS, PEER = "benchmarks.offloaded_run", "benchmarks.packed_peer"
 CELL = ("memory", "readahead_kib", "throttle")
@@ -214,6 +215,35 @@ def memory_of(text: str) -> float | None:
 def _line(row: Json) -> str:
     took = row.get("failed") or f"{row['ttft_s']:.2f} s, then {1e3 * row['tpot_s']:.1f} ms a token"
     return f"{row['repetition'] + 1}: {row['side']}, memory {row['memory'] or 'all'}, {_disk(row)}: {took}"
+
+
+def bypass_misses(events: Events, slots: int) -> list[int]:
+    """Count the misses of each event under the optimal policy if a missed expert need not get a slot.
+
+    After each event the policy keeps any `slots` of the experts that were resident or used; to keep those whose next
+    use is nearest is optimal. O(n log n) in the total number of uses.
+
+    Args:
+        events: distinct keys of each event.
+        slots: number of slots.
+
+    Returns:
+        Number of misses of each event.
+    """
+    nexts, _ = next_uses(events)
+    held: dict[int, int] = {}
+    farthest: list[tuple[int, int]] = []
+    misses = []
+    for keys, following in zip(events, nexts, strict=True):
+        misses.append(sum(key not in held for key in keys))
+        for key, index in zip(keys, following, strict=True):
+            held[key] = index
+            heapq.heappush(farthest, (-index, key))
+        while len(held) > slots:
+            index, key = heapq.heappop(farthest)
+            if held.get(key) == -index:
+                del held[key]
+    return misses
 
 
 def needed_bytes(result: Json, row: Json) -> float | None:

@@ -859,7 +859,7 @@ class Importance(Rescored):
         return Scores([per_use * u + per_chance * p for u, p in zip(hotness_E, forecast_E, strict=True)], 1.0, equal)
 
 
-# Offline bounds. An event is one layer of one step, as the list of distinct experts that it needs.
+# Offline bound. An event is one layer of one step, as the list of distinct experts that it needs.
 
 Events = Sequence[Sequence[int]]
 
@@ -868,7 +868,7 @@ class Belady(ByPriority):
     """Evicts the expert whose next use is farthest away; ties by LRU. O(log n).
 
     Call :meth:`set_future` first. No policy that loads on demand has fewer misses if every event fits the slots and
-    every missed expert gets a slot. :func:`bypass_misses` is the bound without the second condition.
+    every missed expert gets a slot.
 
     Source: Belady (1966).
     """
@@ -944,40 +944,6 @@ def next_uses(events: Events) -> tuple[list[list[int]], dict[int, int]]:
         coming.update(dict.fromkeys(events[index], index))
     nexts.reverse()
     return nexts, coming
-
-
-def bypass_misses(events: Events, slots: int) -> list[int]:
-    """Count the misses of each event under the optimal policy if a missed expert need not get a slot.
-
-    After each event the policy keeps any `slots` of the experts that were resident or used; to keep those whose next
-    use is nearest is optimal. O(n log n) in the total number of uses.
-
-    Args:
-        events: distinct keys of each event.
-        slots: number of slots.
-
-    Returns:
-        Number of misses of each event.
-
-    Example:
-        >>> from expertcast.runtime.policies.eviction import bypass_misses
-        >>> bypass_misses([[0, 1], [2], [0, 1], [2]], slots=2)
-        [2, 1, 0, 1]
-    """
-    nexts, _ = next_uses(events)
-    held: dict[int, int] = {}
-    farthest: list[tuple[int, int]] = []
-    misses = []
-    for keys, following in zip(events, nexts, strict=True):
-        misses.append(sum(key not in held for key in keys))
-        for key, index in zip(keys, following, strict=True):
-            held[key] = index
-            heapq.heappush(farthest, (-index, key))
-        while len(held) > slots:
-            index, key = heapq.heappop(farthest)
-            if held.get(key) == -index:
-                del held[key]
-    return misses
 
 
 class PoolEviction(ByRecency):

@@ -24,10 +24,7 @@ Rows = Sequence[Json]
 
 _COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A89600", "#D55E00")
 _STYLES = cycler(linestyle=("-", "--", "-.")) * cycler(color=_COLOURS, marker=("o", "s", "^", "D", "v", "P", "X"))
-BOUNDS: dict[str, Json] = {
-    "belady": {"color": "#222222", "linestyle": "-"},
-    "belady_bypass": {"color": "#222222", "linestyle": ":"},
-}
+BOUNDS: dict[str, Json] = {"belady": {"color": "#222222", "linestyle": "-"}}
 _NAMES = ("prefetch", "predictor", "miss", "routing", "pre_eviction", "scope")
 
 
@@ -84,7 +81,7 @@ def write_hits(results: Rows, folder: Path) -> Path:
 
 
 def hit_rates(results: Rows) -> Figure:
-    """Draw the hit rate by capacity at the first bandwidth, with Belady's bounds."""
+    """Draw the hit rate by capacity at the first bandwidth, with Belady's bound."""
     rows = _first_bandwidth(labelled(results))
     figure, (axis,) = panels(1)
     _lines(axis, rows, "hit_rate", 1.0)

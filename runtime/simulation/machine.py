@@ -59,8 +59,6 @@ class Case:
     machine: Machine
     predictor: str | None = None
     """Name of the forecasts in the trace; None: load on demand."""
-    bypass: bool = False
-    """Use the bound of :func:`.simulator.simulate_bypass` instead of the eviction policy."""
     cache: bool = True
     """Keep experts until their slot is needed; false: free slots as soon as a layer has run."""
 
@@ -141,7 +139,7 @@ def summary(done: Simulation) -> Json:
       without copies that were dropped before they started
     - `prefetch_recall`: share of all used copies that were prefetched
     - `redundant`: share of copies that were never used, or that replaced an eviction in the same step (ActiveEvict)
-    - `policy_s`: median processor seconds per step of policies and cache; None for a bound
+    - `policy_s`: median processor seconds per step of policies and cache
     """
     total, steps = done.decode.total, max(1, len(done.steps_s))
     used = total.prefetched_used

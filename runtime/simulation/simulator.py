@@ -22,11 +22,9 @@ from expertcast.runtime.policies.eviction import (
     PROMPT_ROWS,
     Belady,
     Eviction,
-    bypass_misses,
-    layer_shares,
 )
 from expertcast.runtime.recording.recorder import LayerTimes, RunStatistics
-from expertcast.runtime.simulation.machine import Case, Machine, Simulation, check_slots
+from expertcast.runtime.simulation.machine import Case, Simulation, check_slots
 from expertcast.runtime.simulation.trace import Forward, Hints, Trace, request_order
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
@@ -38,52 +36,6 @@ def set_future(trace: Trace, eviction: Eviction) -> None:
     for index, policy in enumerate(eviction.policies):
         if isinstance(policy, Belady):
             policy.set_future(events[index :: len(eviction.policies)])
-
-
-def simulate_bypass(trace: Trace, slots: int, machine: Machine, scope: str = "global") -> Simulation:
-    """Simulate the minimum number of misses if used experts need not stay in a slot.
-
-    Each layer requests its misses, waits for all of them, and computes.
-
-    Args:
-        trace: recorded routing.
-        slots: number of slots.
-        machine: times of the layers and the link.
-        scope: `global` or `layer`, as in :class:`expertcast.runtime.policies.Policies`.
-    """
-    layers = trace.shape.layers
-    misses = _misses(trace, slots, scope)
-    times, copy_s = machine.times, machine.copy_s
-    done = Simulation(decode=RunStatistics(layers), prefill=RunStatistics(layers))
-    for index, forward in enumerate(trace.forwards):
-        stats = done.prefill if forward.fresh else done.decode
-        seconds = times.tail_s
-        for layer, keys in enumerate(forward.keys):
-            missed = misses[index * layers + layer]
-            waited = max(0.0, missed * copy_s - times.launch_s[layer])
-            counts = stats.layers[layer]
-            counts.requests += len(keys)
-            counts.misses += missed
-            counts.hits += len(keys) - missed
-            counts.bytes_moved += missed * machine.block_bytes[FULL]
-            counts.waited_s += waited
-            seconds += times.before_s[layer] + times.request_s[layer] + times.launch_s[layer] + waited
-            seconds += times.experts_s[layer] / trace.shape.top_k * len(keys)
-        (done.prefills_s if forward.fresh else done.steps_s).append(seconds)
-    return done
-
-
-def _misses(trace: Trace, slots: int, scope: str) -> list[int]:
-    """Return the number of misses of each event."""
-    shape = trace.shape
-    events = [keys for forward in trace.forwards for keys in forward.keys]
-    cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
-    if scope == "global":
-        return bypass_misses(events, slots)
-    misses = [0] * len(events)
-    for layer, share in enumerate(layer_shares(cache)):
-        misses[layer :: shape.layers] = bypass_misses(events[layer :: shape.layers], share)
-    return misses
 
 
 _Costs = tuple[list[float], list[float], list[float], list[float], float]
@@ -230,8 +182,6 @@ def simulate(trace: Trace, case: Case) -> Simulation:
         (7, 1)
     """
     check_slots(case.slots, trace.shape.top_k)
-    if case.bypass:
-        return simulate_bypass(trace, case.slots, case.machine, case.policies.scope)
     runtime = VirtualRuntime(trace, case)
     set_future(trace, runtime.policies.eviction)
     layers = trace.shape.layers

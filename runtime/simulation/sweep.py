@@ -24,7 +24,7 @@ from expertcast.runtime.simulation.trace import Trace
 
 CAPACITIES = (0.01, 0.05, 0.10, 0.25, 0.45)
 """Shares of all experts that fit on the device."""
-BELADY, BYPASS = "belady", "belady_bypass"
+BELADY = "belady"
 EXACT = "exact"
 _CASES_PER_PROCESS = 4
 """Minimum number of cases per process."""
@@ -48,7 +48,7 @@ def slots_of(capacity: float, shape: ModelShape) -> int:
 
 
 def with_bounds(cases: Sequence[Case]) -> list[Case]:
-    """Append Belady's bounds, with forced admission and with bypass, for every scope, number of slots and machine."""
+    """Append Belady's bound for every scope, number of slots and machine."""
     places: list[tuple[str, int, Machine]] = []
     for case in cases:
         place = (case.policies.scope, case.slots, case.machine)
@@ -57,7 +57,7 @@ def with_bounds(cases: Sequence[Case]) -> list[Case]:
     bounds = []
     for scope, slots, machine in places:
         policies = Policies(eviction=BELADY, prefetch="none", scope=scope)
-        bounds += [Case(policies=policies, slots=slots, machine=machine, bypass=bypass) for bypass in (False, True)]
+        bounds.append(Case(policies=policies, slots=slots, machine=machine))
     return [*cases, *bounds]
 
 
@@ -158,7 +158,6 @@ def _heading(case: Case, shape: ModelShape) -> Json:
     words = case.policies.as_dict()
     return {
         **words,
-        "eviction": BYPASS if case.bypass else words["eviction"],
         "prefetch": "none" if case.predictor is None else words["prefetch"],
         "predictor": case.predictor,
         "slots": case.slots,

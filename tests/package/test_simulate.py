@@ -76,8 +76,7 @@ def test_a_sweep(capsys: pytest.CaptureFixture[str], reference_traces: TraceData
     out, command = tmp_path / "out", f"simulate {reference_traces.folder} --tokens 100 --processes 1"
     got = ran(tmp_path, f"{command} --sweep --policy lru lfu --out {out}")
     assert json.loads((out / "results.json").read_text())["results"] == got["results"]
-    evictions = ["lru", "lfu", "belady", "belady_bypass"]
-    assert [row["eviction"] for row in got["results"]] == ["lru", "lfu"] * 5 + evictions[2:] * 5
+    assert [row["eviction"] for row in got["results"]] == ["lru", "lfu"] * 5 + ["belady"] * 5
     assert [row["slots"] for row in got["results"][:10:2]] == [7, 38, 76, 192, 345]
     wanted = {
         "eviction", "prefetch", "miss", "routing", "scope", "slots", "capacity", "bandwidth", "hit_rate", "misses",
@@ -87,7 +86,7 @@ def test_a_sweep(capsys: pytest.CaptureFixture[str], reference_traces: TraceData
     assert {path.name for path in out.iterdir()} == {
         "results.json", "table.txt", "hit_rate.png", "tpot.png",
     }  # fmt: skip
-    assert "belady_bypass" in (out / "table.txt").read_text()
+    assert "belady" in (out / "table.txt").read_text()
     options = "--scope layer --capacity 0.01 0.25 --bandwidth 1e9 --miss fetch drop"
     unknown = ran(tmp_path, f"{command} {options} --no-quality")["results"]
     assert [(row["perplexity"], row["agreement"], row["kl"]) for row in unknown] == [(None, None, None)] * 2

@@ -8,12 +8,13 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import combinations
 
 import pytest
+from benchmarks.side_by_side import bypass_misses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import EVICTION, CacheShape, EvictionPolicy
-from expertcast.runtime.policies.eviction import PRE_EVICTION, Belady, ClassLRU, PreEviction, bypass_misses
+from expertcast.runtime.policies.eviction import PRE_EVICTION, Belady, ClassLRU, PreEviction
 from tests.runtime.policies import references
 from tests.runtime.policies.references import BLOCK, LOW, ORDERS, History, Visit, cache, run, step, tell
 

@@ -13,7 +13,6 @@ from expertcast.predictors.view import ModelShape
 from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times, summary
 from expertcast.runtime.simulation.simulator import simulate as simulate_case
-from expertcast.runtime.simulation.simulator import simulate_bypass
 from expertcast.runtime.simulation.trace import Trace
 from tests.runtime.simulation import made
 from tests.runtime.simulation.made import simulate
@@ -49,30 +48,21 @@ def test_lru_by_hand() -> None:
 
 def test_belady_by_hand() -> None:
     trace = made.trace(NEEDED, experts=3)
-    forced = simulate(trace, Policies(eviction="belady"), 3, made.machine(2))
-    bypass = simulate_bypass(trace, 3, made.machine(2))
-    for done in (forced, bypass):
-        assert done.steps_s == [10.0, 4.0, 4.0, 4.0, 7.0]
-        assert done.prefills_s == [10.0]
-        assert (done.decode.total.misses, done.decode.total.collisions, done.decode.total.bytes_moved) == (3, 0, 9)
-        assert done.decode.total.waited_s == 9.0
+    done = simulate(trace, Policies(eviction="belady"), 3, made.machine(2))
+    assert done.steps_s == [10.0, 4.0, 4.0, 4.0, 7.0]
+    assert done.prefills_s == [10.0]
+    assert (done.decode.total.misses, done.decode.total.collisions, done.decode.total.bytes_moved) == (3, 0, 9)
+    assert done.decode.total.waited_s == 9.0
 
 
-def test_copies_of_the_bound_run_while_the_layer_is_launched() -> None:
+def test_copies_run_while_the_layer_is_launched() -> None:
     """With half a second to launch a layer, a miss is waited for half a second less, and a hit takes 2.5 s."""
     machine = made.machine(2)
     machine = replace(machine, times=replace(machine.times, launch_s=[0.5, 0.5]))
     trace = made.trace(NEEDED, experts=3)
-    for done in (simulate(trace, Policies(eviction="belady"), 3, machine), simulate_bypass(trace, 3, machine)):
-        assert done.steps_s == [10.0, 5.0, 5.0, 5.0, 7.5]
-        assert done.decode.total.waited_s == 7.5
-
-
-def test_bypass_keeps_what_comes_sooner() -> None:
-    """One layer, two slots, K = 1, experts 0 1 | 2 0 1: bypass keeps 0 and 1, forced admission evicts one."""
-    trace = made.trace([[[0]], [[1]], [[2]], [[0]], [[1]]], experts=3, prefill=2)
-    assert simulate(trace, Policies(eviction="belady"), 2, made.machine(1)).decode.total.misses == 2
-    assert simulate_bypass(trace, 2, made.machine(1)).decode.total.misses == 1
+    done = simulate(trace, Policies(eviction="belady"), 3, machine)
+    assert done.steps_s == [10.0, 5.0, 5.0, 5.0, 7.5]
+    assert done.decode.total.waited_s == 7.5
 
 
 def test_a_single_slot_runs_expert_by_expert() -> None:

@@ -39,7 +39,7 @@ def test_result_does_not_depend_on_processes() -> None:
     for row in (*one["results"], *two["results"]):
         row.pop("policy_s")  # measured, so it differs
     assert two == one
-    assert len(one["results"]) == 8 + 8
+    assert len(one["results"]) == 8 + 4
     assert all(set(row) >= KEYS for row in one["results"])
     json.dumps(one, allow_nan=False)
 
@@ -48,7 +48,7 @@ def test_belady_is_on_top() -> None:
     found = sweep(made.random_trace(5), with_bounds(cases(4, 9)), processes=1)["results"]
     for slots in (4, 9):
         misses = {row["eviction"]: row["misses"] + row["prefill"]["misses"] for row in found if row["slots"] == slots}
-        assert misses["belady_bypass"] <= misses["belady"] <= min(misses["lru"], misses["lfu"])
+        assert misses["belady"] <= min(misses["lru"], misses["lfu"])
 
 
 def test_too_small_is_left_out() -> None:
@@ -112,7 +112,7 @@ def test_figures_are_written(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["hit_rate.png", "tpot.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     labels = [row["label"] for row in labelled(found)]
-    assert set(labels) == {"lru", "lfu", "belady", "belady_bypass"}
+    assert set(labels) == {"lru", "lfu", "belady"}
 
 
 def test_labels_say_what_differs() -> None:
@@ -140,7 +140,7 @@ def drawn(figure: Any) -> dict[str, list[float]]:
 
 
 def test_lines_differ() -> None:
-    names = [*EVICTION.names(), "score:decay=0.5", "belady_bypass"]
+    names = [*EVICTION.names(), "score:decay=0.5"]
     figure = hit_rates(named(**{name: (0.1 * index, 0.08 * index) for index, name in enumerate(names)}))
     lines = figure.axes[0].get_lines()
     assert drawn(figure)["lfu"] == [0.1 * names.index("lfu"), 0.08 * names.index("lfu")]
