@@ -447,67 +447,6 @@ class ClassLRU(LFRU):
             self._groups[self._group(key)][key] = last
 
 
-class S3FIFO(EvictionPolicy):
-    """Evicts from a small queue of new experts, or from a main queue of those that were used again. O(1) on average.
-
-    New experts wait in the small queue, a tenth of the slots. At its end, those used twice since their copy move to the
-    main queue; the others are evicted, and come back into the main queue if they are copied again soon. At the end of
-    the main queue an expert that was used since starts again, up to three times.
-
-    Source: Yang et al. (2023), "FIFO queues are all you need for cache eviction".
-    """
-
-    name = "s3_fifo"
-    _MOST = 3
-    """Most uses that count."""
-
-    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._small: OrderedDict[int, int] = OrderedDict()
-        self._main: OrderedDict[int, int] = OrderedDict()
-        """Uses after the one that an expert was copied for, by key, oldest first; -1 before that one."""
-        self._ghosts: OrderedDict[int, None] = OrderedDict()
-        """Experts evicted from the small queue."""
-        self._share = max(1, shape.slots // 10)
-
-    def insert(self, key: int, full: bool = True) -> None:
-        (self._main if key in self._ghosts else self._small)[key] = -1
-        self._ghosts.pop(key, None)
-
-    def use(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            queue = self._small if key in self._small else self._main
-            queue[key] = min(self._MOST, queue[key] + 1)
-
-    def remove(self, key: int) -> None:
-        if self._main.pop(key, None) is None:
-            del self._small[key]
-            self._ghosts[key] = None
-            if len(self._ghosts) > 9 * self._share:
-                self._ghosts.popitem(last=False)
-
-    def clear(self) -> None:
-        self._small.clear()
-        self._main.clear()
-
-    def victim(self, protected: Container[int]) -> int | None:
-        small, main = self._small, self._main
-        while True:
-            queues = (small, main) if len(small) > self._share else (main, small)
-            firsts = ((next((key for key in queue if key not in protected), None), queue) for queue in queues)
-            key, queue = next((each for each in firsts if each[0] is not None), (None, main))
-            if key is None:
-                return None
-            if queue is small and small[key] > 1:
-                del small[key]
-                main[key] = 0
-            elif queue is main and main[key] > 0:
-                main[key] -= 1
-                main.move_to_end(key)
-            else:
-                return key
-
-
 @dataclass(frozen=True, kw_only=True)
 class LRFUConfig(PolicyConfig):
     """Options of :class:`LRFU`."""

@@ -72,15 +72,6 @@ CLASS_LRU = """
     a2 > b0     | b0* b2 > a2 c0 | c0* c1 > a1 c2
     a0 a2 > b0 c1 | b0* > c0      | c1* c2 > a0 a2
 """
-# The small queue holds one. 1: all are new, a0 a1 go and are known. 2: they come back into the main queue, the new
-# b0 b1 go; at b b0 is known, and c0, then a0 of the main queue go. At c c2 is needed, b2 goes. 3: a1 is needed and
-# b0 the next of the main queue; at b c2 and a2; at c a1 was used since and starts again, c0 is needed: b2.
-S3_FIFO = """
-    a0 a1       | b0 b1         | c0 c2 > a0 a1
-    a0 a1 > b0 b1 | b0* b2 > a0 c0 | c0* > b2
-    a2 > b0     | b0* b2 > a2 c2 | c1 > b2
-    a0 a2 > b0 c1 | b0* b2 > a1 a2 | c1* c2 > a0 c0
-"""
 # Half-life 1: in forward p a use at a is worth 2^p, at b 1.26 and at c 1.59 times as much. In units of forward 1:
 # 1: a's 1, b's 1.26. 2: at a b0 b1 1.26, c0 c2 1.59: the b's. At b c0 c2. At c: b2 2.52, a0 a1 3, b0 3.78: b2 a0.
 # 3: at a b0 3.78, c0 c2 4.76: b0. At b: a2 4, c0 c2 4.76, a1 7: a2 c0. At c: c2 4.76, a1 7, b2 7.56: c2 a1.
@@ -163,7 +154,6 @@ TRIALS = {
     "marking": (MARKING, 5, 19, 4, 19 * BLOCK),
     "lfu": (LFU, 2, 22, 6, 22 * BLOCK),
     "class_lru": (CLASS_LRU, 2, 22, 7, 22 * BLOCK),
-    "s3_fifo": (S3_FIFO, 3, 21, 5, 21 * BLOCK),
     "lrfu:half_life=1": (LRFU, 2, 22, 7, 22 * BLOCK),
     "lhu": (LHU, 7, 17, 2, 10 * BLOCK + 7 * LOW),
     "fld": (FLD, 8, 16, 1, 16 * BLOCK),
