@@ -6,16 +6,11 @@ colour-blind readers can distinguish. A set of policies has the same colour, mar
 
 from __future__ import annotations
 
-import math
-import textwrap
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from cycler import cycler
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from expertcast.predictors.messages import Json
 
@@ -24,32 +19,21 @@ Rows = Sequence[Json]
 
 _COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A89600", "#D55E00")
 _STYLES = cycler(linestyle=("-", "--", "-.")) * cycler(color=_COLOURS, marker=("o", "s", "^", "D", "v", "P", "X"))
-BOUNDS: dict[str, Json] = {"belady": {"color": "#222222", "linestyle": "-"}}
+BOUNDS: dict[str, Json] = {"belady": {"color": "#222222", "linestyle": "-", "marker": ""}}
 _NAMES = ("prefetch", "predictor", "miss", "routing", "pre_eviction", "scope")
+_LINE_INCHES = 0.18
 
 
 def labelled(results: Rows) -> list[Json]:
-    """Add `label` and `style` to each row.
-
-    The label is the eviction policy and all settings that differ; the style has keyword arguments of `plot`.
-    """
+    """Add `label` to each row: the eviction policy, and all settings in which other rows differ."""
     others = [row for row in results if row["eviction"] not in BOUNDS]
     differing = [name for name in _NAMES if len({row.get(name) for row in others}) > 1]
-    unused, styles = _STYLES(), dict[str, Json]()
     rows = []
     for row in results:
-        bound = row["eviction"] in BOUNDS
-        names = ["scope"] if bound and "scope" in differing else [] if bound else differing
-        label = ", ".join([row["eviction"], *(str(row[name]) for name in names if row.get(name) is not None)])
-        if label not in styles:
-            styles[label] = BOUNDS.get(row["eviction"]) or next(unused)
-        rows.append({**row, "label": label, "style": styles[label]})
+        names = [name for name in differing if name == "scope" or row["eviction"] not in BOUNDS]
+        own = [str(row[name]) for name in names if row.get(name) is not None]
+        rows.append({**row, "label": ", ".join([row["eviction"], *own])})
     return rows
-
-
-_LEGEND_WIDTH, _LINE_INCHES = 30, 0.18
-_TICK_GAP = 0.1
-"""Minimum distance of horizontal tick labels, as a share of the axis; closer labels are rotated."""
 
 
 def write_figures(results: Rows, folder: Path) -> list[Path]:
@@ -62,7 +46,7 @@ def write_figures(results: Rows, folder: Path) -> list[Path]:
     Returns:
         Paths of the files.
     """
-    drawn = {"hit_rate": hit_rates(results), "tpot": token_times(results)}
+    drawn = {"hit_rate": hit_rates(results), "tpot": lines(results, "tpot_s", "time per token (ms, median)", unit=1e3)}
     for name, figure in drawn.items():
         figure.savefig(folder / f"{name}.png", dpi=130)
     return [folder / f"{name}.png" for name in drawn]
@@ -82,72 +66,37 @@ def write_hits(results: Rows, folder: Path) -> Path:
 
 def hit_rates(results: Rows) -> Figure:
     """Draw the hit rate by capacity at the first bandwidth, with Belady's bound."""
-    rows = _first_bandwidth(labelled(results))
-    figure, (axis,) = panels(1)
-    _lines(axis, rows, "hit_rate", 1.0)
-    axis.set(ylabel="hit rate in decode steps", ylim=(-0.02, 1.02))
-    return _legend(figure, rows)
+    first = [row for row in results if row["bandwidth"] == results[0]["bandwidth"]]
+    return lines(first, "hit_rate", "hit rate in decode steps", most=1.02)
 
 
-def token_times(results: Rows) -> Figure:
-    """Draw the median time per token by capacity, one panel per bandwidth."""
+def lines(results: Rows, key: str, name: str, *, unit: float = 1.0, most: float | None = None) -> Figure:
+    """Draw `unit` times a value of the rows by capacity, one panel per bandwidth and one line per label.
+
+    Args:
+        results: rows of a sweep.
+        key: name of the value in a row.
+        name: name of the vertical axis.
+        unit: factor of the value.
+        most: upper end of the vertical axis.
+    """
     rows = labelled(results)
-    bandwidths = _distinct(rows, "bandwidth")
-    figure, axes = panels(len(bandwidths))
+    styles = {row["label"]: BOUNDS.get(row["eviction"], {}) for row in rows}
+    bandwidths, shares = (sorted({row[each] for row in rows}) for each in ("bandwidth", "capacity"))
+    height = max(4.4, 0.4 + _LINE_INCHES * len(styles))
+    figure = Figure(figsize=(2.8 + 4.2 * len(bandwidths), height), layout="constrained")
+    axes = figure.subplots(1, len(bandwidths), squeeze=False)[0]
     for axis, bandwidth in zip(axes, bandwidths, strict=True):
-        _lines(axis, [row for row in rows if row["bandwidth"] == bandwidth], "tpot_s", 1e3)
+        axis.set_prop_cycle(_STYLES)
+        for label, style in styles.items():
+            own = [row for row in rows if row["bandwidth"] == bandwidth and row["label"] == label]
+            points = sorted((row["capacity"], unit * row[key]) for row in own)
+            axis.plot(*zip(*points, strict=True), label=label, **style)
+        axis.set(xscale="log", xlabel="experts that fit (share of all, log scale)", ylim=(0, most))
         axis.set_title(f"{bandwidth / 1e9:.3g} GB/s", fontsize=10)
-        axis.set_ylim(bottom=0)
-    axes[0].set_ylabel("time per token (ms, median)")
-    return _legend(figure, rows)
-
-
-def _lines(axis: Axes, rows: Rows, key: str, unit: float) -> None:
-    """Draw one line per label by capacity."""
-    for label, style in _styles(rows).items():
-        points = sorted((row["capacity"], unit * row[key]) for row in rows if row["label"] == label)
-        xs, ys = zip(*points, strict=True)
-        axis.plot(xs, ys, **style)
-    shares = _distinct(rows, "capacity")
-    axis.set_xscale("log")
-    least = _TICK_GAP * math.log(shares[-1] / shares[0]) if len(shares) > 1 else 0.0
-    crowded = any(math.log(right / left) < least for left, right in pairwise(shares))
-    axis.set_xticks(shares, [f"{share:.1%}" for share in shares], rotation=90 if crowded else 0)
-    axis.minorticks_off()
-    axis.set_xlabel("experts that fit (share of all, log scale)")
-    _plain(axis)
-
-
-def panels(count: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure with `count` axes side by side and space for a legend."""
-    figure = Figure(figsize=(2.8 + 4.2 * max(1, count), 4.4), layout="constrained")
-    return figure, list(figure.subplots(1, max(1, count), squeeze=False)[0])
-
-
-def _legend(figure: Figure, rows: Rows) -> Figure:
-    styles = {textwrap.fill(label, _LEGEND_WIDTH): style for label, style in _styles(rows).items()}
-    handles = [Line2D([], [], label=label, **style) for label, style in styles.items()]
-    lines = sum(label.count("\n") + 1 for label in styles)
-    figure.set_figheight(max(figure.get_figheight(), 0.4 + _LINE_INCHES * lines))
-    figure.legend(handles=handles, loc="outside right center", fontsize=8, frameon=False)
+        axis.set_xticks(shares, [f"{share:.1%}" for share in shares], rotation=90, fontsize=8)
+        axis.minorticks_off()
+        axis.grid(color="#DDDDDD", linewidth=0.6)
+    axes[0].set_ylabel(name)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
     return figure
-
-
-def _styles(rows: Rows) -> dict[str, Json]:
-    return {row["label"]: row["style"] for row in rows}
-
-
-def _first_bandwidth(rows: list[Json]) -> list[Json]:
-    return [row for row in rows if row["bandwidth"] == rows[0]["bandwidth"]]
-
-
-def _distinct(rows: Rows, key: str) -> list[float]:
-    return sorted({row[key] for row in rows})
-
-
-def _plain(axis: Axes) -> None:
-    """Remove the frame and add a light grid."""
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(color="#DDDDDD", linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.tick_params(labelsize=8)

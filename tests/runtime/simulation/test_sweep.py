@@ -147,17 +147,6 @@ def test_lines_differ() -> None:
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(names)
 
 
-def test_capacities_that_lie_close_are_turned() -> None:
-    def turns(*capacities: float) -> set[float]:
-        rows = [{**row, "capacity": share} for share in capacities for row in named(lru=(0.5,))]
-        figure = hit_rates(rows)
-        figure.draw_without_rendering()
-        return {label.get_rotation() for label in figure.axes[0].get_xticklabels()}
-
-    assert turns(0.01, 0.1, 0.5) == {0.0}
-    assert turns(0.01, 0.4, 0.45, 0.5) == {90.0}
-
-
 def test_table_leaves_out_what_nobody_chose() -> None:
     found = sweep(made.random_trace(2), cases(6), processes=1)["results"]
     heading, *rows = table(found)
