@@ -20,9 +20,8 @@ step() {
 step tests python -m pytest -m gpu -v
 step reference expertcast bench reference --device cuda --json "$out/reference.json"
 step drafts expertcast bench reference --device cuda --slots 192 --draft auto int4 --json "$out/drafts.json"
-for accuracy in 0.9 1; do
-    step "shape-$accuracy" expertcast bench qwen3-30b-a3b --device cuda --layers 12 --cache both --accuracy $accuracy \
-        --json "$out/shape-$accuracy.json"
-done
-step advice expertcast advise qwen3-30b-a3b --device cuda --layers 12 --json "$out/advice.json"
+step life-size python -m benchmarks.life_size_files "$out" --layers 12
+model=$out/qwen3-30b-a3b-12-layers-Q4_0.gguf
+step bench expertcast bench "$model" --device cuda --cache both --predictor router_input --json "$out/bench.json"
+step advice expertcast advise "$model" --device cuda --json "$out/advice.json"
 exit $failed

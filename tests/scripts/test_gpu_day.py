@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_day.sh"
 
 
 def test_commands_are_of_the_command_line(tmp_path: Path) -> None:
-    text = SCRIPT.read_text().replace("\\\n", "").replace("$accuracy", "0.9").replace("$out", str(tmp_path))
+    text = SCRIPT.read_text().replace("\\\n", "").replace("$model", "M").replace("$out", str(tmp_path))
     commands = [
         shlex.split(line)[3:]
         for line in text.splitlines()
