@@ -38,7 +38,7 @@ from expertcast.training.metrics import (
     compare,
     rank_routing,
 )
-from expertcast.training.scoring import BATCH, FitOptions, device_of, states_of
+from expertcast.training.scoring import FitOptions, batch_tokens, device_of, states_of
 
 # Results
 
@@ -281,7 +281,8 @@ def baseline_recall(source: TraceSource, split: str, ahead: int) -> Json:
         predictor = cls(cls.config_class(ahead=(ahead,)), source.view.shape)
         predictor.load_state_dict(counted.state_dict())
         baselines[name] = predictor.to(device_of(source.view)).bind(source.view).eval()
-    found = evaluate(baselines, source.batches(split, BATCH), source.view, ahead=ahead, chained=False).as_dict()
+    batches = source.batches(split, batch_tokens(source))
+    found = evaluate(baselines, batches, source.view, ahead=ahead, chained=False).as_dict()
     return dict(found["recall_at_k"])
 
 

@@ -48,7 +48,7 @@ from expertcast.predictors.base import Predictor
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.training import figures
 from expertcast.training.metrics import compare, rank_routing
-from expertcast.training.scoring import BATCH, Fitted, states_of
+from expertcast.training.scoring import Fitted, batch_tokens, states_of
 
 # Provenance: command, date, traces, and the predictors' configurations and fits
 
@@ -163,7 +163,7 @@ def _choose(documents: Sequence[PlannedDocument], count: int) -> list[PlannedDoc
 def _beginnings(source: TraceSource, split: str, wanted: Sequence[int], tokens: int) -> list[TraceBatch]:
     """Return the first tokens of the wanted documents."""
     parts: dict[int, list[TraceBatch]] = {index: [] for index in wanted}
-    for batch in source.batches(split, BATCH):
+    for batch in source.batches(split, batch_tokens(source)):
         for index, own in parts.items():
             row_T = (batch.document_T == index).nonzero().flatten()[: tokens - sum(map(len, own))]
             if len(row_T):

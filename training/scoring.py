@@ -82,7 +82,7 @@ Candidates = Callable[[RouterState], Iterable[Tensor]]
 """Maps the state of a source layer to the expert ids [T, K] forecast by each candidate."""
 
 
-def _batch_tokens(source: TraceSource) -> int:
+def batch_tokens(source: TraceSource) -> int:
     """Return the tokens per batch for sums and scores: `BATCH`, fewer if they exceed `BATCH_BYTES`."""
     shape = source.view.shape
     return max(1, min(BATCH, BATCH_BYTES // (4 * shape.layers * (shape.hidden + shape.experts))))
@@ -92,14 +92,14 @@ def train_batches(source: TraceSource, options: FitOptions, what: str, *, whole:
     """Yield this rank's share of the train split in order, or the whole split, with a progress bar `what`."""
     share = Share() if whole else training_share()
     # ranks use equally many full batches, so small batches waste fewer tokens
-    size = _batch_tokens(source) if share.world == 1 else RANK_BATCH
+    size = batch_tokens(source) if share.world == 1 else RANK_BATCH
     batches = source.batches("train", size, max_tokens=options.tokens, share=share)
     return with_token_progress(batches, what, train_tokens(source, options) // share.world, shown=options.progress)
 
 
 def validation_batches(source: TraceSource, options: FitOptions, size: int | None = None) -> Iterator[TraceBatch]:
     """Yield the validation split in order, in full on every rank, so that all ranks choose alike."""
-    return source.batches("validation", size or _batch_tokens(source), max_tokens=options.validation_tokens)
+    return source.batches("validation", size or batch_tokens(source), max_tokens=options.validation_tokens)
 
 
 def validation_pass(source: TraceSource, options: FitOptions, what: str) -> Iterator[TraceBatch]:
@@ -110,7 +110,8 @@ def validation_pass(source: TraceSource, options: FitOptions, what: str) -> Iter
 
 def scored_batches(source: TraceSource, split: str) -> Iterator[TraceBatch]:
     """Yield a split in order, with a progress bar."""
-    return with_token_progress(source.batches(split, BATCH), f"scoring on split {split!r}", source.token_count(split))
+    batches = source.batches(split, batch_tokens(source))
+    return with_token_progress(batches, f"scoring on split {split!r}", source.token_count(split))
 
 
 def device_of(view: MoEView) -> torch.device:

@@ -16,6 +16,7 @@ from expertcast.predictors.baselines import QuasiInput
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.hybrid import SUFFICIENT, Hybrid, HybridConfig
 from expertcast.predictors.linear import Linear, LinearConfig, default_inputs
+from expertcast.training import scoring
 from expertcast.training.estimator import LOSSES, MapChange, boundary_weight
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit, select_hybrid
@@ -203,6 +204,15 @@ def test_every_default_predictor_is_made_and_trained_at_life_size(name: str, mod
     assert all(parameter.grad is not None for parameter in network.parameters())
     sums = pairs_at_once(shape, weight_PFE.shape[1], 5) * 4 * weight_PFE.shape[1] ** 2
     assert sums < SUM_GB * 1e9
+
+
+def test_few_tokens_of_a_large_model_are_in_memory_at_once(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a split is scored."""
+    shape, options = rows.view.shape, FitOptions(progress=False)
+    monkeypatch.setattr(scoring, "BATCH_BYTES", 20 * shape.layers * (shape.hidden + shape.experts))
+    found = [scoring.train_batches(rows, options, ""), scoring.validation_batches(rows, options)]
+    found.append(scoring.scored_batches(rows, "validation"))
+    assert [max(map(len, batches)) for batches in found] == [5, 5, 5]
 
 
 def test_further_distances(rows: Rows) -> None:
