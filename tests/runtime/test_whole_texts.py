@@ -39,11 +39,11 @@ def documents() -> list[Document]:
 
 
 def content(traces: TraceDataset) -> dict[str, object]:
-    """Bytes of every file; of trace.json what it says, but for the time and the digest over it."""
+    """Bytes of every file but the card; of trace.json what it says, but for the time and the digest over it."""
     files: dict[str, object] = {
         path.relative_to(traces.folder).as_posix(): path.read_bytes()
         for path in traces.folder.rglob("*")
-        if path.is_file()
+        if path.is_file() and path.name != "README.md"
     }
     note = json.loads((traces.folder / "trace.json").read_text())
     return files | {"trace.json": {key: note[key] for key in note if key not in ("collection_s", "digest")}}
