@@ -138,18 +138,3 @@ def test_a_folder_named_reference_is_not_the_bundled_model(
     (tmp_path / "reference" / "config.json").write_text("{}")
     assert "'reference' is the bundled model" in fails(capsys, "inspect", "reference")
     assert "cannot load model './reference'" in fails(capsys, "inspect", "./reference")
-
-
-@pytest.mark.parametrize("command", ["bench", "advise"])
-@pytest.mark.parametrize("name", ["olmoe-1b-7b", "reference"])
-def test_a_folder_named_as_a_shape(
-    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A model there is neither the shape nor in its place; a folder of anything else does not matter."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / name).mkdir()
-    assert "--layers 99" in fails(capsys, command, name, "--layers", "99")
-    (tmp_path / name / "config.json").write_text("{}")
-    said = fails(capsys, command, name, "--layers", "1")
-    assert f"{name!r} is a shape, but also a model folder ({tmp_path / name}): use ./{name}" in said
-    assert f"cannot load model './{name}'" in fails(capsys, command, f"./{name}")
