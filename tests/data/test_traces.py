@@ -231,7 +231,7 @@ def test_no_byte_of_any_file_can_change_unnoticed(traces: Path, expected: list[A
     draw = random.Random(0)
     files = read_files(traces)
     assert {path for path in traces.rglob("*") if path.is_file()} - {*files} == {
-        *map(traces.joinpath, layout.FOR_DATASETS)
+        *map(traces.joinpath, (*layout.FOR_DATASETS, layout.CARD))
     }
     for path in files:
         original = path.read_bytes()
