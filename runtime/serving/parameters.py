@@ -470,8 +470,9 @@ class Stops(StoppingCriteria):  # type: ignore[misc]
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """Return the text before its first stop sequence."""
-    return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
+    """Return the text before the stop sequence that ends first, at which a generation by characters would stop."""
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found, default=(0, len(text)))[1]]
 
 
 class CutStream:

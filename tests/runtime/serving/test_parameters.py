@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 from torch import Tensor
@@ -238,6 +238,8 @@ def _streamed(parts: list[Any], stops: list[str]) -> list[Any]:
 
 
 @given(parts=st.lists(TEXTS, max_size=6), stops=STOPS)
+@example(parts=[" ab", "b"], stops=["a", " abb"])
+@example(parts=["a", "b"], stops=["ab", "b"])
 def test_parts_are_the_whole_up_to_its_first_stop(parts: list[str], stops: list[str]) -> None:
     assert "".join(_streamed(parts, stops)) == cut("".join(parts), stops)
 
