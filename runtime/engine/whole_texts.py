@@ -57,8 +57,9 @@ class SlotExperts:
 
     def windows(self, window: int) -> int:
         """Return the number of windows whose activations fit into the memory for the longest sequence."""
-        view = self._engine.view
-        captured = view.shape.layers * (4 * view.shape.hidden + 4 * view.shape.experts)
+        view, shape = self._engine.view, self._engine.view.shape
+        # a collection captures residuals and logits, and keeps the experts' outputs until the forward's end
+        captured = shape.layers * ((4 + view[0].dtype.itemsize) * shape.hidden + 4 * shape.experts)
         tokens = self._room // (captured + self._each)
         return max(1, min(tokens, MOST_TOKENS) // window)
 
