@@ -168,11 +168,8 @@ class ExpertSums:
                 solved_ZD = (solved_EZZ[expert] @ zi_EZI[expert]).float() @ weight_ID
                 if bias_D is not None:
                     solved_ZD += (solved_EZZ[expert] @ zz_EZZ[expert, :, :1]).float() * bias_D
-                stand_in.base_LED[layer, expert] = solved_ZD[0]
-                stand_in.map_LERD[layer, expert] = solved_ZD[1:]
-        shared_ZD = solved_EZZ[-1] @ map_YZ.T @ self._shared_YD.double()
-        stand_in.shared_LD[layer] = shared_ZD[0]
-        stand_in.shared_map_LRD[layer] = shared_ZD[1:]
+                stand_in.map_LEZD[layer, expert] = solved_ZD
+        stand_in.shared_LZD[layer] = solved_EZZ[-1] @ map_YZ.T @ self._shared_YD.double()
 
     def _y(self, hidden_TD: Tensor) -> Tensor:
         if self._basis is None:

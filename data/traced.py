@@ -18,8 +18,7 @@ from torch import Tensor
 
 from expertcast.data.tracing import Program, Tensors, traced
 from expertcast.predictors.base import Forecast, Predictor, RouterState
-from expertcast.predictors.early_attention import StandIn
-from expertcast.predictors.folded import Hints, folded_stand_in, hints
+from expertcast.predictors.folded import Hints, hints
 from expertcast.predictors.view import MoEView
 
 _CHECKED_CALLS = 3
@@ -64,7 +63,6 @@ class TracedForecasts:
         self.hinted: int | None = None
         """Number of ids that :meth:`hint` gives; None: no hints, every forecast is bit for bit the predictor's."""
         self._hints: dict[tuple[int, int], Hints | None] = {}
-        self._stand_ins: dict[int, Callable[[RouterState], Tensor]] = {}
         self._programs: dict[tuple[object, ...], _Program] = {}
 
     @torch.no_grad()
@@ -113,14 +111,8 @@ class TracedForecasts:
         return self._hints[layer, ahead]
 
     def stand_in(self, state: RouterState) -> Tensor:
-        """Return `predictor.stand_in(state)`; up to rounding where forecasts are folded."""
-        held: StandIn | None = getattr(self.predictor, "held", None)
-        if held is None or not self.folded or len(state.residual_TD) > _FEW:
-            (standing_TD,) = self._run("stand_in", lambda given: (self.predictor.stand_in(given),), state, state.layer)
-            return standing_TD
-        if state.layer not in self._stand_ins:
-            self._stand_ins[state.layer] = folded_stand_in(held, state.layer)
-        return self._stand_ins[state.layer](state)
+        """Return `predictor.stand_in(state)`."""
+        return self._run("stand_in", lambda given: (self.predictor.stand_in(given),), state, state.layer)[0]
 
     def _run(self, kind: object, function: _Function, state: RouterState, frozen: int) -> Tensors:
         """Return the function's tensors, by its trace where the trace gives the same bits.

@@ -15,9 +15,10 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn import functional
 
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
-from expertcast.predictors.baselines import ThroughRouter, weighted_rows
+from expertcast.predictors.baselines import ThroughRouter
 from expertcast.predictors.folded import Maps, router_map
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
@@ -29,8 +30,8 @@ from expertcast.predictors.view import ModelShape
 # the R directions in which the layer's input varies most. Least squares needs only sums over tokens.
 
 MOST_RANK = 4096
-_FEW = 16
-"""Largest number of tokens for which each reads its own experts' maps; more tokens multiply all experts' maps."""
+_CHUNK = 256
+"""Tokens whose mixed maps are in memory at once."""
 
 
 class StandIn(nn.Module):
@@ -46,14 +47,10 @@ class StandIn(nn.Module):
     """P, fp32."""
     centre_LR: Tensor
     """c, fp32."""
-    base_LED: Tensor
-    """b_e, fp32; zero for experts without tokens."""
-    map_LERD: Tensor
-    """A_e, bf16."""
-    shared_LD: Tensor
-    """Mean output of the shared experts, fp32; zero for models without."""
-    shared_map_LRD: Tensor
-    """Map of the shared experts, bf16."""
+    map_LEZD: Tensor
+    """b_e and A_e, Z = R + 1 rows for 1 and z, bf16; zero for experts without tokens."""
+    shared_LZD: Tensor
+    """The same for all shared experts together, fp32; zero for models without."""
 
     def __init__(self, shape: ModelShape, rank: int, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -64,10 +61,8 @@ class StandIn(nn.Module):
 
         zeros("projection_LDR", layers, hidden, rank)
         zeros("centre_LR", layers, rank)
-        zeros("base_LED", layers, experts, hidden)
-        zeros("map_LERD", layers, experts, rank, hidden, dtype=torch.bfloat16)
-        zeros("shared_LD", layers, hidden)
-        zeros("shared_map_LRD", layers, rank, hidden, dtype=torch.bfloat16)
+        zeros("map_LEZD", layers, experts, rank + 1, hidden, dtype=torch.bfloat16)
+        zeros("shared_LZD", layers, rank + 1, hidden)
 
     def equals(self, other: StandIn) -> bool:
         """Return whether all tensors are equal."""
@@ -87,20 +82,16 @@ class StandIn(nn.Module):
             ids_TK: experts of each token.
             weights_TK: the model's combine weights of these experts.
         """
-        weights_TK = weights_TK.float()
-        mixed_TD = weighted_rows(weights_TK, self.base_LED[layer], ids_TK) + self.shared_LD[layer]
-        if not self.rank:
-            return mixed_TD
-        z_TR = self.directions(layer, router_input_TD)
-        mixed_TD = torch.addmm(mixed_TD, z_TR, self.shared_map_LRD[layer].float())
-        map_ERD = self.map_LERD[layer]
-        if len(ids_TK) <= _FEW:
-            wz_T1X = (weights_TK[:, :, None] * z_TR[:, None]).flatten(1).unsqueeze(1)
-            map_TXD = map_ERD.index_select(0, ids_TK.flatten()).view(len(ids_TK), -1, map_ERD.shape[2]).float()
-            return mixed_TD + torch.bmm(wz_T1X, map_TXD).squeeze(1)
-        weight_TE = weights_TK.new_zeros(len(ids_TK), len(map_ERD)).scatter_(1, ids_TK, weights_TK)
-        wz_TX = (weight_TE[:, :, None] * z_TR[:, None]).flatten(1)
-        return torch.addmm(mixed_TD, wz_TX, map_ERD.flatten(0, 1).float())
+        map_EV, shared_V = self.map_LEZD[layer].flatten(1), self.shared_LZD[layer].flatten()
+        outputs = []
+        parts = (torch.split(each, _CHUNK) for each in (ids_TK, weights_TK, router_input_TD))
+        for own_TK, weight_TK, input_TD in zip(*parts, strict=True):
+            mixed_TV = shared_V + functional.embedding_bag(
+                own_TK, map_EV, mode="sum", per_sample_weights=weight_TK.to(map_EV.dtype)
+            )
+            z_TZ = functional.pad(self.directions(layer, input_TD), (1, 0), value=1.0)
+            outputs.append(torch.bmm(z_TZ.unsqueeze(1), mixed_TV.view(*z_TZ.shape, -1)).squeeze(1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 @dataclass(kw_only=True)

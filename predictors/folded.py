@@ -20,7 +20,6 @@ from torch.nn import functional
 
 if TYPE_CHECKING:
     from expertcast.predictors.base import Predictor, RouterState
-    from expertcast.predictors.early_attention import StandIn
     from expertcast.predictors.view import MoELayer
 
 # Norm and router of the model as maps
@@ -194,33 +193,3 @@ def _mixed(rows_EV: Tensor, start_V: Tensor, state: RouterState) -> Tensor:
         return torch.addmm(start_V, weights_TK, rows_EV.index_select(0, state.topk_ids_TK[0]).float())
     rows_TKV = functional.embedding(state.topk_ids_TK, rows_EV).float()
     return torch.baddbmm(start_V, weights_TK.unsqueeze(1), rows_TKV).squeeze(1)
-
-
-# The stand-in of early attention
-
-
-def folded_stand_in(held: StandIn, layer: int) -> Callable[[RouterState], Tensor]:
-    """Return a function that gives r_l plus the stand-in's output, [T, D] in fp32.
-
-    An expert's row is its map and its base vector, S = R + 1 rows of D in one; the shared experts are one more expert,
-    which every token uses.
-    """
-    one_S = functional.pad(-held.centre_LR[layer], (0, 1), value=1.0)
-    projection_SD = functional.pad(held.projection_LDR[layer], (0, 1)).T.contiguous()
-    shared_SD = torch.cat([held.shared_map_LRD[layer].float(), held.shared_LD[layer, None]]).bfloat16()
-    row_ESD = torch.cat([held.map_LERD[layer], held.base_LED[layer, :, None].bfloat16()], dim=1)
-    experts, size, hidden = row_ESD.shape
-    shared = bool(shared_SD.any())
-    row_EV = (torch.cat([row_ESD, shared_SD[None]]) if shared else row_ESD).flatten(1)
-
-    def stand_in(state: RouterState) -> Tensor:
-        id_TK, weight_TK = state.topk_ids_TK, state.topk_weights_TK.to(row_EV.dtype)
-        if shared:
-            id_TK = functional.pad(id_TK, (0, 1), value=experts)
-            weight_TK = functional.pad(weight_TK, (0, 1), value=1.0)
-        mixed_TV = functional.embedding_bag(id_TK, row_EV, mode="sum", per_sample_weights=weight_TK)
-        z_TS = torch.addmm(one_S, state.router_input_TD.float(), projection_SD.T)
-        mixed_TSD = mixed_TV.float().view(len(z_TS), size, hidden)
-        return torch.baddbmm(state.residual_TD.float().unsqueeze(1), z_TS.unsqueeze(1), mixed_TSD).squeeze(1)
-
-    return stand_in

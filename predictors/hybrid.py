@@ -19,7 +19,6 @@ from typing_extensions import TypedDict
 
 from expertcast.predictors.artefacts import CLOSED
 from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState, names, predictor_class
-from expertcast.predictors.early_attention import LooksEarly, StandIn
 from expertcast.predictors.folded import Maps
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.options import from_values
@@ -222,12 +221,6 @@ class Hybrid(Predictor):
     def stand_in(self, state: RouterState) -> Tensor:
         """Return the stand-in of a member that has one; all members were trained with the same one."""
         return next(self.member(name) for name in self.members if self.member(name).uses_early).stand_in(state)
-
-    @property
-    def held(self) -> StandIn | None:
-        """Stand-in that the members share; None if no member reads early attention."""
-        members = (self.member(name) for name in self.members)
-        return next((member.held for member in members if isinstance(member, LooksEarly) and member.held), None)
 
     def maps(self, layer: int, ahead: int) -> Maps | None:
         """Return the maps of the member chosen for layer + `ahead`."""

@@ -104,18 +104,15 @@ def test_maps_are_the_least_squares_solutions(family: str) -> None:
             y_SD = expert_output(layer.experts, expert, own[rows_T])
             routed_TD.index_add_(0, rows_T, y_SD * seen["weights"][rows_T, places_T][:, None])
             wanted = solution(z_TR[rows_T], y_SD, spread_Z)
-            torch.testing.assert_close(stand_in.base_LED[layer.index, expert].double(), wanted[0], rtol=1e-3, atol=1e-4)
-            near = stand_in.map_LERD[layer.index, expert].double()
-            assert float((near - wanted[1:]).norm()) < 5e-3 * float(wanted[1:].norm()) + 1e-6, "bf16"
+            near = stand_in.map_LEZD[layer.index, expert].double()
+            assert float((near - wanted).norm()) < 5e-3 * float(wanted.norm()) + 1e-6, "bf16"
         rest_TD = seen["output"] - routed_TD
         if layer.has_shared:
             wanted = solution(z_TR, rest_TD, spread_Z)
-            torch.testing.assert_close(stand_in.shared_LD[layer.index].double(), wanted[0], rtol=1e-3, atol=1e-4)
-            near = stand_in.shared_map_LRD[layer.index].double()
-            assert float((near - wanted[1:]).norm()) < 5e-3 * float(wanted[1:].norm()) + 1e-6
+            torch.testing.assert_close(stand_in.shared_LZD[layer.index].double(), wanted, rtol=1e-3, atol=1e-4)
         else:
             assert float(rest_TD.abs().max()) < 1e-3
-            assert not stand_in.shared_LD[layer.index].any()
+            assert not stand_in.shared_LZD[layer.index].any()
         one = stand_in.output(layer.index, own, seen["ids"], seen["weights"])
         few = [stand_in.output(layer.index, *(seen[name][:5] for name in ("input", "ids", "weights")))]
         torch.testing.assert_close(one[:5], few[0], rtol=1e-4, atol=1e-5)
@@ -132,8 +129,8 @@ def test_rank_0_are_default_vectors(family: str) -> None:
         pass
     defaults = means.default_vectors(ResidentExperts(model, view))
     stand_in = fit_stand_in(model, view, windows(), rank=0, batch_size=2)
-    torch.testing.assert_close(stand_in.base_LED, defaults.expert_LED, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(stand_in.shared_LD, defaults.shared_LD, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stand_in.map_LEZD[:, :, 0].float(), defaults.expert_LED, rtol=1e-2, atol=1e-5)
+    torch.testing.assert_close(stand_in.shared_LZD[:, 0], defaults.shared_LD, rtol=1e-4, atol=1e-5)
     assert stand_in.rank == 0
 
 
