@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from expertcast.data.kv_cache import growing_layer, reading_copy
+from expertcast.data.kv_cache import appended_layer, reading_copy
 from expertcast.data.means import adds_block
 from expertcast.data.taps import unrecorded
 from expertcast.data.tracing import Program, traced
@@ -282,7 +282,7 @@ class EarlyProgram:
             own: runs the block itself; called if there is no program for this call.
         """
         past, index = call.kwargs.get("past_key_values"), self._block.cache_index
-        layer = None if past is None or index is None else growing_layer(past, index)
+        layer = None if past is None or index is None else appended_layer(past, index)
         if layer is None or not self._block.checked:
             return own()
         held = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}

@@ -80,8 +80,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; the next update takes new memory."""
-        super().crop(tokens_to_remove)
+        """Remove the last tokens. The next update takes new memory: others may still hold what was removed."""
+        super().crop(tokens_to_remove)  # beside `update`, so that drafts know that it undoes what that adds
 
 
 def _wider(held: Tensor, new: Tensor, capacity: int) -> Tensor:
@@ -135,8 +135,8 @@ def reading_copy(past: Cache, index: int) -> Cache | None:
     return reader
 
 
-def growing_layer(past: Cache, index: int) -> CacheLayerMixin | None:
-    """Return the cache's layer `index` if it holds tokens and replaces its tensors on a write, else None."""
+def appended_layer(past: Cache, index: int) -> CacheLayerMixin | None:
+    """Return the cache's layer `index` if it holds tokens and never overwrites them, else None."""
     if not _readable(past) or index >= len(past.layers):
         return None
     layer = past.layers[index]

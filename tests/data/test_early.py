@@ -22,14 +22,13 @@ from expertcast.data.early import (
     _CHECKED,
     FIRST,
     EarlyAttention,
-    growing_layer,
     ranges,
-    reading_copy,
     refusal_lines,
     stand_in_mask,
     static_refusals,
     tokens_that_see_themselves,
 )
+from expertcast.data.kv_cache import appended_layer, reading_copy
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import MoEView
@@ -183,22 +182,22 @@ def test_caches_that_can_be_read_and_grow() -> None:
     assert reader is not None
     reader.update(one, one, 0)
     assert not empty.layers
-    assert growing_layer(empty, 0) is None
-    assert [growing_layer(cache, index) for index in range(4)] == cache.layers
+    assert appended_layer(empty, 0) is None
+    assert [appended_layer(cache, index) for index in range(4)] == cache.layers
     full = DynamicCache(config=model.config)
-    assert growing_layer(full, 1) is None, "nothing was written yet"
+    assert appended_layer(full, 1) is None, "nothing was written yet"
     assert reading_copy(full, 3) is not None
     assert reading_copy(full, 4) is None, "it has as many layers as the model"
     static = StaticCache(config=model.config, max_cache_len=8)
     prefilled(model, ids(length=4), static)
     assert reading_copy(static, 1) is not None
-    assert growing_layer(static, 1) is None, "it writes into its own tensors"
+    assert appended_layer(static, 1) is None, "it writes into its own tensors"
     cache.layers[2] = OwnLayer()
     assert [reading_copy(cache, index) is None for index in (1, 2, 3)] == [False, True, False]
-    assert growing_layer(cache, 2) is None
+    assert appended_layer(cache, 2) is None
     cache.offloading = True
     assert reading_copy(cache, 1) is None
-    assert growing_layer(cache, 1) is None
+    assert appended_layer(cache, 1) is None
 
 
 @pytest.mark.parametrize("kind", [None, torch.bool, torch.float32, torch.bfloat16])
