@@ -77,7 +77,8 @@ def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(len(each["text"]) == len(each["token_ids"]) for each in report["examples"]["passages"])
     assert (tmp_path / "steps.trace.json").is_file()
     assert (tmp_path / "sweep" / "hit_rate.png").is_file()
-    assert list((tmp_path / "runs" / "evaluation" / "estimator_0").glob("events.out.tfevents*"))
+    for trained in ("maps1", "ahead1"):  # the linear maps, then the network
+        assert list((tmp_path / "runs" / trained / "version_0").glob("events.out.tfevents*"))
 
 
 def test_readme_names_make_targets_that_exist() -> None:
