@@ -23,7 +23,7 @@ from expertcast.data.models import check_token_ids
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan, pad_windows
 from expertcast.data.processes import Share, documents_of, join_ranks, wait_for_all
 from expertcast.data.skeleton import check_code
-from expertcast.data.stand_in import KeptOutputs, fit_stand_in, with_rank
+from expertcast.data.stand_in import KeptOutputs, fit_stand_in, stand_in_nbytes, with_rank
 from expertcast.data.text import Document
 from expertcast.data.trace_format import Columns, columns_of, read_info, row_bytes, write_info
 from expertcast.data.trace_writer import (
@@ -97,7 +97,8 @@ def collect(
         fields["early_rank"] = stand_in.rank
     plan = with_rank(make_plan(documents, tokenizer, options, **fields), view)
     check_token_ids(plan.token_ids, model.config, tokenizer)
-    batch_size = plan.options.batch_size or _begun_with(folder) or experts.windows(plan.options.window)
+    beside = stand_in_nbytes(view, plan.early_rank)
+    batch_size = plan.options.batch_size or _begun_with(folder) or experts.windows(plan.options.window, beside)
     early, seen = try_early(model, view, plan)
     columns = columns_of(view.shape, seen.logits_TLE.dtype, early=early is not None)
     stream = ActivationStream(model, view, plan.windows_of(plan.documents), batch_size=batch_size)

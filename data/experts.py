@@ -45,8 +45,9 @@ class Experts(Protocol):
     view: MoEView
     """The model's MoE layers."""
 
-    def windows(self, window: int) -> int:
-        """Return the default number of windows per forward, for windows of `window` tokens."""
+    def windows(self, window: int, beside: int = 0) -> int:
+        """Return the default number of windows per forward, for windows of `window` tokens, where `beside` bytes are
+        kept beside the forward."""
 
     def answered(self, answers: Mapping[nn.Module, Answer]) -> AbstractContextManager[object]:
         """Replace the experts of all layers in forwards over whole sequences; `answers` is by experts module."""
@@ -93,8 +94,8 @@ class ResidentExperts:
         self._model = model
         self.view = find_moe_layers(model) if view is None else view
 
-    def windows(self, window: int) -> int:
-        del window
+    def windows(self, window: int, beside: int = 0) -> int:
+        del window, beside
         return WINDOWS
 
     @contextmanager

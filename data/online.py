@@ -17,7 +17,7 @@ from expertcast.data.means import MeanOutputs
 from expertcast.data.models import check_token_ids
 from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tokens, make_plan
 from expertcast.data.processes import documents_of, join_ranks, sum_over_ranks
-from expertcast.data.stand_in import fit_stand_in, with_rank
+from expertcast.data.stand_in import fit_stand_in, stand_in_nbytes, with_rank
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.baselines import DefaultVectors
@@ -55,7 +55,8 @@ class OnlineTraces(TraceSource):
         self.plan = with_rank(make_plan(documents, tokenizer, options, **fields), self.view)
         check_token_ids(self.plan.token_ids, self.model.config, tokenizer)
         self.documents = self.plan.documents
-        self._windows = self.plan.options.batch_size or experts.windows(self.plan.options.window)
+        beside = stand_in_nbytes(self.view, self.plan.early_rank)
+        self._windows = self.plan.options.batch_size or experts.windows(self.plan.options.window, beside)
         """Windows per forward."""
         self._buffer_tokens = buffer_tokens
         account = self.plan.account(self.view)

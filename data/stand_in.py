@@ -357,6 +357,11 @@ def with_rank(plan: Plan, view: MoEView) -> Plan:
     return replace(plan, early_rank=rank)
 
 
+def stand_in_nbytes(view: MoEView, rank: int | None) -> int:
+    """Return the bytes of a stand-in; None: 0."""
+    return 0 if rank is None else sum(each.nbytes for each in StandIn(view.shape, rank, "meta").buffers())
+
+
 def fit_stand_in(
     model: PreTrainedModel, view: MoEView, windows: Sequence[Window], *, rank: int, batch_size: int = WINDOWS,
     keep: KeptOutputs | None = None,

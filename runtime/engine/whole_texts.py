@@ -55,12 +55,12 @@ class SlotExperts:
             return view
         return replace(view, experts_known=experts_digest(map(self.weights, view)))
 
-    def windows(self, window: int) -> int:
+    def windows(self, window: int, beside: int = 0) -> int:
         """Return the number of windows whose activations fit into the memory for the longest sequence."""
         view, shape = self._engine.view, self._engine.view.shape
         # a collection captures residuals and logits, and keeps the experts' outputs until the forward's end
         captured = shape.layers * ((4 + view[0].dtype.itemsize) * shape.hidden + 4 * shape.experts)
-        tokens = self._room // (captured + self._each)
+        tokens = max(0, self._room - beside) // (captured + self._each)
         return max(1, min(tokens, MOST_TOKENS) // window)
 
     @contextmanager
