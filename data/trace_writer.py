@@ -165,7 +165,7 @@ def check_disk(folder: Path, tokens: int, row_bytes: int) -> tuple[str, int]:
     """Compare the size of a folder's rows with the free disk space.
 
     Args:
-        folder: the traces, with the rows that are written already.
+        folder: the traces, with the rows that are written already; it need not exist.
         tokens: number of rows in the end.
         row_bytes: size of a row.
 
@@ -176,7 +176,7 @@ def check_disk(folder: Path, tokens: int, row_bytes: int) -> tuple[str, int]:
         ExpertcastError: the disk is too small.
     """
     total, there = tokens * row_bytes, sum(path.stat().st_size for path in folder.glob("data-*"))
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
     if total - there > free:
         raise ExpertcastError(
             f"{tokens:,} tokens of {row_bytes:,} bytes need {format_bytes(total - there)} more in {folder} and "

@@ -73,6 +73,18 @@ def test_a_token_beyond_the_embedding(
     assert not out.exists()
 
 
+def test_a_full_disk_before_weights_are_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "model.safetensors").unlink()
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    out = tmp_path / "new" / "out"
+    line = fails(capsys, "collect", str(model), "--data", REFERENCE, "--tokens", "9000", "--out", str(out))
+    assert "1 MB are free: collect fewer tokens" in line
+    assert not out.parent.exists()
+
+
 def test_a_model_without_a_tokenizer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in model.glob("*token*"):
         path.unlink()

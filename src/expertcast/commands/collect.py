@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
+
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.commands.options import (
     Count,
@@ -22,8 +24,13 @@ from expertcast.commands.options import (
 from expertcast.commands.output import Outcome, describe_traces, folder
 from expertcast.data.collect import collect
 from expertcast.data.experts import experts_of, model_of
+from expertcast.data.models import meta_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.processes import exclusive
+from expertcast.data.source import ModelSource
 from expertcast.data.text import TEXT_COLUMN, load_documents
+from expertcast.data.trace_format import columns_of, row_bytes
+from expertcast.data.trace_writer import check_disk
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.early_attention import StandIn
 
@@ -57,6 +64,7 @@ def run(options: Options) -> Outcome:
     documents = load_documents(options.data, column=options.text_column, tokens=options.tokens)
     checkpoint = None if options.stand_in is None else PredictorCheckpoint.open(options.stand_in)
     stand_in = None if checkpoint is None else _stand_in(checkpoint)
+    _refuse_full_disk(options)
     model, tokenizer = options.load(options.model)
     if checkpoint is not None:
         checkpoint.verify(experts_of(model_of(model)).view)
@@ -65,6 +73,13 @@ def run(options: Options) -> Outcome:
             model, tokenizer, documents, options.out, options.text, tokens=options.tokens, stand_in=stand_in
         )
     return dict(traces.info), describe_traces(traces)
+
+
+def _refuse_full_disk(options: Options) -> None:
+    """Refuse tokens whose residuals and logits alone are too large for the disk, before the model is loaded."""
+    source = ModelSource.of(options.model, options.passed_on(options.model))
+    least = columns_of(find_moe_layers(meta_model(source)).shape, torch.float16)
+    check_disk(options.out, options.tokens, row_bytes(least))
 
 
 def _stand_in(checkpoint: PredictorCheckpoint) -> StandIn:
