@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from expertcast.checkpoints.hub import HubName
 from expertcast.checkpoints.results import RECALL, layer_table
@@ -86,7 +86,7 @@ def model_card(config: Json, metrics: Json, where: str) -> str:
     distances = ", ".join(map(str, config["predictor_config"].get("ahead", [1])))
     shown = {key: value for key, value in config.items() if key not in ("calibration", "member_calibration", "files")}
     card: str = ModelCard.from_template(
-        _metadata(config, metrics),
+        _metadata(config),
         template_str=TEMPLATE,
         predictor=name,
         model_id=model_id,
@@ -100,41 +100,17 @@ def model_card(config: Json, metrics: Json, where: str) -> str:
     return card.rstrip() + "\n"
 
 
-def _metadata(config: Json, metrics: Json) -> ModelCardData:
-    """Return the card's YAML header; the hub shows `model-index` and lists the card under `base_model`."""
+def _metadata(config: Json) -> ModelCardData:
+    """Return the card's YAML header; the hub lists the card under `base_model`."""
     name, model_id = str(config["predictor"]), str(config["model_id"])
     # the hub rejects cards whose base model is a path
     is_hub_id = HubName.of(model_id) is not None and not Path(model_id).exists()
-    results = _results(name, metrics)
     return ModelCardData(
         license=BUNDLED_LICENSE if model_id == BUNDLED else None,
         library_name="expertcast",
         base_model=model_id if is_hub_id else None,
         tags=["mixture-of-experts", "expert-prediction", "expertcast", name],
-        model_name=f"{name} for {model_id}" if results else None,
-        eval_results=results or None,
     )
-
-
-def _results(name: str, metrics: Json) -> list[EvalResult]:
-    """Return the predictor's mean over layers for each metric."""
-    data = metrics.get("data", {})
-    found = {metric: (metrics.get(metric, {}).get(name) or {}).get("mean") for metric in (RECALL, "exact_set")}
-    return [
-        EvalResult(
-            task_type="expert-prediction",
-            task_name="Expert prediction",
-            dataset_type="expertcast-traces",
-            dataset_name=f"{metrics['tokens']} held-out tokens",
-            dataset_split=str(metrics.get("split", "test")),
-            dataset_revision=data.get("text") or metrics.get("traces"),
-            metric_type=metric,
-            metric_name=metric.replace("@", " at ").replace("_", " "),
-            metric_value=value,
-        )
-        for metric, value in found.items()
-        if value is not None and "tokens" in metrics
-    ]
 
 
 def _loading(model_id: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from expertcast.runtime.simulation.trace import PREFILL, prefilled
 from expertcast.training.metrics import Agreement, Divergence, Perplexity, Recall
 
 if TYPE_CHECKING:
-    from lm_eval.models.huggingface import HFLM
+    pass
 
 
 EXACT = "exact"
@@ -283,23 +283,6 @@ def _check(windows_by_domain: Mapping[str, Tensor], runs: Mapping[str, QualityRu
 
 
 @torch.no_grad()
-def forwards(model: PreTrainedModel, ids_BS: Tensor, prefill: int, *, logits_to_keep: int = 0) -> Iterator[Tensor]:
-    """Run a prefill and then one decode step per token, and yield the logits [B, T, V] of each.
-
-    Args:
-        model: resident or offloaded model.
-        ids_BS: token ids of sequences of equal length.
-        prefill: number of tokens in the prefill.
-        logits_to_keep: number of last tokens of each step whose logits are computed; 0: all.
-    """
-    ids_BS = ids_BS.to(next(model.parameters()).device)
-    cache = DynamicCache(config=model.config)
-    for ids_BT in (ids_BS[:, :prefill], *torch.split(ids_BS[:, prefill:], 1, dim=1)):
-        if ids_BT.shape[1]:
-            done = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=logits_to_keep)
-            yield done.logits
-
-
 def decode_log_probs(
     model: PreTrainedModel, ids_BS: Tensor, prefill: int, *, after_prefill: Callable[[], None] | None = None
 ) -> Tensor:
@@ -314,8 +297,10 @@ def decode_log_probs(
     Returns:
         Log probabilities [B, S - prefill + 1, V], float32.
     """
-    steps = []
-    for logits_B1V in forwards(model, ids_BS, prefill, logits_to_keep=1):
+    ids_BS = ids_BS.to(next(model.parameters()).device)
+    cache, steps = DynamicCache(config=model.config), []
+    for ids_BT in (ids_BS[:, :prefill], *ids_BS[:, prefill:, None].unbind(1)):
+        logits_B1V = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         steps.append(logits_B1V[:, -1].float().log_softmax(dim=-1))
         if len(steps) == 1 and after_prefill is not None:
             after_prefill()
@@ -438,40 +423,3 @@ def _recorded(view: MoEView) -> Iterator[list[list[Tensor]]]:
 
             stack.callback(layer.experts.register_forward_pre_hook(keep).remove)
         yield executed
-
-
-def harness_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, prefill: int = PREFILL, **options: Any
-) -> HFLM:
-    """Return a model for `lm_eval.simple_evaluate(model=...)` of EleutherAI's evaluation harness.
-
-    The harness's own `HFLM(pretrained=model)` also accepts an offloaded model, but computes likelihoods in one pass
-    over context and answer. The runtime treats this as a prefill, which hides the effect of policies that act in decode
-    steps. The returned model decodes the second half of each sequence token by token.
-
-    Args:
-        model: model that stays offloaded during the evaluation, such as `.model` of :func:`expertcast.load_offloaded`.
-        tokenizer: tokenizer of the model.
-        prefill: number of tokens in the prefill of a likelihood; half of a sequence shorter than twice this number.
-            Does not affect generation.
-        options: further arguments of the harness's `HFLM`, such as `batch_size`.
-
-    Raises:
-        ExpertcastError: the harness is not installed, or `prefill` is below 1.
-    """
-    if prefill < 1:
-        raise ExpertcastError(f"prefill={prefill}: give 1 token or more")
-    try:
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise ExpertcastError("lm-eval is not installed: pip install '.[eval]' in the checkout") from error
-
-    class Decoding(HFLM):  # type: ignore[misc]
-        """Likelihoods from a prefill and decode steps."""
-
-        def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-            """Return logits [B, S, V]; shorter sequences are padded on the right, which the harness ignores."""
-            assert attn_mask is None, "an encoder-decoder model"
-            return torch.cat(list(forwards(self.model, inps, max(1, prefilled(inps.shape[1], prefill)))), dim=1)
-
-    return Decoding(pretrained=model, tokenizer=tokenizer, backend="causal", **options)

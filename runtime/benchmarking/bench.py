@@ -308,8 +308,6 @@ class Run:
 
     config: OffloadConfig
     repetitions: list[Measured] = field(default_factory=list)
-    recorder: Recorder | None = None
-    """Recorder of the last repetition."""
     slots: int = 0
 
     @property
@@ -574,7 +572,7 @@ def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: in
             link.synchronize()
         steps, stats = step_times(recorder, layers), offloaded.stats.as_dict()
         run.repetitions.append(Measured(decoding, stats, steps, link.bytes_moved, link.busy_s))
-        run.recorder, run.slots = recorder, offloaded.pool.count
+        run.slots = offloaded.pool.count
         if bench.link_rate is None:
             bench.link_rate = link_rate(link, offloaded.store)
 

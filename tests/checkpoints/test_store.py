@@ -82,7 +82,6 @@ def test_card_names_a_base_model_of_the_hub_alone(model_id: str, base: str | Non
     text = model_card(config, {"tokens": 7, "k": 4, **METRICS}, "me/linear")
     card = ModelCard(text).data
     assert (card.base_model, card.license) == (base, None)
-    assert [result.metric_value for result in card.eval_results] == [0.5]
     assert f'AutoModelForCausalLM.from_pretrained("{model_id}"' in text
 
 

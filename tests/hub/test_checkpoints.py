@@ -44,11 +44,8 @@ def test_the_card_says_what_metrics_and_config_do(hub: FakeHub, work: Path) -> N
     metrics = json.loads((work / "linear" / "metrics.json").read_text())
     data = ModelCard(text).data
     assert (data.library_name, data.license, data.base_model) == ("expertcast", "apache-2.0", None)
-    results = {result.metric_type: result for result in data.eval_results}
-    assert results["recall_at_k"].metric_value == metrics["recall_at_k"]["linear"]["mean"]
     traces = json.loads((work / "traces" / "trace.json").read_text())
-    assert results["recall_at_k"].dataset_revision == traces["settings"]["text"]
-    assert results["recall_at_k"].dataset_name == f"{traces['splits']['test']} held-out tokens"
+    assert f"{traces['splits']['test']:,} tokens of documents" in text
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert rows[0] == ["layer", "linear", "frequency", "previous_token", "chance"]
     scores = [metrics["recall_at_k"]["linear"], *metrics["baselines"].values()]

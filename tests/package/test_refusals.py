@@ -84,7 +84,6 @@ REFUSED = [
     ("bench reference --copy-over-compute 2 --bandwidth 1e9", "both set"),
     ("bench reference --link instant --bandwidth 1e9", "bandwidth"),
     ("bench reference --link cuda --device cpu", "--link cuda"),
-    ("bench reference --timeline no/folder/trace.json", "no/folder"),
     ("bench reference --new-tokens 1", "new_tokens=1"),
     ("bench reference --policies eviction=lri", "'lri'"),
     ("advise reference --store-folder {new} --replay no/traces", "no/traces"),

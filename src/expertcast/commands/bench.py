@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.options import COUNT, POLICIES_HELP, Count, Fields, Option, policies_of
-from expertcast.commands.output import Outcome, figure, forecast_lines, new_file, runs_table, say
+from expertcast.commands.output import Outcome, figure, forecast_lines, runs_table, say
 from expertcast.commands.predictors import is_checkpoint
 from expertcast.predictors.messages import Json, aligned
 
@@ -35,8 +34,6 @@ def describe(result: Json) -> str:
     ]
     for prompt in result["prompts"].values():
         lines += ["", *describe_prompt(prompt)]
-    if "timeline" in result:
-        lines += ["", f"wrote {result['timeline']}"]
     return "\n".join(lines)
 
 
@@ -97,8 +94,6 @@ class Options(TargetOptions):
     """Amount of measurement."""
     draft: Annotated[tuple[str, ...], Option(metavar="DRAFT")] = ()
     """Also generate with these drafts, compared with plain exact decoding: auto, int4, resident and others."""
-    timeline: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
-    """Write the runs of the first prompt as a Chrome trace."""
 
     def __post_init__(self) -> None:
         from expertcast.runtime.config import OffloadConfig
@@ -141,8 +136,6 @@ class Prompt:
 
 def run(options: Options) -> Outcome:
     """Measure all prompts, one after another."""
-    from expertcast.runtime.recording.recorder import write_timeline
-
     say_if_busy()
     prompts: list[Prompt] = []
     target = Target.load(options)
@@ -158,10 +151,6 @@ def run(options: Options) -> Outcome:
         **first.as_dict(),
         "prompts": {str(prompt.ids.shape[1]): prompt.as_dict() for prompt in prompts},
     }
-    if options.timeline is not None:
-        recorders = {name: run.recorder for name, run in first.bench.runs.items() if run.recorder is not None}
-        write_timeline(options.timeline, recorders)
-        result["timeline"] = str(options.timeline)
     return result, describe(result)
 
 

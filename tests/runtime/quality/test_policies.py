@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import quality
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.quality import decode_log_probs, harness_model, measure_policies
+from expertcast.runtime.quality import decode_log_probs, measure_policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import PREFILL, Routes, Trace, trace_of
@@ -256,30 +255,3 @@ def test_the_harness_takes_an_offloaded_model_as_it_is(
     assert 0 < right < len(ROWS)
     with expertcast.offload(reference_fp32, slots=300):
         assert run(HFLM(pretrained=reference_fp32, tokenizer=reference_tokenizer, batch_size=2)) == resident
-
-
-def test_likelihoods_in_decode_steps(
-    reference_fp32: PreTrainedModel, reference_tokenizer: Any, run: Run, resident: dict[str, Any]
-) -> None:
-    """Speculation in decode steps changes likelihoods that are computed token by token, but not those of one pass."""
-    from lm_eval.models.huggingface import HFLM
-
-    steps = run(harness_model(reference_fp32, reference_tokenizer, batch_size=2))
-    assert torch.tensor(likelihoods(steps)).allclose(torch.tensor(likelihoods(resident)), atol=1e-2)
-    assert steps["said"]["own_generate_until"] == resident["said"]["own_generate_until"]
-    with expertcast.offload(reference_fp32, predictor="router_input", mode="speculate", slots=300):
-        unseen = run(HFLM(pretrained=reference_fp32, tokenizer=reference_tokenizer, batch_size=2))
-        seen = run(harness_model(reference_fp32, reference_tokenizer, batch_size=2))
-    assert likelihoods(unseen) == likelihoods(resident)
-    moved = torch.tensor(likelihoods(seen)) - torch.tensor(likelihoods(steps))
-    assert (moved.abs() > 0.05).sum() >= 6
-
-
-def test_without_the_harness(
-    reference_model: PreTrainedModel, reference_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ExpertcastError, match="prefill=0"):
-        harness_model(reference_model, reference_tokenizer, prefill=0)
-    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
-    with pytest.raises(ExpertcastError, match=r"pip install '\.\[eval\]' in"):
-        harness_model(reference_model, reference_tokenizer)
