@@ -1,4 +1,4 @@
-"""Experts on a disk in equal memory: read directly, compressed, mapped, and with pools of compressed experts.
+"""Experts on a disk in equal memory: read directly, compressed, and with pools of compressed experts.
 
     python -m benchmarks disk --keep FOLDER --page PAGE.md
 
@@ -26,10 +26,9 @@ SIDES = (
     Side("direct"),
     Side("bitsplit", {"codec": "bitsplit"}),
     Side("bitsplit, pool", {"codec": "bitsplit"}, pool=0.3, where=("limited",)),
-    Side("mapped", {"link": "instant"}),
 )
 """`direct`: direct reads into slots; `bitsplit`: the same with losslessly compressed experts, and with 0.3 of the
-memory for compressed ones; `mapped`: page faults."""
+memory for compressed ones."""
 _SMALL = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
           "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4096}  # fmt: skip
 

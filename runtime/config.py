@@ -592,9 +592,8 @@ def make_link(config: OffloadConfig, device: str) -> Link:
 
 def _auto_link(config: OffloadConfig, device: str) -> str:
     made = config.store if isinstance(config.store, ExpertStore) else None
-    coded = config.resolved_codec() != "raw" or (made is not None and not made.addressable)
-    timed = (config.bandwidth is not None or config.latency) and not coded and device == "cpu"
-    if not timed and (config.store == "disk" or (made is not None and made.name in _ON_DISK)):
+    timed = (config.bandwidth is not None or config.latency) and (made is None or made.addressable) and device == "cpu"
+    if config.store == "disk" or (made is not None and made.name in _ON_DISK):
         from expertcast.runtime.storage.reader import can_read_directly
 
         if can_read_directly():

@@ -7,6 +7,7 @@ and slots is the runtime's own. A copy takes the time of the shape's full expert
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from benchmarks.shapes import SHAPES, Shape, random_model
 from benchmarks.timed.costs import DriverCosts, StepCosts
 from benchmarks.timed.device import Span, TimedDevice
-from benchmarks.timed.links import TimedCudaLink, TimedDiskLink
+from benchmarks.timed.links import TimedCudaLink
 from benchmarks.timed.routing import RoutingOptions, RoutingProcess, drawn
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
@@ -55,8 +56,8 @@ class TimedCase:
     """Slots as a share of all experts; 0: no cache."""
     step: StepCosts = field(default_factory=StepCosts)
     driver: DriverCosts = field(default_factory=DriverCosts)
-    disk: float | None = None
-    """Disk bandwidth in bytes per second; None: experts are in host memory."""
+    link: Callable[[TimedDevice, int], Link] = TimedCudaLink
+    """Makes the link of a device, for experts of a number of bytes."""
     policies: Policies = field(default_factory=Policies)
     routing: RoutingOptions = field(default_factory=RoutingOptions)
     """Routing of the tokens; `accuracy` above overrides its accuracy."""
@@ -196,10 +197,9 @@ def decode_timed(case: TimedCase) -> TimedRun:
     tables = drawn(view.shape, prompt=case.prompt, new_tokens=case.warm_up + case.steps + 1, options=options)
     clockwork = Clockwork(device, case.step)
     clockwork.follow(model, view)
-    link = _link_of(case, device, size)
     with RoutingProcess(model, view, tables) as process:
         config = OffloadConfig(
-            link=link,
+            link=case.link(device, size),
             cache=bool(case.capacity),
             policies=case.policies,
             slots=round(case.capacity * view.shape.layers * view.shape.experts) or None,
@@ -222,12 +222,6 @@ def decode_timed(case: TimedCase) -> TimedRun:
         races=tuple(device.races),
         spans=tuple(device.spans),
     )
-
-
-def _link_of(case: TimedCase, device: TimedDevice, size: int) -> Link:
-    if case.disk is not None:
-        return TimedDiskLink(device, size, case.disk)
-    return TimedCudaLink(device, size)
 
 
 def _decode(offloaded: OffloadedModel, clockwork: Clockwork, case: TimedCase) -> tuple[list[float], list[float]]:

@@ -543,7 +543,7 @@ def _coded(store: ExpertStore, threads: int) -> StoredExperts:
     """
     count = store.layers * store.experts
     keys = sorted({round(place * (count - 1) / (_SAMPLED - 1)) for place in range(_SAMPLED)})
-    if isinstance(store, DiskStore) and not store.addressable:
+    if isinstance(store, DiskStore) and store.compressed:
         codec = store.codec
         sample: list[Sequence[Part]] = [store.file.read(key) for key in keys]
     else:

@@ -309,7 +309,6 @@ class ExpertCache:
         policy.touch(held)
         self._forecasts.setdefault(layer, []).extend(keys)
         missing = [key for key in keys if key not in slots]
-        self.link.read_ahead(missing)
         room = self.free(layer)
         for key in missing:
             if room:
@@ -486,7 +485,7 @@ class ExpertCache:
         except BaseException:
             self._free_slot(key)
             raise
-        if blocked_s := self.link.blocked_s:  # the link copied or read mapped pages within `submit`
+        if blocked_s := self.link.blocked_s:  # the link read or copied within `submit`
             self._count_wait(layer, blocked_s)
         count = self.stats.layers[layer]
         count.bytes_moved += nbytes

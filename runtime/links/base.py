@@ -95,8 +95,7 @@ class Link(ABC):
         """
         if self.by_address and not store.addressable:
             raise ExpertcastError(
-                f"link {self.name!r} copies experts from memory, but this store keeps them coded or in the "
-                "checkpoint's files: use link 'disk' or codec 'raw'"
+                f"link {self.name!r} copies experts from memory, but this store keeps them on a disk: use link 'disk'"
             )
         self._store = store
         self._pool = pool
@@ -222,10 +221,6 @@ class Link(ABC):
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         """Return the misses of one layer in the order in which to submit them."""
         return keys
-
-    def read_ahead(self, keys: Sequence[int]) -> None:
-        """Announce coming copies, so that a store on disk can read these experts into memory."""
-        self._store.read_ahead(keys)
 
     def follow(self) -> None:
         """Order a new forward pass after the previous one, whatever stream is current."""

@@ -176,7 +176,7 @@ class DiskLink(Link):
                 "link for this device"
             )
         if self._memory:
-            if file.addressable:
+            if not file.compressed:
                 raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
             opened = partial(CodedReader, file.file, file.codec, threads=self._threads, pace=self.bandwidth)
             self._kept = KeptParts(
@@ -234,9 +234,6 @@ class DiskLink(Link):
         if self._kept is not None:
             self._kept.keep_leaving()
         super().wait(copy)
-
-    def read_ahead(self, keys: object) -> None:
-        """Do nothing: pages of the mapped file are not used."""
 
     def restart(self) -> None:
         if self._kept is None:

@@ -16,7 +16,6 @@ Tested with real files on simulated devices; never run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from queue import SimpleQueue
 
 from torch import Tensor
@@ -78,7 +77,7 @@ class CudaDiskLink(CudaLink):
         """
         self._file = self._file_of(store)
         super().attach(store, pool)
-        count = self._buffers_given or buffer_count(self._size, self._threads, coded=not store.addressable)
+        count = self._buffers_given or buffer_count(self._size, self._threads, coded=self._file.compressed)
         buffer_bytes = sectors(self._size)
         lock = PageLock(driver=Driver(pool.device)) if pool.device.type == "cuda" else None
         memory = HostMemory(count * buffer_bytes, lock)
@@ -122,9 +121,6 @@ class CudaDiskLink(CudaLink):
         cancelled = super().cancel(copy)
         self._pump()
         return cancelled
-
-    def read_ahead(self, keys: Sequence[int]) -> None:
-        """Do nothing: pages of a mapped file are not used."""
 
     def close(self) -> None:
         if self._memory is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.links.base import Link
@@ -72,9 +72,6 @@ class VirtualLink(Link):
         """Advance the time until the copy has arrived."""
         while not copy.done:
             self.run_until(self._issued[0][0])
-
-    def read_ahead(self, keys: Sequence[int]) -> None:
-        """Do nothing: there is no store."""
 
     def expand(self, copy: Transfer) -> None:
         """Advance the time by one expansion."""

@@ -1,8 +1,7 @@
 """Store of a model's experts in a file, for models larger than memory: uncoded, or coded in fewer bytes.
 
-The store holds no expert in memory. Experts of codec `raw` are mapped: the system's page cache keeps those that are
-copied often, and the system reads forecast ones ahead. Coded experts are read and decoded at every request. The disk
-link bypasses the page cache for both. A store in place has no file of its own and reads those of the checkpoint.
+The store holds no expert in memory: experts are read at every request, and decoded unless their codec is `raw`. The
+disk link bypasses the system's page cache. A store in place has no file of its own and reads those of the checkpoint.
 
 L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ from expertcast.runtime.storage.expert_file import (
     ExpertFile,
     ExpertWriter,
     Header,
-    MappedBlocks,
     StaleFileError,
     check_room,
     layout_text,
@@ -63,6 +61,7 @@ class DiskStore(ExpertStore):
     """
 
     name = "disk"
+    addressable = False
     codec: Codec
 
     def __init__(
@@ -79,10 +78,8 @@ class DiskStore(ExpertStore):
             layout=layout_text(self.layout), model_id=view.model_id, fingerprint=fingerprint or "",
             codec=self.codec.text, parts=len(self.codec.shards),
         )  # fmt: skip
-        self.addressable = self._header.plain
         self._writer: ExpertWriter | None = None
         self._file: ExpertFile | None = None
-        self._mapped: MappedBlocks | None = None
         self.in_place: ExpertsInPlace | None = None
         """The checkpoint's own files, if the store reads these."""
         if self._target is not None and self._target.exists():
@@ -115,16 +112,12 @@ class DiskStore(ExpertStore):
 
     def _use(self, file: ExpertFile) -> None:
         self._file, self.path = file, file.path
-        if self.addressable:
-            self._mapped = MappedBlocks(file)
-            for layer, blocks in enumerate(self._mapped.layers):
-                self._hold(layer, blocks)
 
     def read_in_place(self, experts: ExpertsInPlace) -> None:
         """Read the checkpoint's own files instead of one of the store."""
         self._drop()
         self.in_place, self.codec = experts, make_codec("raw", self.layout)
-        self.name, self.addressable, self.path = "checkpoint", False, experts.files[0].path
+        self.name, self.path = "checkpoint", experts.files[0].path
 
     def check_room(self) -> None:
         """Check that the disk has room for the bytes of the file that are known before packing.
@@ -143,6 +136,11 @@ class DiskStore(ExpertStore):
         """File of the experts, open as long as the store is."""
         assert self._file is not None, "the store has not been filled"
         return self._file
+
+    @property
+    def compressed(self) -> bool:
+        """Whether experts are decoded after they are read."""
+        return self.codec.text != "raw"
 
     @property
     def stored_nbytes(self) -> int:
@@ -185,26 +183,19 @@ class DiskStore(ExpertStore):
         self._use(complete)
 
     def block(self, key: int) -> Tensor:
-        """Return the bytes of one expert that its layer uses, uint8: mapped, or read and decoded now in this thread."""
-        if self._mapped is not None:
-            return super().block(key)
+        """Return the bytes of one expert that its layer uses, uint8, read and decoded now in this thread."""
         block = HostMemory(self.layout.block_bytes).bytes
         self._decode(key, block)
         return block
 
     def views(self, layer: int) -> dict[str, Tensor]:
-        """Return one layer's parameters, [E, ...] by name: mapped, or read and decoded now.
+        """Return one layer's parameters, [E, ...] by name, read and decoded now.
 
         The file may be incomplete, so that weights can be recovered after packing failed.
 
         Raises:
-            ExpertcastError: the file is damaged, cannot be read, or was truncated. Reading a mapping past the file's
-                end would kill the process.
+            ExpertcastError: the file is damaged, cannot be read, or was truncated.
         """
-        if self._mapped is not None:
-            if self._mapped.truncated:
-                raise ExpertcastError(f"{str(self.path)!r} was truncated while it was in use: load the model again")
-            return super().views(layer)
         blocks = HostMemory(self.layer_nbytes).bytes
         keys = range(layer * self.experts, (layer + 1) * self.experts)
         with ThreadPoolExecutor(usable_processors(), initializer=run_alone) as threads:
@@ -230,9 +221,8 @@ class DiskStore(ExpertStore):
         """
         if self.in_place is not None:
             return DirectReader(*self.in_place.files, threads=threads, pace=pace)
-        if self._mapped is None:
+        if self.compressed:
             return CodedReader(self.file, self.codec, threads=threads, pace=pace)
-        self._mapped.forget()
         return DirectReader(OpenFile(self.path, self.file.handle, self.file.stamp), threads=threads, pace=pace)
 
     def read(
@@ -249,14 +239,9 @@ class DiskStore(ExpertStore):
         """
         if self.in_place is not None:
             return self.in_place.read(key, block, urgent=urgent, slot=slot, then=then)
-        if self._mapped is None:
+        if self.compressed:
             return CodedRead(key, slot, urgent, target=block, then=then)
         return Read(key, slot, urgent, target=block, then=then, offset=int(self.file.offsets[key, 0]))
-
-    def read_ahead(self, keys: Iterable[int]) -> None:
-        """Ask the system to read these experts' pages ahead; does nothing for coded experts."""
-        if self._mapped is not None:
-            self._mapped.read_ahead(keys)
 
     def close(self) -> None:
         self._drop()
@@ -266,4 +251,4 @@ class DiskStore(ExpertStore):
         """Close the file, and remove an incomplete one."""
         if self._writer is not None:
             self._writer.drop()
-        self._mapped = self._file = self._writer = self.in_place = None
+        self._file = self._writer = self.in_place = None

@@ -4,8 +4,8 @@
 
 It is a safetensors file with the tensor `parts` (uint8, all bytes of the experts) and an index: `offsets`, `nbytes` and
 `digests` [N, P]. Each part begins at a sector. The parts of one expert are adjacent, so that one request can read
-several. Codec `raw` has one part, the block itself, and no gaps between blocks, so that a layer can be mapped. A file
-is written under a temporary name and renamed when it is complete.
+several. Codec `raw` has one part, the block itself, and no gaps between blocks. A file is written under a temporary
+name and renamed when it is complete.
 
 N experts of all layers, P parts of each, L MoE layers, E routed experts per layer.
 """
@@ -16,13 +16,12 @@ import contextlib
 import fcntl
 import itertools
 import json
-import mmap
 import os
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
 from pathlib import Path
@@ -193,7 +192,7 @@ class ExpertWriter:
 
     Args:
         path: path of the complete file. None: the file has no name, is in the system's temporary folder, and is deleted
-            when no process has it open or mapped any more, even after a kill.
+            when no process has it open any more, even after a kill.
         header: header without the values that are known only at the end.
         least: lower bound of the bytes of all experts' parts, to check the free space.
 
@@ -412,41 +411,12 @@ class ExpertFile:
         return _read(self.handle, self.offsets[key].tolist(), self.nbytes[key].tolist(), self.digests[key].tolist())
 
 
-class MappedBlocks:
-    """Mapping of the blocks of a file of codec `raw`. It is private: writes do not reach the file."""
-
-    def __init__(self, file: ExpertFile) -> None:
-        self._handle, self._header = file.handle, file.header
-        header = file.header
-        self._mapping = mmap.mmap(file.handle, header.file_nbytes, access=mmap.ACCESS_COPY)
-        blocks = torch.frombuffer(self._mapping, dtype=torch.uint8, count=header.nbytes, offset=header.room)
-        self.layers: tuple[Tensor, ...] = blocks.view(header.layers, -1).unbind(0)
-        """Blocks of each layer, uint8 [E * block_bytes]; a tensor that views them keeps the mapping alive."""
-
-    def read_ahead(self, keys: Iterable[int]) -> None:
-        """Ask the system to read some experts' pages in this order; returns without waiting."""
-        if hasattr(mmap, "MADV_WILLNEED"):
-            for key in keys:
-                start = self._header.room + key * self._header.block_bytes
-                page = start - start % mmap.PAGESIZE
-                self._mapping.madvise(mmap.MADV_WILLNEED, page, start + self._header.block_bytes - page)
-
-    def forget(self) -> None:
-        """Release the pages of the mapping and of the page cache; pages that other processes map stay."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    @property
-    def truncated(self) -> bool:
-        """Whether the file is now shorter than the mapping."""
-        return os.fstat(self._handle).st_size < len(self._mapping)
-
-
 def _read(handle: int, offsets: list[int], sizes: list[int], digests: list[int]) -> list[Part]:
     """Read one expert's adjacent parts in one call; thread-safe."""
-    raw = read_range(handle, offsets[0], offsets[-1] + sizes[-1] - offsets[0])
+    nbytes = offsets[-1] + sizes[-1] - offsets[0]
+    raw = read_range(handle, offsets[0], nbytes)
+    if len(raw) < nbytes:
+        raise OSError("it was truncated")
     data = torch.frombuffer(raw, dtype=torch.uint8)
     parts = [data[start - offsets[0] :][:size] for start, size in zip(offsets, sizes, strict=True)]
     return [Part(part, digest) for part, digest in zip(parts, digests, strict=True)]

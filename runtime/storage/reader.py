@@ -170,7 +170,7 @@ class DirectReader(TransferQueue[Read]):
 
     def __init__(self, *files: OpenFile | Path, threads: int = THREADS, pace: float | None = None) -> None:
         if not can_read_directly():
-            raise ExpertcastError("this system reads no file directly: use link 'instant', which reads it mapped")
+            raise ExpertcastError("this system reads no file directly: use link 'instant'")
         super().__init__()
         self._pace = pace
         staging = [HostMemory(PIECE + 2 * SECTOR).bytes for _ in range(threads)]  # before any thread: it may fail

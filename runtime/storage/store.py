@@ -154,9 +154,6 @@ class ExpertStore:
         assert blocks is not None, f"the store holds no layer {layer}"
         return self.layout.views(blocks, layer)
 
-    def read_ahead(self, keys: Iterable[int]) -> None:
-        """Prepare for copies of these experts; does nothing for a store in memory."""
-
     def open(self, layer: int) -> dict[str, Tensor]:
         """Allocate one layer's blocks and return its parameters, [E, ...] by name, for the caller to write.
 

@@ -31,7 +31,7 @@ from tests.runtime.conftest import assert_same, greedy, refused
 SETTINGS: dict[str, Any] = {"tokens": 160, "window": 24, "batch_size": 3}
 STORES: dict[str, dict[str, Any]] = {
     "memory": {}, "disk": {"store": "disk"}, "coded": {"store": "disk", "codec": "bitsplit"},
-    "mapped": {"store": "disk", "link": "instant"},
+    "instant": {"store": "disk", "link": "instant"},
 }  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def content(traces: TraceDataset) -> dict[str, object]:
     ("family", "slots", "store"),
     [
         ("qwen3_moe", 10, "memory"),  # a layer fits, and a part of the next
-        ("gpt_oss", 3, "mapped"),  # chunks of one expert; biases, transposed weights
+        ("gpt_oss", 3, "instant"),  # chunks of one expert; biases, transposed weights
         ("qwen2_moe", 20, "disk"),  # shared experts
         ("deepseek_v2", 6, "coded"),  # a dense first layer, groups
     ],

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from benchmarks.timed.device import Span, TimedDevice
-from benchmarks.timed.links import TimedDiskLink
-from benchmarks.timed.run import TimedCase, decode_timed
+from benchmarks.timed.run import TimedCase, TimedRun, decode_timed
 
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from tests.benchmarks.timed.timed_disk import TimedDiskLink
 
 BLOCK = 9437184
 COPY_S, READ_S = 171e-6, 3e-3
@@ -148,12 +149,17 @@ def test_every_block_is_whole(device: TimedDevice, buffers: int, read_s: float) 
     assert not device.races
 
 
-CASE = TimedCase(layers=6, warm_up=3, steps=3, disk=6e9)
+def decoded(disk: float, accuracy: float | None = None) -> TimedRun:
+    """Decode with experts on a disk of so many bytes per second."""
+    return decode_timed(replace(CASE, link=partial(TimedDiskLink, disk=disk), accuracy=accuracy))
+
+
+CASE = TimedCase(layers=6, warm_up=3, steps=3)
 
 
 def test_forecasts_hide_reads() -> None:
     """Correct forecasts keep disk, link and device busy at once, and the computation of a layer hides copies."""
-    on_demand, forecast = decode_timed(CASE), decode_timed(replace(CASE, accuracy=1.0))
+    on_demand, forecast = decoded(6e9), decoded(6e9, accuracy=1.0)
     reads_s = forecast.copies * forecast.block_bytes / 6e9
     assert forecast.tpot_s < 1.05 * reads_s
     assert on_demand.tpot_s > reads_s + 0.8 * CASE.layers * CASE.step.layer_device_s
@@ -163,6 +169,5 @@ def test_forecasts_hide_reads() -> None:
 
 def test_a_fast_disk_costs_little_more_than_memory() -> None:
     """Only the first read of each layer remains, which cannot be hidden."""
-    case = replace(CASE, accuracy=1.0)
-    memory, disk = decode_timed(replace(case, disk=None)), decode_timed(replace(case, disk=200e9))
+    memory, disk = decode_timed(replace(CASE, accuracy=1.0)), decoded(200e9, accuracy=1.0)
     assert memory.tpot_s < disk.tpot_s < 1.15 * memory.tpot_s

@@ -135,7 +135,7 @@ def test_speed_of_a_cuda_link(reference_model: PreTrainedModel) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system keeps what it has read")
 def test_copies_in_the_models_thread_are_waited_for(tmp_path: Path) -> None:
-    """Copies include the page reads of a mapped store, which no other count shows."""
+    """Copies include the reads of a store on disk by link `instant`, which no other count shows."""
 
     class Told(Observer):
         def __init__(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import gc
 import json
-import mmap
 import multiprocessing
 import os
 import random
@@ -31,7 +30,6 @@ from transformers import PreTrainedModel
 from expertcast import offload
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.storage import expert_file
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import (
@@ -72,7 +70,6 @@ def expected() -> Tensor:
     view = find_moe_layers(tiny_model("gpt_oss", dtype=torch.bfloat16))
     store = ExpertStore(view)
     store.pack(view)
-    store.read_ahead(range(32))  # nothing to do
     return _blocks(store)
 
 
@@ -87,7 +84,7 @@ def test_same_blocks_as_in_memory(codec: str, expected: Tensor, tmp_path: Path) 
         assert all(torch.equal(view, views[name]) for name, view in store.views(layer).items())
     assert all(store.block(key).data_ptr() % 256 == 0 for key in range(32))
     assert not any(store.pinned_layers)
-    store.block(3).fill_(9)  # of a mapping or of memory: never of the file
+    store.block(3).fill_(9)  # of memory, never of the file
     store.close()
     assert [entry.name for entry in folder.iterdir()] == [FILE_NAME]
     again, _ = _store(folder, codec)
@@ -101,9 +98,8 @@ def test_same_blocks_as_in_memory(codec: str, expected: Tensor, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("link", "folder", "codec"),
-    [("disk", True, "raw"), ("disk", False, "bitsplit"), ("instant", False, "raw"), ("instant", True, "bitsplit"),
-     ("emulated", False, "raw")],
-)  # fmt: skip
+    [("disk", True, "raw"), ("disk", False, "bitsplit"), ("instant", False, "raw"), ("instant", True, "bitsplit")],
+)
 def test_offload_with_the_experts_on_disk(
     link: str, folder: bool, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,10 +108,9 @@ def test_offload_with_the_experts_on_disk(
     (tmp_path / "temporary").mkdir()
     model = tiny_model("qwen3_moe")
     before = greedy(model, INPUTS)
-    made = EmulatedLink(2e9) if link == "emulated" else link
     given = {"store_folder": tmp_path / "own"} if folder else {}
     with offload(
-        model, store="disk", codec=codec, slots=6, link=made, predictor="next_norm", forecasts="always", **given
+        model, store="disk", codec=codec, slots=6, link=link, predictor="next_norm", forecasts="always", **given
     ) as offloaded:
         assert isinstance(offloaded.store, DiskStore)
         path = offloaded.store.path
@@ -245,34 +240,6 @@ def test_a_file_that_is_not_ours_is_left_alone(content: bytes, tmp_path: Path) -
     with refused("was not written by expertcast or is damaged: remove it"):
         _store(tmp_path)
     assert (tmp_path / FILE_NAME).read_bytes() == content
-
-
-# Pages of a mapped file
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="this system has no such advice")
-def test_read_ahead_asks_for_the_experts_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole pages around each block, in order; nothing once the store is closed, and nothing of coded ones."""
-    asked: list[tuple[int, ...]] = []
-
-    class Mapping(mmap.mmap):
-        def madvise(self, *advice: int) -> None:
-            if advice[0] == mmap.MADV_WILLNEED:
-                asked.append(advice[1:])
-            super().madvise(*advice)
-
-    monkeypatch.setattr(mmap, "mmap", Mapping)
-    store = _packed(tmp_path)
-    store.read_ahead([17, 3])
-    size, starts = store.layout.block_bytes, [int(store.file.offsets[key, 0]) for key in (17, 3)]
-    for (page, length), start in zip(asked, starts, strict=True):
-        assert page % mmap.PAGESIZE == 0
-        assert start - mmap.PAGESIZE < page <= start
-        assert page + length == start + size
-    store.close()
-    store.read_ahead([1])
-    _packed(tmp_path / "coded", "bitsplit").read_ahead([1])
-    assert len(asked) == 2
 
 
 # Stores without a folder
