@@ -119,7 +119,7 @@ def checked(routing: Routing) -> Routing:
     _refuse(
         source, (ids_TLK < ABSENT) | (ids_TLK >= experts), ids_TLK,
         f"token {{0}}, layer {{1}} has expert {{value}} of {experts}: ids range from 0 to {experts - 1}; correct the "
-        "file or set --experts",
+        "file or set --experts-per-layer",
     )  # fmt: skip
     _refuse(
         source, (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != ABSENT), ordered,

@@ -10,7 +10,7 @@ model's routing. Both forms use the recorded residual. The drift of the residual
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from expertcast.checkpoints.results import CHAINED, mean_tables
 from expertcast.data.batch import TraceBatch
+from expertcast.data.routing_file import ABSENT, Routing
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import predictor_class
 from expertcast.predictors.base import Forecast, Predictor, RouterState
@@ -284,6 +285,82 @@ def baseline_recall(source: TraceSource, split: str, ahead: int) -> Json:
     batches = source.batches(split, batch_tokens(source))
     found = evaluate(baselines, batches, source.view, ahead=ahead, chained=False).as_dict()
     return dict(found["recall_at_k"])
+
+
+# Recorded routing, without logits and residuals
+
+COUNTED = 0.5
+"""Share of a routing file's tokens that predictors count; the others are scored."""
+
+
+@torch.no_grad()
+def evaluate_routing(names: Sequence[str], routing: Routing) -> Json:
+    """Score predictors that read routing only: they count the first tokens, and the others are scored.
+
+    Args:
+        names: names of predictors, :class:`Frequency` or subclasses.
+        routing: recorded routing; layers without experts for a token are not scored.
+
+    Returns:
+        Recall@k in the form of :func:`evaluate` one layer ahead, and `counted`, the number of counted tokens.
+
+    Raises:
+        ExpertcastError: a predictor needs more than routing, or there are fewer than two tokens or layers.
+    """
+    ids_TLK, counted = torch.from_numpy(routing.ids_TLK), int(COUNTED * len(routing.ids_TLK))
+    shape = ModelShape(layers=routing.layers, experts=routing.experts, top_k=routing.top_k, hidden=0)
+    if not counted or shape.layers < 2:
+        raise ExpertcastError(f"{routing.source}: forecasts need two tokens and two MoE layers: record more")
+    predictors = {name: _counted(name, ids_TLK[:counted], shape, routing.source) for name in names}
+    previous_TLK = ids_TLK.roll(1, dims=0)
+    previous_TLK[1:][torch.from_numpy(routing.prompt_T[1:] & ~routing.prompt_T[:-1])] = ABSENT  # a new sequence
+    found_L = {name: torch.zeros(shape.layers, dtype=torch.int64) for name in names}
+    for start in range(counted, len(ids_TLK), CHUNK_TOKENS):
+        rows = slice(start, start + CHUNK_TOKENS)
+        logits_TLE, previous_TLE = (_as_logits(ids[rows], shape) for ids in (ids_TLK, previous_TLK))
+        empty_TD = logits_TLE[:, 0, :0]
+        for target in range(1, shape.layers):
+            state = RouterState(
+                layer=target - 1, residual_TD=empty_TD, router_input_TD=empty_TD, logits_TE=logits_TLE[:, target - 1],
+                topk_ids_TK=ids_TLK[rows, target - 1], topk_weights_TK=empty_TD, previous_logits_TLE=previous_TLE,
+            )  # fmt: skip
+            for name, predictor in predictors.items():
+                forecast_TK = predictor.logits(state, 1).topk(shape.top_k).indices
+                found_L[name][target] += (ids_TLK[rows, target, :, None] == forecast_TK[:, None]).sum()
+    used_L = (ids_TLK[counted:, 1:] != ABSENT).sum(dim=(0, 2))
+    return {
+        "recall_at_k": {name: summary(found[1:] / used_L) for name, found in found_L.items()},
+        "chance": {"recall_at_k": shape.top_k / shape.experts},
+        "targets": list(range(1, shape.layers)),
+        "k": shape.top_k,
+        "experts": shape.experts,
+        "layers": shape.layers,
+        "tokens": len(ids_TLK) - counted,
+        "counted": counted,
+    }
+
+
+def _counted(name: str, ids_TLK: Tensor, shape: ModelShape, source: str) -> Frequency:
+    """Return a predictor of a class derived from :class:`Frequency` that has counted recorded routing."""
+    cls = predictor_class(name)
+    if not issubclass(cls, Frequency):
+        raise ExpertcastError(
+            f"predictor {name} reads hidden states, {source} has expert ids only: use {Frequency.name}, "
+            f"{PreviousToken.name}, or the traces of `expertcast collect`"
+        )
+    predictor = cls(cls.config_class(), shape)
+    for layer in range(shape.layers):
+        ids = ids_TLK[:, layer][ids_TLK[:, layer] != ABSENT]
+        predictor.observe(layer, ids, torch.ones(ids.shape))
+    return predictor
+
+
+def _as_logits(ids_TLK: Tensor, shape: ModelShape) -> Tensor:
+    """Return logits [T, L, E] that rank the recorded experts first, NaN where there are none."""
+    logits_TLE = torch.zeros(*ids_TLK.shape[:2], shape.experts + 1)  # absent ranks go to the last column
+    logits_TLE.scatter_(2, ids_TLK % (shape.experts + 1), torch.arange(shape.top_k, 0, -1.0).expand(ids_TLK.shape))
+    logits_TLE[ids_TLK[:, :, 0] == ABSENT] = float("nan")
+    return logits_TLE[:, :, :-1]
 
 
 # Ledger: parameters, bytes, time per forecast, seconds of training and collection

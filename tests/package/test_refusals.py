@@ -50,6 +50,13 @@ REFUSED = [
     (f"{COLLECT} reference --tokens 900".replace("{new}", "{broken}"), "is a broken link: give a folder"),
     ("store reference --store-folder {traces}", "give a new or empty store_folder"),
     ("eval no/traces --predictor linear", "no/traces"),
+    ("eval no/file.npz --predictor frequency", "no such file"),
+    ("eval {routing} --predictor frequency linear", "linear reads hidden states"),
+    ("eval {routing} --predictor {damaged}", "nothing that a trained predictor reads"),
+    (
+        "eval {routing} --predictor frequency --ahead 2",
+        "--ahead: not read by a routing file, which has expert ids only",
+    ),
     ("eval no/traces --predictor linear --bandwidth pcie4", "give --layer-time"),
     ("eval no/traces --predictor linear --expert-bytes 9", "give --bandwidth"),
     # the command's own help and the nearest option are named; an option's beginning is no option
@@ -153,6 +160,7 @@ FORMS = (
     "demo", "collect {model} --data reference --tokens 900 --out {new}", f"{GENERATE}", "serve reference",
     "chat reference", "store reference --store-folder {new}",
     "train {traces} --predictor frequency --out {new}", "eval {traces} --predictor frequency",
+    "eval {routing} --predictor frequency",
     "train {model} --data reference --predictor frequency --out {new}",
     "eval {traces} --predictor frequency --model reference",
     "inspect {traces}", "inspect {model}", "inspect {traces} --verify", "simulate {routing}", "simulate {traces}",

@@ -134,6 +134,14 @@ def test_a_routing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert (tmp_path / "out" / "hit_rate.png").stat().st_size > 1000
 
 
+def test_predictors_on_a_routing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    result = ran(tmp_path, f"eval {ROUTING} --predictor frequency previous_token")
+    assert result["recall_at_k"]["previous_token"]["mean"] == pytest.approx(0.191, abs=0.0005)
+    assert len(result["recall_at_k"]["frequency"]["per_layer"]) == 35
+    assert (result["counted"], result["tokens"], result["k"], result["experts"]) == (74, 75, 2, 128)
+    assert re.search(r"predictor +mean +1 .*\nfrequency +0.102", capsys.readouterr().out)
+
+
 def test_routing_in_an_array(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     array = tmp_path / "a.npy"
     np.save(array, np.array([[[0, 1]], [[1, 2]]]))

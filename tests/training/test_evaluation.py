@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.results import layer_table
 from expertcast.data.batch import TraceBatch
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.routing_file import ABSENT, Routing
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.base import PredictorConfig, RouterState
@@ -20,7 +23,7 @@ from expertcast.predictors.baselines import QuasiHidden, RouterInput
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.training import evaluation as module
-from expertcast.training.evaluation import evaluate
+from expertcast.training.evaluation import evaluate, evaluate_routing
 from tests.families.models import tiny_model
 from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
 
@@ -286,3 +289,42 @@ def test_recall_is_that_of_the_model_itself(
         assert values["recall_at_k"][name]["per_layer"] == pytest.approx(expected[form].tolist(), abs=0.005), name
         assert values["recall_at_k"][name]["mean"] == pytest.approx(expected[form].mean().item(), abs=0.002), name
     assert values["recall_at_k"]["quasi_hidden"]["mean"] > values["recall_at_k"]["router_input"]["mean"] + 0.01
+
+
+def test_recorded_routing_by_hand() -> None:
+    """Two sequences; the last layer runs for the last token of a prompt only."""
+    tokens, layers, experts, top_k = 60, 3, 7, 2
+    generator = np.random.default_rng(0)
+    scores_TLE = generator.random((tokens, layers, experts)) + np.linspace(0, 0.3, experts)
+    ids_TLK = np.argsort(-scores_TLE, axis=2)[:, :, :top_k]
+    prompt_T = np.zeros(tokens, dtype=bool)
+    prompt_T[:4] = prompt_T[40:46] = True
+    for token in (0, 1, 2, *range(40, 45)):
+        ids_TLK[token, 2] = ABSENT
+    routing = Routing(source="a.npz", ids_TLK=ids_TLK, prompt_T=prompt_T, experts=experts)
+    used = [Counter(ids_TLK[:30, layer].flatten().tolist()) for layer in range(layers)]
+    most = [{expert for expert, _ in sorted(each.items(), key=lambda item: -item[1])[:top_k]} for each in used]
+    found: dict[str, list[float]] = {"frequency": [], "previous_token": []}
+    for layer in (1, 2):
+        hits, requests = Counter[str](), 0
+        for token in range(30, tokens):
+            true = set(ids_TLK[token, layer].tolist()) - {ABSENT}
+            before = set(ids_TLK[token - 1, layer].tolist()) - {ABSENT}
+            requests += len(true)
+            hits["frequency"] += len(true & most[layer])
+            hits["previous_token"] += len(true & (before if before and token != 40 else most[layer]))
+        for name, per_layer in found.items():
+            per_layer.append(hits[name] / requests)
+    result = evaluate_routing(list(found), routing)
+    for name, per_layer in found.items():
+        assert result["recall_at_k"][name]["per_layer"] == pytest.approx(per_layer), name
+    assert (result["counted"], result["tokens"], result["targets"]) == (30, 30, [1, 2])
+    assert "0.286" in layer_table(result).text()  # chance: 2 of 7
+
+
+@pytest.mark.parametrize(("tokens", "layers"), [(1, 3), (3, 1)])
+def test_too_little_recorded_routing(tokens: int, layers: int) -> None:
+    ids_TLK = np.zeros((tokens, layers, 1), dtype=np.int64)
+    routing = Routing(source="a.npy", ids_TLK=ids_TLK, prompt_T=np.zeros(tokens, dtype=bool), experts=2)
+    with pytest.raises(ExpertcastError, match=r"a\.npy: forecasts need two tokens and two MoE layers"):
+        evaluate_routing(["frequency"], routing)

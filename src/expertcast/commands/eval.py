@@ -1,5 +1,5 @@
-"""`expertcast eval`: score predictors on traces, estimate the waiting of a run with their forecasts, and measure what
-executing the forecasts costs a model."""
+"""`expertcast eval`: score predictors on traces or a routing file, estimate the waiting of a run with their forecasts,
+and measure what executing the forecasts costs a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.checkpoints.results import ledger_table
+from expertcast.checkpoints.results import layer_table, ledger_table
 from expertcast.commands.options import PREDICTOR, Count, Form, OffloadedOptions, Option, read_by
 from expertcast.commands.output import Outcome, folder, new_file, show, write_json
 from expertcast.commands.predictors import (
@@ -30,8 +30,10 @@ from expertcast.commands.predictors import (
     with_rungs,
 )
 from expertcast.data.plan import ALL, SPLITS
+from expertcast.data.routing_file import is_routing_file, read_routing
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.messages import Json
+from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.training.evaluation import evaluate_routing
 from expertcast.training.fit import forecast_seconds
 from expertcast.training.report import example_text, report_sources, write_report
 from expertcast.training.scoring import Fitted
@@ -43,7 +45,7 @@ class Options(OffloadedOptions, QualityOptions, LinkOptions):
     """Options of `expertcast eval`."""
 
     traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
-    """Traces folder, or user/repo of the hub."""
+    """Traces folder, user/repo of the hub, or a routing file for predictors that read routing only."""
     predictor: Annotated[tuple[str, ...], PREDICTOR]
     """Predictors to score. Names are fitted on the train split and scored on the test split, checkpoints are scored on
     all splits; documents that a predictor learned from are left out. word=CKPT renames a checkpoint's predictor."""
@@ -58,13 +60,17 @@ class Options(OffloadedOptions, QualityOptions, LinkOptions):
 
     @property
     def form(self) -> Form:
-        """With or without a model to measure."""
+        """A routing file, or traces with or without a model to measure."""
+        if is_routing_file(self.traces):
+            return Form("a routing file, which has expert ids only", {"traces", "predictor", "json"})
         of_model = set() if self.model else read_by(OffloadedOptions, QualityOptions) - {"device"}
         return Form("eval without --model", read_by(Options, but=of_model))
 
 
 def run(options: Options) -> Outcome:
     """Score the predictors; they share one table."""
+    if is_routing_file(options.traces):
+        return _of_routing(options)
     options.check_text()
     options.check_link()
     traces, ahead = TraceDataset.open(options.traces, device=options.device_name), sorted(set(options.ahead))
@@ -100,6 +106,20 @@ def run(options: Options) -> Outcome:
     if options.report:
         tables.append(f"wrote {_write_report(options.report, result, unseen, fitted, chosen[0])}")
     return {**result, **provenance()}, "\n\n".join(tables)
+
+
+def _of_routing(options: Options) -> Outcome:
+    """Count the first tokens of a routing file, and score the others.
+
+    Raises:
+        ExpertcastError: a damaged file, a checkpoint, or a predictor that needs more than routing.
+    """
+    for given in filter(is_checkpoint, options.predictor):
+        raise ExpertcastError(f"{given}: a routing file has nothing that a trained predictor reads; give its traces")
+    routing = read_routing(options.traces)
+    result = evaluate_routing(options.predictor, routing)
+    scored = f"counted {result['counted']} tokens of {routing.source}, scored the {result['tokens']} after them"
+    return {"routing": routing.source, **result, **provenance()}, f"{layer_table(result).text()}\n\n{scored}"
 
 
 def _save(options: Options, result: Json) -> None:

@@ -216,7 +216,7 @@ class Options(QualityOptions):
     """Options of `expertcast simulate`."""
 
     traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
-    """Traces folder, user/repo of the hub, or a routing file (.parquet, .csv, .npy, .npz)."""
+    """Traces folder, user/repo of the hub, or a routing file (.parquet, .csv, .jsonl, .npy, .npz)."""
     sweep: bool = False
     """Run every eviction policy with slots for 1, 5, 10, 25 and 45% of the experts, with Belady's bounds."""
     policies: Annotated[PolicyOptions, Fields()]
