@@ -13,6 +13,7 @@ E experts (or slots), N outputs, I inputs, P rows, T tokens, K experts of a toke
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -464,6 +465,21 @@ def run_experts(
 
     order_P = None if order is None or (len(hidden_TD) == 1 and not grouped) else order()
     return run_groups(outputs, hidden_TD, ids_TK, weights_TK, order_P, ids)
+
+
+def over_parts(experts: nn.Module, parts: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of a module on the CPU, packed or not, that reads these parameters [E, ...] in place of its own."""
+    made = type(experts).__new__(type(experts))
+    held = {name: None if own is None else parts.get(name, own.data) for name, own in experts._parameters.items()}
+    parameters = {
+        name: None if part is None else nn.Parameter(part.cpu(), requires_grad=False) for name, part in held.items()
+    }
+    children = {name: copy.deepcopy(child).cpu() for name, child in experts.named_children()}
+    made.__dict__.update(experts.__dict__, _parameters=parameters, _modules=children)
+    for name, matrix in packed_matrices(experts).items():
+        made.__dict__[name] = own = copy.copy(matrix)
+        own._own = parameters
+    return made
 
 
 def is_packed(experts: nn.Module) -> bool:

@@ -107,6 +107,8 @@ MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
 _ON_DISK = ("disk", "checkpoint")
 """Names of stores whose experts are in files."""
+COPY, HOST = "copy", "host"
+MISSES = (COPY, HOST, AUTO)
 EXPANDED, PACKED, BY_FORM = "expanded", "packed", "auto"
 EXPERTS_BITS = {"int8": 8, "int4": 4}
 EXPERTS = (BY_FORM, EXPANDED, PACKED, *EXPERTS_BITS)
@@ -135,13 +137,13 @@ class OffloadConfig:
     """Checkpoint folder, user/repo or user/repo@revision of the hub, or the name of a predictor that needs no training
     (default: none, experts are loaded on demand)."""
     mode: str = "exact"
-    """exact: forecasts only prefetch experts; speculate: layers execute them; hybrid: some layers do."""
+    """exact: forecasts only prefetch; speculate: layers execute them; hybrid: some layers do."""
     slots: int | None = None
     """Number of slots (default: as many as fit `memory`; `offload` of a loaded model: a quarter of all experts, on
     the CPU at most what is free; without a cache: those of a token at three layers)."""
     memory: str | int | None = None
     """Memory of the whole process on the device that computes: bytes, or text such as 8GB. Experts get what all else
-    leaves (default: the memory that is free, less a reserve)."""
+    leaves (default: free memory, less a reserve)."""
     context: Annotated[int, Field(ge=1)] = 4096
     """Longest sequence in tokens, for whose keys, values and activations memory is reserved."""
     cache: bool = True
@@ -159,8 +161,10 @@ class OffloadConfig:
     overfetch: float = 1.0
     """Experts to prefetch per token as a multiple of K; with `policies`, set it there."""
     forecasts: str = AUTO
-    """auto: time the predictor's methods while the model runs, and use the fastest, or none; always; never. In modes
-    speculate and hybrid forecasts are always computed."""
+    """auto: time the predictor's methods, and use the fastest, or none; always; never. Modes speculate and hybrid
+    always forecast."""
+    misses: str = COPY
+    """Missing experts of decode steps: copy them, compute them on the host from the store, or auto."""
     ahead: Annotated[int, Field(ge=1)] = 1
     """Distance in layers between a forecast and its target."""
     layers: tuple[int, ...] | None = None
@@ -174,16 +178,16 @@ class OffloadConfig:
     speculate_prefill: bool = False
     """Forecast and execute in prefill steps too; otherwise prefill is exact."""
     draft: str = NONE
-    """Default draft of `generate`: none, auto, int4, int8, resident, a lossy policy and others (see
-    `expertcast.runtime.drafts.kinds`). `memory` includes the experts of int4 and int8."""
+    """Default draft of `generate`: none, auto, int4, int8, resident, a lossy policy and others. `memory` includes the
+    experts of int4 and int8."""
     store: str | ExpertStore = "memory"
     """Storage of the experts: memory (page-locked for CUDA, within a budget; if they do not fit, `load_offloaded` reads
     them from the checkpoint's own files), or disk (a file)."""
     store_folder: str | Path | None = None
     """With disk, the folder of the file, one per model (default: a temporary file)."""
     in_place: bool = False
-    """With disk, read the experts from the checkpoint's own files instead of a second copy; forms that are not
-    those of memory are converted after each read. Also without it if the disk has no room for the copy."""
+    """With disk, read the experts from the checkpoint's own files instead of a second copy; other forms
+    are converted after each read. Also without it if the disk has no room."""
     experts: str = BY_FORM
     """Form of the experts: auto (on the CPU packed if ggml has the checkpoint's form, else expanded); expanded (the
     model's dtype); packed (the blocks of a quantised checkpoint, by ggml); int4 or int8 (rounded)."""
@@ -204,6 +208,7 @@ class OffloadConfig:
         _check_choice("link", self.link, LINKS)
         _check_choice("forecasts", self.forecasts, FORECASTS)
         _check_choice("experts", self.experts, EXPERTS)
+        _check_choice("misses", self.misses, MISSES)
         validate(self)
         if self.slots is not None and self.memory is not None:
             raise ExpertcastError("give slots or memory, not both")

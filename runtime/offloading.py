@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.experts import OFFLOAD
 from expertcast.data.machine import free_memory
@@ -26,6 +27,7 @@ from expertcast.data.packed_experts import activation_bytes
 from expertcast.data.source import check_release
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.config import (
+    COPY,
     EXPERTS_BITS,
     OffloadConfig,
     make_link,
@@ -44,7 +46,7 @@ from expertcast.runtime.links.base import Link
 from expertcast.runtime.plan import context_bytes, parts_beside
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.policies.eviction import Eviction, PoolEviction
-from expertcast.runtime.policies.settings import PolicySet
+from expertcast.runtime.policies.settings import AUTO, PolicySet
 from expertcast.runtime.recording.recorder import Observer, Observers, check_observers
 from expertcast.runtime.storage.layout import ExpertsForm, device_of, expert_parameters
 from expertcast.runtime.storage.slots import SlotPool
@@ -105,6 +107,7 @@ class OffloadedModel:
                 link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=kernel,
                 keep=config.cache, forecasts=config.forecasts, recall=forecasters.recall,
             )  # fmt: skip
+            self._compute_misses(undo, config, kernel)
             from expertcast.runtime.drafts.drafting import Drafter
 
             self.drafting = Drafter(model, self._engine, store)
@@ -116,6 +119,26 @@ class OffloadedModel:
             model.__dict__[OFFLOAD] = self  # a model stays offloaded without another reference to this
             undo.callback(model.__dict__.pop, OFFLOAD)
             self._stack = undo.pop_all()
+
+    def _compute_misses(self, undo: ExitStack, config: OffloadConfig, kernel: SlotKernel) -> None:
+        """Let the host compute missing experts, if the configuration says so and it can."""
+        if config.misses == COPY:
+            return
+        cuda = self.store.device.type == "cuda"
+        reasons = {
+            "without all experts in memory": not self.store.addressable,
+            f"over link {self.link.name!r}, whose copies nothing overlaps": not self.link.overlaps,
+            f"with miss {self.policies.miss.name!r}": self.policies.miss.cls.lossy,
+            "in mode 'exact' on CUDA, where host and device round differently": cuda and config.mode == "exact",
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+            warnings.warn(f"misses {config.misses!r} has no effect {reason}: all misses are copied", stacklevel=4)
+            return
+        from expertcast.runtime.engine.host import HostExperts
+
+        flow, own = self._engine.flow, SlotKernel(grouped_mm_experts_forward) if cuda else kernel
+        flow.host = HostExperts(self.store, own.run_pairs, flow.residency, auto=config.misses == AUTO)
+        undo.callback(flow.host.close)
 
     def _take_experts(self, undo: ExitStack, slots: int) -> PolicySet:
         """Move the weights to the store, and give the device slots and a link; return the policies for them."""
@@ -398,6 +421,6 @@ def offload(
         store=store,
         slots=slots,
         link=link,
-        kernel=SlotKernel(kernel_of(model), slots),
+        kernel=SlotKernel(kernel_of(model)),
         observers=observers,
     )

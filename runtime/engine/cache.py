@@ -145,7 +145,7 @@ class ExpertCache:
         """Counters; callers may replace the object between two forwards."""
         self.observer = link.observer
         self.waited_s = 0.0
-        """Seconds that the model's thread has waited for copies."""
+        """Seconds that the model's thread has waited for copies, and for experts that the host computes."""
         self.paced = False
         """Whether to track the time for which the link is busy; required by :meth:`backlog_s`."""
         self._busy_until_s = 0.0
@@ -165,7 +165,8 @@ class ExpertCache:
     def _copy_s(self, nbytes: int) -> float:
         return self.link.copy_s * nbytes / self._block_bytes
 
-    def _count_wait(self, layer: int, seconds: float) -> None:
+    def count_wait(self, layer: int, seconds: float) -> None:
+        """Count seconds that a layer waited."""
         self.waited_s += seconds
         self.stats.layers[layer].waited_s += seconds
 
@@ -338,6 +339,26 @@ class ExpertCache:
         self._load(key, False)
         return True
 
+    def leave(self, keys: Sequence[int]) -> None:
+        """Count experts of the running layer as misses that the host computes; cancel their queued copies."""
+        for key in keys:
+            self._cancel(key)
+            count = self.stats.layers[key // self.experts]
+            count.requests += 1
+            count.misses += 1
+            count.on_host += 1
+
+    def adopt(self, key: int) -> None:
+        """Load an expert that the host computes, behind all other copies, unless all slots are protected."""
+        layer = key // self.experts
+        if not self.free(layer):
+            victim = self._victim(layer, self._prefetch_protected)
+            if victim is None:
+                return
+            self._evict(victim)
+        self._load(key, False, forecast=False)
+        self._policies[layer].use([key])
+
     def cancel_prefetches(self, keys: Iterable[int]) -> None:
         """Cancel the queued prefetches among some keys, and free their slots."""
         for key in keys:
@@ -381,7 +402,7 @@ class ExpertCache:
         self._policies[layer].use(keys)
         self.pool.mark(keys, SlotState.IN_USE)
         self.stats.layers[layer].prefetched_in_time += in_time
-        self._count_wait(layer, self.link.clock() - start)
+        self.count_wait(layer, self.link.clock() - start)
 
     def release(self, keys: Sequence[int]) -> None:
         """End the use of experts, once compute that reads their slots has been launched."""
@@ -470,8 +491,11 @@ class ExpertCache:
             if not self.keep and key not in self._exempt and key not in needed:
                 self._free_slot(key)
 
-    def _load(self, key: int, urgent: bool, precision: str = FULL, *, streamed: bool = False) -> None:
-        """Submit a copy into a free slot; `urgent`: for the running layer, otherwise a prefetch, or `streamed`."""
+    def _load(
+        self, key: int, urgent: bool, precision: str = FULL, *, streamed: bool = False, forecast: bool = True
+    ) -> None:
+        """Submit a copy into a free slot; `urgent`: for the running layer, otherwise a prefetch, or `streamed`, or with
+        `forecast=False` neither."""
         layer = key // self.experts
         slot = self.pool.take(key, self._region_of[layer])
         self._held[self._group_of[layer]] += 1
@@ -486,12 +510,12 @@ class ExpertCache:
             self._free_slot(key)
             raise
         if blocked_s := self.link.blocked_s:  # the link read or copied within `submit`
-            self._count_wait(layer, blocked_s)
+            self.count_wait(layer, blocked_s)
         count = self.stats.layers[layer]
         count.bytes_moved += nbytes
         if streamed:
             self._streamed.add(key)
-        elif not urgent:
+        elif forecast and not urgent:
             self._unused.add(key)
             count.prefetched += 1
         if self.paced:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,6 +47,7 @@ from expertcast.runtime.storage.transfer import Sent
 if TYPE_CHECKING:
     from expertcast.runtime.drafts.prefetch import Schedule
     from expertcast.runtime.engine.forecasting import ForecastGovernor, Pace
+    from expertcast.runtime.engine.host import HostExperts
     from expertcast.runtime.engine.speculation import Speculator
 
 # Token-expert pairs
@@ -75,6 +76,8 @@ class Plan:
     """Slot of each of the T x K ids, when they are few and one chunk."""
     sent: Sent | None = None
     """Slots of the T x K ids in flight to the device, or of all experts where the ids are many; for one chunk."""
+    on_host: list[int] = field(default_factory=list)
+    """Pairs whose experts the host computes. `sent` then has the other pairs, their slots, and these pairs."""
 
 
 # Routing rewritten by miss policies: ids and weights, T rows of K
@@ -180,6 +183,10 @@ class LayerFlow:
         """Decides on the forecasts of the running decode step; None: all forecasts that are due are made."""
         self._weighs = False
         """Whether this step makes forecasts: a step without any spends no time on observing layers."""
+        self.host: HostExperts | None = None
+        """Computes missing experts of decode steps; None: all are copied."""
+        self.left: list[int] = []
+        """Keys of the running layer that the host computes."""
 
     def read(self, *tensors: Tensor) -> list[Any]:
         """Return the values of some tensors; on CUDA after all launched work, while the link goes on."""
@@ -198,6 +205,8 @@ class LayerFlow:
         self.governor, self._weighs = None, False
         if self._pace is not None:
             self._pace.start_pass(fresh)
+        if self.host is not None:
+            self.host.start_pass()
 
     def start_step(self, sequences: int) -> None:
         """Mark the forward as a decode step of so many sequences; its first layer has been reached."""
@@ -300,26 +309,31 @@ class LayerFlow:
             )
         )  # fmt: skip
 
-    def begin(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> list[list[int]]:
+    def begin(
+        self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None, *, decodes: bool = False
+    ) -> list[list[int]]:
         """Request the distinct keys that a layer executes; return them in chunks that fit the slots.
 
         The first chunk is requested; the caller requests chunk i + 1 before it waits for chunk i (:meth:`request`), or
-        with a single slot after it has released chunk i.
+        with a single slot after it has released chunk i. In steps that decode the host may compute some (:attr:`left`).
         """
         self.residency.observer.needed(layer, keys)
         self.residency.start_layer(layer, keys)
         if self._pace is not None and self._weighs:
             self._pace.reached(layer)
         self._executed = len(keys)
-        chunks = self._chunked(layer, keys)
+        self.left = []
+        if self.host is not None and decodes and len(keys) <= min(self.residency.limit(layer), self.most):
+            self.left = self.host.choose(keys)
+        chunks = [[key for key in keys if key not in self.left]] if self.left else self._chunked(layer, keys)
         self._whole = len(chunks) == 1
-        self._missing, self._found, self._chunks_left = 0, 0, len(chunks)
+        self._missing, self._found, self._chunks_left = len(self.left), 0, len(chunks)
         self.request(layer, chunks[0], precision)
         return chunks
 
     def request(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> None:
         """Request a chunk of the running layer."""
-        misses, found = self.residency.request(keys, precision)
+        misses, found = self.residency.request(keys, precision) if keys else (0, 0)
         self._missing += misses
         self._found += found
         self._chunks_left -= 1
@@ -363,7 +377,11 @@ class LayerFlow:
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Prefetch a later layer's experts (0..E-1), most needed first."""
         first = layer * self._experts
-        self.residency.prefetch([first + expert for expert in experts])
+        keys = [first + expert for expert in experts]
+        if self.host is not None and (room := self.host.room()) is not None:
+            lacking = [key for key in keys if not self.residency.holds(key)]
+            keys = keys[: keys.index(lacking[room])] if room < len(lacking) else keys
+        self.residency.prefetch(keys)
 
     def _pre_evict(self, wanted: Candidates) -> None:
         first = wanted.layer * self._experts
@@ -409,6 +427,8 @@ class LayerFlow:
         """End a layer's forecasts: loads without a forecast follow their prefetches."""
         if self._whole:
             self.stream(layer)
+        if self.host is not None:
+            self.host.end()
 
 
 # Engines
@@ -464,6 +484,8 @@ def _ignore(_state: State, _layer: int) -> None:
 
 _FEW_IDS = 512
 """Largest number of ids for which a list is faster than a table of all experts."""
+_FEW_TOKENS = 16
+"""Largest number of tokens of a sequence in steps whose missing experts the host may compute: those of drafts too."""
 
 
 class Engine:
@@ -604,7 +626,7 @@ class Engine:
         if flow.decides:
             executed, ids, precision = self._decide(call, executed)
             ids_TK = call.ids_TK if executed is None else executed[0]
-        self._begin(layer, ids_TK, ids, precision)
+        self._begin(layer, ids_TK, ids, precision, decodes=call.tokens <= _FEW_TOKENS)
         self._forecast(call, executed)
         flow.finish(layer)
         self._enter("compute", layer)
@@ -689,7 +711,9 @@ class Engine:
         count = self.residency.stats.layers[layer.index]
         count.steps += 1
         count.chunks += len(plan.chunks)
-        if len(plan.chunks) == 1:
+        if plan.on_host:
+            output_TD = self._run_beside(layer, plan, hidden_TD, weights_TK)
+        elif len(plan.chunks) == 1:
             output_TD = self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
         else:
             output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._chunks(plan, ids_TK.reshape(-1)))
@@ -701,14 +725,16 @@ class Engine:
         return output_TD
 
     def _begin(
-        self, layer: int, ids_TK: Tensor, ids: list[int] | None = None, precision: dict[int, str] | None = None
-    ) -> Plan:
+        self, layer: int, ids_TK: Tensor, ids: list[int] | None = None, precision: dict[int, str] | None = None, *,
+        decodes: bool = False,
+    ) -> Plan:  # fmt: skip
         """Request the experts that a layer executes.
 
         Args:
             layer, ids_TK: its experts.
             ids: `ids_TK`, flat, where the host has them already.
             precision: by key, where it may be less than full.
+            decodes: whether the step has few tokens of each sequence.
         """
         first = layer * self._experts
         if ids_TK.numel() <= _FEW_IDS:
@@ -725,7 +751,7 @@ class Engine:
             distinct = list(pairs)
         if self.ahead is not None:
             self.ahead.reached(layer, distinct)
-        chunks = self.flow.begin(layer, distinct, precision)
+        chunks = self.flow.begin(layer, distinct, precision, decodes=decodes and pairs is None)
         plan = self._plan = Plan(layer, ids_TK, ids, pairs, chunks, precision)
         if len(chunks) == 1:
             self._send_slots(plan)
@@ -740,8 +766,46 @@ class Engine:
         else:
             assert plan.ids is not None
             slot_of, first = self.pool.slots, plan.layer * self._experts
+            if self.flow.left:
+                self._send_pairs(plan, first)
+                return
             plan.slots = [slot_of[first + expert] for expert in plan.ids]
             plan.sent = self.residency.link.send(plan.slots)
+
+    def _send_pairs(self, plan: Plan, first: int) -> None:
+        """Divide the pairs between device and host, each part in :func:`row_order`, and send them."""
+        ids, left = plan.ids or [], set(self.flow.left)
+        order = (
+            range(len(ids)) if len(plan.ids_TK) == 1 else row_order(torch.tensor(ids, dtype=plan.ids_TK.dtype)).tolist()
+        )
+        plan.on_host = [pair for pair in order if first + ids[pair] in left]
+        here = [pair for pair in order if first + ids[pair] not in left]
+        slots = [self.pool.slots[first + ids[pair]] for pair in here]
+        plan.sent = self.residency.link.send([*here, *slots, *plan.on_host])
+
+    def _run_beside(self, layer: MoELayer, plan: Plan, hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
+        """Run a layer while the host computes some of its experts; the sums are those of :meth:`_run_chunks`."""
+        (keys,) = plan.chunks
+        host, (tokens, top_k), residency = self.flow.host, weights_TK.shape, self.residency
+        assert host is not None
+        assert plan.ids is not None
+        assert plan.sent is not None
+        there = host.start(layer, hidden_TD, top_k, plan.on_host, [plan.ids[pair] for pair in plan.on_host])
+        sent, here = plan.sent.take(), tokens * top_k - len(plan.on_host)
+        output_PD = hidden_TD.new_empty(tokens * top_k, hidden_TD.shape[1])
+        if keys:
+            self._wait(layer.index, keys)
+            start, pairs = perf_counter(), sent[:here]
+            output_PD[pairs] = self.kernel.run_pairs(layer.experts, hidden_TD, top_k, pairs, sent[here : 2 * here])
+            host.computed_in_slots(len(keys), perf_counter() - start)
+            self._enter("policy", layer.index)
+            residency.release(keys)
+        self._enter("wait", layer.index)
+        start = residency.link.clock()
+        output_PD[sent[2 * here :]] = there()
+        residency.count_wait(layer.index, residency.link.clock() - start)
+        self._enter("compute", layer.index)
+        return combine(output_PD, weights_TK, hidden_TD.dtype)
 
     def _run_whole(self, layer: MoELayer, plan: Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         (keys,) = plan.chunks
@@ -749,7 +813,10 @@ class Engine:
         self._wait(layer.index, keys)
         sent = plan.sent.take()
         slots_TK = sent[ids_TK] if plan.slots is None else sent.view_as(ids_TK)
+        start = perf_counter()
         output_TD = self.kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, plan.slots)
+        if self.flow.host is not None and plan.slots is not None:
+            self.flow.host.computed_in_slots(len(keys), perf_counter() - start)
         self._enter("policy", layer.index)
         self.residency.release(keys)
         return output_TD

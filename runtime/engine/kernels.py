@@ -152,13 +152,11 @@ class SlotKernel:
 
     Args:
         forward: transformers' kernel; packed experts have a function of their own.
-        slots: S
     """
 
-    def __init__(self, forward: ExpertsForward, slots: int) -> None:
+    def __init__(self, forward: ExpertsForward) -> None:
         self.forward = forward
         """transformers' kernel that runs from now on."""
-        self._slots = slots
 
     def run(
         self,
@@ -223,9 +221,9 @@ class SlotKernel:
             return run_experts(experts, hidden_TD, slots_TK, weights_TK, order, slots)
         own = experts.__dict__
         before = own["num_experts"]
-        own["num_experts"] = self._slots
+        own["num_experts"] = count = len(own["_parameters"]["down_proj"])
         try:
-            between = over_slots(experts, self._slots, slots_TK, slots) if self._grouped else nullcontext()
+            between = over_slots(experts, count, slots_TK, slots) if self._grouped else nullcontext()
             with between:
                 return self.forward(experts, hidden_TD, slots_TK, weights_TK)
         finally:

@@ -156,7 +156,7 @@ class _SeenKernel(SlotKernel):
     """
 
     def __init__(self, pool: SlotPool, experts: int) -> None:
-        super().__init__(grouped_mm_experts_forward, pool.count)
+        super().__init__(grouped_mm_experts_forward)
         self._pool, self._experts = pool, experts
         self.inner: Inner | None = None
 

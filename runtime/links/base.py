@@ -19,6 +19,7 @@ from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.links.driver import CudaDevice
+from expertcast.runtime.recording.learning import RunningSums
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
@@ -28,6 +29,8 @@ from expertcast.runtime.storage.transfer import Sent, Transfer, TransferQueue
 if TYPE_CHECKING:
     from expertcast.runtime.pools.cache import Pools
 
+_KEEP = 0.95
+"""Weight that a copy leaves to the earlier ones in the mean time of a copy."""
 MOST_LATENCY_S = 3600
 """Maximum latency per copy, in seconds."""
 
@@ -79,6 +82,8 @@ class Link(ABC):
         self.copies = 0
         self.busy_s = 0.0
         """Seconds during which at least one copy was in flight."""
+        self._latest, self._counted = RunningSums(_KEEP), (0, 0.0)
+        """Bytes and seconds of the latest copies; `bytes_moved` and `busy_s` up to which they are counted."""
         self.blocked_s = 0.0
         """Seconds for which the last request blocked the model's thread, for links that copy in that thread."""
         self.write_back_s = 0.0
@@ -108,9 +113,15 @@ class Link(ABC):
 
     @property
     def copy_s(self) -> float:
-        """Seconds per full-precision copy of one expert: known or measured; 0 before the first copy."""
-        moved = self.bytes_moved
-        return self.busy_s * self._store.layout.block_bytes / moved if moved else 0.0
+        """Seconds per full-precision copy of one expert, mostly of the latest copies; 0 before the first copy."""
+        block_bytes, latest = self._store.layout.block_bytes, self._latest
+        with self._counting:
+            nbytes, seconds = self.bytes_moved - self._counted[0], self.busy_s - self._counted[1]
+            if nbytes:
+                self._counted = self.bytes_moved, self.busy_s
+                latest.fade(_KEEP ** (nbytes / block_bytes))
+                latest.add(nbytes, seconds)
+        return latest.total / latest.weight * block_bytes if latest.weight else 0.0
 
     def block_bytes(self, precision: str) -> int:
         """Return the bytes of one expert in this precision.
@@ -245,6 +256,7 @@ class Link(ABC):
     def reset(self) -> None:
         """Set the counters to zero."""
         self.bytes_moved, self.bytes_read, self.copies, self.busy_s = 0, 0, 0, 0.0
+        self._counted = 0, 0.0
 
     def restart(self) -> None:
         """Drop queued transfers and end those in flight; new ones may follow."""

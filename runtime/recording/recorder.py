@@ -327,6 +327,8 @@ class LayerStatistics:
     misses: int = 0
     """Requests whose copy started after the routing was known, or without a forecast, as a prefill loads the next
     layer; without dropped and substituted experts."""
+    on_host: int = 0
+    """Misses that the host computed; see `misses` of :class:`expertcast.OffloadConfig`."""
     collisions: int = 0
     """Misses of experts that were evicted earlier in the same step."""
     evicted: int = 0
@@ -344,8 +346,8 @@ class LayerStatistics:
     bytes_moved: int = 0
     """Bytes of this layer's experts copied from the store to slots."""
     waited_s: float = 0.0
-    """Seconds that the layer waited for copies (host time; on CUDA the streams wait on the device, see the link).
-    Includes copies and disk reads by the thread that runs the model."""
+    """Seconds that the layer waited for copies and for the host's experts (host time; on CUDA the streams wait on the
+    device, see the link). Includes copies and disk reads by the thread that runs the model."""
     steps: int = 0
     """Number of times the layer ran."""
     chunks: int = 0

@@ -73,6 +73,7 @@ LAYER = {
     "misses": _per_layer(
         "expert_misses", "Requests whose copy began once the routing was known, or without a forecast."
     ),
+    "on_host": _per_layer("experts_on_host", "Misses that the host computed."),
     "collisions": _per_layer("expert_collisions", "Misses of experts that were evicted earlier in the same forward."),
     "evicted": _per_layer("experts_evicted", "Experts that lost their slot to another expert."),
     "skipped": _per_layer("experts_skipped", "Experts that a lossy policy left out or replaced."),
@@ -83,7 +84,9 @@ LAYER = {
     ),
     "dropped": _per_layer("prefetches_dropped", "Prefetches dropped before they started."),
     "bytes_moved": _per_layer("moved_bytes", "Bytes of experts copied into slots, and of queued copies."),
-    "waited_s": _per_layer("waiting_seconds", "Seconds that the layer's compute was blocked on copies."),
+    "waited_s": _per_layer(
+        "waiting_seconds", "Seconds that the layer's compute was blocked on copies and on experts of the host."
+    ),
     "steps": _per_layer("layer_steps", "Times that the layer ran."),
     "chunks": _per_layer("layer_chunks", "Kernel calls; more than steps if a step's experts did not fit the slots."),
 }

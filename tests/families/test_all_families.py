@@ -171,6 +171,18 @@ def test_offloaded_with_forecasts_is_bit_identical(made: Made, predictor: Predic
     assert torch.equal(logits, made.logits)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_misses_on_the_host_are_bit_identical(made: Made, rows: int) -> None:
+    """One sequence, and a batch; every step that decodes lacks experts."""
+    prompt = torch.randint(10, 4096, (rows, 7), generator=torch.Generator().manual_seed(4))
+    expected = greedy(made.model, prompt)
+    with expertcast.offload(made.model, slots=SLOTS + 2, link="emulated", misses="host") as offloaded:
+        tokens, logits = greedy(made.model, prompt)
+        assert offloaded.stats.total.on_host > 0
+    assert torch.equal(tokens, expected[0])
+    assert torch.equal(logits, expected[1])
+
+
 def test_forecasts_are_executed(made: Made, predictor: Predictor) -> None:
     with expertcast.offload(made.model, predictor=predictor, mode="speculate", slots=SLOTS):
         _, logits = greedy(made.model, made.prompt)

@@ -76,6 +76,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "forecasts": {"slots": 6, "predictor": "next_norm", "bandwidth": 1e9, "forecasts": "always"},
     "disk": {"slots": 5, "store": "disk"},
     "lfu": {"slots": 5, "policies": Policies(eviction="lfu", scope="global")},
+    "host": {"slots": 5, "link": "emulated", "misses": "host"},
+    "host or link": {"slots": 5, "bandwidth": 1e7, "misses": "auto", "predictor": "next_norm", "forecasts": "always"},
     "no cache": {"cache": False, "predictor": "next_norm"},
     "equal shares": {"slots": 9, "policies": Policies(eviction="lru", scope="layer")},
 }

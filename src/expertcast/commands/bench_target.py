@@ -45,6 +45,7 @@ _OFFLOAD = Fields(
     memory=Option(metavar="BYTES", help="here for slots alone"),
     bandwidth=BANDWIDTH,
     latency=Option(metavar="S", read=not_negative),
+    misses=Option(metavar="WAY"),
     link=Option(metavar="NAME", help="auto is cuda on a GPU; on the CPU emulated, by advise only with a speed"),
 )
 

@@ -36,7 +36,7 @@ from expertcast.predictors.options import field_docs
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from expertcast.runtime.config import EXPERTS, MODES, OffloadConfig
+    from expertcast.runtime.config import EXPERTS, MISSES, MODES, OffloadConfig
     from expertcast.runtime.offloading import OffloadedModel
     from expertcast.runtime.policies import Policies
     from expertcast.runtime.policies.settings import FORECASTS
@@ -47,6 +47,7 @@ RUNTIME = {
     "BenchSettings": "benchmarking.bench",
     "EXPERTS": "config",
     "FORECASTS": "policies.settings",
+    "MISSES": "config",
     "MODES": "config",
     "OffloadConfig": "config",
     "SequenceSelection": "simulation.trace",
@@ -506,6 +507,7 @@ class DeploymentOptions(ModelOptions):
             pools=Option(metavar="C=BYTES,...", help="`expertcast advise` proposes values"),
             experts=Option(choices=EXPERTS),
             forecasts=Option(choices=FORECASTS),
+            misses=Option(choices=MISSES),
             draft=Option(metavar="DRAFT"),
             bandwidth=BANDWIDTH,
         ),

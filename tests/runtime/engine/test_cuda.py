@@ -172,7 +172,7 @@ def test_many_slots_in_a_graph() -> None:
         views = parameter.new_empty(slots, *parameter.shape[1:])
         views[slot_of_E] = parameter
         experts._parameters[name] = torch.nn.Parameter(views, requires_grad=False)
-    kernel, graph = SlotKernel(grouped_mm_experts_forward, slots), torch.cuda.CUDAGraph()
+    kernel, graph = SlotKernel(grouped_mm_experts_forward), torch.cuda.CUDAGraph()
     assert torch.equal(kernel.run(experts, hidden_TD, slot_of_E[ids_TK], weights_TK, ids_TK), expected)
     slots_TK = slot_of_E[ids_TK]
     with torch.cuda.graph(graph):

@@ -258,7 +258,7 @@ def test_the_whole_kernel_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "over_slots", lambda *_: _SlotRanges(None))
     monkeypatch.setattr(SlotKernel, "by_expert", lambda *_: False)
     with _NoValues():
-        got = SlotKernel(grouped_mm_experts_forward, 8).run(experts, hidden_TD, slots_TK, weights_TK, slots_TK)
+        got = SlotKernel(grouped_mm_experts_forward).run(experts, hidden_TD, slots_TK, weights_TK, slots_TK)
     assert torch.equal(got, expected)
 
 
@@ -338,7 +338,7 @@ def test_packed_experts_follow_transformers_kernel(
     _all_packed(experts)
     near, expected = expected.float(), experts(hidden_TD, ids_TK, weights_TK)
     assert (expected.float() - near).norm() <= 0.02 * near.norm()
-    kernel, chunks = SlotKernel(grouped_mm_experts_forward, 8), torch.sort(ids_TK.reshape(-1))
+    kernel, chunks = SlotKernel(grouped_mm_experts_forward), torch.sort(ids_TK.reshape(-1))
     assert torch.equal(kernel.run(experts, hidden_TD, ids_TK, weights_TK, ids_TK), expected)
     output_PD = torch.empty(2 * tokens, 32, dtype=torch.bfloat16)
     for own in (chunks.values < 3, chunks.values >= 3):
