@@ -24,7 +24,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import PREDICTORS
 from expertcast.predictors.baselines import NextNorm
 from expertcast.predictors.options import field_docs
-from expertcast.runtime.config import EXPERTS, LINKS, MODES, remarks
+from expertcast.runtime.config import EXPERTS, LINKS, MISSES, MODES, remarks
 from expertcast.runtime.drafts.names import keeps_copies
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.emulated import EmulatedLink
@@ -57,6 +57,7 @@ def _field_values() -> dict[str, st.SearchStrategy[Any]]:
         "latency": st.floats(0, 3600) | st.integers(0, 3600),
         "link": st.sampled_from(LINKS),
         "forecasts": st.sampled_from(FORECASTS),
+        "misses": st.sampled_from(MISSES),
         "ahead": st.integers(1, 2**63),
         "context": st.integers(1, 2**63),
         "layers": st.none() | st.lists(_COUNT).map(tuple),
