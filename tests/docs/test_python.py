@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.life_size_files import qwen3, write
 
 import expertcast
 from expertcast.cli import main
@@ -31,6 +32,16 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     exec(block, names)  # of the same traces
     assert names["done"].steps_s
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_code_runs_on_a_gguf_file(page: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, "Q4_0", qwen3(2, small=True))
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block.replace("MODEL", str(path)).replace('"checkpoint"', '"next_norm"'), names)
+    assert names["offloaded"].stats.as_dict()["requests"] > 0
 
 
 @pytest.mark.slow
