@@ -1,4 +1,4 @@
-"""Advice on experts on a disk: compressed or not, with which pools beside the slots, or in memory instead.
+"""Advice on experts on a disk: compressed or not, and with which pools beside the slots.
 
 The planner of pools estimates the waiting of every option from recorded routing and the rates of disk and decoding that
 were measured on this machine.
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertcast.data.machine import available_memory, run_alone, usable_processors
+from expertcast.data.machine import run_alone, usable_processors
 from expertcast.data.routing_file import ABSENT, Routing
 from expertcast.predictors.messages import ExpertcastError, Json, aligned
 from expertcast.predictors.view import ModelShape
@@ -34,7 +34,6 @@ from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.pools.planner import RankModel, expected_makespans, plans, rank_model
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State, pools_text
 from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
-from expertcast.runtime.simulation.trace import Forward, Trace
 from expertcast.runtime.storage.codecs import Codec, Part, make_codec
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import SECTOR, sectors
@@ -138,7 +137,7 @@ def decoding_seconds(codec: Codec, coded: Sequence[Sequence[Part]], *, threads: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredExperts:
-    """Form of the experts on a disk or in memory, with the mean bytes of one."""
+    """Form of the experts on a disk, with the mean bytes of one."""
 
     codec: str = "raw"
     plain: float
@@ -183,10 +182,8 @@ def stored_experts(codec: Codec, sample: Sequence[Sequence[Part]], *, decoding_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskOption:
-    """A store with codec, pools and slots, loading on demand, with estimates of a decode step."""
+    """A store on a disk with codec, pools and slots, loading on demand, with estimates of a decode step."""
 
-    store: str
-    """`disk` or `memory`."""
     codec: str = "raw"
     pools: str = ""
     """Bytes of the pools beside the slots, such as `C=2000000,E=300000`."""
@@ -199,14 +196,11 @@ class DiskOption:
     @property
     def name(self) -> str:
         """The option's name in a sentence."""
-        if self.store == "memory":
-            return "experts in memory"
         return f"codec {self.codec}" + (f" with pools {self.pools}" if self.pools else "")
 
     @property
     def cells(self) -> dict[str, str]:
         return {
-            "store": self.store,
             "codec": self.codec,
             "pools": self.pools or "-",
             "slots": str(self.slots),
@@ -216,32 +210,42 @@ class DiskOption:
         }
 
     def config(self, given: OffloadConfig, folder: Path) -> OffloadConfig:
-        """Return `given` with this store, codec, slots and pools. `folder` is used for a store on disk."""
-        sized = replace(given, slots=self.slots, memory=None, predictor=None, bandwidth=None, link="auto")
-        if self.store == "memory":
-            return replace(sized, store="memory", store_folder=None, codec="raw", pools="")
-        return replace(sized, store="disk", store_folder=str(folder), codec=self.codec, pools=self.pools)
+        """Return `given` with a store in `folder` of this codec, slots and pools."""
+        return replace(
+            given, slots=self.slots, memory=None, predictor=None, bandwidth=None, link="auto", store="disk",
+            store_folder=str(folder), codec=self.codec, pools=self.pools,
+        )  # fmt: skip
 
 
-class TraceObserver(Observer):
+class RoutingObserver(Observer):
     """Records the needed experts of one decoding, whose first forward pass is the prefill."""
 
     def __init__(self) -> None:
-        self._needed: list[list[list[int]]] = []
+        self.passes: list[list[list[int]]] = []
         """Keys by layer, of each forward pass."""
 
     def needed(self, layer: int, keys: Sequence[int]) -> None:
         if layer == 0:
-            self._needed.append([])
-        self._needed[-1].append(list(keys))
+            self.passes.append([])
+        self.passes[-1].append(list(keys))
 
-    def trace(self, shape: ModelShape) -> Trace:
-        """Return the recorded routing: the experts that each layer needed."""
-        forwards = [
-            Forward(fresh=index == 0, rows=slice(max(0, index - 1), index), keys=keys)
-            for index, keys in enumerate(self._needed)
-        ]
-        return Trace(shape=shape, forwards=forwards)
+
+def routing_of(needed: Sequence[Sequence[Sequence[int]]], shape: ModelShape) -> Routing:
+    """Convert the keys of forward passes, by layer, to a routing table; the first pass is a prompt.
+
+    The distinct experts of a pass fill its rows, [T, L, K], in order.
+    """
+    rows, prompt = [], []
+    for number, by_layer in enumerate(needed):
+        count = max(-(-len(keys) // shape.top_k) for keys in by_layer)
+        ids_TLK = np.full((count, shape.layers, shape.top_k), ABSENT, dtype=np.int64)
+        for layer, keys in enumerate(by_layer):
+            padded = np.full(count * shape.top_k, ABSENT, dtype=np.int64)
+            padded[: len(keys)] = np.array(keys) % shape.experts
+            ids_TLK[:, layer] = padded.reshape(count, shape.top_k)
+        rows.append(ids_TLK)
+        prompt += [number == 0] * count
+    return Routing(source="a short run", ids_TLK=np.concatenate(rows), prompt_T=np.array(prompt), experts=shape.experts)
 
 
 def without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
@@ -274,7 +278,7 @@ class Advice:
         headline = f"advice: {self.chosen.name}; expect {milliseconds(self.chosen.tpot_s)} per token on demand"
         reasons = "\n".join(f"- {reason}" for reason in self.reasons)
         cells = [option.cells for option in self.options]
-        table = aligned([list(cells[0]), *(list(row.values()) for row in cells)], left=3)
+        table = aligned([list(cells[0]), *(list(row.values()) for row in cells)], left=2)
         return "\n\n".join([headline, reasons, table, _notes(self.facts)])
 
 
@@ -294,10 +298,8 @@ _STEP = 0.1
 class DiskFindings:
     """Measurements of model, machine and routing."""
 
-    trace: Trace
+    routing: Routing
     """Recorded routing."""
-    routing: str
-    """Source of the routing."""
     compute_s: list[float]
     """Seconds of each layer in a decode step without waits."""
     slots: int
@@ -312,8 +314,6 @@ class DiskFindings:
     """Stored form of the experts with the codec; None if it cannot hold them."""
     refused: str = ""
     """Reason why the codec cannot hold them."""
-    memory_copy_s: float | None = None
-    """Seconds per copy of an expert in memory; None if all experts do not fit the memory."""
     late_s: float = 0.0
     """Seconds that a token of the short run from disk took beyond the estimate."""
     late: str | None = None
@@ -327,36 +327,29 @@ class DiskFindings:
     @property
     def experts(self) -> int:
         """Number of experts of all layers."""
-        return self.trace.shape.layers * self.trace.shape.experts
+        return self.routing.layers * self.routing.experts
 
     @cached_property
     def ranks(self) -> RankModel:
         """Statistics of the routing."""
-        return rank_model(routing_of(self.trace, self.routing))
+        return rank_model(self.routing)
 
-    def option(self, stored: StoredExperts | None) -> DiskOption:
-        """Return the option of loading on demand from the disk (`stored`), or from memory (None), without pools."""
-        in_memory = stored is None
-        if stored is None:
-            assert self.memory_copy_s is not None, "the experts do not fit the memory"
-            stored = StoredExperts(plain=self.memory_copy_s * self.rate)
-        counts_14 = np.array([[self.slots // self.trace.shape.layers, 0, 0, 0]])
+    def option(self, stored: StoredExperts) -> DiskOption:
+        """Return the option of loading on demand, without pools."""
+        counts_14 = np.array([[self.slots // self.routing.layers, 0, 0, 0]])
         layer_s = float(expected_makespans(self.ranks, stored.costs(self.rate), counts_14)[0])
         if self.slots >= self.experts:  # each is read once
             layer_s = 0.0
-        return self.estimated(stored, layer_s, self.slots, in_memory=in_memory)
+        return self.estimated(stored, layer_s, self.slots)
 
-    def estimated(
-        self, stored: StoredExperts, layer_s: float, slots: int, pools: str = "", *, in_memory: bool = False
-    ) -> DiskOption:
+    def estimated(self, stored: StoredExperts, layer_s: float, slots: int, pools: str = "") -> DiskOption:
         """Return an option whose layers wait `layer_s` each.
 
-        Disk options include `late_s`. A value measured in a compressed run is added to compressed options only.
+        Options include `late_s`. A value measured in a compressed run is added to compressed options only.
         """
-        layers = self.trace.shape.layers
-        late = not in_memory and self.late is not None and (stored.coded or self.late == "raw")
+        layers = self.routing.layers
+        late = self.late is not None and (stored.coded or self.late == "raw")
         return DiskOption(
-            store="memory" if in_memory else "disk",
             codec=stored.codec,
             pools=pools,
             slots=slots,
@@ -371,8 +364,6 @@ def advise_disk(found: DiskFindings) -> Advice:
     options = [found.option(found.raw)]
     if found.stored is not None:
         options += [found.option(found.stored), *_pooled(found, found.stored)]
-    if found.memory_copy_s is not None:
-        options.append(found.option(None))
     best = min(options, key=_tpot)
     chosen = min((option for option in options if option.codec == "raw"), key=_tpot)
     if best.tpot_s < (1 - COMPRESS) * chosen.tpot_s:
@@ -395,8 +386,8 @@ def _facts(found: DiskFindings) -> Json:
         "block_bytes": found.block_bytes,
         "experts": found.experts,
         "memory_bytes": found.slots * found.block_bytes,
-        "routing": found.routing,
-        "tokens": found.trace.steps,
+        "routing": found.routing.source,
+        "tokens": int((~found.routing.prompt_T).sum()),
         "layer_compute_s": found.compute_s,
         "unexplained_s": found.late_s,
     }
@@ -412,38 +403,22 @@ def _notes(facts: Json) -> str:
     return (
         f"disk {facts['disk_rate'] / 1e9:.3g} GB/s ({facts['disk_source']}){decoder}; an expert is "
         f"{facts['block_bytes']:,} bytes, {facts['memory_bytes'] / 1e6:.4g} MB for some of {facts['experts']}; "
-        f"{facts['tokens']} tokens, routing: {facts['routing']}{late}"
+        f"routing of {facts['tokens']} tokens of {facts['routing']}{late}"
     )
-
-
-def routing_of(trace: Trace, source: str) -> Routing:
-    """Convert a trace to a routing table, [T, L, K]. The distinct experts of a forward pass fill its rows in order."""
-    top_k, experts = trace.shape.top_k, trace.shape.experts
-    rows, prompt = [], []
-    for forward in trace.forwards:
-        count = max(-(-len(keys) // top_k) for keys in forward.keys)
-        ids_TLK = np.full((count, trace.shape.layers, top_k), ABSENT, dtype=np.int64)
-        for layer, keys in enumerate(forward.keys):
-            padded = np.full(count * top_k, ABSENT, dtype=np.int64)
-            padded[: len(keys)] = np.array(keys) % experts
-            ids_TLK[:, layer] = padded.reshape(count, top_k)
-        rows.append(ids_TLK)
-        prompt += [forward.fresh] * count
-    return Routing(source=source, ids_TLK=np.concatenate(rows), prompt_T=np.array(prompt), experts=experts)
 
 
 def _pooled(found: DiskFindings, stored: StoredExperts) -> list[DiskOption]:
     """Return the planner's best allocation of memory to slots and pools, if there is one."""
-    shape = found.trace.shape
-    if not stored.coded or not shape.top_k < found.slots < found.experts:
+    layers, top_k = found.routing.layers, found.routing.top_k
+    if not stored.coded or not top_k < found.slots < found.experts:
         return []  # no parts to keep, too few slots, or every expert is read once only
     size = ExpertBytes(plane=math.ceil(stored.plain), exponents=math.ceil(stored.coded))
-    memory = (found.slots - shape.top_k) * found.block_bytes // shape.layers  # K slots of the running token are no pool
+    memory = (found.slots - top_k) * found.block_bytes // layers  # K slots of the running token are no pool
     for plan in plans(found.ranks, stored.costs(found.rate), size=size, memory=memory, step=_STEP):
-        pools = {state: shape.layers * plan.memory[state] for state in POOLS[1:] if plan.memory[state]}
+        pools = {state: layers * plan.memory[state] for state in POOLS[1:] if plan.memory[state]}
         # at least one full expert per layer, since prompts cycle through the slots, which decode steps do not show
         if plan.experts[State.F] and pools:
-            slots = shape.layers * plan.experts[State.F] + shape.top_k
+            slots = layers * plan.experts[State.F] + top_k
             return [found.estimated(stored, plan.expected_s, slots, pools_text(pools))]
     return []
 
@@ -464,11 +439,6 @@ CODEC = "bitsplit"
 """Codec that is measured if the store has none that compresses."""
 _SAMPLED = 6
 """Number of experts that are decoded to measure decoding."""
-_UNCACHED = 2**28
-"""Bytes of timed copies, more than a processor caches."""
-
-OWN = "the model's own, in a short run"
-"""Source of routing recorded in the short run."""
 
 
 def survey_disk(
@@ -478,9 +448,7 @@ def survey_disk(
     *,
     new_tokens: int,
     bandwidth: float | None = None,
-    budget: int | None = None,
-    routing: str = OWN,
-    replayed: Trace | None = None,
+    routing: Routing | None = None,
 ) -> DiskFindings:
     """Measure a short run on demand, the disk, and decoding of some experts.
 
@@ -490,14 +458,12 @@ def survey_disk(
         folder: folder of the store, or a folder on the disk to measure.
         new_tokens: number of tokens to decode.
         bandwidth: bytes per second of the disk; None: measure it.
-        budget: bytes that all copies of experts may take in memory; None: the available memory.
-        routing: source of the routing.
-        replayed: routing to advise for; None: that of the short run.
+        routing: routing to advise for; None: that of the short run.
 
     Raises:
-        ExpertcastError: `run` raises it; the folder cannot be written; `replayed` is of another model.
+        ExpertcastError: `run` raises it, the folder cannot be written, or `routing` is of another model.
     """
-    recorder, watched = Recorder(prompt_ids.device), TraceObserver()
+    recorder, watched = Recorder(prompt_ids.device), RoutingObserver()
     with run(observers=[recorder, watched]) as offloaded:
         store, slots, shape = offloaded.store, offloaded.pool.count, offloaded.view.shape
         decoding = decode_greedily(offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
@@ -512,18 +478,19 @@ def survey_disk(
         except ExpertcastError as error:
             refused = str(error)
         found = DiskFindings(
-            trace=watched.trace(shape), routing=routing, compute_s=times.compute_s, slots=slots,
+            routing=routing_of(watched.passes, shape), compute_s=times.compute_s, slots=slots,
             block_bytes=store.layout.block_bytes, rate=rate, rate_source=source, stored=coded, refused=refused,
-            memory_copy_s=_memory_copy(store, slots, budget),
         )  # fmt: skip
         codec = store.codec.text if isinstance(store, DiskStore) else "raw"
-    if replayed is not None and replayed.shape != shape:
-        raise ExpertcastError(f"{routing} is of a model of {replayed.shape}, this one has {shape}: give its own traces")
     if from_disk:  # measured minus estimated time of the same kind of run
         expected = found.option(coded if coded is not None and codec != "raw" else found.raw)
         late_s = max(0.0, statistics.median(decoding.steps_s) - expected.tpot_s)
         found = replace(found, late_s=late_s, late=codec)
-    return found if replayed is None else replace(found, trace=replayed)
+    if routing is None:
+        return found
+    if (routing.layers, routing.top_k) != (shape.layers, shape.top_k) or routing.experts > shape.experts:
+        raise ExpertcastError(f"{routing.source} is of another model, this one has {shape}: give its own routing")
+    return replace(found, routing=replace(routing, experts=shape.experts))
 
 
 def _rate(store: ExpertStore, folder: Path, bandwidth: float | None) -> tuple[float, str]:
@@ -551,26 +518,3 @@ def _coded(store: ExpertStore, threads: int) -> StoredExperts:
         sample = [codec.encode(store.block(key).clone()) for key in keys]
     decoding_s = decoding_seconds(codec, sample, threads=threads)
     return stored_experts(codec, sample, decoding_s=decoding_s, threads=threads)
-
-
-def _memory_copy(store: ExpertStore, slots: int, budget: int | None) -> float | None:
-    """Measure the seconds per copy of an expert in memory; None if all experts and the slots do not fit the memory.
-
-    The blocks together are larger than a processor's cache, as the experts of a model are.
-    """
-    block_bytes = store.layout.block_bytes
-    least = store.nbytes + slots * block_bytes
-    if isinstance(store, DiskStore):
-        room = available_memory() if budget is None else budget
-    else:  # the experts are already in memory
-        room = least if budget is None else budget
-    if room is not None and room < least:
-        return None
-    count = max(2, min(store.layers * store.experts, -(-_UNCACHED // block_bytes)))
-    experts, targets = torch.ones(2, count, block_bytes, dtype=torch.uint8)
-    seconds = []
-    for target, expert in zip(targets, experts, strict=True):
-        start = time.perf_counter()
-        target.copy_(expert)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)

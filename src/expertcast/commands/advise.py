@@ -19,9 +19,9 @@ from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.options import Count, Form, Option, StoredOptions, read_by
 from expertcast.commands.output import Outcome, new_file, runs_table, say
 from expertcast.data.models import form_of, load_config, load_tokenizer
+from expertcast.data.routing_file import read_routing
 from expertcast.data.source import ModelSource
 from expertcast.data.text import bundled_ids
-from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 
@@ -51,9 +51,9 @@ class Options(TargetOptions):
     new_tokens: Count = 32
     """Tokens to decode per run."""
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
-    """Advise on experts in this folder instead: compressed or not, and with how much memory."""
-    replay: Annotated[Path | None, Option(metavar="TRACES")] = None
-    """With --store-folder, use the routing recorded in a traces folder."""
+    """Advise on experts in this folder instead: compressed or not, and with which pools."""
+    replay: Annotated[Path | None, Option(metavar="ROUTING")] = None
+    """With --store-folder, use the routing recorded in a file of any engine instead of that of a short run."""
     save: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
     """Write the advised configuration, for `expertcast generate --config`."""
 
@@ -192,41 +192,30 @@ def _surely_saved_s(on_demand: Run, run: Run) -> float:
     return statistics.median(saved_s) - 2 * standard_error(saved_s)
 
 
-# --store-folder: codec and memory for experts on a disk
-
-TOKENS = 1000
-"""Tokens of --replay."""
+# --store-folder: codec and pools for experts on a disk
 
 
 def _advise_disk(options: Options) -> tuple[Json, str, OffloadConfig]:
-    """Run the model briefly from the store, or with its experts in memory, and choose codec and memory.
+    """Run the model briefly from the store, or with its experts in memory, and choose codec and pools.
 
     Raises:
-        ExpertcastError: no such model, traces of another model, or a folder that cannot be written.
+        ExpertcastError: no such model, routing of another one, or a folder that cannot be written.
     """
-    from expertcast.runtime.benchmarking.advise_disk import OWN, advise_disk, survey_disk
-    from expertcast.runtime.config import size_bytes
-    from expertcast.runtime.simulation.trace import SequenceSelection, load_trace
+    from expertcast.runtime.benchmarking.advise_disk import advise_disk, survey_disk
     from expertcast.runtime.storage.expert_file import packed_codec
 
     assert options.store_folder is not None
     folder, form = Path(options.store_folder), options.experts_form
-    routing, replayed, memory = OWN, None, options.offload.memory
-    if options.replay is not None:
-        routing, replayed = (
-            str(options.replay),
-            load_trace(TraceDataset.open(options.replay), SequenceSelection(tokens=TOKENS)),
-        )
-    codec = packed_codec(folder)
+    codec, routing = packed_codec(folder), None if options.replay is None else read_routing(options.replay)
     say("a short run on demand; reading and decoding some experts")
     offloaded, prompt_ids = _run_for_disk(options, folder, codec)
     found = survey_disk(
         offloaded, prompt_ids, folder, new_tokens=options.new_tokens, bandwidth=options.offload.bandwidth,
-        budget=None if memory is None else size_bytes(memory), routing=routing, replayed=replayed,
+        routing=routing,
     )  # fmt: skip
     advice = advise_disk(found)
     text = f"{options.target}, experts in {folder}\n{advice.text()}"
-    if options.save is not None and advice.chosen.store == "disk" and advice.chosen.codec != codec:
+    if options.save is not None and advice.chosen.codec != codec:
         own = "" if form == StoredOptions.experts else f" --experts {form}"
         text += f"\npack with: expertcast store {options.target} --store-folder {folder} --codec "
         text += advice.chosen.codec + own

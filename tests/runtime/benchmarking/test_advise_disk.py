@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.view import ModelShape
 from expertcast.runtime.benchmarking.advise_disk import (
     COMPRESS,
     DiskFindings,
     StoredExperts,
-    _memory_copy,
     advise_disk,
     disk_rate,
     routing_of,
@@ -25,29 +24,26 @@ from expertcast.runtime.benchmarking.advise_disk import (
     stored_experts,
 )
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import ExpertFile
 from expertcast.runtime.storage.layout import SECTOR
-from tests.runtime.made import decoding
 from tests.runtime.storage.test_coded_store import _store
 
 LAYERS, EXPERTS = 2, 8
 # three tokens' experts in turn: with four slots of sixteen, least recently used first out, nothing is ever found
-TRACE = decoding(
-    [[8 * layer, 8 * layer + 1] for layer in range(LAYERS)],
-    [[[8 * layer + 2 * (step % 3), 8 * layer + 2 * (step % 3) + 1] for layer in range(LAYERS)] for step in range(6)],
-    experts=EXPERTS,
-)
+NEEDED = [[[8 * layer, 8 * layer + 1] for layer in range(LAYERS)]] + [
+    [[8 * layer + 2 * (step % 3), 8 * layer + 2 * (step % 3) + 1] for layer in range(LAYERS)] for step in range(6)
+]
+SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=2, hidden=1)
 CODED = StoredExperts(codec="bitsplit", plain=500, coded=200, decode_s=0.7)
 
 
 def _found(
-    rate: float = 1000.0, stored: StoredExperts | None = CODED, trace: Trace = TRACE, slots: int = 4
+    rate: float = 1000.0, stored: StoredExperts | None = CODED, needed: Sequence[Any] = NEEDED, slots: int = 4
 ) -> DiskFindings:
     """Experts of 1000 bytes; a layer takes two seconds beside what it waits for."""
     return DiskFindings(
-        trace=trace, routing="made", compute_s=[2.0] * LAYERS, slots=slots, block_bytes=1000,
+        routing=routing_of(needed, SHAPE), compute_s=[2.0] * LAYERS, slots=slots, block_bytes=1000,
         rate=rate, rate_source="given", stored=stored, refused="" if stored else "codec 'bitsplit' cannot hold these",
     )  # fmt: skip
 
@@ -85,9 +81,7 @@ def test_pools_hold_more_experts_in_the_same_memory() -> None:
     choose = random.Random(0)
     tokens = [[sorted(8 * layer + each for each in choose.sample(range(8), 2)) for layer in range(LAYERS)]
               for _ in range(200)]  # fmt: skip
-    found = _found(
-        rate=50.0, stored=replace(CODED, decode_s=0.1), trace=decoding(tokens[0], tokens[1:], experts=8), slots=10
-    )
+    found = _found(rate=50.0, stored=replace(CODED, decode_s=0.1), needed=tokens, slots=10)
     advice = advise_disk(found)
     raw, coded, pooled = advice.options
     assert advice.chosen is pooled
@@ -101,30 +95,6 @@ def test_where_all_experts_fit_nothing_is_compressed() -> None:
     advice = advise_disk(_found(rate=1.0, slots=16))
     assert (advice.chosen.codec, advice.chosen.tpot_s) == ("raw", LAYERS * 2)
     assert "each is read once" in advice.reasons[0]
-
-
-def test_a_copy_in_memory_is_timed_on_blocks_that_no_cache_holds(tmp_path: Path) -> None:
-    """No block is copied twice: a second copy would read it from the processor's cache."""
-    read: list[int] = []
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function is torch.ops.aten.copy_.default:
-                read.append(args[1].data_ptr())
-            return function(*args, **(kwargs or {}))
-
-    store, _ = _store(tmp_path)
-    with Copies():
-        assert _memory_copy(store, 4, None) is not None
-    assert len(read) == len(set(read)) > 1
-
-
-def test_memory_where_there_is_room() -> None:
-    advice = advise_disk(replace(_found(), memory_copy_s=0.001))
-    assert advice.chosen.store == "memory"
-    assert advice.chosen.tpot_s == pytest.approx(LAYERS * (2 + 4 / 3 * 0.001), rel=1e-5)
-    given = OffloadConfig(memory="4000", predictor="next_norm")
-    assert advice.chosen.config(given, Path("folder")) == OffloadConfig(slots=4, codec="raw")
 
 
 def test_experts_that_the_codec_cannot_hold() -> None:
@@ -154,18 +124,15 @@ def test_what_is_advised_can_be_saved(tmp_path: Path) -> None:
     assert json.loads(json.dumps(advice.as_dict()))["chosen"]["codec"] == "bitsplit"
 
 
-def test_routing_is_the_traces() -> None:
-    routing = routing_of(TRACE, "made")
+def test_routing_is_what_was_needed() -> None:
+    """A prompt of many experts is one forward."""
+    routing = routing_of(NEEDED, SHAPE)
     steps = list(routing.steps())
     assert [step.fresh for step in steps] == [True] + [False] * 6
-    for step, forward in zip(steps, TRACE.forwards, strict=True):
+    for step, needed in zip(steps, NEEDED, strict=True):
         for layer, rows in enumerate(step.rows):
-            assert [8 * layer + expert for row in rows for expert in row] == forward.keys[layer]
-
-
-def test_a_prompt_of_many_experts_is_one_forward() -> None:
-    trace = decoding([[0, 1, 2, 3, 4], [8, 9]], [[[0, 1], [8, 9]]], experts=8)
-    prompt, token = routing_of(trace, "made").steps()
+            assert [8 * layer + expert for row in rows for expert in row] == needed[layer]
+    prompt, token = routing_of([[[0, 1, 2, 3, 4], [8, 9]], [[0, 1], [8, 9]]], SHAPE).steps()
     assert prompt.rows == [[[0, 1], [2, 3], [4]], [[0, 1]]]
     assert (prompt.fresh, token.rows) == (True, [[[0, 1]], [[0, 1]]])
 
