@@ -11,7 +11,6 @@ from expertcast.runtime.policies.base import CacheShape, Choice, P, PolicyConfig
 from expertcast.runtime.policies.eviction import (
     FIFO,
     FLD,
-    LFRU,
     LFU,
     LHU,
     LRFU,
@@ -39,7 +38,6 @@ EVICTION: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
     FIFO,
     Marking,
     LFU,
-    LFRU,
     ClassLRU,
     LRFU,
     LHU,

@@ -126,11 +126,6 @@ def lfu(history: History, key: int) -> tuple[float, ...]:
     return (sum(used == key for used, _, _ in history.uses), history.accessed[key][0])
 
 
-def lfru(history: History, key: int) -> tuple[float, ...]:
-    uses, last = lfu(history, key)
-    return (uses / (history.event - history.event_of[key] + 1), uses, last)
-
-
 def class_lru(history: History, key: int) -> tuple[float, ...]:
     """Fewer than 128 passes: no count is halved."""
     uses, last = lfu(history, key)
@@ -208,7 +203,6 @@ ORDERS: dict[str, Order] = {
     "lru": lru,
     "fifo": fifo,
     "lfu": lfu,
-    "lfru": lfru,
     "class_lru": class_lru,
     "lrfu:half_life=2": lrfu,
     "lhu": lhu,

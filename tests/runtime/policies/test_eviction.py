@@ -207,8 +207,8 @@ def test_policies(policy: str) -> None:
 
 
 def test_every_policy_is_in_the_trial() -> None:
-    """next_use has trials of its own: it learns. lfru is lfu on a trace so short."""
-    assert {name.partition(":")[0] for name in TRIALS} == set(EVICTION.names()) - {"lfru", "next_use"}
+    """next_use has trials of its own: it learns."""
+    assert {name.partition(":")[0] for name in TRIALS} == set(EVICTION.names()) - {"next_use"}
 
 
 def test_bypass() -> None:
