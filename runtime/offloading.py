@@ -100,7 +100,6 @@ class OffloadedModel:
         self._closed = False
         self._stack = ExitStack()
         link.observer = Observers(observers)
-        link.observer.attached(store.experts)
         with torch.inference_mode(False), ExitStack() as undo:  # slots and weights outlive an inference_mode
             policies = self._take_experts(undo, slots)
             self._engine = Engine(

@@ -27,13 +27,13 @@ from expertcast.data.machine import run_alone, usable_processors
 from expertcast.data.routing_file import ABSENT, Routing
 from expertcast.predictors.messages import ExpertcastError, Json, aligned
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.benchmarking.bench import decode_greedily
+from expertcast.runtime.benchmarking.bench import decode_greedily, step_times
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.pools.planner import RankModel, expected_makespans, plans, rank_model
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State, pools_text
-from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
+from expertcast.runtime.recording.recorder import Observer, Recorder
 from expertcast.runtime.storage.codecs import Codec, Part, make_codec
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import SECTOR, sectors
@@ -248,14 +248,6 @@ def routing_of(needed: Sequence[Sequence[Sequence[int]]], shape: ModelShape) -> 
     return Routing(source="a short run", ids_TLK=np.concatenate(rows), prompt_T=np.array(prompt), experts=shape.experts)
 
 
-def without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
-    """Subtract the seconds of copies from layer times, for a link that copies in the model's thread."""
-    copying_s, steps = [0.0] * len(times.request_s), len(recorder.steps())
-    for copy in recorder.copies():
-        copying_s[copy.layer] += copy.seconds / steps
-    return replace(times, request_s=[max(0.0, a - b) for a, b in zip(times.request_s, copying_s, strict=True)])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """The option chosen among several, with its reasons."""
@@ -300,8 +292,8 @@ class DiskFindings:
 
     routing: Routing
     """Recorded routing."""
-    compute_s: list[float]
-    """Seconds of each layer in a decode step without waits."""
+    compute_s: float
+    """Seconds of a decode step without waits."""
     slots: int
     """Number of experts that fit the memory."""
     block_bytes: int
@@ -353,7 +345,7 @@ class DiskFindings:
             codec=stored.codec,
             pools=pools,
             slots=slots,
-            tpot_s=sum(self.compute_s) + layers * layer_s + (self.late_s if late else 0.0),
+            tpot_s=self.compute_s + layers * layer_s + (self.late_s if late else 0.0),
             wait_s=layers * layer_s,
             hit_rate=self.ranks.hit_rate(slots // layers),
         )
@@ -388,7 +380,7 @@ def _facts(found: DiskFindings) -> Json:
         "memory_bytes": found.slots * found.block_bytes,
         "routing": found.routing.source,
         "tokens": int((~found.routing.prompt_T).sum()),
-        "layer_compute_s": found.compute_s,
+        "compute_s": found.compute_s,
         "unexplained_s": found.late_s,
     }
 
@@ -468,9 +460,10 @@ def survey_disk(
         store, slots, shape = offloaded.store, offloaded.pool.count, offloaded.view.shape
         decoding = decode_greedily(offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         from_disk = offloaded.link.name == "disk"
-        times = layer_times(recorder)
-        if isinstance(offloaded.link, InstantLink):
-            times = without_copies(times, recorder)
+        copying = isinstance(offloaded.link, InstantLink)  # in the thread that computes
+        compute_s = statistics.median(
+            sum(step.compute_L) + step.idle - copying * sum(step.copy_L) for step in step_times(recorder, shape.layers)
+        )
         rate, source = _rate(store, folder, bandwidth)
         coded, refused = None, ""
         try:
@@ -478,7 +471,7 @@ def survey_disk(
         except ExpertcastError as error:
             refused = str(error)
         found = DiskFindings(
-            routing=routing_of(watched.passes, shape), compute_s=times.compute_s, slots=slots,
+            routing=routing_of(watched.passes, shape), compute_s=compute_s, slots=slots,
             block_bytes=store.layout.block_bytes, rate=rate, rate_source=source, stored=coded, refused=refused,
         )  # fmt: skip
         codec = store.codec.text if isinstance(store, DiskStore) else "raw"

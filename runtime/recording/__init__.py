@@ -1,1 +1,1 @@
-"""Observation of runs: statistics, spans and layer times."""
+"""Observation of runs: statistics and spans."""

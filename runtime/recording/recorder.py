@@ -8,13 +8,10 @@ in which the device waits for the host.
 from __future__ import annotations
 
 import reprlib
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from inspect import isfunction
-from itertools import groupby
 from typing import Literal
 
 import torch
@@ -36,9 +33,6 @@ class Observer:
     All methods but :meth:`copied` are called by the thread that runs the model, in the order of events. Arguments
     belong to the runtime; copy what you keep.
     """
-
-    def attached(self, experts: int) -> None:
-        """An offload starts of a model with E = `experts` routed experts per layer."""
 
     def enter(self, state: State, layer: int) -> None:
         """The compute stream enters `state` at `layer`."""
@@ -135,10 +129,6 @@ class Span:
     """End in seconds."""
     step: int
     """Number of the step since the recording began; -1 for copies."""
-    urgent: bool = False
-    """Whether a layer waited for the copy; false for copies of forecasts."""
-    expert: int = -1
-    """Expert (0..E-1) that the copy moved."""
 
     @property
     def seconds(self) -> float:
@@ -156,7 +146,6 @@ class Recorder(Observer):
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._experts = 1
         self._device = with_index(device)
         self._cuda = self._device.type == "cuda"
         self._marks: list[tuple[str, int, int, float | torch.cuda.Event]] = []
@@ -180,14 +169,11 @@ class Recorder(Observer):
         """Mark the end of a step, after its last kernels are launched."""
         self._mark("", -1)
 
-    def attached(self, experts: int) -> None:
-        self._experts = experts
-
     def enter(self, state: State, layer: int) -> None:
         self._mark(state, layer)
 
     def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
-        self._copies.append(Span("copy", layer, start, end, -1, urgent, key % self._experts))
+        self._copies.append(Span("copy", layer, start, end, -1))
 
     def device_time(self, event: torch.cuda.Event) -> float:
         return float(self._base().elapsed_time(event)) / 1e3
@@ -234,83 +220,6 @@ class Recorder(Observer):
 
     def _seconds(self, when: float | torch.cuda.Event) -> float:
         return when if isinstance(when, float) else self.device_time(when)
-
-
-# Times of each layer, from the spans of a recorded run.
-#
-# L MoE layers.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTimes:
-    """Median times of the parts of a decode step in seconds, in their order; each list has one entry per MoE layer."""
-
-    before_s: list[float]
-    """Attention and router, and everything before them."""
-    request_s: list[float]
-    """Work of the runtime until the misses are requested."""
-    forecast_s: list[float]
-    """Computation of the forecast; 0 without a predictor."""
-    prefetch_s: list[float]
-    """Work of the runtime until the forecast experts are requested."""
-    launch_s: list[float]
-    """Time between the prefetch requests and the wait for copies."""
-    experts_s: list[float]
-    """Time from the end of the wait until the experts are computed and released."""
-    tail_s: float
-    """Time after the last MoE layer."""
-
-    @property
-    def compute_s(self) -> list[float]:
-        """Seconds of each layer without waiting for copies [L]; the last one includes the tail."""
-        columns = (self.before_s, self.request_s, self.forecast_s, self.prefetch_s, self.launch_s, self.experts_s)
-        layers = [sum(values) for values in zip(*columns, strict=True)]
-        return [*layers[:-1], layers[-1] + self.tail_s]
-
-
-def layer_times(recorder: Recorder) -> LayerTimes:
-    """Compute the median times of each layer from a recorded run, without waits for copies.
-
-    A sum of medians is smaller than the median of sums, so all times are scaled to add up to the median step.
-
-    Raises:
-        ExpertcastError: the recorder has no spans.
-    """
-    samples: dict[tuple[str, int], list[float]] = defaultdict(list)
-    steps: dict[int, float] = defaultdict(float)
-    for (step, layer), spans in groupby(recorder.spans(), key=lambda span: (span.step, span.layer)):
-        for part, seconds in _parts(spans).items():
-            samples[part, layer].append(seconds)
-            steps[step] += seconds
-    if not samples:
-        raise ExpertcastError("no steps were recorded: offload(..., observers=[Recorder(device)]) and run decode steps")
-    typical = {place: statistics.median(seconds) for place, seconds in samples.items()}
-    stretch = statistics.median(steps.values()) / sum(typical.values())
-    layers = max(layer for _, layer in samples)
-    columns = {
-        f"{part}_s": [stretch * typical.get((part, layer), 0.0) for layer in range(layers)]
-        for part in ("before", "request", "forecast", "prefetch", "launch", "experts")
-    }
-    return LayerTimes(**columns, tail_s=stretch * typical["before", layers])
-
-
-def _parts(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the seconds of each part of a layer, from the order of the engine's states."""
-    part, parts = "before", dict[str, float]()
-    for span in spans:
-        if span.state == "wait":
-            part = "experts"
-            continue
-        if span.state == "forecast":
-            part = "forecast"
-        elif part == "before" and span.state == "policy":
-            part = "request"
-        elif part == "forecast" and span.state == "policy":
-            part = "prefetch"
-        elif part in ("request", "prefetch") and span.state == "compute":
-            part = "launch"
-        parts[part] = parts.get(part, 0.0) + span.seconds
-    return parts
 
 
 # Statistics per MoE layer, and in total

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.policies.settings import Policies
-from expertcast.runtime.recording.recorder import LayerTimes, RunStatistics, share
+from expertcast.runtime.recording.recorder import RunStatistics, share
 from expertcast.runtime.simulation.link import VirtualLink
 from expertcast.runtime.storage.layout import FULL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Seconds of the parts of a step, one entry per MoE layer."""
+
+    before_s: list[float]
+    """Until the misses are requested."""
+    forecast_s: list[float]
+    """Computation of a forecast, until its experts are requested."""
+    experts_s: list[float]
+    """From the arrival of the copies until the experts of one token are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +30,8 @@ class Machine:
     """Layer times and link of a simulated machine."""
 
     times: LayerTimes
-    """Times of a decode step of one sequence. The time of experts grows with their number, since it is bound by reading
-    their weights."""
+    """Times of a decode step of one sequence, and of a prefill. The time of experts grows with their number, since it
+    is bound by reading their weights."""
     block_bytes: Mapping[str, int]
     """Bytes of one expert by precision, including `full`."""
     bandwidth: float
@@ -30,8 +42,6 @@ class Machine:
     """Seconds to expand a copy of lower precision, in the thread that runs the model."""
     write_back: float = 0.0
     """Time of an eviction on the link, as a share of a copy; 0 if the host keeps all weights, as the store does."""
-    prefill: LayerTimes | None = None
-    """Times of prefills; None: those of a decode step."""
 
     @property
     def copy_s(self) -> float:
@@ -118,15 +128,7 @@ def constant_times(layers: int, layer_s: float | Sequence[float]) -> LayerTimes:
             f"layer times {each}: give one number of seconds above 0, or one for each of {layers} layers"
         )
     half = [seconds / 2 for seconds in each]
-    return replace(no_times(layers), before_s=half, experts_s=half)
-
-
-def no_times(layers: int) -> LayerTimes:
-    """Return layer times of 0 seconds."""
-    zeros = [0.0] * layers
-    return LayerTimes(
-        before_s=zeros, request_s=zeros, forecast_s=zeros, prefetch_s=zeros, launch_s=zeros, experts_s=zeros, tail_s=0.0
-    )
+    return LayerTimes(before_s=half, forecast_s=[0.0] * layers, experts_s=half)
 
 
 def summary(done: Simulation) -> Json:

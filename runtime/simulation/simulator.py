@@ -2,8 +2,8 @@
 
 A layer passes the same events as in :class:`expertcast.runtime.engine.engine.Engine`:
 
-    compute     | before | request | forecast | prefetch | launch | wait ... | experts |
-    link                           [ miss ][ miss ][ forecast ][ forecast ] ...
+    compute     | before | forecast | wait ... | experts |
+    link                 [ miss ][ miss ][ forecast ][ forecast ] ...
 
 T tokens, L MoE layers, E routed experts per layer, K experts per token. The key of an expert is layer * E + expert.
 """
@@ -23,7 +23,7 @@ from expertcast.runtime.policies.eviction import (
     Belady,
     Eviction,
 )
-from expertcast.runtime.recording.recorder import LayerTimes, RunStatistics
+from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.simulation.machine import Case, Simulation, check_slots
 from expertcast.runtime.simulation.trace import Forward, Hints, Trace, request_order
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
@@ -36,11 +36,6 @@ def set_future(trace: Trace, eviction: Eviction) -> None:
     for index, policy in enumerate(eviction.policies):
         if isinstance(policy, Belady):
             policy.set_future(events[index :: len(eviction.policies)])
-
-
-_Costs = tuple[list[float], list[float], list[float], list[float], float]
-"""Seconds of the thread that runs the model: by layer until the request, for forecast and prefetch, for the launch, and
-per expert; and after the last layer."""
 
 
 class VirtualRuntime:
@@ -69,23 +64,21 @@ class VirtualRuntime:
         self._routes = trace.require_routes() if self.flow.reads_scores or self.flow.decides else None
         early = case.policies.prefetch.name != "none" or policies.pre_eviction.active
         self._forecasts = source if early or policies.eviction.reads_forecasts else None
-        self._decode = _costs(machine.times, shape.top_k)
-        self._prefill = _costs(machine.prefill or machine.times, shape.top_k)
+        self._times = machine.times
         full = machine.block_bytes[FULL]
         self._smaller = frozenset(name for name, size in machine.block_bytes.items() if size < full)
         """Precisions below that of the stored experts; copies in another are copies of the stored experts."""
 
     def run(self, forward: Forward) -> float:
         """Run one step and return its seconds."""
-        link, flow = self.link, self.flow
-        until_request_s, forecast_s, launch_s, expert_s, end_s = self._prefill if forward.fresh else self._decode
+        link, flow, times, top_k = self.link, self.flow, self._times, self.trace.shape.top_k
         start = link.now
         if forward.fresh:
             self.residency.abandon()
         flow.start_pass(forward.fresh)
         shows_routing = forward.fresh and self.trace.routes is not None and self.policies.eviction.reads_routing
         for layer, keys in enumerate(forward.keys):
-            link.spend(until_request_s[layer])
+            link.spend(times.before_s[layer])
             precision: Mapping[int, str] | None = None
             if self._routes is not None:
                 keys, precision = self._route(layer, forward, keys)
@@ -94,11 +87,9 @@ class VirtualRuntime:
                 self.policies.eviction.see_routing(layer, rows_TK[-PROMPT_ROWS:].tolist())
             chunks = flow.begin(layer, keys, precision, decodes=not forward.fresh)
             if self._forecasts is not None and not forward.fresh:
-                self._prefetch(self._forecasts, layer, forward, forecast_s[layer])
+                self._prefetch(self._forecasts, layer, forward, times.forecast_s[layer])
             flow.finish(layer)
-            link.spend(launch_s[layer])
-            self._compute(layer, expert_s[layer], chunks, precision)
-        link.spend(end_s)
+            self._compute(layer, times.experts_s[layer] / top_k, chunks, precision)
         return link.now - start
 
     def _compute(
@@ -197,16 +188,6 @@ def simulate(trace: Trace, case: Case) -> Simulation:
             done.steps_s.append(runtime.run(forward))
             done.policy_s.append(time.process_time() - began)
     return done
-
-
-def _costs(times: LayerTimes, top_k: int) -> _Costs:
-    return (
-        [sum(parts) for parts in zip(times.before_s, times.request_s, strict=True)],
-        [sum(parts) for parts in zip(times.forecast_s, times.prefetch_s, strict=True)],
-        times.launch_s,
-        [seconds / top_k for seconds in times.experts_s],
-        times.tail_s,
-    )
 
 
 def _layout(block_bytes: int) -> BlockLayout:

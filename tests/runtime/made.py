@@ -13,56 +13,20 @@ from expertcast.predictors.view import ModelShape
 from expertcast.runtime.benchmarking.bench import decode_greedily
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.recording.recorder import LayerTimes, Recorder, Span
-from expertcast.runtime.simulation.machine import Case, Machine, Simulation, no_times
+from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.simulation.machine import Case, LayerTimes, Machine, Simulation
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Forward, Hints, Trace
-
-
-class MadeRecorder(Recorder):
-    """Says what it was given."""
-
-    def __init__(self, spans: Sequence[Span], copies: Sequence[Span] = ()) -> None:
-        super().__init__()
-        self._given = list(spans), list(copies)
-
-    def spans(self) -> Sequence[Span]:
-        return self._given[0]
-
-    def copies(self) -> Sequence[Span]:
-        return self._given[1]
-
-
-def spans_of(states: Sequence[tuple[str, int, float]], *, step: int = 0, start: float = 0.0) -> list[Span]:
-    """One after another: (state, layer, seconds)."""
-    spans = []
-    for state, layer, seconds in states:
-        spans.append(Span(state, layer, start, start + seconds, step))
-        start += seconds
-    return spans
 
 
 def layer_times(
     before: Sequence[float],
     experts: Sequence[float],
     *,
-    request: float = 0.0,
     forecast: float = 0.0,
-    prefetch: float = 0.0,
-    launch: float = 0.0,
-    tail: float = 0.0,
 ) -> LayerTimes:
-    """Times of L layers; the runtime's own work is the same in all."""
-    count = len(before)
-    return LayerTimes(
-        before_s=list(before),
-        request_s=[request] * count,
-        forecast_s=[forecast] * count,
-        prefetch_s=[prefetch] * count,
-        launch_s=[launch] * count,
-        experts_s=list(experts),
-        tail_s=tail,
-    )
+    """Times of L layers; a forecast takes as long at each."""
+    return LayerTimes(before_s=list(before), forecast_s=[forecast] * len(before), experts_s=list(experts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +38,12 @@ class Setting:
     cache: bool = True
 
     def case(self, times: LayerTimes) -> Case:
-        prefill = no_times(len(times.before_s))
-        machine = Machine(times=times, block_bytes={"full": 1000}, bandwidth=1000 / self.copy_s, prefill=prefill)
+        machine = Machine(times=times, block_bytes={"full": 1000}, bandwidth=1000 / self.copy_s)
         return Case(policies=Policies(), slots=self.slots, machine=machine, cache=self.cache)
 
 
 def replay(trace: Trace, times: LayerTimes, setting: Setting, asked: Hints | None = None) -> Simulation:
-    """Simulate a decoding whose prefill takes no time."""
+    """Simulate a decoding."""
     hints = {} if asked is None else {"made": asked}
     case = replace(setting.case(times), predictor=next(iter(hints), None))
     return simulate(replace(trace, hints=hints), case)

@@ -362,7 +362,7 @@ def run(options: Options) -> Outcome:
         "prefill": options.texts.prefill,
         "ahead": options.ahead,
         "block_bytes": dict(machine.block_bytes),
-        "layer_s": machine.times.compute_s,
+        "layer_s": [sum(parts) for parts in zip(machine.times.before_s, machine.times.experts_s, strict=True)],
         **found,
         **provenance(),
     }

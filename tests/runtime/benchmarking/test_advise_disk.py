@@ -43,7 +43,7 @@ def _found(
 ) -> DiskFindings:
     """Experts of 1000 bytes; a layer takes two seconds beside what it waits for."""
     return DiskFindings(
-        routing=routing_of(needed, SHAPE), compute_s=[2.0] * LAYERS, slots=slots, block_bytes=1000,
+        routing=routing_of(needed, SHAPE), compute_s=2.0 * LAYERS, slots=slots, block_bytes=1000,
         rate=rate, rate_source="given", stored=stored, refused="" if stored else "codec 'bitsplit' cannot hold these",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Link speed and layer times: hand-made spans with known answers, and short runs of the reference model."""
+"""Link speed and recorded steps: short runs of the reference model."""
 
 from __future__ import annotations
 
@@ -13,65 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.benchmarking.bench import link_rate
+from expertcast.runtime.benchmarking.bench import link_rate, step_times
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.offloading import offload
-from expertcast.runtime.recording.recorder import Observer, Recorder, Span
-from expertcast.runtime.recording.recorder import layer_times as times_of
+from expertcast.runtime.recording.recorder import Observer, Recorder
 from tests.families.models import tiny_model
 from tests.runtime.links.manual import ManualLink
-from tests.runtime.made import MadeRecorder, record, spans_of
-
-
-def _layer(layer: int, scale: float, wait: float, *, forecast: float = 0.0) -> list[tuple[str, int, float]]:
-    """The states that the engine goes through at one layer."""
-    return [
-        ("compute", layer, 4.0 * scale),  # attention, router
-        ("policy", layer, 0.25 * scale),  # request
-        ("forecast", layer, forecast),
-        ("policy", layer, 0.125 * scale),  # prefetch
-        ("compute", layer, 0.5 * scale),
-        ("policy", layer, 0.0625 * scale),
-        ("wait", layer, wait),
-        ("compute", layer, 2.0 * scale),  # experts
-        ("policy", layer, 0.5 * scale),  # release
-    ]
-
-
-def _step(step: int, wait: float, slowed: float = 1.0) -> list[Span]:
-    states = _layer(0, slowed, wait, forecast=slowed) + _layer(1, 2.0 * slowed, 2.0 * wait)
-    return spans_of([*states, ("compute", 2, 3.0 * slowed)], step=step, start=100.0 * step)
-
-
-def test_layer_times() -> None:
-    times = times_of(MadeRecorder([*_step(0, 5.0), *_step(1, 0.0), *_step(2, 50.0)]))
-    assert times.before_s == [4.0, 8.0]
-    assert times.request_s == [0.25, 0.5]
-    assert times.forecast_s == [1.0, 0.0]
-    assert times.prefetch_s == [0.125, 0.25]
-    assert times.launch_s == [0.5625, 1.125]
-    assert times.experts_s == [2.5, 5.0]
-    assert times.tail_s == 3.0
-    assert times.compute_s == [8.4375, 14.875 + 3.0]
-
-
-def test_one_slow_step_counts_for_nothing() -> None:
-    quiet = [*_step(0, 1.0), *_step(1, 1.0)]
-    assert times_of(MadeRecorder([*quiet, *_step(2, 1.0, slowed=9.0)])) == times_of(MadeRecorder(quiet))
-
-
-def test_disturbances_here_and_there_add_up_to_the_median_step() -> None:
-    """Each step is slow at another layer: every layer's median is quiet, no step is."""
-    steps = []
-    for step in range(3):
-        seconds = [30.0 if layer == step else 10.0 for layer in range(3)]
-        steps += spans_of([("compute", layer, seconds[layer]) for layer in range(3)] + [("compute", 3, 0.0)], step=step)
-    assert times_of(MadeRecorder(steps)).compute_s == pytest.approx([50 / 3] * 3)
-
-
-def test_nothing_recorded() -> None:
-    with pytest.raises(ExpertcastError, match="no steps were recorded"):
-        times_of(MadeRecorder([]))
+from tests.runtime.made import record
 
 
 def test_recorded_decoding_leaves_the_prefill_out(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
@@ -83,11 +31,11 @@ def test_recorded_decoding_leaves_the_prefill_out(reference_model: PreTrainedMod
         stats = offloaded.stats.total
     assert len(seconds) == len(recorder.steps()) == 4
     assert (stats.steps, stats.requests) == (4 * 12, 4 * 12 * 4)
-    times = times_of(recorder)
-    assert len(times.compute_s) == 12
-    assert min(times.before_s + times.experts_s) > 0
-    assert sum(times.compute_s) < max(seconds)
-    assert times.forecast_s[11] < statistics.median(times.forecast_s) < max(seconds)  # nothing follows the last layer
+    steps = step_times(recorder, 12)
+    for step in steps:
+        assert min(step.compute_L[:12]) > 0
+        assert 0 < step.forecast < max(seconds)
+        assert sum(step.compute_L) + step.idle < max(seconds)
     assert statistics.median(copy.seconds for copy in recorder.copies()) == pytest.approx(36864 / 1e9)
 
 

@@ -6,7 +6,9 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from dataclasses import asdict, replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -23,8 +25,8 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.forecasters import resolve_predictor
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, RunStatistics, layer_times
-from expertcast.runtime.simulation.machine import Case, Machine
+from expertcast.runtime.recording.recorder import Observer, Recorder, RunStatistics
+from expertcast.runtime.simulation.machine import Case, LayerTimes, Machine
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Hints, Routes, Trace, trace_of
 from expertcast.runtime.storage.layout import FULL, PRECISIONS
@@ -81,7 +83,7 @@ def counts_of_both(
         block_bytes = {FULL: offloaded.store.layout.block_bytes}
         block_bytes |= {name: offloaded.link.block_bytes(name) for name in PRECISIONS if name in offloaded.store.packed}
         measured = _counts(offloaded.stats)
-        times = _of_top_k(layer_times(recorder), offloaded.stats, view.shape.top_k)
+        times = _of_top_k(_layer_times(recorder, len(view)), offloaded.stats, view.shape.top_k)
         slots = offloaded.pool.count
     machine = Machine(
         times=times, block_bytes=block_bytes, bandwidth=bandwidth, latency=config.latency,
@@ -110,6 +112,24 @@ class _Seen(Observer):
 
 def _counts(stats: RunStatistics) -> dict[str, int]:
     return {name: value for name, value in asdict(stats.total).items() if name in COUNTS}
+
+
+def _layer_times(recorder: Recorder, layers: int) -> LayerTimes:
+    """Median times of each layer; what follows the last one is left out."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for (_, layer), spans in groupby(recorder.spans(), key=lambda span: (span.step, span.layer)):
+        part, seconds = "before", defaultdict[str, float](float)
+        for span in spans:
+            if span.state == "wait":
+                part = "experts"
+            else:
+                seconds["forecast" if span.state == "forecast" else part] += span.seconds
+        for name in ("before", "forecast", "experts"):
+            found[name, layer].append(seconds[name])
+    before, forecast, experts = (
+        [statistics.median(found[name, layer]) for layer in range(layers)] for name in ("before", "forecast", "experts")
+    )
+    return LayerTimes(before_s=before, forecast_s=forecast, experts_s=experts)
 
 
 def _of_top_k(times: LayerTimes, stats: RunStatistics, top_k: int) -> LayerTimes:

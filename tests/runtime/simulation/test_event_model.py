@@ -28,13 +28,10 @@ def _trace(seed: int, layers: int = LAYERS, steps: int = STEPS) -> Trace:
 def test_on_demand_is_the_sum(copy_s: float) -> None:
     """B11: T_od = sum of compute and copy."""
     before, experts = [1.0, 0.25, 2.0, 0.5], [0.5, 1.0, 0.125, 3.0]
-    times = layer_times(before, experts, request=0.0625, launch=0.125, tail=0.75)
-    got = replay(_trace(0), times, Setting(slots=12, copy_s=copy_s, cache=False))
-    own = sum(before) + sum(experts) + LAYERS * (0.0625 + 0.125) + 0.75
-    # a copy starts when it is asked for, and what the thread does until it waits for it is hidden
-    assert got.steps_s == pytest.approx([own + LAYERS * max(0.0, TOP_K * copy_s - 0.125)] * STEPS)
+    got = replay(_trace(0), layer_times(before, experts), Setting(slots=12, copy_s=copy_s, cache=False))
+    assert got.steps_s == pytest.approx([sum(before) + sum(experts) + LAYERS * TOP_K * copy_s] * STEPS)
     total = got.decode.total
-    assert total.waited_s == pytest.approx(STEPS * LAYERS * max(0.0, TOP_K * copy_s - 0.125))
+    assert total.waited_s == pytest.approx(STEPS * LAYERS * TOP_K * copy_s)
     assert (got.decode.hit_rate, total.misses, total.prefetched) == (0.0, STEPS * LAYERS * TOP_K, 0)
 
 
@@ -44,10 +41,10 @@ def test_perfect_prefetch_is_the_sum_of_the_larger(copy_s: float, forecast_s: fl
     """B11: T_pf = sum of max(compute, copy of the next layer), the first copy exposed and the last dropped (trap 9)."""
     before, experts = [1.0, 0.25, 2.0, 0.5], [0.5, 1.0, 0.125, 3.0]
     trace = _trace(1)
-    times = layer_times(before, experts, forecast=forecast_s, tail=0.75)
+    times = layer_times(before, experts, forecast=forecast_s)
     got = replay(trace, times, Setting(slots=12, copy_s=copy_s, cache=False), perfect(trace))
     copies = TOP_K * copy_s
-    total = before[0] + max(copies, forecast_s) + experts[-1] + 0.75
+    total = before[0] + max(copies, forecast_s) + experts[-1]
     for layer in range(LAYERS - 1):
         cost = forecast_s if layer + 1 < LAYERS - 1 else 0.0  # nothing is forecast at the last layer
         # the next layer's copies go out when this layer's forecast is there, or behind this layer's own copies

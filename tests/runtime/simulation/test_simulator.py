@@ -55,16 +55,6 @@ def test_belady_by_hand() -> None:
     assert done.decode.total.waited_s == 9.0
 
 
-def test_copies_run_while_the_layer_is_launched() -> None:
-    """With half a second to launch a layer, a miss is waited for half a second less, and a hit takes 2.5 s."""
-    machine = made.machine(2)
-    machine = replace(machine, times=replace(machine.times, launch_s=[0.5, 0.5]))
-    trace = made.trace(NEEDED, experts=3)
-    done = simulate(trace, Policies(eviction="belady"), 3, machine)
-    assert done.steps_s == [10.0, 5.0, 5.0, 5.0, 7.5]
-    assert done.decode.total.waited_s == 7.5
-
-
 def test_a_single_slot_runs_expert_by_expert() -> None:
     """One layer, K = 1, a prompt of two experts: each is copied after the other has run, and the last one stays."""
     trace = made.trace([[[0]], [[1]], [[1]], [[0]]], experts=3, prefill=2)
