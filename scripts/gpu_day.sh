@@ -19,7 +19,10 @@ step() {
 }
 step tests python -m pytest -m gpu -v
 step reference expertcast bench reference --device cuda --json "$out/reference.json"
-step drafts expertcast bench reference --device cuda --slots 192 --draft auto int4 --json "$out/drafts.json"
+for draft in none int4 auto; do
+    step "draft-$draft" expertcast generate reference --device cuda --slots 192 --prompt "It is a truth" --new-tokens 256 \
+        --draft "$draft" --json "$out/draft-$draft.json"
+done
 step life-size python -m benchmarks.life_size_files "$out" --layers 12
 model=$out/qwen3-30b-a3b-12-layers-Q4_0.gguf
 step bench expertcast bench "$model" --device cuda --cache both --predictor router_input --json "$out/bench.json"

@@ -22,7 +22,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.generation import BaseStreamer
 
 from expertcast.data.machine import with_index
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
@@ -30,7 +29,6 @@ from expertcast.predictors import MoEView, Predictor
 from expertcast.predictors.messages import Json, Progress
 from expertcast.predictors.options import validate
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.drafts.names import NONE, check_draft
 from expertcast.runtime.engine.kernels import kernel_name
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.cuda import CudaLink
@@ -575,89 +573,3 @@ def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: in
         run.slots = offloaded.pool.count
         if bench.link_rate is None:
             bench.link_rate = link_rate(link, offloaded.store)
-
-
-def bench_drafts(
-    model: PreTrainedModel, prompt_ids: Tensor, config: OffloadConfig, drafts: Sequence[str], settings: BenchSettings,
-    *, say: Callable[[str], None] = lambda _text: None,
-) -> Json:  # fmt: skip
-    """Generate greedily with each draft in turn. An uncounted first round trains the governor.
-
-    Args:
-        model: a model whose own routers run.
-        prompt_ids: [1, S] on its device.
-        config: the offload's configuration.
-        drafts: names of drafts; plain decoding is always included.
-        settings: tokens after the first, and repetitions.
-        say: called with one line of progress.
-
-    Returns:
-        By draft: `tpot_s`, the median; `over_none`, plain decoding's time divided by it; `memory_bytes` beside the
-            slots; `bytes_per_token` over the link, without the prefill; `identical` tokens; and `governor`, as
-            :meth:`expertcast.runtime.drafts.governor.Governor.report` returns it.
-
-    Raises:
-        ExpertcastError: as for :meth:`OffloadedModel.generate`.
-    """
-    new_tokens, repetitions = settings.new_tokens, settings.repetitions
-    names = list(dict.fromkeys([NONE, *drafts]))
-    for name in names:
-        check_draft(name)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    moved: dict[str, list[float]] = {name: [] for name in names}
-    texts: dict[str, Tensor] = {}
-    governors: dict[str, Json] = {}
-    with offload(model, config) as offloaded:
-        for repetition in range(repetitions + 1):
-            shift = repetition % len(names)
-            for name in names[shift:] + names[:shift]:
-                say(f"draft {name}, " + (f"repetition {repetition} of {repetitions}" if repetition else "first round"))
-                first = FirstToken(offloaded)
-                text = offloaded.generate(
-                    prompt_ids, min_new_tokens=new_tokens + 1, max_new_tokens=new_tokens + 1, do_sample=False,
-                    draft=name, streamer=first,
-                )  # fmt: skip
-                seconds, nbytes = first.since()
-                if repetition == 0:
-                    texts[name] = text.cpu()
-                    continue
-                times[name].append(seconds / new_tokens)
-                moved[name].append(nbytes / new_tokens)
-                governors[name] = offloaded.stats.as_dict().get("drafts", {})
-        memory = offloaded.drafting.memory
-    plain_s = statistics.median(times[NONE])
-    return {
-        name: {
-            "tpot_s": statistics.median(times[name]),
-            "over_none": plain_s / statistics.median(times[name]),
-            "memory_bytes": memory.get(name, 0),
-            "bytes_per_token": statistics.median(moved[name]),
-            "identical": torch.equal(texts[name], texts[NONE]),
-            "governor": governors[name] if name != NONE else {},
-        }
-        for name in names
-    }
-
-
-class FirstToken(BaseStreamer):  # type: ignore[misc]
-    """Notes time and moved bytes when the first new token arrives, so that the prefill is left out.
-
-    Args:
-        offloaded: the model that generates.
-    """
-
-    def __init__(self, offloaded: OffloadedModel) -> None:
-        self._offloaded, self._puts = offloaded, 0
-
-    def put(self, value: Tensor) -> None:
-        """Receive the prompt, then tokens."""
-        self._puts += 1
-        if self._puts == 2:
-            self._start, self._moved = time.perf_counter(), self._offloaded.link.bytes_moved
-
-    def end(self) -> None:
-        """Do nothing."""
-
-    def since(self) -> tuple[float, int]:
-        """Return the seconds and the bytes since the first new token."""
-        return time.perf_counter() - self._start, self._offloaded.link.bytes_moved - self._moved

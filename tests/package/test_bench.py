@@ -1,4 +1,4 @@
-"""`expertcast bench` and `advise`: of a model, with drafts, and of experts on a disk."""
+"""`expertcast bench` and `advise`: of a model, and of experts on a disk."""
 
 from __future__ import annotations
 

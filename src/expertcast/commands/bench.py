@@ -11,9 +11,9 @@ from torch import Tensor
 
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.options import COUNT, POLICIES_HELP, Count, Fields, Option, policies_of
-from expertcast.commands.output import Outcome, figure, forecast_lines, runs_table, say
+from expertcast.commands.output import Outcome, forecast_lines, runs_table, say
 from expertcast.commands.predictors import is_checkpoint
-from expertcast.predictors.messages import Json, aligned
+from expertcast.predictors.messages import Json
 
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.bench import Bench, BenchSettings
@@ -42,33 +42,9 @@ def describe_prompt(prompt: Json) -> list[str]:
     speed = f"{prompt['bandwidth'] / 1e9:.3g} GB/s emulated" if "bandwidth" in prompt else "the machine's own link"
     lines = [f"prompt of {prompt['prompt_tokens']} tokens, {speed}, identical means as {prompt['compared_with']}"]
     lines += [runs_table(prompt["runs"]), *forecast_lines(prompt["runs"])]
-    if "drafts" in prompt:
-        lines += ["", drafts_table(prompt["drafts"]), ""]
     if prompt["resident"] is not None:
         lines.append(f"resident model: {prompt['resident']['tpot_s'] * 1e3:.2f} ms per token")
     return lines
-
-
-def drafts_table(drafts: Json) -> str:
-    """Return a table with a row per draft."""
-    rows: list[tuple[str, ...]] = [
-        ("draft", "TPOT ms", "x none", "tokens/cycle", "MB/token", "extra MB", "identical", "why")
-    ]
-    for name, run in drafts.items():
-        governor: Json = next(iter(run["governor"].get("by_sequences", {}).values()), {})
-        rows.append(
-            (
-                name,
-                f"{run['tpot_s'] * 1e3:.2f}",
-                f"{run['over_none']:.2f}",
-                figure(governor.get("tokens_per_cycle")),
-                f"{run['bytes_per_token'] / 1e6:.2f}",
-                f"{run['memory_bytes'] / 1e6:.1f}",
-                "yes" if run["identical"] else "no",
-                governor["reasons"][-1]["reason"] if governor.get("reasons") else "",
-            )
-        )
-    return aligned(rows)
 
 
 WAYS = ("on_demand", "exact", "speculate", "hybrid")
@@ -92,15 +68,11 @@ class Options(TargetOptions):
     """Lengths of the prompts in tokens."""
     settings: Annotated[BenchSettings, Fields(new_tokens=COUNT, repetitions=COUNT)]
     """Amount of measurement."""
-    draft: Annotated[tuple[str, ...], Option(metavar="DRAFT")] = ()
-    """Also generate with these drafts, compared with plain exact decoding: auto, int4, resident and others."""
 
     def __post_init__(self) -> None:
         from expertcast.runtime.config import OffloadConfig
 
         TargetOptions.__post_init__(self)
-        for name in self.draft:
-            replace(self.offload, experts=self.experts_form, draft=name)
         self.forecasting(OffloadConfig())
 
     def forecasting(self, config: OffloadConfig) -> OffloadConfig:
@@ -116,8 +88,6 @@ class Prompt:
     ids: Tensor
     bench: Bench
     link: Json
-    drafts: Json | None = None
-    """Measurements by draft."""
 
     def as_dict(self) -> Json:
         """Return the report, for JSON."""
@@ -130,7 +100,6 @@ class Prompt:
             "compared_with": "on_demand" if resident is None else "resident",
             "resident": whole,
             "runs": self.bench.reports,
-            **({} if self.drafts is None else {"drafts": self.drafts}),
         }
 
 
@@ -163,7 +132,7 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: Json | Non
         tokens: length of the prompt.
         link: link of earlier prompts, whose speed is kept; None: choose it.
     """
-    from expertcast.runtime.benchmarking.bench import bench_drafts, decode_resident, measure
+    from expertcast.runtime.benchmarking.bench import decode_resident, measure
 
     prompt_ids, resident = target.prompt(tokens), None
     if target.store.fits:
@@ -173,12 +142,7 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: Json | Non
     link = link or target.link(prompt_ids, options.settings.new_tokens)
     runs = ways(options, target, link)
     measured = measure(target.model, prompt_ids, runs, options.settings, resident=resident, say=say)
-    prompt = Prompt(ids=prompt_ids, bench=measured, link=link)
-    if options.draft:
-        config = replace(target.config(link), predictor=target.forecaster, cache=options.cache != "without")
-        drafts, config = options.draft, options.forecasting(config)
-        prompt.drafts = bench_drafts(target.model, prompt_ids, config, drafts, options.settings, say=say)
-    return prompt
+    return Prompt(ids=prompt_ids, bench=measured, link=link)
 
 
 def ways(options: Options, target: Target, link: Json) -> dict[str, OffloadConfig]:

@@ -26,7 +26,6 @@ from expertcast.runtime.benchmarking.bench import (
     Measured,
     Run,
     StepTimes,
-    bench_drafts,
     decode_greedily,
     decode_resident,
     measure,
@@ -291,27 +290,6 @@ IDS = torch.arange(10, 22)[None]
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return tiny_model("mixtral", dtype=torch.float32)
-
-
-def test_every_draft_is_measured_and_gives_the_same_text(model: PreTrainedModel) -> None:
-    found = bench_drafts(
-        model, IDS, OffloadConfig(slots=6), ["int4", "resident", "int4"], BenchSettings(new_tokens=6, repetitions=2)
-    )
-    assert list(found) == ["none", "int4", "resident"]
-    assert all(run["identical"] and run["tpot_s"] > 0 for run in found.values())
-    assert found["none"]["over_none"] == 1.0
-    view = find_moe_layers(model)
-    assert found["int4"]["memory_bytes"] == QuantisedExperts(view, resident_views(view), "int4").nbytes
-    assert found["resident"]["memory_bytes"] == found["none"]["memory_bytes"] == 0
-    layers, top_k = view.shape.layers, view.shape.top_k
-    assert 0 < found["none"]["bytes_per_token"] <= layers * top_k * BlockLayout.of(view).block_bytes, "no prefill"
-    lengths = found["int4"]["governor"]["by_sequences"]["1"]["lengths"]
-    assert sum(lengths.values()) > 6
-
-
-def test_an_unknown_draft_is_refused_before_anything_runs(model: PreTrainedModel) -> None:
-    with pytest.raises(ExpertcastError, match="unknown draft 'int3'"):
-        bench_drafts(model, IDS, OffloadConfig(slots=6), ["int3"], BenchSettings(new_tokens=6, repetitions=1))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
