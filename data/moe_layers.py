@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as fx_config
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -126,8 +127,8 @@ class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _new(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sum:
-        behind: set[int] = set()
-        _each_tensor((args, kwargs), lambda tensor: behind.update(*(self._behind[atom] for atom in self.of(tensor))))
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        behind = {marked for tensor in tensors for atom in self.of(tensor) for marked in self._behind[atom]}
         return {self._atom(frozenset(behind)): 1.0}
 
     def _atom(self, behind: frozenset[int]) -> int:
@@ -152,17 +153,6 @@ def _key(value: object) -> object:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     return tuple(map(_key, value)) if isinstance(value, (tuple, list)) else (type(value), value)
-
-
-def _each_tensor(values: object, see: Callable[[Tensor], None]) -> None:
-    if isinstance(values, Tensor):
-        see(values)
-    elif isinstance(values, Mapping):
-        for each in values.values():
-            _each_tensor(each, see)
-    elif isinstance(values, (tuple, list)):
-        for each in values:
-            _each_tensor(each, see)
 
 
 PROBE_EXPERTS = "expertcast_probe"
