@@ -29,10 +29,6 @@ class NotOnHubError(ExpertcastError):
     """The repository does not exist, or is not visible to this user."""
 
 
-class OutOfReachError(ExpertcastError):
-    """The repository is not in the cache, and the hub is unreachable."""
-
-
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^\s@]+))?")
 
 
@@ -96,7 +92,7 @@ def hub_errors(name: HubName, kind: Kind) -> Iterator[None]:
         message = _message(name, kind, error)
         if isinstance(error, RepositoryNotFoundError):
             raise NotOnHubError(message) from error
-        raise (OutOfReachError if isinstance(error, LocalEntryNotFoundError) else ExpertcastError)(message) from error
+        raise ExpertcastError(message) from error
 
 
 def _message(name: HubName, kind: Kind, error: Exception) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from expertcast.checkpoints.hub import located, repository_in_errors
+from expertcast.checkpoints.provenance import different_part, without_folders
 from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.plan import SPLITS, Documented, PlannedDocument
@@ -40,6 +42,7 @@ from expertcast.data.trace_format import (
     read_tensors,
     shape_in,
     shard_names,
+    tensors_digest,
 )
 from expertcast.data.trace_writer import read_stand_in
 from expertcast.predictors.artefacts import SEAL, check_file, digest, open_file
@@ -55,7 +58,7 @@ class TraceSource(Documented):
     view: MoEView
     """The model's norms and routers."""
     defaults: DefaultVectors
-    """Default vectors of the train split, or from elsewhere (:mod:`expertcast.data.default_vectors`)."""
+    """Default vectors of the train split, or from elsewhere (:func:`with_default_vectors`)."""
     defaults_learned_from: frozenset[str] = frozenset()
     """Hashes of other documents that contributed to the default vectors."""
     info: Json
@@ -380,8 +383,8 @@ class TraceDataset(TraceSource):
         """
         if layout.DEFAULTS_FILE not in self._files and is_live(self.info):
             raise ExpertcastError(
-                f"{self.folder} has a server's traffic without default vectors: add those of other traces or a "
-                "checkpoint of the same model (expertcast train --default-vectors), or train linear "
+                f"{self.folder} has a server's traffic without default vectors: add those of other traces of the "
+                "same model (expertcast train --default-vectors), or train linear "
                 "with --set inputs=router_input, or a predictor without them (router_input, next_norm, frequency, "
                 "previous_token)"
             )
@@ -431,3 +434,56 @@ class TraceDataset(TraceSource):
         order_T = rows_T[torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))]
         for batch_T in torch.split(order_T, batch_size):
             yield self._shards.gathered(batch_T)
+
+
+# Default vectors from other traces of the model, for traces without
+
+DEFAULTS_NOTE = "default_vectors_from"
+"""Key in `TraceSource.info` and in a fit's report: the origin of the default vectors."""
+Source = TypeVar("Source", bound=TraceSource)
+
+
+def with_default_vectors(source: Source, given: str | Path) -> Source:
+    """Return the source with default vectors from elsewhere.
+
+    Test documents that contributed to these vectors leave the test split, as they are no longer held out.
+
+    Args:
+        source: traces, or a running model.
+        given: traces of the same model: a folder, or the hub repository `user/repo` or `user/repo@revision`.
+
+    Raises:
+        ExpertcastError: `given` does not exist, is invalid, has no default vectors or those of another model, or no
+            test document would be left.
+    """
+    found = TraceDataset.open(given)
+    different = different_part({**found.info, "model_id": found.info["model"]}, source.view)
+    if different:
+        raise ExpertcastError(
+            f"{given} belongs to {found.info['model']!r}; {source.view.model_id!r} has different {different}, so its "
+            "default vectors do not fit: use traces of this model by expertcast collect"
+        )
+    defaults, learned = found.defaults, frozenset(document.hash for document in found.chosen("train"))
+    result = copy.copy(source)
+    result.defaults, result.defaults_learned_from = defaults, learned
+    result.documents = _held_out(source, learned, str(given))
+    result.info = {
+        **source.info,
+        DEFAULTS_NOTE: {
+            "given": without_folders(str(given)),
+            "traces": found.info["id"],
+            "digest": tensors_digest({"expert_LED": defaults.expert_LED, "shared_LD": defaults.shared_LD}),
+        },
+    }
+    return result
+
+
+def _held_out(source: TraceSource, learned: frozenset[str], given: str) -> list[PlannedDocument]:
+    """Return the source's documents without test documents that contributed to the default vectors."""
+    rest = [document for document in source.documents if document.split != "test" or document.hash not in learned]
+    if not any(document.split == "test" for document in rest) and source.chosen("test"):
+        raise ExpertcastError(
+            f"the default vectors of {given} come from every document of the test split, so none is left to score: use "
+            "default vectors from other text"
+        )
+    return rest

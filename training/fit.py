@@ -16,12 +16,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from expertcast.data.default_vectors import NOTE, default_vectors_holder
 from expertcast.data.processes import join_ranks, sum_over_ranks, training_share
 from expertcast.data.traced import TracedForecasts
-from expertcast.data.traces import TraceSource
+from expertcast.data.traces import DEFAULTS_NOTE, TraceSource
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, predictor_class
-from expertcast.predictors.baselines import Frequency, PreviousToken, QuasiHidden
+from expertcast.predictors.baselines import Frequency, PreviousToken, QuasiHidden, QuasiInput
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.estimator import Estimator
 from expertcast.predictors.hybrid import CANDIDATES, PAPER, Choice, Hybrid, HybridConfig, member_recall
@@ -147,7 +146,8 @@ def fit(
         "ranks": training_share().world,
         "collection_s": source.info.get("collection_s"),
     }
-    used |= {NOTE: source.info[NOTE]} if NOTE in source.info and default_vectors_holder(predictor) else {}
+    reads = any(isinstance(part, QuasiInput) and hasattr(part, "expert_LED") for part in predictor.modules())
+    used |= {DEFAULTS_NOTE: source.info[DEFAULTS_NOTE]} if DEFAULTS_NOTE in source.info and reads else {}
     seconds = time.perf_counter() - start + options.earlier_s - earlier_s
     fitted.report = {**used, "seconds": seconds, **fitted.report}
     return fitted

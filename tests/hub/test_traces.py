@@ -43,25 +43,19 @@ def test_commands_take_them_by_name(hub: FakeHub, worker: Worker, work: Path) ->
     right(worker.run("simulate", "me/traces", "--predictor", "me/linear", *few))
 
 
-def test_default_vectors_come_from_traces_and_checkpoints(hub: FakeHub, worker: Worker, work: Path) -> None:
-    """By name; of a checkpoint that is in the cache without the hub too."""
+def test_default_vectors_come_from_traces(hub: FakeHub, worker: Worker, work: Path) -> None:
+    """By name; of traces in the cache without the hub too."""
     train = ["train", "traces", "--predictor", "quasi_hidden", "--out", "quasi", "--default-vectors"]
     kept = load_file(work / "linear" / "model.safetensors")
-
-    def taken() -> bool:
-        found = load_file(work / "quasi" / "model.safetensors")
-        return all(torch.equal(found[name], kept[name]) for name in ("expert_LED", "shared_LD"))
-
-    for given in ("me/traces", "me/linear@main"):
-        right(worker.run(*train, given))
-        training = json.loads((work / "quasi" / "config.json").read_text())["training"]
-        assert training["default_vectors_from"]["given"] == given
-        assert taken()
+    right(worker.run(*train, "me/traces"))
+    training = json.loads((work / "quasi" / "config.json").read_text())["training"]
+    assert training["default_vectors_from"]["given"] == "me/traces"
+    found = load_file(work / "quasi" / "model.safetensors")
+    assert all(torch.equal(found[name], kept[name]) for name in ("expert_LED", "shared_LD"))
     with hub.away():
-        right(worker.run(*train, "me/linear@main"))
-        assert taken()
+        right(worker.run(*train, "me/traces"))
         assert "nor in the hub's cache" in worker.run(*train, "me/new").line
-    assert "nor a visible model repository" in worker.run(*train, "me/new").line
+    assert "nor a visible dataset repository" in worker.run(*train, "me/new").line
 
 
 def test_who_means_a_model_is_told_what_lacks(hub: FakeHub, worker: Worker) -> None:

@@ -15,23 +15,20 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor
 from expertcast.cli import main
 from expertcast.data import trace_format as layout
 from expertcast.data.collect import collect
-from expertcast.data.default_vectors import NOTE, with_default_vectors
 from expertcast.data.online import OnlineTraces
 from expertcast.data.text import load_documents
-from expertcast.data.traces import TraceDataset
+from expertcast.data.traces import DEFAULTS_NOTE, TraceDataset, with_default_vectors
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig
 from expertcast.predictors.artefacts import file_digest
 from expertcast.predictors.estimator import EstimatorConfig
-from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.linear import LinearConfig
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 from expertcast.training.scoring import FitOptions
-from expertcast.training.unseen import unseen_traces
 from tests.data.traffic import as_traffic
 from tests.package.test_cli import fails
 from tests.sealed import edit_json
@@ -70,11 +67,6 @@ def few(model: PreTrainedModel, reference_tokenizer: Any, tmp_path_factory: pyte
     return collect(model, reference_tokenizer, load_documents("reference"), folder, **OTHER)
 
 
-def saved(predictor: Predictor, traces: TraceDataset, folder: Path) -> Path:
-    save_predictor(predictor, folder, view=traces.view)
-    return folder
-
-
 def same(first: Predictor, second: Predictor) -> bool:
     """Bit for bit."""
     ours, theirs = first.state_dict(), second.state_dict()
@@ -88,27 +80,12 @@ def test_training_on_traffic_is_as_with_default_vectors_of_its_own(
     source = with_default_vectors(live, traces.folder)
     made = fit(name, source, config=CONFIGS[name], options=QUICK)
     assert same(made.predictor, fit(name, live_with_own, config=CONFIGS[name], options=QUICK).predictor)
-    assert made.report[NOTE]["traces"] == traces.info["id"]
+    assert made.report[DEFAULTS_NOTE]["traces"] == traces.info["id"]
     taught = {document.hash for document in traces.chosen("train")}
     assert made.predictor.learned_from == live.learned_from() | taught  # type: ignore[operator]
     scored = {name: made.predictor, "frequency": fit("frequency", live).predictor}
     recall = evaluate(scored, source.batches("test", 1000), source.view).as_dict()["recall_at_k"]
     assert recall[name]["mean"] > recall["frequency"]["mean"] + 0.2
-
-
-@pytest.mark.parametrize("name", [*CONFIGS, "hybrid"])
-def test_a_checkpoint_gives_them_as_its_traces_do(
-    name: str, live: TraceDataset, traces: TraceDataset, tmp_path: Path
-) -> None:
-    config = HybridConfig(candidates=["quasi_hidden"]) if name == "hybrid" else CONFIGS[name]
-    checkpoint = saved(fit(name, traces, config=config, options=QUICK).predictor, traces, tmp_path / "checkpoint")
-    source = with_default_vectors(live, checkpoint)
-    direct = with_default_vectors(live, str(traces.folder))
-    assert same(
-        fit("quasi_hidden", source, options=QUICK).predictor, fit("quasi_hidden", direct, options=QUICK).predictor
-    )
-    assert source.info[NOTE]["digest"] == direct.info[NOTE]["digest"]
-    assert source.learned_from() == live.learned_from() | traces.learned_from()  # type: ignore[operator]
 
 
 def test_they_win_over_those_of_ordinary_traces(
@@ -137,27 +114,6 @@ def test_a_training_that_was_kept_is_not_gone_on_with_under_others(
     assert same(after, fit("estimator", source, config=SMALL, options=QUICK).predictor)
 
 
-def test_documents_that_they_come_from_do_not_score(
-    model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
-) -> None:
-    short = [replace(document, text=document.text[:200]) for document in load_documents("reference")]
-    traces = collect(model, reference_tokenizer, short, tmp_path / "traces", tokens=1800, window=128, early_rank=None)
-    quasi, test = fit("quasi_hidden", traces).predictor, traces.chosen("test")
-    assert len(test) > 1
-    seen = test[0]
-    assert quasi.learned_from is not None
-    assert seen.hash is not None
-    quasi.learned_from |= {seen.hash}
-    source = with_default_vectors(traces, saved(quasi, traces, tmp_path / "one"))
-    assert source.chosen("test") == test[1:]
-    assert source.chosen("validation") == traces.chosen("validation")
-    rows = [batch.document_T for batch in source.batches("test", 1000)]
-    assert set(torch.cat(rows).tolist()) == {document.index for document in test[1:]}
-    rest, left_out = unseen_traces(traces, {"quasi_hidden": fit("quasi_hidden", source)}, "test")
-    assert rest.chosen("test") == test[1:]
-    assert (left_out.documents, left_out.tokens, left_out.by) == (1, seen.tokens, ["quasi_hidden"])
-
-
 def test_of_a_test_split_that_they_all_come_from_nothing_is_scored(
     traces: TraceDataset, model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -175,7 +131,7 @@ def test_the_command_notes_where_they_come_from(
     folder, given, out = str(live.folder), str(traces.folder), tmp_path / "checkpoint"
     train = ["train", folder, "--default-vectors", given, "--out", str(out), "--predictor"]
     assert main([*train, "linear"]) == 0
-    note = PredictorCheckpoint.open(out).config["training"][NOTE]
+    note = PredictorCheckpoint.open(out).config["training"][DEFAULTS_NOTE]
     assert (note["given"], note["traces"]) == (traces.folder.name, traces.info["id"])
     assert note["digest"] in (out / "README.md").read_text()
     direct = fit("linear", with_default_vectors(live, given)).predictor
@@ -186,15 +142,10 @@ def test_the_command_notes_where_they_come_from(
     assert shown.count("split by conversation") == 2
     metrics = json.loads((out / "metrics.json").read_text())
     assert json.loads(scored.read_text())["recall_at_k"] == metrics["recall_at_k"]
-    # of a checkpoint that took them from elsewhere, the origin is theirs
-    again = [*train[:3], str(out), "--out", str(tmp_path / "again"), "--predictor", "quasi_hidden"]
-    assert main(again) == 0
-    chained = PredictorCheckpoint.open(tmp_path / "again").config["training"][NOTE]
-    assert (chained["traces"], chained["digest"]) == (note["traces"], note["digest"])
     capsys.readouterr()
     assert main([*train, "frequency"]) == 0
     assert "frequency with these settings reads no default vectors" in capsys.readouterr().err
-    assert NOTE not in PredictorCheckpoint.open(out).config["training"]
+    assert DEFAULTS_NOTE not in PredictorCheckpoint.open(out).config["training"]
 
 
 @pytest.mark.parametrize("part", ["router", "experts"])
@@ -210,11 +161,9 @@ def test_those_of_another_model_are_refused(
             block.experts.down_proj += 1
     documents = load_documents("reference")
     other = collect(model, reference_tokenizer, documents, tmp_path / "other", **{**FEW, "tokens": 600})
-    checkpoint = saved(fit("quasi_hidden", other).predictor, other, tmp_path / "checkpoint")
     reason = "different router or norm weights" if part == "router" else "different expert weights"
-    for given in (other.folder, checkpoint):
-        with pytest.raises(ExpertcastError, match=f"{given} belongs to .* has {reason}, so its default"):
-            with_default_vectors(live, given)
+    with pytest.raises(ExpertcastError, match=f"{other.folder} belongs to .* has {reason}, so its default"):
+        with_default_vectors(live, other.folder)
 
 
 def _cut(path: Path) -> None:
@@ -226,16 +175,10 @@ def _cut(path: Path) -> None:
 def test_what_cannot_be_is_one_line(
     live: TraceDataset, traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = fit("linear", traces, config=LinearConfig(inputs=["router_input"])).predictor
     (tmp_path / "empty").mkdir()
-    counts = saved(fit("frequency", live).predictor, live, tmp_path / "counts")
-    no_vectors = "has no default vectors: use traces of this model by expertcast collect"
     cases: dict[str, tuple[Path, str]] = {
         "traffic": (live.folder, "has a server's traffic without default vectors: add those of other traces"),
-        "counts": (counts, no_vectors),
-        "plain": (saved(plain, traces, tmp_path / "plain"), no_vectors),
-        "empty": (tmp_path / "empty", "has neither traces (trace.json) nor a predictor checkpoint: use traces"),
-        "nowhere": (tmp_path / "no" / "where", "has neither traces (trace.json) nor a predictor checkpoint"),
+        "empty": (tmp_path / "empty", "no traces in"),
         "hub": (Path("nobody/nothing"), "neither a local folder nor in the hub's cache"),
     }
     damages: dict[str, Callable[[Path], object]] = {
@@ -245,9 +188,6 @@ def test_what_cannot_be_is_one_line(
         folder = shutil.copytree(traces.folder, tmp_path / f"damaged {name}")
         damage(folder / name)
         cases[name] = (folder, str(folder / name))
-    weights = saved(fit("quasi_hidden", traces).predictor, traces, tmp_path / "weights") / "model.safetensors"
-    _cut(weights)
-    cases["weights"] = (weights.parent, f"{weights} was changed")
     out = str(tmp_path / "out")
     for given, said in cases.values():
         train = ("train", str(live.folder), "--predictor", "linear", "--out", out, "--default-vectors", str(given))

@@ -35,13 +35,12 @@ from expertcast.commands.predictors import (
     waiting_table,
     with_rungs,
 )
-from expertcast.data.default_vectors import NOTE, with_default_vectors
 from expertcast.data.online import OnlineTraces
 from expertcast.data.plan import SPLITS
 from expertcast.data.processes import exclusive, training_share
 from expertcast.data.text import TEXT_COLUMN, load_documents
 from expertcast.data.trace_format import TRACE_FILE
-from expertcast.data.traces import TraceDataset, TraceSource
+from expertcast.data.traces import DEFAULTS_NOTE, TraceDataset, TraceSource, with_default_vectors
 from expertcast.predictors import ExpertcastError, Predictor, predictor_class
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
@@ -75,9 +74,9 @@ class Options(OffloadedOptions, LinkOptions):
     """Text to train on, with MODEL."""
     text_column: TextColumn = TEXT_COLUMN
     """Column of --data that holds the text."""
-    default_vectors: Annotated[str | None, Option(metavar="TRACES|CKPT")] = None
-    """Source of the experts' mean outputs, which quasi_hidden, linear and estimator read: other traces of the model, or
-    a checkpoint of such a predictor. Needed for traces of a server, which have none (default: TRACES)."""
+    default_vectors: Annotated[str | None, Option(metavar="TRACES")] = None
+    """Other traces of the model, for the experts' mean outputs, which quasi_hidden, linear and estimator read. Needed
+    for traces of a server, which have none (default: TRACES)."""
     text: Text
     """Windows and batches of the text, with MODEL."""
     fit: Annotated[FitOptions, _FIT]
@@ -128,7 +127,7 @@ def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
         source = with_default_vectors(source, options.default_vectors)
     settings = replace(options.fit, resume_folder=resume_folder(options.out))
     fitted = fit(name, source, config=config, options=settings)
-    if options.default_vectors is not None and NOTE not in fitted.report:
+    if options.default_vectors is not None and DEFAULTS_NOTE not in fitted.report:
         say(f"{name} with these settings reads no default vectors: --default-vectors has no effect")
     predictor, ahead = fitted.predictor, min(fitted.predictor.ahead, default=1)
     ways = with_rungs(untrained(source, ahead, options.fit) | {predictor.name: predictor})
