@@ -9,7 +9,7 @@ from types import ModuleType
 
 from expertcast.predictors import ExpertcastError
 
-NAMES = ("disk", "fidelity", "forecasts", "life_size", "overhead", "packed", "predictors", "serving", "timed")
+NAMES = ("disk", "fidelity", "forecasts", "life_size", "misses", "overhead", "packed", "predictors", "serving", "timed")
 
 
 def _module(name: str) -> ModuleType:

@@ -23,6 +23,10 @@ from expertcast.runtime.storage.store import ExpertStore
 
 _FORGET = 0.998
 """Factor on the estimated time of a way each time that the other way is faster: what was slow once is tried again."""
+_STALE = 0.98
+"""Factor on the weight of earlier observations of the host each time that it computes nothing: a trial then counts."""
+_KEEP = 0.97
+"""Weight that an observation leaves to the earlier ones in the mean time of an expert."""
 _LEAST_S = 1e-9
 
 
@@ -61,8 +65,10 @@ class HostExperts:
         """Experts modules by layer, with parameters in the store."""
         self._keys: list[int] = []
         """Experts of the running layer that the host computes."""
-        self._on_device, self._on_host, self._hand_over = RunningMean(), RunningMean(), RunningMean()
-        """Seconds of an expert in slots, of an expert on the host, and from its request to the start of computing."""
+        self._on_host, self._hand_over = RunningMean(_KEEP), RunningMean(_KEEP)
+        """Seconds of an expert on the host, and from its request to the start of computing."""
+        self._on_device = RunningMean(_KEEP), RunningMean(_KEEP)
+        """Seconds of an expert in slots, alone and beside the host's."""
         self._interval = RunningMean()
         """Seconds from the last request of a layer to the next layer."""
         self._ended_s: float | None = None
@@ -115,17 +121,20 @@ class HostExperts:
         copy_s = self._hope * link.copy_s
         waiting = sum(not copy.started for copy in copies.values())
         under_way_s = max(0.0, self._residency.backlog_s(now) - waiting * link.copy_s)
-        slot_s, host_s, start_s = (each.value or 0.0 for each in (self._on_device, self._on_host, self._hand_over))
+        host_s, start_s = self._on_host.value or 0.0, self._hand_over.value or 0.0
+        alone_s, beside_s = (each.value or 0.0 for each in self._on_device)
         best, least_s = 0, 0.0
         for count in range(lacking + 1):
             copied = lacking - count
             waited_s = under_way_s + max(0, copied - begun) * copy_s if copied else 0.0
             on_host_s = start_s + count * host_s if count else 0.0
-            seconds = max(waited_s + (keys - count) * slot_s, on_host_s)
+            slots_s = (keys - count) * (beside_s if count else alone_s)
+            seconds = max(waited_s + slots_s, on_host_s)
             if not count or seconds < least_s:
                 best, least_s = count, seconds
         if not best:
-            for mean in (self._on_host, self._hand_over):
+            for mean in (self._on_host, self._hand_over, self._on_device[1]):
+                mean.fade(_STALE)
                 mean.total *= _FORGET
         return best
 
@@ -151,7 +160,7 @@ class HostExperts:
 
     def computed_in_slots(self, experts: int, seconds: float) -> None:
         """Count the time in which the device computed so many experts."""
-        self._on_device.observe(max(_LEAST_S, seconds / experts))
+        self._on_device[bool(self._keys)].observe(max(_LEAST_S, seconds / experts))
 
     def computed_on_host(self, start_s: float, seconds: float) -> None:
         """Count the time until the host began, and that of each expert."""
