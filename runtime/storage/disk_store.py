@@ -186,7 +186,7 @@ class DiskStore(ExpertStore):
         """Return the bytes of one expert that its layer uses, uint8, read and decoded now in this thread."""
         block = HostMemory(self.layout.block_bytes).bytes
         self._decode(key, block)
-        return block
+        return block[: self.layout.nbytes_of(key // self.experts)]
 
     def views(self, layer: int) -> dict[str, Tensor]:
         """Return one layer's parameters, [E, ...] by name, read and decoded now.
