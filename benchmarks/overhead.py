@@ -156,9 +156,7 @@ def build(forecasts: bool) -> tuple[Engine, MoEView, ListedForecasts, RunStatist
     link.attach(store, pool)
     speculator = ListedForecasts(view, NextNorm(PredictorConfig(), view.shape).bind(view) if forecasts else None)
     policies = Policies(eviction="lru").make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
-    engine = Engine(
-        link=link, pool=pool, speculator=speculator, policies=policies, kernel=NoKernel(kernel_of(model))
-    )
+    engine = Engine(link=link, pool=pool, speculator=speculator, policies=policies, kernel=NoKernel(kernel_of(model)))
     for layer in view:
         engine.attach(layer)
     return engine, view, speculator, engine.stats
