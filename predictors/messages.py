@@ -133,6 +133,8 @@ class Progress(tqdm):  # type: ignore[misc]
 
     def close(self) -> None:
         """Show the final state of a stage that took long enough, and close the bar."""
+        if not hasattr(self, "start_t"):  # disabled, or an interrupt ended the constructor
+            return
         if not self.disable and time.time() - self.start_t >= self.delay:
             self.last_print_t = time.time()  # else tqdm assumes that the bar never appeared and does not finish it
         super().close()

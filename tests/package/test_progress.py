@@ -139,3 +139,8 @@ def test_a_stage_ends_with_a_line_where_nothing_was_shown_before(
     said = capsys.readouterr().err
     assert said.count("stage") == 1
     assert said.endswith("\n")
+
+
+def test_an_interrupted_constructor_leaves_a_bar_that_closes() -> None:
+    """The collector closes what `__new__` has made, and would print the error of a missing attribute."""
+    Progress.__new__(Progress).close()

@@ -75,7 +75,6 @@ def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert set(report["provenance"]["predictors"]) == set(report["evaluation"]["recall_at_k"])
     assert report["provenance"]["predictors"]["estimator"]["training"]["checkpoint"] == "checkpoint"
     assert all(len(each["text"]) == len(each["token_ids"]) for each in report["examples"]["passages"])
-    assert (tmp_path / "steps.trace.json").is_file()
     assert (tmp_path / "sweep" / "hit_rate.png").is_file()
     for trained in ("maps1", "ahead1"):  # the linear maps, then the network
         assert list((tmp_path / "runs" / trained / "version_0").glob("events.out.tfevents*"))

@@ -770,7 +770,7 @@ def _resident() -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what /proc says")
 def test_two_hundred_cycles(tmp_path: Path) -> None:
-    """Over a link that copies from a thread, with a predictor whose forecasts are traced.
+    """Over links that copy and read in threads, with a predictor whose forecasts are traced.
 
     From memory, from a temporary disk store, and from a packed one that is opened again every time, as a loaded
     model does it; both have a thread that reads ahead.
@@ -782,13 +782,12 @@ def test_two_hundred_cycles(tmp_path: Path) -> None:
     for cycle in range(CYCLES):
         kept = DiskStore(find_moe_layers(model), tmp_path, fingerprint="a") if cycle % 3 == 2 else None
         store = kept or ("memory", "disk")[cycle % 3]
-        with offload(
-            model, store=store, link=EmulatedLink(4e9), predictor="next_norm", forecasts="always", slots=20
-        ) as offloaded:
+        link = EmulatedLink(4e9) if store == "memory" else "disk"
+        with offload(model, store=store, link=link, predictor="next_norm", forecasts="always", slots=20) as offloaded:
             logits = offloaded(prompt).logits
         if kept is not None:
             kept.close()
-        del offloaded, store, kept
+        del offloaded, link, store, kept
         if cycle in (WARM_UP, CYCLES - 1):
             assert torch.equal(logits, expected)
             held.append(_held())
