@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,6 @@ from expertcast.runtime.policies import Policies
 from expertcast.runtime.policies.settings import ALWAYS, AUTO
 from expertcast.runtime.simulation.trace import PREFILL, prefilled
 from expertcast.training.metrics import Agreement, Divergence, Perplexity, Recall
-
-if TYPE_CHECKING:
-    pass
-
 
 EXACT = "exact"
 LOGITS = 1 << 27

@@ -328,15 +328,22 @@ class ExpertCache:
         Returns:
             False if there was no such expert and no free slot.
         """
-        layer = key // self.experts
-        if not self.free(layer):
-            victim = self._victim(layer, self._prefetch_protected)
-            if victim is None:
-                victim = self._window_victim(layer)
-            if victim is None:
-                return False
-            self._evict(victim)
+        if not self._finds_room(key // self.experts, window=True):
+            return False
         self._load(key, False)
+        return True
+
+    def _finds_room(self, layer: int, *, window: bool = False) -> bool:
+        """Return whether a slot is free, if need be by evicting an unprotected expert, or with `window` one of the
+        window's later layers."""
+        if self.free(layer):
+            return True
+        victim = self._victim(layer, self._prefetch_protected)
+        if victim is None and window:
+            victim = self._window_victim(layer)
+        if victim is None:
+            return False
+        self._evict(victim)
         return True
 
     def leave(self, keys: Sequence[int]) -> None:
@@ -351,13 +358,9 @@ class ExpertCache:
     def adopt(self, key: int) -> None:
         """Load an expert that the host computes, behind all other copies, unless all slots are protected."""
         layer = key // self.experts
-        if not self.free(layer):
-            victim = self._victim(layer, self._prefetch_protected)
-            if victim is None:
-                return
-            self._evict(victim)
-        self._load(key, False, forecast=False)
-        self._policies[layer].use([key])
+        if self._finds_room(layer):
+            self._load(key, False, forecast=False)
+            self._policies[layer].use([key])
 
     def cancel_prefetches(self, keys: Iterable[int]) -> None:
         """Cancel the queued prefetches among some keys, and free their slots."""

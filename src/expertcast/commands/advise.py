@@ -20,7 +20,6 @@ from expertcast.commands.options import Count, Form, Option, StoredOptions, read
 from expertcast.commands.output import Outcome, new_file, runs_table, say
 from expertcast.data.models import form_of, load_config, load_tokenizer
 from expertcast.data.routing_file import read_routing
-from expertcast.data.source import ModelSource
 from expertcast.data.text import bundled_ids
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
@@ -83,7 +82,7 @@ class Options(TargetOptions):
         stored = self.store_folder is not None and packed_codec(Path(self.store_folder)) is not None
         if self.experts is None and not stored and self.device_name == "cpu":
             with suppress(ExpertcastError):  # loading raises a better one
-                source = ModelSource.of(self.target, self.passed_on(self.target))
+                source = self.source_of(self.target)
                 if form_of(load_config(source), source) is not None:
                     return StoredOptions.experts
         return super().experts_form

@@ -27,7 +27,6 @@ from expertcast.data.experts import experts_of, model_of
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.processes import exclusive
-from expertcast.data.source import ModelSource
 from expertcast.data.text import TEXT_COLUMN, load_documents
 from expertcast.data.trace_format import columns_of, row_bytes
 from expertcast.data.trace_writer import check_disk
@@ -77,8 +76,7 @@ def run(options: Options) -> Outcome:
 
 def _refuse_full_disk(options: Options) -> None:
     """Refuse tokens whose residuals and logits alone are too large for the disk, before the model is loaded."""
-    source = ModelSource.of(options.model, options.passed_on(options.model))
-    least = columns_of(find_moe_layers(meta_model(source)).shape, torch.float16)
+    least = columns_of(find_moe_layers(meta_model(options.source_of(options.model))).shape, torch.float16)
     check_disk(options.out, options.tokens, row_bytes(least))
 
 

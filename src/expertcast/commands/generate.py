@@ -20,7 +20,6 @@ from expertcast.commands.output import Outcome, forecast_lines, offload_lines
 from expertcast.data.models import check_token_ids, load_config
 from expertcast.data.packed_experts import weight_bits
 from expertcast.data.packed_linear import other_bytes
-from expertcast.data.source import ModelSource
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, format_bytes
 
@@ -115,9 +114,7 @@ def run(options: Options) -> Outcome:
         inputs = tokenizer(options.prompt, return_tensors="pt")
     if not inputs["input_ids"].shape[1]:
         raise ExpertcastError("--prompt has no tokens: give some text")
-    check_token_ids(
-        inputs["input_ids"], load_config(ModelSource.of(options.model, options.passed_on(options.model))), tokenizer
-    )
+    check_token_ids(inputs["input_ids"], load_config(options.source_of(options.model)), tokenizer)
     if config.context == OffloadConfig.context:
         config = replace(config, context=inputs["input_ids"].shape[1] + options.new_tokens)
     inputs = inputs.to(options.device_name)

@@ -29,6 +29,7 @@ from expertcast.data.machine import torch_device
 from expertcast.data.models import TooLargeError, load_model, load_tokenizer
 from expertcast.data.plan import TextOptions
 from expertcast.data.processes import join_ranks, wait_for_all
+from expertcast.data.source import ModelSource
 from expertcast.predictors.base import Predictor, register
 from expertcast.predictors.messages import ExpertcastError, first_line
 from expertcast.predictors.options import field_docs
@@ -316,6 +317,10 @@ class CheckpointOptions:
     """Run Python code from the model's repository."""
     attn_implementation: Annotated[str | None, Option(metavar="NAME")] = None
     """Attention implementation of transformers, such as sdpa, eager or flash_attention_2 (default: its choice)."""
+
+    def source_of(self, name: str) -> ModelSource:
+        """Return the model `name`, with the keyword arguments of :meth:`passed_on`."""
+        return ModelSource.of(name, self.passed_on(name))
 
     def passed_on(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of `from_pretrained` for the model `name`.

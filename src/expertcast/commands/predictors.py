@@ -22,7 +22,6 @@ from expertcast.commands.output import say
 from expertcast.data.experts import experts_of
 from expertcast.data.models import load_tokenizer, meta_model
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.source import ModelSource
 from expertcast.data.text import TEXT_COLUMN, Document, load_documents
 from expertcast.data.trace_format import is_live
 from expertcast.data.traces import TraceDataset, TraceSource
@@ -70,7 +69,7 @@ def check_shape(options: ModelOptions, name: str, traced: MoEView) -> None:
     Raises:
         ExpertcastError: no such model, or one of another shape.
     """
-    shape = find_moe_layers(meta_model(ModelSource.of(name, options.passed_on(name)))).shape
+    shape = find_moe_layers(meta_model(options.source_of(name))).shape
     if shape != traced.shape:
         sizes = " and ".join(
             ", ".join(f"{key}={size}" for key, size in each.as_dict().items()) for each in (shape, traced.shape)

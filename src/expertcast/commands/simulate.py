@@ -41,7 +41,6 @@ from expertcast.data.inspection import OpenModel
 from expertcast.data.packed_experts import make_packed
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.routing_file import is_routing_file
-from expertcast.data.source import ModelSource
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.artefacts import write_atomically
@@ -287,7 +286,7 @@ def _pack(options: Options, view: MoEView) -> None:
     elif options.experts != Options.experts:
         if options.model is None:
             raise ExpertcastError(f"--experts {options.experts} needs the checkpoint of the traces: give --model")
-        source = ModelSource.of(options.model, options.passed_on(options.model))
+        source = options.source_of(options.model)
         with OpenModel(source) as opened:
             by_layer = checkpoint_forms(opened, options.experts)
         for layer, forms in zip(view, by_layer, strict=True):
