@@ -20,7 +20,7 @@ from types import TracebackType
 
 import psutil
 
-from benchmarks.conditions import ROOT
+from benchmarks.conditions import ROOT, disk_of
 from expertcast.predictors.messages import Json
 
 _PREFIX = "bench-"
@@ -38,7 +38,8 @@ class Cage:
 
     def __init__(self, memory: int | None, folder: Path) -> None:
         self._memory, self._disk = _new_group("memory"), _new_group("blkio")
-        self._device = _disk_of(folder)
+        number = disk_of(folder) / "dev"
+        self._device = number.read_text().strip() if number.exists() else None
         self.capped = False
         if self._memory is not None and memory is not None:
             self.capped = _try_write(self._memory / "memory.limit_in_bytes", str(memory))
@@ -117,17 +118,6 @@ def _mount(controller: str) -> Path | None:
         if kind == "cgroup" and controller in options.split(","):
             return Path(place)
     return None
-
-
-def _disk_of(folder: Path) -> str | None:
-    """Return `major:minor` of a folder's whole disk, or None if it has no block device."""
-    device = folder.stat().st_dev
-    place = Path("/sys/dev/block") / f"{os.major(device)}:{os.minor(device)}"
-    if not place.exists():
-        return None
-    if (place / "partition").exists():
-        place = place.resolve().parent
-    return (place / "dev").read_text().strip()
 
 
 def _try_write(path: Path, text: str) -> bool:

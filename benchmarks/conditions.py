@@ -117,12 +117,15 @@ def may_set_readahead(folder: Path) -> bool:
     return os.access(_readahead(folder), os.W_OK)
 
 
-def _readahead(folder: Path) -> Path:
+def disk_of(folder: Path) -> Path:
+    """Return the directory in /sys of the whole disk that a folder is on; it need not exist."""
     device = folder.stat().st_dev
     disk = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    if (disk / "partition").exists():
-        disk = disk.resolve().parent
-    return disk / "queue" / "read_ahead_kb"
+    return disk.resolve().parent if (disk / "partition").exists() else disk
+
+
+def _readahead(folder: Path) -> Path:
+    return disk_of(folder) / "queue" / "read_ahead_kb"
 
 
 def _read(path: Path) -> str | None:

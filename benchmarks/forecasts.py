@@ -3,7 +3,7 @@
     python -m benchmarks forecasts --checkpoints FOLDER
 
 The bundled model reads text that its predictors have not seen. A link is R, how many times as long K copies take as one
-layer computes; experts of 9 and 47 MB over a link of 12 GB/s are two further links.
+layer computes.
 
 All sides of a setting are open at once, on copies of the model that share every weight and the experts' store, and take
 turns of 11 decode steps over the same tokens. The first step of a turn has cold caches and an idle link: it runs, and
@@ -145,8 +145,7 @@ class Grid:
         runs: list[Json] = self._file.values["runs"]
         known = [{name: run[name] for name in Setting.__slots__} for run in runs]
         args = self._args
-        links = [*args.links, *map(self._link_of, args.experts)]
-        for values in itertools.product(links, args.capacities, args.batches):
+        for values in itertools.product(args.links, args.capacities, args.batches):
             setting = Setting(*values)
             if asdict(setting) not in known:
                 say(f"{setting}")
@@ -193,11 +192,6 @@ class Grid:
     def _layer_bytes(self) -> int:
         """Bytes of K experts."""
         return self._view.shape.top_k * BlockLayout.of(self._view).block_bytes
-
-    def _link_of(self, expert_bytes: float) -> float:
-        """Return R of experts of another size over a link of `--bandwidth`, to two digits."""
-        ratio = expert_bytes / BlockLayout.of(self._view).block_bytes
-        return float(f"{self._balanced * ratio / self._args.bandwidth:.2g}")
 
     def _ids(self, batch: int) -> Tensor:
         """Return the tokens of the prompt and of all steps, [B, T], of unseen text."""
@@ -314,9 +308,7 @@ def page(values: Json) -> str:
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = result_parser("forecasts", __doc__)
-    parser.add_argument("--links", nargs="+", type=positive_number, default=[1.0, 2.0, 5.0, 10.0], help="R")
-    parser.add_argument("--experts", nargs="*", type=positive_number, default=[9e6, 47e6], help="bytes: further links")
-    parser.add_argument("--bandwidth", type=positive_number, default=12e9, help="bytes per second, for --experts")
+    parser.add_argument("--links", nargs="+", type=positive_number, default=[1.0, 2.0, 5.0], help="R")
     parser.add_argument("--capacities", type=float, nargs="+", default=[0.0, 0.1, 0.25, 0.5])
     parser.add_argument("--batches", type=positive, nargs="+", default=[1])
     parser.add_argument("--prompt-tokens", type=positive, default=64)

@@ -7,11 +7,11 @@ import json
 import os
 import re
 import resource
-import sys
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
 
+from benchmarks.child import begin, end
 from expertcast.predictors.messages import Json
 
 
@@ -40,22 +40,14 @@ def age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
-def main() -> int:
+def main() -> None:
     """Join the control groups, run, and write time and memory."""
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    for group in spec["groups"]:
-        (Path(group) / "cgroup.procs").write_text("0")
+    spec = begin()
     found = command(spec["words"], spec["result"])
     used = resource.getrusage(resource.RUSAGE_SELF)
-    found |= {
-        "processor_s": used.ru_utime + used.ru_stime,
-        "wall_s": age(),
-        "peak_resident_bytes": used.ru_maxrss * 1024,
-        "disk_bytes": used.ru_inblock * 512,
-    }
-    Path(spec["out"]).write_text(json.dumps(found))
-    return 0
+    found |= {"processor_s": used.ru_utime + used.ru_stime, "wall_s": age(), "disk_bytes": used.ru_inblock * 512}
+    end(spec, found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

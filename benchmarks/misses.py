@@ -3,11 +3,11 @@
     python -m benchmarks misses
 
 No time is measured. Cache, policies, queue of copies and the choice of `auto` are the runtime's code, on the clock of
-the simulator; routing is drawn. A layer takes 1 ms: half until the routing is known, half in its K experts. The host
-takes --held-back times as long for an expert as the device, with a jitter of a tenth, and --hand-over ms until it
-begins; it computes beside the device. `auto` knows none of these figures: it measures them. R is the time of K copies
-over that of a layer. A link of `tenfold` speed becomes ten times slower, and fast again, after --phase tokens each. All
-forecasts are made: the governor that leaves out bad ones needs measured steps.
+the simulator; the routing is that of `benchmarks/routing`. A layer takes 1 ms: half until the routing is known, half in
+its K experts. The host takes --held-back times as long for an expert as the device, with a jitter of a tenth, and
+--hand-over ms until it begins; it computes beside the device. `auto` knows none of these figures: it measures them. R
+is the time of K copies over that of a layer. A link of `tenfold` speed becomes ten times slower, and fast again, after
+--phase tokens each. All forecasts are made: the governor that leaves out bad ones needs measured steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import itertools
 import random
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,25 +24,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import ResultFile, markdown, result_parser
-from benchmarks.timed.routing import RoutingOptions, drawn
+from benchmarks.timed.routing import RECORDINGS, recorded, routing_of
 from expertcast.commands.numbers import positive, positive_number
 from expertcast.predictors.messages import Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.engine.host import HostExperts
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.recording.learning import RunningSums
 from expertcast.runtime.simulation.link import VirtualLink
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import VirtualRuntime
 from expertcast.runtime.simulation.trace import Forward, Hints, Trace, request_order
 from expertcast.runtime.storage.layout import FULL
-from expertcast.runtime.storage.transfer import Transfer
 
-SHAPES = {
-    "reference": ModelShape(layers=12, hidden=192, experts=64, top_k=4),
-    "qwen3-30b-a3b, 12 layers": ModelShape(layers=12, hidden=2048, experts=128, top_k=8),
-}
 LAYER_S = 1e-3
 SIDES = ("copy", "host", "auto")
 ACCURACY = 0.9
@@ -55,26 +49,11 @@ STEADY, HOSTILE = "steady", "tenfold"
 class MeasuredLink(VirtualLink):
     """A link that knows its speed from its copies alone, and whose speed may change."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.factor = 1.0
-        self._flying: deque[tuple[float, float]] = deque()
-        """End and seconds of each copy."""
-        self._known = RunningSums(0.95)
+    copy_s = Link.copy_s
 
-    @property
-    def copy_s(self) -> float:
-        while self._flying and self._flying[0][0] <= self.now:
-            self._known.fade(0.95)
-            self._known.add(1.0, self._flying.popleft()[1])
-        return self._known.total / self._known.weight if self._known.weight else 0.0
-
-    def _issue(self, copy: Transfer, time: float) -> None:
-        nominal_s = self._seconds[FULL]
-        self._seconds[FULL] = nominal_s * self.factor
-        super()._issue(copy, time)
-        self._flying.append((self._free_at, self._seconds[FULL]))
-        self._seconds[FULL] = nominal_s
+    def take(self, seconds: float) -> None:
+        """Let later copies take so long."""
+        self._seconds[FULL] = seconds
 
 
 class MeasuredMachine(Machine):
@@ -133,43 +112,42 @@ class Run(VirtualRuntime):
             link.run_until(max(link.now, end))
 
 
-def made_trace(shape: ModelShape, prompt: int, new_tokens: int, accuracy: float | None, seed: int) -> Trace:
-    """Return a trace of one prompt and some tokens, with forecasts of this accuracy."""
-    options = RoutingOptions(seed=seed, accuracy=accuracy or 0.0)
-    tables = drawn(shape, prompt=prompt, new_tokens=new_tokens, options=options)
-    layers = range(shape.layers)
+def recorded_trace(name: str, new_tokens: int, accuracy: float | None, seed: int) -> Trace:
+    """Return the trace of a recorded prompt and its first decoded tokens, with forecasts of this accuracy."""
+    routing = routing_of(name)
+    shape = ModelShape(layers=routing.layers, hidden=0, experts=routing.experts, top_k=routing.top_k)
+    prompt = int(routing.prompt_T.sum())
+    tables = recorded(name, prompt=prompt, new_tokens=new_tokens, accuracy=accuracy or 0.0, seed=seed)
+    keys_PLK = tables.ids_PLK + shape.experts * torch.arange(shape.layers)[:, None]
 
-    def keys(rows: slice) -> list[list[int]]:
-        ids_PLK = tables.ids_PLK[rows]
-        return [request_order((ids_PLK[:, at].reshape(-1) + at * shape.experts).tolist()) for at in layers]
+    def forward(rows: slice) -> Forward:
+        keys = [request_order(keys_PK.flatten().tolist()) for keys_PK in keys_PLK[rows].unbind(1)]
+        return Forward(fresh=not rows.start, rows=rows, keys=keys)
 
     spans = [slice(0, prompt), *(slice(at, at + 1) for at in range(prompt, prompt + new_tokens))]
-    forwards = [Forward(fresh=not rows.start, rows=rows, keys=keys(rows)) for rows in spans]
     hints = TableHints(ahead=1, forecasts={}, ids_NLK=tables.forecast_NLK, prompt=prompt)
-    return Trace(shape=shape, forwards=forwards, hints={} if accuracy is None else {"forecasts": hints})
+    return Trace(shape=shape, forwards=[*map(forward, spans)], hints={} if accuracy is None else {"forecasts": hints})
 
 
 def tokens_ms(
-    args: argparse.Namespace, shape: ModelShape, ratio: float, cached: float, misses: str, accuracy: float | None,
-    link: str,
-) -> list[float]:  # fmt: skip
+    args: argparse.Namespace, name: str, ratio: float, cached: float, misses: str, accuracy: float | None, link: str
+) -> list[float]:
     """Return the milliseconds of each token after the prompt."""
-    trace = made_trace(shape, args.prompt_tokens, args.new_tokens, accuracy, args.seed)
-    copy_s = ratio * LAYER_S / shape.top_k
+    trace = recorded_trace(name, args.new_tokens, accuracy, args.seed)
+    shape, copy_s = trace.shape, ratio * LAYER_S / trace.shape.top_k
     machine = MeasuredMachine(
         times=constant_times(shape.layers, LAYER_S), block_bytes={FULL: 1_000_000}, bandwidth=1e6 / copy_s
     )
-    policies = Policies(prefetch="none" if accuracy is None else "top_k")
     case = Case(
-        policies=policies, slots=round(cached * shape.layers * shape.experts), machine=machine,
-        predictor=None if accuracy is None else "forecasts",
+        policies=Policies(prefetch="none" if accuracy is None else "top_k"), machine=machine,
+        slots=round(cached * shape.layers * shape.experts), predictor=None if accuracy is None else "forecasts",
     )  # fmt: skip
     host_s = args.held_back * LAYER_S / 2 / shape.top_k
     run = Run(trace, case, misses=misses, expert_s=host_s, hand_over_s=args.hand_over * 1e-3)
     found = []
     for place, forward in enumerate(trace.forwards):
         if link == HOSTILE and isinstance(run.link, MeasuredLink):
-            run.link.factor = 10.0 if place // args.phase % 2 else 1.0
+            run.link.take(copy_s * (10.0 if place // args.phase % 2 else 1.0))
         seconds = run.run(forward)
         if not forward.fresh:
             found.append(1e3 * seconds)
@@ -184,8 +162,8 @@ def measure(args: argparse.Namespace) -> Json:
     torch.set_num_threads(1)
     for name, ratio, cached, link in itertools.product(args.shapes, args.links, args.cached, (STEADY, HOSTILE)):
         for accuracy, misses in itertools.product((None, ACCURACY, RANDOM), SIDES):
-            ms = tokens_ms(args, SHAPES[name], ratio, cached, misses, accuracy, link)
-            found = {"mean_ms": statistics.fmean(ms), "last_64_ms": statistics.fmean(ms[-64:])}
+            ms = tokens_ms(args, name, ratio, cached, misses, accuracy, link)
+            found = {"mean_ms": statistics.fmean(ms), "last_half_ms": statistics.fmean(ms[len(ms) // 2 :])}
             runs.append({
                 "shape": name, "link": ratio, "cached": cached, "speed": link, "accuracy": accuracy, "misses": misses,
                 **found,
@@ -216,14 +194,13 @@ def page(values: Json) -> str:
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = result_parser("misses", __doc__)
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=RECORDINGS, default=list(RECORDINGS))
     parser.add_argument("--links", nargs="+", type=positive_number, default=[2.0, 5.0, 10.0], help="R")
     parser.add_argument("--cached", nargs="+", type=positive_number, default=[0.25], help="share of experts with slots")
     parser.add_argument("--held-back", type=positive_number, default=2.0, help="host's time of an expert / device's")
     parser.add_argument("--hand-over", type=positive_number, default=0.05, help="ms")
-    parser.add_argument("--prompt-tokens", type=positive, default=64)
-    parser.add_argument("--new-tokens", type=positive, default=256)
-    parser.add_argument("--phase", type=positive, default=64, help="tokens between changes of a tenfold link's speed")
+    parser.add_argument("--new-tokens", type=positive, default=64, help="decoded tokens (default: %(default)s)")
+    parser.add_argument("--phase", type=positive, default=16, help="tokens between changes of a tenfold link's speed")
     parser.add_argument("--seed", type=positive, default=1)
     return parser.parse_args(arguments)
 

@@ -2,23 +2,22 @@
 
     python -m benchmarks overhead
 
-The real engine runs decode steps of a model with 128 experts per layer, 8 per token and 512 slots, with routing for
-which half of the requests miss. Everything it would launch is replaced: copies arrive at once and move nothing, experts
-return their input, forecasts come from a list.
+The real engine runs decode steps with the routing recorded from Qwen3-30B-A3B (`benchmarks/routing`), 512 slots, and
+forecasts that are right nine times in ten. Everything it would launch is replaced: copies arrive at once and move
+nothing, experts return their input, forecasts come from a list. Times are processor times of the only thread.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.results import ResultFile, result_parser, shown, spread
+from benchmarks.timed.routing import RoutingTables, recorded
+from benchmarks.timed.run import tiny_model
 from expertcast.data.batch import RouterCall
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.base import PredictorConfig
@@ -35,8 +34,7 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer
 
-LAYERS, EXPERTS, TOP_K, SLOTS = 48, 128, 8, 512
-HIDDEN = 16
+SHAPE, SLOTS = "qwen3-30b-a3b", 512
 
 
 class NoLink(Link):
@@ -62,22 +60,16 @@ class NoKernel(SlotKernel):
 
 
 class ListedForecasts(Speculator):
-    """Prepared hints: the next layer's true routing with some experts replaced."""
+    """Prepared hints for the next layer."""
 
-    listed: list[Tensor | None]
+    listed: Sequence[Tensor] = ()
+    """Ids [1, K] by layer; empty: no forecasts."""
 
     def due(self, call: RouterCall, executed: object) -> int | None:
-        return None if self.listed[call.layer] is None else call.layer + 1
+        return call.layer + 1 if call.layer + 1 < len(self.listed) else None
 
     def hint(self, call: RouterCall, *_: object) -> Tensor | None:
-        return self.listed[call.layer]
-
-
-@dataclass(slots=True)
-class Step:
-    calls: list[RouterCall]
-    forecasts: list[Tensor | None]
-    """Ids [1, K] for the layer after each layer."""
+        return self.listed[call.layer + 1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     file = ResultFile(args, {"tokens": args.tokens})
     torch.set_num_threads(1)
-    steps = make_steps(args.tokens, missing=0.5)
+    tables = recorded(SHAPE, prompt=1, new_tokens=args.tokens, accuracy=0.9)
     for number in range(args.repetitions):
         for name in ("on_demand", "prefetch"):
-            per_layer, copied = run(steps, forecasts=name == "prefetch")
+            per_layer, copied = run(tables, forecasts=name == "prefetch")
             file.values["runs"].append(
                 {"run": name, "repetition": number, "seconds_per_layer": per_layer, "not_resident": copied}
             )
@@ -104,73 +96,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_steps(tokens: int, missing: float) -> list[Step]:
-    """Draw routing in which each expert of a layer is kept for the next token with probability 1 - `missing`.
-
-    512 slots hold 10.7 experts of each of the 48 layers, so an expert that the last token did not use is probably
-    evicted.
-    """
-    rng = random.Random(0)
-    now = [rng.sample(range(EXPERTS), TOP_K) for _ in range(LAYERS)]
-    steps = []
-    for _ in range(tokens):
-        now = [_moved_on(ids, missing, rng) for ids in now]
-        forecasts: list[Tensor | None] = [
-            torch.tensor([_moved_on(now[layer + 1], 0.1, rng)]) for layer in range(LAYERS - 1)
-        ]
-        steps.append(Step([_call(layer, ids) for layer, ids in enumerate(now)], [*forecasts, None]))
-    return steps
-
-
-def run(steps: list[Step], *, forecasts: bool) -> tuple[float, float]:
+def run(tables: RoutingTables, *, forecasts: bool) -> tuple[float, float]:
     """Return (seconds per layer and token, copies per request), without the first steps, which fill the slots."""
     engine, layers, speculator, stats = build(forecasts)
-    hidden_TD = torch.zeros(1, HIDDEN)
-    warm = len(steps) // 4
-    begin = 0.0
-    for index, step in enumerate(steps):
+    hidden_TD = torch.zeros(1, layers.shape.hidden)
+    logits_TE = torch.zeros(1, layers.shape.experts)
+    steps = [[RouterCall(
+        layer=layer, sequences=1, tokens=1, residual_TD=hidden_TD, router_input_TD=hidden_TD, logits_TE=logits_TE,
+        weights_TK=torch.ones(ids_TK.shape), ids_TK=ids_TK,
+    ) for layer, ids_TK in enumerate(ids_LK.split(1))] for ids_LK in tables.ids_PLK[tables.prompt :]]  # fmt: skip
+    warm, begin = len(steps) // 4, 0.0
+    for index, (calls, forecast_LK) in enumerate(zip(steps, tables.forecast_NLK, strict=True)):
         if index == warm:
             stats.reset()
-            begin = time.perf_counter()
-        speculator.listed = step.forecasts if forecasts else [None] * LAYERS
+            begin = time.process_time()
+        speculator.listed = forecast_LK.split(1) if forecasts else ()
         engine.on_start(False)
-        for layer, call in zip(layers, step.calls, strict=True):
+        for layer, call in zip(layers, calls, strict=True):
             engine.on_router(call)
             engine.run(layer, hidden_TD, call.ids_TK, call.weights_TK)
-    seconds = time.perf_counter() - begin
-    total = stats.total
-    return seconds / ((len(steps) - warm) * LAYERS), (total.misses + total.prefetched) / total.requests
+    seconds, total = time.process_time() - begin, stats.total
+    return seconds / ((len(steps) - warm) * len(layers)), (total.misses + total.prefetched) / total.requests
 
 
 def build(forecasts: bool) -> tuple[Engine, MoEView, ListedForecasts, RunStatistics]:
     """Build the engine with a link and kernels that do nothing."""
-    config = Qwen3MoeConfig(
-        vocab_size=32, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
-        moe_intermediate_size=HIDDEN, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config).eval()
+    model = tiny_model(SHAPE)
     view = find_moe_layers(model)
     store = ExpertStore(view)
     pool = SlotPool(store.layout, SLOTS, torch.device("cpu"))
     link = NoLink()
     link.attach(store, pool)
     speculator = ListedForecasts(view, NextNorm(PredictorConfig(), view.shape).bind(view) if forecasts else None)
-    policies = Policies(eviction="lru").make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
+    shape = CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=SLOTS)
+    policies = Policies(eviction="lru").make(shape)
     engine = Engine(link=link, pool=pool, speculator=speculator, policies=policies, kernel=NoKernel(kernel_of(model)))
     for layer in view:
         engine.attach(layer)
     return engine, view, speculator, engine.stats
-
-
-def _moved_on(ids: list[int], share: float, rng: random.Random) -> list[int]:
-    kept = [expert for expert in ids if rng.random() >= share]
-    others = [expert for expert in range(EXPERTS) if expert not in ids]
-    return kept + rng.sample(others, TOP_K - len(kept))
-
-
-def _call(layer: int, ids: list[int]) -> RouterCall:
-    nothing = torch.zeros(1, HIDDEN)
-    return RouterCall(
-        layer=layer, sequences=1, tokens=1, residual_TD=nothing, router_input_TD=nothing,
-        logits_TE=torch.zeros(1, EXPERTS), weights_TK=torch.full((1, TOP_K), 1 / TOP_K), ids_TK=torch.tensor([ids]),
-    )  # fmt: skip

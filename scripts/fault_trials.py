@@ -1,10 +1,11 @@
-"""Shared code of `kill_commands.py` and `mutate_artefacts.py`: small artefacts, functions run in forks, and outcomes.
+"""Shared code of the scripts of faults: small artefacts, functions run in forks, outcomes, and their table.
 
 The parent process runs no tensor operation: the threads that those start would be missing in a fork.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import faulthandler
 import gc
@@ -17,8 +18,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,7 @@ def call(work: Callable[[], object], folder: Path) -> object:
 
 def _child(work: Callable[[], int], folder: Path, limits: Limits) -> None:
     status = _RAISED
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's own handler is not the command's
     try:
         for name, number in (("out", 1), ("err", 2)):
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
@@ -304,8 +306,69 @@ def _limit(limits: Limits) -> None:
 
 RIGHT, EDITED, REFUSED = "right", "edited", "refused"
 UNNAMED, TRACEBACK, CHANGED, HUNG = "unnamed", "traceback", "changed", "hung"
-GOOD, BAD = (RIGHT, EDITED, REFUSED), (UNNAMED, TRACEBACK, CHANGED, HUNG)
-CLASSES = (*GOOD, *BAD)
+GOOD = (RIGHT, EDITED, REFUSED)
+CLASSES = (*GOOD, UNNAMED, TRACEBACK, CHANGED, HUNG)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One trial."""
+
+    again: str
+    """Options that run it again."""
+    group: str
+    """Row of the table that counts it."""
+    what: str
+    """What was done."""
+    outcome: str
+    line: str = ""
+    """Description of the outcome."""
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a script's parser, with the options that all of them have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
+    return parser
+
+
+def conclude(
+    trials: Iterable[Row], classes: Sequence[str], path: Path | None, *, every: bool = False,
+    counts: Mapping[str, int] | None = None,
+) -> int:  # fmt: skip
+    """Run trials; print those that fail, then a table; return the exit status.
+
+    Args:
+        trials: the trials, run as they are iterated over.
+        classes: outcomes; each is a column of the table.
+        path: JSON file to write; None: none.
+        every: print every trial.
+        counts: further counts of the trials.
+    """
+    rows: list[Row] = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # background jobs of a shell inherit an ignored SIGINT
+        signal.signal(number, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):  # what is counted so far is written
+        for row in trials:
+            rows.append(row)
+            if every or row.outcome not in GOOD:
+                print(f"{row.again}: {row}", flush=True)
+    groups = dict.fromkeys(sorted({row.group for row in rows}))
+    found = {group: dict.fromkeys(classes, 0) for group in (*groups, "all")}
+    for row in rows:
+        for group in (row.group, "all"):
+            found[group][row.outcome] += 1
+    for group, cells in {"": {name: name for name in classes}, **found}.items():
+        print(f"{group:44}" + "".join(f"{cell:>11}" for cell in cells.values()))
+    for name, count in (counts or {}).items():
+        print(f"{count:>11} {name}")
+    result = {"trials": len(rows), "table": found, "counts": counts or {}}
+    failures = [asdict(row) for row in rows if row.outcome not in GOOD]
+    if path:
+        path.write_text(json.dumps({**result, "failures": failures}, indent=2) + "\n")
+    return int(bool(failures))
+
 
 LIMITS = Limits(seconds=20.0, memory=2 << 30)
 _EXPECTED = ("command", "git_revision", "checkpoint", "folder")

@@ -10,8 +10,6 @@ that gets SIGTERM or SIGINT before its end has the exit status 143 or 130.
 
 from __future__ import annotations
 
-import argparse
-import collections
 import itertools
 import json
 import os
@@ -23,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,20 +31,24 @@ from fault_trials import (
     ESTIMATOR,
     FREE,
     MODEL,
+    RIGHT,
     STORE,
     TRACES,
     Ended,
     Limits,
+    Row,
     collect_words,
     comparable,
+    conclude,
     difference,
     generate_words,
     open_artefact,
+    parser_of,
     refusal,
     train_words,
 )
 
-HELD = "as it must be"
+WRONG = "wrong"
 NOBODY = 65534
 LONGEST = (20_000, 40_000, 70_000)
 """Limits of file size in bytes. Printed output is a file too, so smaller limits would cut it off."""
@@ -93,20 +95,6 @@ COMMANDS = {
 """Commands whose results are reproducible; `refit` trains over an older checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Outcome of one fault."""
-
-    command: str
-    fault: str
-    seconds: float
-    outcome: str
-
-    @property
-    def right(self) -> bool:
-        return self.outcome == HELD
-
-
 Undisturbed = tuple[Any, list[str]]
 """Result and files of an undisturbed command."""
 
@@ -126,8 +114,12 @@ class Trials:
         command, (result, seconds) = COMMANDS[name], self._result(name)
         right = result, files_in(self.place)
 
-        def row(fault: str, after: float, found: str | None) -> Row:
-            return Row(name, fault, after, found or self._again(name, right) or HELD)
+        def row(fault: str, after: float, found: str | None, again: bool = True) -> Row:
+            found = found or (self._again(name, right) if again else self._left(name))
+            return Row(
+                again=f"--only {name}", group=f"{name}: {fault}", what=f"after {after:.3f} s",
+                outcome=WRONG if found else RIGHT, line=found or "",
+            )  # fmt: skip
 
         def one_line(ended: Ended) -> str | None:
             return None if ended.status == 0 or refusal(ended) else f"status {ended.status}: {ended.err[-1500:]}"
@@ -149,7 +141,7 @@ class Trials:
                 if mounted is None:
                     continue
                 ended = fault_trials.run(self._work(command, mounted), self.notes, LIMITS)
-                yield Row(name, f"{size} bytes left on the disk", 0.0, one_line(ended) or self._left(name) or HELD)
+                yield row(f"{size} bytes left on the disk", 0.0, one_line(ended), again=False)
         for after in (0.0, 0.3 * seconds):
             ends = self._two_at_once(command, self._fresh(name), after)
             found = next(filter(None, map(one_line, ends)), None)
@@ -248,38 +240,19 @@ def _in_short(files: list[str]) -> str:
     return f"{len(files)}: {', '.join(files[:3])}{', ...' if len(files) > 3 else ''}" if files else "nothing"
 
 
-def table(rows: list[Row]) -> str:
-    """Return a table of trials and correct outcomes by command and fault."""
-    tried = collections.Counter((row.command, row.fault) for row in rows)
-    held = collections.Counter((row.command, row.fault) for row in rows if row.right)
-    lines = [f"{'command':10}{'fault':34}{'tried':>7}{'held':>7}"]
-    lines += [f"{command:10}{fault:34}{count:>7}{held[command, fault]:>7}" for (command, fault), count in tried.items()]
-    return "\n".join(lines)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the trials; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="of each signal, per command (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=list(COMMANDS), help="(default: all commands)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit an ignored SIGINT
     fault_trials.prepare()
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         os.chmod(temporary, 0o755)
         trials = Trials(Path(temporary))
-        for name in args.only or COMMANDS:
-            for row in trials.faults(name, args.kills, Random(f"{args.seed}:{name}")):
-                rows.append(row)
-                if not row.right:
-                    print(f"WRONG {row}", file=sys.stderr, flush=True)
-    print(table(rows))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    return int(not all(row.right for row in rows))
+        names = args.only or list(COMMANDS)
+        rows = (row for name in names for row in trials.faults(name, args.kills, Random(f"{args.seed}:{name}")))
+        return conclude(rows, (RIGHT, WRONG), args.json)
 
 
 if __name__ == "__main__":

@@ -19,24 +19,20 @@ prints its outcome; its files stay in `--out`.
 
 from __future__ import annotations
 
-import argparse
-import collections
-import contextlib
+import itertools
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import fault_trials
-from fault_trials import BAD, CLASSES, OPERATIONS, comparable, outcome, perform
+from fault_trials import CLASSES, OPERATIONS, Row, comparable, conclude, outcome, parser_of, perform
 
 Change = Callable[[bytes, Random], tuple[bytes, str]]
 
@@ -200,55 +196,23 @@ WEIGHTS = dict(zip(fault_trials.ARTEFACTS, (8, 4, 3, 3, 2, 2, 4, 2, *[1] * len(f
 EDITABLE = (fault_trials.CONFIG, fault_trials.DATA, *fault_trials.QUANTISED)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One operation on one damaged artefact."""
-
-    case: int
-    file: str
-    change: str
-    operation: str
-    outcome: str
-    line: str
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the trials; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=2000, help="damaged files (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--only", type=int, metavar="N", help="case N alone")
     parser.add_argument(
         "--artefacts", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), metavar="NAME",
         help=f"damage these alone: {', '.join(WEIGHTS)} (default: all)",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the artefacts there (default: nowhere)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     args = parser.parse_args(argv)
     fault_trials.prepare()
     with tempfile.TemporaryDirectory() as temporary:
         driver = Driver(args.out or Path(temporary), args.seed, args.artefacts)
-        rows: list[Row] = []
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with contextlib.suppress(KeyboardInterrupt):  # what is counted so far is written
-            for case in range(args.count) if args.only is None else [args.only]:
-                for row in driver.case(case):
-                    rows.append(row)
-                    if row.outcome in BAD or args.only is not None:
-                        again = f"--seed {args.seed} --artefacts {' '.join(args.artefacts)} --only {case}"
-                        print(f"{again}: {row}", flush=True)
-    by_file = counts(rows)
-    print(table(by_file))
-    if args.json:
-        failures = [asdict(row) for row in rows if row.outcome in BAD]
-        result = {
-            "seed": args.seed,
-            "count": len({row.case for row in rows}),
-            "operations": len(rows),
-            "by_file": by_file,
-        }
-        args.json.write_text(json.dumps({**result, "failures": failures}, indent=2) + "\n")
-    return int(any(row.outcome in BAD for row in rows))
+        cases = range(args.count) if args.only is None else [args.only]
+        trials = itertools.chain.from_iterable(map(driver.case, cases))
+        return conclude(trials, CLASSES, args.json, every=args.only is not None)
 
 
 class Driver:
@@ -272,7 +236,7 @@ class Driver:
         self.right = {name: {operation: self._right(name, operation) for operation in OPERATIONS[name]}
                       for name in artefacts}  # fmt: skip
 
-    def case(self, number: int) -> list[Row]:
+    def case(self, number: int) -> Iterator[Row]:
         """Damage one file, and open it by at most two operations."""
         rng = Random(f"{self.seed}:{number}")
         name = rng.choices(self.artefacts, [WEIGHTS[each] for each in self.artefacts])[0]
@@ -282,7 +246,7 @@ class Driver:
         chosen = dict.fromkeys(rng.choices(list(operations), weights, k=2))
         others = [path for each in fault_trials.ARTEFACTS for path in damageable(self.made / each)]
         twin = self.other / name / file.relative_to(self.made / name)
-        rows = []
+        again = f"--seed {self.seed} --artefacts {' '.join(self.artefacts)} --only {number}"
         for operation in chosen:
             target = self._copy(name)
             damaged = target / file.relative_to(self.made / name)
@@ -290,8 +254,8 @@ class Driver:
             edited = name in EDITABLE or "sealed again" in change
             ended, given = perform(name, operation, self.made, target, self._renew(self.work / "out"))
             kind, line = outcome(ended, given, self.right[name][operation], target, edited)
-            rows.append(Row(number, f"{name}/{file.relative_to(self.made / name)}", change, operation, kind, line))
-        return rows
+            group, what = str(file.relative_to(self.made)), f"{change}; {operation}"
+            yield Row(again=again, group=group, what=what, outcome=kind, line=line)
 
     def _right(self, name: str, operation: str) -> Any:
         given = []
@@ -322,22 +286,6 @@ def damageable(folder: Path) -> list[Path]:
     """Return the files of an artefact that are read; for a quantised checkpoint those with weights."""
     others = (".json",) if folder.name in fault_trials.QUANTISED else (".md",)
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in others)
-
-
-def counts(rows: list[Row]) -> dict[str, dict[str, int]]:
-    """Return the number of operations by file and class."""
-    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for row in rows:
-        found[row.file][row.outcome] += 1
-    return {file: {name: count[name] for name in CLASSES} for file, count in sorted(found.items())}
-
-
-def table(by_file: dict[str, dict[str, int]]) -> str:
-    """Return a table with a row per file and their sum."""
-    total = {name: sum(row[name] for row in by_file.values()) for name in CLASSES}
-    lines = [f"{'file':40}" + "".join(f"{name:>11}" for name in CLASSES)]
-    lines += [f"{file:40}" + "".join(f"{row[name]:>11}" for name in CLASSES) for file, row in by_file.items()]
-    return "\n".join([*lines, f"{'all':40}" + "".join(f"{total[name]:>11}" for name in CLASSES)])
 
 
 if __name__ == "__main__":

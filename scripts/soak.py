@@ -21,45 +21,32 @@ not right.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import sys
 import tempfile
-import time
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads do not help tiny operations
 os.environ.setdefault("TQDM_DISABLE", "1")
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the tests' models
-
+import fault_trials  # before torch: it sets the environment
 import torch
+from fault_trials import HUNG, RIGHT, Row, conclude, parser_of
 from tests.families.models import CONFIGS, tiny_model
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from expertcast import load_offloaded, offload
 from expertcast.checkpoints.checkpoint import save_predictor
-from expertcast.checkpoints.provenance import provenance
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
@@ -94,7 +81,8 @@ DRAFTS = [name for name in draft_names() if name != NONE]
 FREE = ("router_input", "next_norm")
 """Predictors that need no training."""
 LOSSY = Policies(prefetch="none", miss="drop")
-TOTALS = ("requests", "cases", "right", "wrong", "crashed", "hung", "drafted texts")
+WRONG, CRASHED = "wrong", "crashed"
+_IDS = "ids.json"
 
 
 @dataclass(kw_only=True)
@@ -137,18 +125,16 @@ class World:
     """Models with their traces, predictors and stores, created at their first use.
 
     Args:
-        folder: folder of the models' files.
-        own: this process's folder for traces, predictors and stores.
+        folder: folder of the models' files, and for traces, predictors and stores.
     """
 
-    def __init__(self, folder: Path, own: Path) -> None:
-        self._folder, self.own = folder, own
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.models: dict[tuple[str, str], PreTrainedModel] = {}
-        self._traces: dict[tuple[str, str], TraceDataset] = {}
-        self.ids = bundled_ids(load_tokenizer(REFERENCE), 20_000)
+        self.ids: list[int] = json.loads((folder / _IDS).read_text())
 
     def path(self, model: str) -> str:
-        return REFERENCE if model == REFERENCE else str(self._folder / model)
+        return REFERENCE if model == REFERENCE else str(self.folder / model)
 
     def model(self, name: str, dtype: str) -> PreTrainedModel:
         """Return the resident model."""
@@ -158,16 +144,14 @@ class World:
 
     def checkpoint(self, name: str, dtype: str, predictor: str) -> str:
         """Return the folder of a predictor trained for the model."""
-        folder = self.own / f"{name}-{dtype}" / predictor
+        folder = self.folder / f"{name}-{dtype}" / predictor
         if not folder.exists():
-            if (name, dtype) not in self._traces:
-                self._traces[name, dtype] = collect(
-                    self.model(name, dtype), load_tokenizer(REFERENCE), load_documents(REFERENCE),
-                    self.own / f"{name}-{dtype}-traces", tokens=_TRACE_TOKENS, window=32, batch_size=8,
-                )  # fmt: skip
-            cls = predictor_class(predictor)
-            config = cls.config_class(ahead=(1, 2), **_PREDICTORS.get(predictor, {}))
-            traces = self._traces[name, dtype]
+            made = self.folder / f"{name}-{dtype}-traces"
+            traces = TraceDataset.open(made) if made.exists() else collect(
+                self.model(name, dtype), load_tokenizer(REFERENCE), load_documents(REFERENCE), made,
+                tokens=_TRACE_TOKENS, window=32, batch_size=8,
+            )  # fmt: skip
+            config = predictor_class(predictor).config_class(ahead=(1, 2), **_PREDICTORS.get(predictor, {}))
             fitted = fit(predictor, traces, config=config, options=FitOptions(progress=False))
             save_predictor(fitted.predictor, folder, view=traces.view)
         return str(folder)
@@ -181,7 +165,8 @@ def without_end(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def make_models(folder: Path) -> None:
-    """Write the families' models to a folder."""
+    """Write the families' models, and the bundled text's tokens, to a folder."""
+    (folder / _IDS).write_text(json.dumps(bundled_ids(load_tokenizer(REFERENCE), 20_000)))
     for name in CONFIGS:
         tiny_model(name).save_pretrained(folder / name)
         load_tokenizer(REFERENCE).save_pretrained(folder / name)
@@ -313,7 +298,7 @@ def open_offload(case: Case, world: World) -> Any:
     if isinstance(fields.get("link"), dict):
         fields["link"] = EmulatedLink(**fields["link"])
     if "store_folder" in fields:
-        fields["store_folder"] = world.own / f"{case.model}-{case.dtype}-{case.loaded}-{fields['store_folder']}"
+        fields["store_folder"] = world.folder / f"{case.model}-{case.dtype}-{case.loaded}-{fields['store_folder']}"
     if not case.loaded:
         return offload(world.model(case.model, case.dtype), **fields)
     # The resident model's experts are expanded; packed ones are compared with packed ones in the tests.
@@ -405,97 +390,60 @@ def compare(offloaded: Any, text: Text, right: tuple[Tensor, list[Tensor]], worl
     return "" if text.draft != NONE or all(map(exact, logits, right[1])) else "other logits"
 
 
-def run_case(seed: int, number: int, seconds: float) -> tuple[str, str, Counter[str]]:
-    """Run the first case of this number that is not refused; return outcome, description and counts."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    counts: Counter[str] = Counter()
-    for attempt in itertools.count():
-        case = draw(Random(f"{seed}:{number}:{attempt}"), WORLD)
-        (WORLD.own / "case").write_text(str(case))
-        own = Counter[str]()
-        try:
-            with torch.no_grad():
-                line = run(case, WORLD, own)
-        except Refused as error:
-            counts["refused: " + re.sub(r"\d[\d.e+-]*", "N", str(error).replace(str(WORLD.own), ""))] += 1
-            continue
-        except Exception as error:
-            traceback.print_exc()
-            at, lines = traceback.extract_tb(error.__traceback__)[-1], [*str(error).splitlines(), ""]
-            WORLD.models.pop((case.model, case.dtype), None)  # the model may still be offloaded
-            return "crashed", f"{type(error).__name__}: {lines[0]} ({Path(at.filename).name}:{at.lineno})", counts
-        return ("wrong" if line else "right"), line, counts + own
-    raise AssertionError
-
-
-WORLD: World
-
-
-def begin(folder: Path, own: Path) -> None:
-    """Prepare a process that runs cases."""
-    global WORLD
+def run_case(folder: Path, seed: int, number: int) -> None:
+    """Run the first case of this number that is not refused; write its text, what is wrong, and counts."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    own.mkdir()
-    WORLD = World(folder, own)
+    world = World(folder)
+    counts: Counter[str] = Counter()
+    for attempt in itertools.count():
+        case = draw(Random(f"{seed}:{number}:{attempt}"), world)
+        (folder / "case").write_text(str(case))
+        own = Counter[str]()
+        try:
+            with torch.no_grad():
+                line = run(case, world, own)
+        except Refused as error:
+            counts["refused: " + re.sub(r"\d[\d.e+-]*", "N", str(error).replace(str(folder), ""))] += 1
+            continue
+        (folder / "result.json").write_text(json.dumps([line, counts + own]))
+        return
 
 
-def results(folder: Path, args: argparse.Namespace) -> Iterator[tuple[int, str, str, str, Counter[str]]]:
-    """Yield number, text, outcome, description and counts of every finished case.
+def trials(args: argparse.Namespace, folder: Path, counts: Counter[str]) -> Iterator[Row]:
+    """Run cases, each in a fork, until there are enough requests; add up their counts.
 
-    Cases run in a fork. The parent process runs no tensor operation: the threads that those start would be missing in a
-    fork. A process that ended during a case is replaced.
+    The parent process runs no tensor operation: the threads that those start would be missing in a fork.
     """
-    fork, number = multiprocessing.get_context("fork"), args.only or 0
-    with ProcessPoolExecutor(1, fork) as pool:
-        pool.submit(make_models, folder).result()
-    while True:
-        own = folder / f"process-{number}"
-        with ProcessPoolExecutor(1, fork, initializer=begin, initargs=(folder, own)) as pool:
-            found: tuple[str, str, Counter[str]] = ("", "", Counter())
-            while found[1] != _ENDED:
-                begun = time.monotonic()
-                try:
-                    found = pool.submit(run_case, args.seed, number, args.seconds).result()
-                except BrokenProcessPool:
-                    found = "hung" if time.monotonic() - begun >= args.seconds else "crashed", _ENDED, Counter()
-                yield number, (own / "case").read_text(), *found
-                number += 1
-
-
-_ENDED = "the process ended"
+    fault_trials.call(lambda: make_models(folder), folder)
+    for number in itertools.count() if args.only is None else [args.only]:
+        (folder / "result.json").unlink(missing_ok=True)
+        work = partial(run_case, folder, args.seed, number)
+        ended = fault_trials.run(fault_trials.refusing(work), folder, fault_trials.Limits(seconds=args.seconds))
+        again, case = f"--seed {args.seed} --only {number}", (folder / "case").read_text()
+        row = partial(Row, again=again, group=case.split("'")[1], what=case)
+        if ended.status:
+            yield row(outcome=HUNG if ended.hung else CRASHED, line=ended.err[-1500:])
+            continue
+        line, own = json.loads((folder / "result.json").read_text())
+        counts.update(own)
+        yield row(outcome=WRONG if line else RIGHT, line=line or f"{own['requests']} requests")
+        if counts["requests"] >= args.requests:
+            return
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the cases; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=1_000_000, help="expert requests (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=300, help="time limit of a case (default: %(default)s)")
     parser.add_argument("--only", type=int, metavar="N", help="case N alone")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     args = parser.parse_args(argv)
-    begun, counts, failures = time.monotonic(), Counter[str](), []
-    with tempfile.TemporaryDirectory() as temporary, closing(results(Path(temporary), args)) as cases:
-        for number, case, outcome, line, own in cases:
-            counts.update({**own, "cases": 1, outcome: 1})
-            again = f"--seed {args.seed} --only {number}"
-            print(f"{again}: {case}: {outcome}, {own['requests']} requests {line}", flush=True)
-            if outcome != "right":
-                failures.append({"run again": again, "case": case, "outcome": outcome, "line": line})
-            last = args.only is not None or counts["requests"] >= args.requests
-            if last or counts["cases"] % 20 == 0:
-                totals = ", ".join(f"{counts[name]} {name}" for name in TOTALS)
-                print(f"[{time.monotonic() - begun:.0f} s] {totals}", flush=True)
-            if last:
-                break
-    if args.json:
-        about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "seed": args.seed, **provenance()}
-        totals = {name: counts.pop(name, 0) for name in TOTALS}
-        values = {**about, "seconds": time.monotonic() - begun, **totals, "failures": failures, "counts": dict(counts)}
-        args.json.write_text(json.dumps(values, indent=2) + "\n")
-    return int(bool(failures))
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        cases = trials(args, Path(temporary), counts)
+        return conclude(cases, (RIGHT, WRONG, CRASHED, HUNG), args.json, every=True, counts=counts)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from functools import cache
 import torch
 from torch import nn
 
-from benchmarks.shapes import SHAPES, Shape, weight_bytes
+from benchmarks.shapes import weight_bytes
+from benchmarks.timed.routing import recorded_config
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors import ExpertcastError
 
 LINKS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 55e9, "grace": 375e9}
 """Bytes per second of large page-locked copies, host to device: PCIe x16, and NVLink-C2C of a Grace Hopper.
@@ -132,8 +132,6 @@ class Launches:
 LAUNCHES = {
     "qwen3_moe": Launches(attention=57, experts=10, before=10, forecast=30),
     "gpt_oss": Launches(attention=48, experts=19, before=34, forecast=28),
-    "olmoe": Launches(attention=55, experts=10, before=10, forecast=28),
-    "mixtral": Launches(attention=40, experts=11, before=10, forecast=30),
 }
 """Launches by model type, counted on transformers 5.23; tests count them again."""
 
@@ -142,17 +140,15 @@ def step_costs(shape: str, *, memory_bandwidth: float = MEMORY_BANDWIDTH, kernel
     """Return the times of a decode step in bf16 with a short context, without reads of the KV cache.
 
     Args:
-        shape: one of `SHAPES`, of a family in `LAUNCHES`.
+        shape: one of `RECORDINGS`.
         memory_bandwidth: bytes per second at which kernels read weights.
         kernel_s: seconds per kernel beside its reads.
 
     Raises:
-        ExpertcastError: the shape is unknown.
+        ExpertcastError: the shape has no recorded routing.
     """
-    known = [name for name, each in SHAPES.items() if each.model_type in LAUNCHES]
-    if shape not in known:
-        raise ExpertcastError(f"shape {shape!r} has no costs: choose from {', '.join(known)}")
-    launches, weights = LAUNCHES[SHAPES[shape].model_type], _weights(SHAPES[shape])
+    config = recorded_config(shape, 1)
+    launches, weights = LAUNCHES[config.model_type], _weights(shape)
 
     def device_s(kernels: int, size: int = 0) -> float:
         return kernels * kernel_s + size / memory_bandwidth
@@ -186,8 +182,8 @@ class _Weights:
 
 
 @cache
-def _weights(shape: Shape) -> _Weights:
-    model = meta_model(shape.config(1), torch.bfloat16)
+def _weights(shape: str) -> _Weights:
+    model = meta_model(recorded_config(shape, 1), torch.bfloat16)
     view = find_moe_layers(model)
     experts = weight_bytes(view[0].experts)
     layer, head = model.base_model.layers[-1], model.get_output_embeddings()

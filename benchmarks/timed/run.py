@@ -1,7 +1,7 @@
 """Decoding of one published shape on a simulated device.
 
-The model is tiny, but has the layers, experts and top-k of the shape, with synthetic routing. All code between router
-and slots is the runtime's own. A copy takes the time of the shape's full expert.
+The model is tiny, but has the layers and experts of the shape, and routing that was recorded from the published model.
+All code between router and slots is the runtime's own. A copy takes the time of the shape's full expert.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.shapes import SHAPES, Shape, random_model
+from benchmarks.shapes import random_model
 from benchmarks.timed.costs import DriverCosts, StepCosts
 from benchmarks.timed.device import Span, TimedDevice
 from benchmarks.timed.links import TimedCudaLink
-from benchmarks.timed.routing import RoutingOptions, RoutingProcess, drawn
+from benchmarks.timed.routing import PrescribedRouting, recorded, recorded_config
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.config import OffloadConfig
@@ -45,7 +44,7 @@ class TimedCase:
     """Configuration of a simulated decode."""
 
     shape: str = "qwen3-30b-a3b"
-    """One of `SHAPES`."""
+    """One of `RECORDINGS`."""
     layers: int | None = None
     """Number of MoE layers; None: all of the shape."""
     bandwidth: float = 55e9
@@ -59,8 +58,6 @@ class TimedCase:
     link: Callable[[TimedDevice, int], Link] = TimedCudaLink
     """Makes the link of a device, for experts of a number of bytes."""
     policies: Policies = field(default_factory=Policies)
-    routing: RoutingOptions = field(default_factory=RoutingOptions)
-    """Routing of the tokens; `accuracy` above overrides its accuracy."""
     prompt: int = 8
     """Prompt tokens, which fill a cache. Their layers cost as much as in decode steps, so the prefill time is not
     meaningful.
@@ -93,14 +90,14 @@ class TimedRun:
     """Device work during the counted tokens."""
 
 
-def block_bytes(shape: Shape) -> int:
+def block_bytes(shape: str) -> int:
     """Return the bytes of one bf16 expert of a shape."""
-    return BlockLayout.of(find_moe_layers(meta_model(shape.config(1), torch.bfloat16))).block_bytes
+    return BlockLayout.of(find_moe_layers(meta_model(recorded_config(shape, 1), torch.bfloat16))).block_bytes
 
 
-def tiny_model(shape: Shape, layers: int | None = None) -> PreTrainedModel:
-    """Return a model with a shape's layers, experts and top-k, and tiny sizes otherwise."""
-    config = shape.config(layers)
+def tiny_model(shape: str, layers: int | None = None) -> PreTrainedModel:
+    """Return a model with a shape's layers and experts, the top-k of its recording, and tiny sizes otherwise."""
+    config = recorded_config(shape, layers)
     for name, value in _TINY.items():
         if hasattr(config, name):
             setattr(config, name, value)
@@ -184,26 +181,25 @@ def decode_timed(case: TimedCase) -> TimedRun:
     """Simulate a decode.
 
     Raises:
-        ExpertcastError: the shape is unknown, or as for :func:`expertcast.offload`.
+        ExpertcastError: as for :func:`recorded` and :func:`expertcast.offload`.
     """
-    if case.shape not in SHAPES:
-        raise ExpertcastError(f"unknown shape {case.shape!r}: choose from {', '.join(SHAPES)}")
-    shape = SHAPES[case.shape]
-    size = block_bytes(shape)
+    size = block_bytes(case.shape)
     device = TimedDevice(case.bandwidth, case.driver)
-    model = tiny_model(shape, case.layers)
+    model = tiny_model(case.shape, case.layers)
     view = find_moe_layers(model)
-    options = replace(case.routing, accuracy=1.0 if case.accuracy is None else case.accuracy)
-    tables = drawn(view.shape, prompt=case.prompt, new_tokens=case.warm_up + case.steps + 1, options=options)
+    tables = recorded(
+        case.shape, layers=case.layers, prompt=case.prompt, new_tokens=case.warm_up + case.steps + 1,
+        accuracy=1.0 if case.accuracy is None else case.accuracy,
+    )  # fmt: skip
     clockwork = Clockwork(device, case.step)
     clockwork.follow(model, view)
-    with RoutingProcess(model, view, tables) as process:
+    with PrescribedRouting(model, view, tables) as routing:
         config = OffloadConfig(
             link=case.link(device, size),
             cache=bool(case.capacity),
             policies=case.policies,
             slots=round(case.capacity * view.shape.layers * view.shape.experts) or None,
-            predictor=None if case.accuracy is None else process.predictor(),
+            predictor=None if case.accuracy is None else routing,
             forecasts="always",
         )
         with offload(model, config, observers=[clockwork]) as offloaded:

@@ -114,7 +114,7 @@ class Link(ABC):
     @property
     def copy_s(self) -> float:
         """Seconds per full-precision copy of one expert, mostly of the latest copies; 0 before the first copy."""
-        block_bytes, latest = self._store.layout.block_bytes, self._latest
+        block_bytes, latest = self.block_bytes(FULL), self._latest
         with self._counting:
             nbytes, seconds = self.bytes_moved - self._counted[0], self.busy_s - self._counted[1]
             if nbytes:

@@ -46,8 +46,8 @@ class VirtualLink(Link):
         self.write_back_s = write_back * self._seconds[FULL]
         self._free_at = 0.0
         """Time at which the last issued copy arrives."""
-        self._issued: deque[tuple[float, Transfer]] = deque()
-        """Copies in flight, each with its final arrival time."""
+        self._issued: deque[tuple[float, float, Transfer]] = deque()
+        """Copies in flight, each with its final arrival time and its seconds on the link."""
 
     @property
     def copy_s(self) -> float:
@@ -91,8 +91,11 @@ class VirtualLink(Link):
         self.now = time
         issued = self._issued
         while issued and issued[0][0] <= time:
-            at, copy = issued.popleft()
+            at, seconds, copy = issued.popleft()
             copy.finish(at)
+            self.copies += 1
+            self.busy_s += seconds
+            self.bytes_moved += self._block_bytes[copy.precision]
             if len(issued) < self._window and (waiting := self._queue.first()) is not None:
                 waiting.begin()
                 self._issue(waiting, at)
@@ -105,6 +108,4 @@ class VirtualLink(Link):
         """Put the copy after all issued ones, at `time` at the earliest."""
         seconds = self._seconds[copy.precision]
         self._free_at = max(self._free_at, time) + seconds
-        self._issued.append((self._free_at, copy))
-        self.copies += 1
-        self.busy_s += seconds
+        self._issued.append((self._free_at, seconds, copy))

@@ -13,5 +13,4 @@ def test_every_run_copies_its_experts(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["--tokens", "12", "--repetitions", "1", "--allow-dirty", "--out", str(tmp_path / "o.json")]) == 0
     copied = dict(re.findall(r"^(\w+): .*, ([.\d]+) of the requested experts copied$", capsys.readouterr().out, re.M))
     assert list(copied) == ["on_demand", "prefetch"]
-    assert float(copied["on_demand"]) == pytest.approx(0.5, abs=0.05)
-    assert float(copied["prefetch"]) == pytest.approx(0.6, abs=0.05)
+    assert 0.4 < float(copied["on_demand"]) < float(copied["prefetch"]) < 0.8

@@ -15,13 +15,9 @@ from tests.families.models import CONFIGS
 
 PUBLISHED = {  # parameters in billions as the model cards have them; L, E, K, D
     "qwen3-30b-a3b": (30.5, 48, 128, 8, 2048),
-    "qwen3-235b-a22b": (235.1, 94, 128, 8, 4096),
     "gpt-oss-20b": (20.9, 24, 32, 4, 2880),
     "gpt-oss-120b": (116.8, 36, 128, 4, 2880),
-    "glm-4.7-flash": (29.9, 46, 64, 4, 2048),
     "olmoe-1b-7b": (6.9, 16, 64, 8, 2048),
-    "mixtral-8x7b": (46.7, 32, 8, 2, 4096),
-    "reference": (0.0163, 12, 64, 4, 192),
 }
 
 
@@ -33,12 +29,6 @@ def test_sizes(name: str) -> None:
     shape = find_moe_layers(model).shape
     assert [shape.layers, shape.experts, shape.top_k, shape.hidden] == numbers
     assert SHAPES[name].layers == shape.layers
-
-
-def test_layers_cut_moe_layers_and_keep_dense_ones() -> None:
-    model = meta_model(SHAPES["glm-4.7-flash"].config(2), torch.bfloat16)
-    assert len(find_moe_layers(model)) == 2
-    assert len(model.model.layers) == 3
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe_lite", "olmoe", "mixtral"])
@@ -56,14 +46,13 @@ def test_random_weights(family: str, dtype: torch.dtype) -> None:
         assert model(torch.arange(8).unsqueeze(0)).logits.isfinite().all()
 
 
-def test_seed_decides_and_tied_weights_stay_tied() -> None:
+def test_seed_decides() -> None:
     one, same, other = (
-        random_model(SHAPES["reference"].config(1), dtype=torch.bfloat16, device="cpu", seed=seed) for seed in (1, 1, 2)
+        random_model(CONFIGS["olmoe"], dtype=torch.bfloat16, device="cpu", seed=seed) for seed in (1, 1, 2)
     )
     weights = [model.model.layers[0].mlp.experts.down_proj for model in (one, same, other)]
     assert weights[0].equal(weights[1])
     assert not weights[0].equal(weights[2])
-    assert one.lm_head.weight is one.model.embed_tokens.weight
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
@@ -74,8 +63,9 @@ def test_no_second_copy() -> None:
         "def peak():\n"
         "    return int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]) * 1024\n"
         "config = SHAPES['olmoe-1b-7b'].config(1)\n"
-        "config.vocab_size, config.intermediate_size = 100, 192\n"
-        "small = random_model(SHAPES['reference'].config(1), dtype=torch.bfloat16, device='cpu', seed=0)\n"
+        "config.vocab_size, config.intermediate_size = 100, 16\n"
+        "small = random_model(config, dtype=torch.bfloat16, device='cpu', seed=0)\n"
+        "config.intermediate_size = 192\n"
         "open('/proc/self/clear_refs', 'w').write('5')\n"  # resets the peak
         "before = peak()\n"
         "model = random_model(config, dtype=torch.bfloat16, device='cpu', seed=0)\n"

@@ -1,12 +1,10 @@
-"""Prescribed routing has the requested properties, is equal in every run, and replaces only the model's own routers."""
+"""Prescribed routing is recorded, has forecasts of the given accuracy, and replaces only the model's own routers."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from benchmarks.timed.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn
+from benchmarks.timed.routing import RECORDINGS, PrescribedRouting, RoutingTables, recorded, routing_of
 from transformers import PreTrainedModel
 
 from expertcast import offload
@@ -15,81 +13,58 @@ from expertcast.predictors import ExpertcastError, ModelShape
 from expertcast.runtime.benchmarking.bench import decode_greedily, same_logits
 from tests.families.models import tiny_model
 
-SHAPE = ModelShape(layers=6, experts=32, top_k=4, hidden=8)
 NEW = 6
 
 
-def tables(shape: ModelShape = SHAPE, prompt: int = 20, new_tokens: int = 200, **options: Any) -> RoutingTables:
-    return drawn(shape, prompt=prompt, new_tokens=new_tokens, options=RoutingOptions(**options))
+def tables(shape: ModelShape, accuracy: float = 1.0) -> RoutingTables:
+    """Return random routing of 5 positions of a prompt and `NEW` others; forecasts are all right, or all wrong."""
+    draws = torch.rand(5 + NEW, shape.layers, shape.experts, generator=torch.Generator().manual_seed(1))
+    order_PLE = draws.argsort(-1)
+    first = 0 if accuracy else shape.top_k
+    return RoutingTables(
+        ids_PLK=order_PLE[..., : shape.top_k], forecast_NLK=order_PLE[5:, :, first : first + shape.top_k], prompt=5
+    )
 
 
-@pytest.mark.parametrize(
-    ("options", "reuse", "accuracy"),
-    [
-        ({"persistence": 1.0, "accuracy": 1.0}, 1.0, 1.0),
-        ({"persistence": 0.0, "skew": 0.0, "accuracy": 0.0}, 0.0, 0.0),
-        ({"persistence": 0.5, "skew": 0.0, "accuracy": 0.8}, 0.5, 0.8),
-        ({"persistence": 0.3, "skew": 0.8, "accuracy": 0.9}, 0.3, 0.9),
-    ],
-)
-def test_properties(options: dict[str, float], reuse: float, accuracy: float) -> None:
-    measured = tables(**options).measured()
-    assert measured["reuse"] == pytest.approx(reuse, abs=0.02)
-    assert measured["accuracy"] == pytest.approx(accuracy, abs=0.02)
-
-
-def test_experts_are_distinct_where_few_are_left() -> None:
-    made = tables(ModelShape(layers=2, experts=5, top_k=4, hidden=8), persistence=0.0, accuracy=0.0)
-    for ids in (made.ids_PLK, made.forecast_NLK):
-        assert all(len(set(row)) == 4 for row in ids.flatten(0, 1).tolist())
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_recorded_routing(name: str) -> None:
+    made, whole = recorded(name, layers=5, prompt=4, new_tokens=9, accuracy=0.7), routing_of(name)
+    first = int(whole.prompt_T.sum())
+    assert made.ids_PLK[3:].tolist() == whole.ids_TLK[first - 1 : first + 9, :5].tolist()
+    assert made.ids_PLK.min() >= 0
+    assert recorded(name, prompt=first, new_tokens=1, accuracy=1.0).ids_PLK.min() >= 0, "the last layer of a prompt"
+    with pytest.raises(ExpertcastError, match="use fewer"):
+        recorded(name, prompt=1, new_tokens=1000, accuracy=1.0)
+    with pytest.raises(ExpertcastError, match="no recorded routing"):
+        recorded("olmoe-1b-7b", prompt=1, new_tokens=1, accuracy=1.0)
 
 
 def test_experts_are_distinct_and_wrong_forecasts_wrong() -> None:
-    made = tables(accuracy=0.5)
-    truth_NLK = made.ids_PLK[made.prompt :]
-    for ids in (made.ids_PLK, made.forecast_NLK):
-        sorted_ids = ids.sort(dim=-1).values
-        assert (sorted_ids[..., 1:] > sorted_ids[..., :-1]).all()
-        assert ids.min() >= 0
-        assert ids.max() < SHAPE.experts
+    made = recorded("qwen3-30b-a3b", prompt=1, new_tokens=60, accuracy=0.5)
+    truth_NLK = made.ids_PLK[1:]
+    assert all(len(set(row)) == 6 for row in made.forecast_NLK.flatten(0, 1).tolist())
     changed = made.forecast_NLK != truth_NLK
     among = (made.forecast_NLK.unsqueeze(-1) == truth_NLK.unsqueeze(-2)).any(-1)
-    assert changed.any()
+    assert changed.float().mean() == pytest.approx(0.5, abs=0.02)
     assert not (among & changed).any()
-
-
-def test_skew_concentrates() -> None:
-    assert tables(skew=2.0).measured()["distinct_experts"] < tables(skew=0.0).measured()["distinct_experts"]
-
-
-def test_seed_decides() -> None:
-    assert tables(seed=3).ids_PLK.equal(tables(seed=3).ids_PLK)
-    assert not tables(seed=3).ids_PLK.equal(tables(seed=4).ids_PLK)
-
-
-def test_options_out_of_range() -> None:
-    for options in ({"persistence": 1.1}, {"accuracy": -0.1}, {"skew": -1.0}):
-        (name, value) = next(iter(options.items()))
-        with pytest.raises(ExpertcastError, match=f"{name}={value}"):
-            RoutingOptions(**options)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe_lite", "mixtral"])
 def test_model_computes_with_the_tables(family: str) -> None:
     model = tiny_model(family)
     view = find_moe_layers(model)
-    made = tables(view.shape, prompt=5, new_tokens=NEW, seed=1)
+    made = tables(view.shape)
     seen: dict[int, list[torch.Tensor]] = {layer.index: [] for layer in view}
     prompt_ids = torch.arange(5).unsqueeze(0)
     before = decode_greedily(model, prompt_ids, NEW)
-    with RoutingProcess(model, view, made):
+    with PrescribedRouting(model, view, made):
         for layer in view:  # the experts' inputs, after all hooks
             layer.experts.register_forward_pre_hook(
                 lambda _module, args, index=layer.index: seen[index].append(args[1].clone())
             )
         decode_greedily(model, prompt_ids, NEW)
     for layer, parts in seen.items():
-        assert torch.cat(parts).equal(made.ids_PLK[: 5 + NEW - 1, layer])
+        assert torch.cat(parts).sort().values.equal(made.ids_PLK[: 5 + NEW - 1, layer].sort().values)
     assert same_logits(decode_greedily(model, prompt_ids, NEW), before)
 
 
@@ -103,12 +78,9 @@ def tiny() -> PreTrainedModel:
 def test_offloaded_runs_see_the_same_routing(tiny: PreTrainedModel, mode: str, accuracy: float, hits: float) -> None:
     view = find_moe_layers(tiny)
     prompt_ids = torch.arange(5).unsqueeze(0)
-    made = tables(view.shape, prompt=5, new_tokens=NEW, accuracy=accuracy)
-    with RoutingProcess(tiny, view, made) as process:
+    with PrescribedRouting(tiny, view, tables(view.shape, accuracy)) as routing:
         expected = decode_greedily(tiny, prompt_ids, NEW)
-        with offload(
-            tiny, predictor=process.predictor(), mode=mode, slots=6, cache=False, forecasts="always"
-        ) as offloaded:
+        with offload(tiny, predictor=routing, mode=mode, slots=6, cache=False, forecasts="always") as offloaded:
             got = decode_greedily(tiny, prompt_ids, NEW, offloaded=offloaded)
             stats = offloaded.stats.layers[1:]  # layer 0 has no forecast
     assert same_logits(got, expected) == (mode == "exact" or accuracy == 1.0)
@@ -119,27 +91,9 @@ def test_offloaded_runs_see_the_same_routing(tiny: PreTrainedModel, mode: str, a
 
 def test_other_predictors_are_not_told_the_truth(tiny: PreTrainedModel) -> None:
     view = find_moe_layers(tiny)
-    made = tables(view.shape, prompt=5, new_tokens=NEW)
     with (
-        RoutingProcess(tiny, view, made),
+        PrescribedRouting(tiny, view, tables(view.shape)),
         offload(tiny, predictor="next_norm", mode="exact", slots=4, cache=False, forecasts="always") as offloaded,
     ):
         decode_greedily(tiny, torch.arange(5).unsqueeze(0), NEW, offloaded=offloaded)
         assert offloaded.stats.hit_rate < 0.6
-
-
-def test_overfetch_asks_for_the_forecast_first(tiny: PreTrainedModel) -> None:
-    view = find_moe_layers(tiny)
-    made = tables(view.shape, prompt=5, new_tokens=NEW)
-    process = RoutingProcess(tiny, view, made)
-    predictor = process.predictor()
-    process.position = 5
-    forecast = predictor._forecasts[0][2]
-    assert set(forecast.logits_TE.topk(2).indices[0].tolist()) == set(made.forecast_NLK[0, 2].tolist())
-
-
-def test_a_longer_run_than_the_tables_is_one_line(tiny: PreTrainedModel) -> None:
-    view = find_moe_layers(tiny)
-    made = tables(view.shape, prompt=5, new_tokens=2)
-    with RoutingProcess(tiny, view, made), pytest.raises(ExpertcastError, match="more than 7"):
-        decode_greedily(tiny, torch.arange(5).unsqueeze(0), 4)

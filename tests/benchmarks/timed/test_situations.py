@@ -12,6 +12,7 @@ import torch
 from benchmarks.timed.costs import StepCosts
 from benchmarks.timed.device import Span, TimedDevice
 from benchmarks.timed.links import TimedCudaLink
+from benchmarks.timed.routing import RoutingTables
 from benchmarks.timed.run import TimedCase, TimedRun, decode_timed
 
 from expertcast.runtime.links.driver import CudaDevice, Readback
@@ -22,7 +23,7 @@ from expertcast.runtime.storage.store import ExpertStore
 
 COPY_S = 171e-6
 """Seconds per copy of 9.4 MB at 55 GB/s."""
-LAYERS, TOP_K = 6, 8
+LAYERS, TOP_K = 6, 6
 CASE = TimedCase(layers=LAYERS, warm_up=3, steps=3)
 
 
@@ -92,8 +93,14 @@ def test_experts_run_as_soon_as_their_last_copy_is_there() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0.5, 0.1])
-def test_a_prefill_loads_the_next_layer_while_this_one_computes(capacity: float) -> None:
-    """With slots for a layer's experts, and in chunks: a layer's computation hides as many copies."""
+def test_a_prefill_loads_the_next_layer_while_this_one_computes(
+    capacity: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With slots for a layer's experts, and in chunks: a layer's computation hides as many copies. A prompt of 200
+    tokens needs nearly all experts; no recording has one."""
+    ids_PLK = torch.rand(203, LAYERS, 128, generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :TOP_K]
+    tables = RoutingTables(ids_PLK=ids_PLK, forecast_NLK=ids_PLK[200:], prompt=200)
+    monkeypatch.setattr("benchmarks.timed.run.recorded", lambda *_args, **_options: tables)
     case = replace(CASE, prompt=200, piece=200, capacity=capacity, warm_up=1, steps=1)
     without = decode_timed(replace(case, policies=Policies(prefetch="none")))
     streamed = decode_timed(case)
