@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from expertcast.data.batch import RouterCall
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.baselines import NextNorm
+from expertcast.predictors.messages import Json
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
@@ -81,13 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = ResultFile(args, {"tokens": args.tokens})
     torch.set_num_threads(1)
     tables = recorded(SHAPE, prompt=1, new_tokens=args.tokens, accuracy=0.9)
-    for number in range(args.repetitions):
-        for name in ("on_demand", "prefetch"):
+    runs: list[Json] = file.values["runs"]
+    known = [(each["run"], each["repetition"]) for each in runs]
+    for number, name in product(range(args.repetitions), ("on_demand", "prefetch")):
+        if (name, number) not in known:
             per_layer, copied = run(tables, forecasts=name == "prefetch")
-            file.values["runs"].append(
-                {"run": name, "repetition": number, "seconds_per_layer": per_layer, "not_resident": copied}
-            )
-    runs = file.values["runs"]
+            runs.append({"run": name, "repetition": number, "seconds_per_layer": per_layer, "not_resident": copied})
     for name in dict.fromkeys(each["run"] for each in runs):
         own = [each for each in runs if each["run"] == name]
         times = shown(spread(each["seconds_per_layer"] for each in own), 1e6)

@@ -254,8 +254,8 @@ class Driver:
             edited = name in EDITABLE or "sealed again" in change
             ended, given = perform(name, operation, self.made, target, self._renew(self.work / "out"))
             kind, line = outcome(ended, given, self.right[name][operation], target, edited)
-            group, what = str(file.relative_to(self.made)), f"{change}; {operation}"
-            yield Row(again=again, group=group, what=what, outcome=kind, line=line)
+            what = f"{file.relative_to(self.made)}: {change}; {operation}"
+            yield Row(again=again, group=name, what=what, outcome=kind, line=line)
 
     def _right(self, name: str, operation: str) -> Any:
         given = []
