@@ -319,7 +319,7 @@ class Row:
     group: str
     """Row of the table that counts it."""
     what: str
-    """What was done."""
+    """Description of the fault."""
     outcome: str
     line: str = ""
     """Description of the outcome."""
