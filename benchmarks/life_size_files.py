@@ -48,7 +48,7 @@ _BLOCK = 128
 """Rows, and columns, of FP8 weights that share a scale."""
 _MXFP4 = 32
 """Weights of MXFP4 that share a scale."""
-_DEVIATIONS = {"Q4_0": 4.61, "Q4_K": 131.0, "Q6_K": 592.0}
+_DEVIATIONS = {"Q4_0": 4.61, "Q4_K": 147.5, "Q6_K": 592.0}
 """Standard deviation of a weight with uniformly random codes, divided by the block's scale."""
 _PIECE = 64 << 20
 
@@ -152,9 +152,9 @@ def _pieces(numbers: int, stored: str, deviation: float, draw: np.random.Generat
         if stored == "Q4_0":
             blocks[:, :2] = scale
             blocks[:, 1] |= sign
-        elif stored == "Q4_K":  # w = d * scale * code - dmin * min, scale 32 and min 30 of all sub-blocks
+        elif stored == "Q4_K":  # w = d * scale * code - dmin * min, scale and min 32 of all sub-blocks: zero in the mean
             blocks[:, :2] = scale
-            blocks[:, 2:4] = np.frombuffer(np.float16(deviation / _DEVIATIONS[stored] * 8).tobytes(), np.uint8)
+            blocks[:, 2:4] = np.frombuffer(np.float16(deviation / _DEVIATIONS[stored] * 7.5).tobytes(), np.uint8)
             blocks[:, 4:16] = (160,) * 8 + (0,) * 4
         else:
             blocks[:, 192:208] = 32

@@ -7,9 +7,12 @@ import pstats
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from benchmarks.life_size_files import published, write_sparse
+from benchmarks.life_size_files import _pieces, published, write_sparse
 from benchmarks.shapes import SHAPES
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from transformers import AutoConfig, PretrainedConfig
 
 from expertcast.cli import main
@@ -48,6 +51,15 @@ def _calls(run: Callable[[], object]) -> dict[str, int]:
 def test_published_tensors() -> None:
     assert len(published(SHAPES["qwen3-30b-a3b"].config(), fp8=False)) == 18_867
     assert len(published(AutoConfig.for_model("deepseek_v3"), fp8=True)) == 91_991
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K"])
+def test_random_blocks_have_mean_zero(kind: str) -> None:
+    # a mean of .1 deviations outgrows all else over 48 layers: every token then chooses the same experts
+    blocks = b"".join(_pieces(1 << 21, kind, 0.02, np.random.default_rng(0)))
+    weights = dequantize(np.frombuffer(blocks, np.uint8), GGMLQuantizationType[kind])
+    assert abs(weights.mean()) < 0.005 * weights.std()
+    assert weights.std() == pytest.approx(0.02, rel=0.02)
 
 
 def test_a_model_is_built_once_before_it_is_loaded() -> None:
