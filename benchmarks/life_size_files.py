@@ -152,7 +152,7 @@ def _pieces(numbers: int, stored: str, deviation: float, draw: np.random.Generat
         if stored == "Q4_0":
             blocks[:, :2] = scale
             blocks[:, 1] |= sign
-        elif stored == "Q4_K":  # w = d * scale * code - dmin * min, scale and min 32 of all sub-blocks: zero in the mean
+        elif stored == "Q4_K":  # w = 32 d code - 32 dmin, zero in the mean
             blocks[:, :2] = scale
             blocks[:, 2:4] = np.frombuffer(np.float16(deviation / _DEVIATIONS[stored] * 7.5).tobytes(), np.uint8)
             blocks[:, 4:16] = (160,) * 8 + (0,) * 4
