@@ -33,7 +33,7 @@ OURS, PEER = "benchmarks.offloaded_run", "benchmarks.packed_peer"
 CELL = ("memory", "readahead_kib", "throttle")
 _KEY = ("side", *CELL, "repetition")
 SETTINGS = ("layers", "prompt", "warm", "new_tokens", "threads", "small")
-_SPARE = 64 << 20
+_SPARE = 128 << 20
 """Bytes of every limit that stay unused."""
 _SPREADS = ("tpot_s", "ttft_s", "again_s", "bytes_read", "prompt_bytes_read", "hit_rate", "waited_s", "slots", "beside")
 
