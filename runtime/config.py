@@ -171,10 +171,6 @@ class OffloadConfig:
     """With hybrid, layers that execute their forecast (default: those with recall@k of at least min_recall)."""
     min_recall: Annotated[float, Field(ge=0, le=1)] = 0.9
     """With hybrid, least recall@k, by the checkpoint, of a layer that executes its forecast."""
-    true_weights: bool = False
-    """Executed forecasts use the router's weights for the forecast experts."""
-    router_free: bool = False
-    """Layers that execute their forecast do not run their router, so that its logits stay unknown."""
     speculate_prefill: bool = False
     """Forecast and execute in prefill steps too; otherwise prefill is exact."""
     draft: str = NONE
@@ -237,9 +233,6 @@ class OffloadConfig:
                 )
         if self.experts not in (EXPANDED, BY_FORM):
             self._check_packed()
-        if self.router_free and (self.mode == "exact" or self.true_weights):
-            with_what = "mode 'exact'" if self.mode == "exact" else "true_weights"
-            raise ExpertcastError(f"router_free runs no routers, and {with_what} needs them: give one of the two")
         if pool_bytes(self.pools):
             self._check_pools()
         check_draft(self.draft, packed=self.experts not in (EXPANDED, BY_FORM))
@@ -450,7 +443,7 @@ def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iter
         return [name for name in fields if name in names]
 
     if config.mode == "exact":
-        yield "in mode 'exact'", changed("layers", "min_recall", "true_weights", "speculate_prefill")
+        yield "in mode 'exact'", changed("layers", "min_recall", "speculate_prefill")
     elif config.mode == "speculate" or config.layers is not None:
         yield "unless mode 'hybrid' chooses its layers by it", changed("min_recall")
     if config.resolved_predictor() is None:

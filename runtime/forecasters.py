@@ -48,8 +48,7 @@ def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEVie
     layers = executed_layers(config, len(view), recall_per_layer(checkpoint, config.ahead))
     early = early_attention_for(predictor, model, view)
     speculator = Speculator(
-        view, predictor, layers=layers, true_weights=config.true_weights, prefill=config.speculate_prefill,
-        ahead=config.ahead, router_free=config.router_free, early=early,
+        view, predictor, layers=layers, prefill=config.speculate_prefill, ahead=config.ahead, early=early,
     )  # fmt: skip
     return Forecasters(speculator=speculator, recall=mean_recall(checkpoint))
 

@@ -118,8 +118,6 @@ class QualityRun:
     """Predictor whose forecasts are executed."""
     layers: Sequence[int] | None = None
     """Layers that execute their forecast (hybrid mode); None: all layers with a forecast."""
-    true_weights: bool = False
-    """Whether executed experts get the weights of the true router."""
     ahead: int = 1
     """Number of layers between a forecast and its target."""
 
@@ -228,7 +226,6 @@ def _speculative(model: PreTrainedModel, view: MoEView, run: QualityRun, ids_BW:
         view,
         run.predictor,
         layers=run.layers,
-        true_weights=run.true_weights,
         ahead=run.ahead,
         observe=lambda _call, ids_TK: executed.append(ids_TK),
     ) as speculator:

@@ -334,10 +334,8 @@ def speculate(
     predictor: Predictor,
     *,
     layers: Sequence[int] | None = None,
-    true_weights: bool = False,
     prefill: bool = True,
     ahead: int = 1,
-    router_free: bool = False,
     execute: bool = True,
     observe: Callable[[RouterCall, Tensor], object] | None = None,
 ) -> Iterator[Speculator]:
@@ -345,10 +343,9 @@ def speculate(
 
     Args:
         model: the model of `view`.
-        view, predictor, true_weights, ahead: as for :class:`Speculator`.
+        view, predictor, ahead: as for :class:`Speculator`.
         layers: layers that execute their forecast; None: all layers with a forecast.
         prefill: also speculate in steps of several tokens per sequence (teacher-forced evaluation).
-        router_free: layers that execute their forecast do not run their router.
         execute: False: forecast without executing, so that routing stays exact.
         observe: called after each router with the call and the ids [T, K] of the executed (or forecast) experts.
 
@@ -357,10 +354,7 @@ def speculate(
     """
     chosen = range(len(view)) if layers is None else layers
     early = early_attention_for(predictor, model, view)
-    speculator = Speculator(
-        view, predictor, layers=chosen, true_weights=true_weights, prefill=prefill, ahead=ahead, early=early,
-        router_free=router_free,
-    )  # fmt: skip
+    speculator = Speculator(view, predictor, layers=chosen, prefill=prefill, ahead=ahead, early=early)
 
     def on_router(call: RouterCall) -> tuple[Tensor, Tensor] | None:
         executed = speculator.executed(call)

@@ -6,17 +6,17 @@ K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from expertcast.data.batch import RouterCall, RouterOutput
+from expertcast.data.batch import RouterCall
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.view import MoELayer, MoEView, RuleCheck, routes_by_logits, weights_over
+from expertcast.predictors.view import MoEView, RuleCheck, routes_by_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,43 +63,6 @@ class TokenMemory:
         return found_BLE if found_BLE is not None and len(found_BLE) == sequences else None
 
 
-@contextmanager
-def routers_left_out(layers: Iterable[MoELayer], forecast_for: Callable[[int], Forecast | None]) -> Iterator[None]:
-    """Replace routers by forecasts in the context, where there are forecasts.
-
-    The forecast replaces all results of the router, its logits included: predictors that read the previous token's
-    routing then read its forecast.
-
-    `layers` execute forecasts; `forecast_for` returns a layer's forecast when its router would run.
-    """
-    with ExitStack() as stack:
-        for layer in layers:
-            layer.router.__dict__["forward"] = _substitute(layer, forecast_for)
-            stack.callback(layer.router.__dict__.pop, "forward")
-        yield
-
-
-def _substitute(layer: MoELayer, forecast_for: Callable[[int], Forecast | None]) -> Callable[..., RouterOutput]:
-    """Return a function that replaces a router's forward."""
-    own, asked = layer.router.forward, False
-
-    def forward(hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
-        nonlocal asked
-        forecast = None
-        if not asked:  # a forecast may run this router, too
-            asked = True
-            try:
-                forecast = forecast_for(layer.index)
-            finally:
-                asked = False
-        if forecast is None:
-            made: RouterOutput = own(hidden, *args, **kwargs)
-            return made
-        return forecast.logits_TE, forecast.topk_weights_TK, forecast.topk_ids_TK
-
-    return forward
-
-
 def early_attention_for(predictor: Predictor | None, model: PreTrainedModel, view: MoEView) -> EarlyAttention | None:
     """Return early attention over a model for a predictor that reads it; None for the others."""
     if predictor is None or not predictor.uses_early:
@@ -120,11 +83,9 @@ class Speculator:
         predictor: bound to `view`; None: no forecasts.
         layers: layers that execute their forecast; the others follow their own router. Layers
             without a forecast (the first `ahead` ones) follow their own router in any case.
-        true_weights: execute the forecast's ids with the true router's weights over them.
         prefill: forecast (and execute) in steps of more than one token per sequence too.
         ahead: how many layers ahead forecasts are made.
         early: runs the model's blocks early, for a predictor that reads early attention.
-        router_free: layers that execute their forecast leave their router out.
 
     Raises:
         ExpertcastError: layers that do not exist, or distances that the predictor was not made for.
@@ -136,11 +97,9 @@ class Speculator:
         predictor: Predictor | None,
         *,
         layers: Iterable[int] = (),
-        true_weights: bool = False,
         prefill: bool = False,
         ahead: int = 1,
         early: EarlyAttention | None = None,
-        router_free: bool = False,
     ) -> None:
         self._memory = TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
         if predictor is not None:
@@ -151,7 +110,7 @@ class Speculator:
         outside = [layer for layer in self.layers if not 0 <= layer < len(view)]
         if outside:
             raise ExpertcastError(f"layers={outside} do not exist: the model has MoE layers 0..{len(view) - 1}")
-        self.true_weights, self.prefill, self.ahead = true_weights, prefill, ahead
+        self.prefill, self.ahead = prefill, ahead
         self.previous_logits_TLE: Tensor | None = None
         """Router logits for `previous_token` in a forward over whole sequences; set from outside."""
         self.rungs: list[TracedForecasts] = []
@@ -162,7 +121,7 @@ class Speculator:
             self.rungs += map(TracedForecasts, predictor.rungs().values())
             self.rungs[-1].folded = bool(self.layers)
         self._forecasts: dict[int, Forecast] = {}
-        self.early, self.router_free = early, router_free
+        self.early = early
         self._state: RouterState | None = None
         """State of the last forecast."""
         self._waiting: dict[int, tuple[RouterState, Tensor]] = {}
@@ -172,8 +131,6 @@ class Speculator:
             self._check.unseen.clear()
         else:
             self._check.try_out()
-            if router_free:
-                self._check.unseen -= self.layers  # their routers will not run
 
     def hint_only(self, count: int) -> None:
         """Let :meth:`hint` return the first `count` ids of each token in place of forecasts, where no layer executes
@@ -190,13 +147,11 @@ class Speculator:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow the model's forwards in the context for early attention, and leave routers out where that is set."""
+        """Follow the model's forwards in the context for early attention."""
         with ExitStack() as stack:
             if self.early is not None:
                 self.early.attach()
                 stack.callback(self.early.close)
-            if self.router_free:
-                stack.enter_context(routers_left_out([self.view[layer] for layer in self.layers], self._ready))
             yield
 
     def start(self, fresh: bool, rung: int | None = -1) -> None:
@@ -214,11 +169,6 @@ class Speculator:
         if self._memory is not None:
             self._memory.start(fresh)
 
-    def _ready(self, layer: int) -> Forecast | None:
-        """Return the forecast that a layer will execute; forecasts of whole sequences are made now."""
-        self._make_waiting(layer)
-        return self._forecasts.get(layer)
-
     def executed(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """Return (ids, weights) that the layer executes in place of its router's; None: the router's own."""
         if self._check.unseen:
@@ -228,10 +178,7 @@ class Speculator:
         if forecast is None or call.layer not in self.layers:
             self._forecasts.pop(call.layer, None)
             return None
-        weights_TK = forecast.topk_weights_TK
-        if self.true_weights:
-            weights_TK = weights_over(self.view[call.layer], call.logits_TE, forecast.topk_ids_TK)
-        return forecast.topk_ids_TK, weights_TK.to(call.weights_TK.dtype)
+        return forecast.topk_ids_TK, forecast.topk_weights_TK.to(call.weights_TK.dtype)
 
     def executed_logits(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> Tensor:
         """Return the logits [T, E] of the routing that a layer executes, its forecast's or its router's.
@@ -239,7 +186,7 @@ class Speculator:
         Arguments are those of :meth:`forecast`.
         """
         own = self._forecasts.get(call.layer)
-        return call.logits_TE if own is None or executed is None or self.true_weights else own.logits_TE
+        return call.logits_TE if own is None or executed is None else own.logits_TE
 
     def due(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> int | None:
         """Keep a router's results for later forecasts; return the layer for which a forecast is due, if any.

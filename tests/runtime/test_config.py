@@ -62,7 +62,6 @@ def _field_values() -> dict[str, st.SearchStrategy[Any]]:
         "context": st.integers(1, 2**63),
         "layers": st.none() | st.lists(_COUNT).map(tuple),
         "min_recall": st.floats(0, 1) | st.integers(0, 1),
-        "true_weights": st.booleans(),
         "speculate_prefill": st.booleans(),
     }
 
@@ -84,9 +83,7 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
     values = {name: draw(drawn) for name, drawn in _field_values().items()}
     values["cache"] |= pooled
     exact = values["mode"] == "exact" and not OffloadConfig(policies=policies).resolved_policies().lossy
-    routers = values["mode"] == "exact" or values["true_weights"]
     values |= {
-        "router_free": not routers and draw(st.booleans()),
         "slots": None,
         "memory": None,
         room: draw(st.none() | sizes),
@@ -303,11 +300,11 @@ LINES: list[tuple[dict[str, Any], list[str]]] = [
     ({}, []),
     ({"predictor": "next_norm", "ahead": 2, "overfetch": 1.5, "forecasts": "always"}, []),
     ({"mode": "speculate", "predictor": "next_norm", "policies": Policies(miss="drop")}, []),
-    ({"mode": "hybrid", "predictor": "next_norm", "min_recall": 0.5, "true_weights": True}, []),
+    ({"mode": "hybrid", "predictor": "next_norm", "min_recall": 0.5}, []),
     ({"policies": "on_demand"}, []),
     ({"policies": "specmd_5"}, []),
     ({"policies": Policies(prefetch="percentile"), "predictor": "next_norm"}, []),
-    ({"layers": (1,), "true_weights": True}, ["layers, true_weights have no effect in mode 'exact'"]),
+    ({"layers": (1,), "speculate_prefill": True}, ["layers, speculate_prefill have no effect in mode 'exact'"]),
     ({"speculate_prefill": True}, ["speculate_prefill has no effect in mode 'exact'"]),
     (
         {"mode": "speculate", "predictor": "next_norm", "min_recall": 0.5},

@@ -15,7 +15,6 @@ from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import (
-    ExpertcastError,
     Forecast,
     MoEView,
     Predictor,
@@ -27,7 +26,6 @@ from expertcast.predictors.baselines import QuasiHidden, RouterInput
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.view import weights_over
 from expertcast.runtime.engine.front import speculate
-from expertcast.runtime.policies import Policies
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy
 
@@ -40,9 +38,7 @@ def quasi(reference_view: MoEView, reference_traces: TraceDataset) -> Predictor:
 
 
 @torch.no_grad()
-def _by_hand(
-    model: PreTrainedModel, default_LED: Tensor, ids: Tensor, *, layers: set[int], true_weights: bool = False
-) -> Tensor:
+def _by_hand(model: PreTrainedModel, default_LED: Tensor, ids: Tensor, *, layers: set[int]) -> Tensor:
     """Logits of a Qwen3-MoE whose chained quasi-hidden forecasts are executed: rows B5, B8 and B9, line by line."""
     base = model.model
     hidden = base.embed_tokens(ids)
@@ -52,12 +48,9 @@ def _by_hand(
         attention, _ = block.self_attn(block.input_layernorm(hidden), position_embeddings=rotary, attention_mask=None)
         residual = hidden + attention
         router_input_TD = block.post_attention_layernorm(residual).flatten(0, 1)
-        logits_TE, weights_TK, ids_TK = block.mlp.gate(router_input_TD)
+        _, weights_TK, ids_TK = block.mlp.gate(router_input_TD)
         if forecast is not None and index in layers:
             ids_TK, weights_TK = forecast
-            if true_weights:
-                weights_TK = logits_TE.float().softmax(-1).gather(-1, ids_TK)
-                weights_TK = (weights_TK / weights_TK.sum(-1, keepdim=True)).to(logits_TE.dtype)
         if index + 1 < len(base.layers):
             following = base.layers[index + 1]
             default_TD = torch.einsum("tk,tkd->td", weights_TK.float(), default_LED[index][ids_TK])
@@ -70,20 +63,17 @@ def _by_hand(
     return logits
 
 
-@pytest.mark.parametrize(
-    ("layers", "true_weights"), [(None, False), (None, True), ([1, 2, 7, 8, 9], False), ([], False)]
-)
+@pytest.mark.parametrize("layers", [None, [1, 2, 7, 8, 9], []])
 def test_against_a_forward_by_hand(
     layers: list[int] | None,
-    true_weights: bool,
     reference_model: PreTrainedModel,
     reference_view: MoEView,
     quasi: QuasiHidden,
     one: dict[str, Tensor],
 ) -> None:
     executed = set(range(12)) if layers is None else set(layers)
-    expected = _by_hand(reference_model, quasi.expert_LED, one["input_ids"], layers=executed, true_weights=true_weights)
-    with speculate(reference_model, reference_view, quasi, layers=layers, true_weights=true_weights), torch.no_grad():
+    expected = _by_hand(reference_model, quasi.expert_LED, one["input_ids"], layers=executed)
+    with speculate(reference_model, reference_view, quasi, layers=layers), torch.no_grad():
         got = reference_model(**one, use_cache=False).logits
     assert torch.equal(got, expected)
     exact = reference_model(**one, use_cache=False).logits
@@ -94,15 +84,13 @@ def test_offloaded_equals_resident_with_hooks(
     reference_model: PreTrainedModel, reference_view: MoEView, quasi: Predictor, four: dict[str, Tensor]
 ) -> None:
     exact = greedy(reference_model, four, 4)
-    for layers, true_weights in ((None, False), (None, True), ([3, 4, 11], False)):
-        with speculate(reference_model, reference_view, quasi, layers=layers, true_weights=true_weights, prefill=False):
+    for layers in (None, [3, 4, 11]):
+        with speculate(reference_model, reference_view, quasi, layers=layers, prefill=False):
             expected = greedy(reference_model, four, 4)
         assert torch.equal(expected[1][0], exact[1][0]), "prefill is exact"
         assert not torch.equal(expected[1][1], exact[1][1])
         mode = "speculate" if layers is None else "hybrid"
-        with offload(
-            reference_model, predictor=quasi, mode=mode, layers=layers, true_weights=true_weights, slots=64
-        ) as offloaded:
+        with offload(reference_model, predictor=quasi, mode=mode, layers=layers, slots=64) as offloaded:
             assert_same(greedy(offloaded, four, 4), expected)
 
 
@@ -248,59 +236,15 @@ def test_families(family: str) -> None:
     cls = predictor_class("next_norm")
     predictor = cls(cls.config_class(), view.shape).bind(view)
     inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
-    for true_weights in (False, True):
-        with speculate(model, view, predictor, true_weights=true_weights, prefill=False):
-            expected = greedy(model, inputs, 4)
-        with offload(model, slots=5, predictor="next_norm", mode="speculate", true_weights=true_weights) as offloaded:
-            assert_same(greedy(offloaded, inputs, 4), expected)
+    with speculate(model, view, predictor, prefill=False):
+        expected = greedy(model, inputs, 4)
+    with offload(model, slots=5, predictor="next_norm", mode="speculate") as offloaded:
+        assert_same(greedy(offloaded, inputs, 4), expected)
 
 
-# Early attention in an offloaded run: forecasts beside the experts, no routers
+# Early attention in an offloaded run: forecasts beside the experts
 
 
 @pytest.fixture(scope="module")
 def early(reference_view: MoEView) -> Predictor:
     return EarlyAttention(EarlyConfig(ahead=(1, 2, 3)), reference_view.shape).bind(reference_view)
-
-
-def test_routers_are_left_out_where_forecasts_are_executed(
-    reference_model: PreTrainedModel, quasi: Predictor, one: dict[str, Tensor]
-) -> None:
-    """Leaving routers out changes nothing but their number."""
-    ran: list[int] = []
-    routers = [layer.router for layer in quasi.view]
-    own = type(routers[0]).forward
-
-    def counted(router: torch.nn.Module, hidden: Tensor) -> object:
-        ran.append(routers.index(router))
-        return own(router, hidden)
-
-    def run(**options: object) -> tuple[Tensor, list[Tensor], list[int]]:
-        policies = Policies(eviction="score")
-        with offload(
-            reference_model, predictor=quasi, mode="speculate", slots=128, policies=policies, **options
-        ) as offloaded:
-            starts = reference_model.model.register_forward_pre_hook(lambda *_: ran.clear())
-            try:
-                return (*greedy(offloaded, one, 6), [layer.evicted for layer in offloaded.stats.layers])
-            finally:
-                starts.remove()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quasi, "traceable", False)  # traces call no module
-        patch.setattr(type(routers[0]), "forward", counted)
-        with_routers, usual = run(), len(ran)
-        without, fewer = run(router_free=True), len(ran)
-    assert_same(without[:2], with_routers[:2])
-    assert without[2] == with_routers[2], "evictions go by the scores of what was executed"
-    assert usual == 12 + 11, "in the last step: all layers, and forecasts for all but the first"
-    assert fewer == 1 + 11
-    assert all("forward" not in vars(router) for router in routers)
-
-
-@pytest.mark.parametrize("options", [{"mode": "exact"}, {"mode": "speculate", "true_weights": True}])
-def test_router_free_with_what_needs_routers_is_refused(
-    options: dict[str, object], reference_model: PreTrainedModel, quasi: Predictor
-) -> None:
-    with pytest.raises(ExpertcastError, match="router_free"):
-        offload(reference_model, predictor=quasi, router_free=True, **options)
