@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from expertcast.predictors.hybrid import Hybrid, member_recall
 from expertcast.predictors.messages import Json, aligned
@@ -60,11 +59,6 @@ class Table:
     def text(self) -> str:
         """Format as text with aligned columns."""
         return aligned(self.cells())
-
-    def html(self) -> str:
-        """Format as an HTML table."""
-        head, *rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self.cells()]
-        return f"<table><thead><tr>{head}</tr></thead><tbody><tr>{'</tr><tr>'.join(rows)}</tr></tbody></table>"
 
     def markdown(self, *, turned: bool = False) -> str:
         """Format as Markdown, transposed if `turned`; empty if the table has no rows."""

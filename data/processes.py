@@ -7,6 +7,7 @@ order of a single process.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -87,11 +88,6 @@ def smallest_share(documents: Sequence[PlannedDocument], world: int) -> int:
 
 # Exclusive writing of a folder
 
-try:
-    import fcntl
-except ImportError:  # not POSIX
-    fcntl = None  # type: ignore[assignment]
-
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
@@ -102,7 +98,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     Raises:
         ExpertcastError: another process holds the lock.
     """
-    if fcntl is None or join_ranks().rank != 0 or (folder.exists() and not folder.is_dir()):
+    if join_ranks().rank != 0 or (folder.exists() and not folder.is_dir()):
         yield  # the writer reports problems with the folder
         return
     created = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -351,7 +351,6 @@ def _from_table(path: Path, experts: int | None) -> Routing:
         raise ExpertcastError(f"{path} has no rows: record a row per token, layer and routed expert")
     columns = {name: _whole(path, table, name) for name in (str(token_name), *_NEEDED)}
     token, layer, rank, expert = columns.values()
-    _check_weights(path, table)
     prompt = _whole(path, table, "prefill") if "prefill" in names else np.zeros_like(token)
     tokens, row = np.unique(token, return_inverse=True)
     shape = (len(tokens), int(layer.max()) + 1, int(rank.max()) + 1)
@@ -389,14 +388,6 @@ def _whole(path: Path, table: pyarrow.Table, name: str) -> Column:
     place = f"row {row}" if first is None else f"line {int(first) + row}"
     cell = "empty" if cells[row] is None else repr(cells[row])
     raise ExpertcastError(f"{path}: {place}, column {name} is {cell}: use a non-negative integer in every row")
-
-
-def _check_weights(path: Path, table: pyarrow.Table) -> None:
-    if "weight" not in table.column_names:
-        return
-    values = table["weight"].to_numpy(zero_copy_only=False)
-    if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
-        raise ExpertcastError(f"{path}: column weight has values that are not finite: correct or remove it")
 
 
 def _check_places(path: Path, place: Column, token: Column, layer: Column, rank: Column) -> None:

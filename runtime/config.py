@@ -592,10 +592,7 @@ def _auto_link(config: OffloadConfig, device: str) -> str:
     made = config.store if isinstance(config.store, ExpertStore) else None
     timed = (config.bandwidth is not None or config.latency) and (made is None or made.addressable) and device == "cpu"
     if config.store == "disk" or (made is not None and made.name in _ON_DISK):
-        from expertcast.runtime.storage.reader import can_read_directly
-
-        if can_read_directly():
-            return "disk"
+        return "disk"
     if device == "cuda":
         return "cuda"
     return "emulated" if timed else "instant"

@@ -31,7 +31,7 @@ from expertcast.predictors.view import MoEView
 from expertcast.runtime.config import BY_FORM, EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, make_store
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.plan import Plan, context_bytes, fits_memory
-from expertcast.runtime.recording.recorder import Observer, check_observers
+from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore
@@ -87,7 +87,6 @@ def load_offloaded(
     check_release("offloading")
     options, own = ModelSource.split(fields, [field.name for field in dataclasses.fields(OffloadConfig)])
     config = OffloadConfig.of(config, own)
-    check_observers(observers)
     target, source = torch_device(device), ModelSource.of(model_id, options)
     wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype or "auto")
     skeleton = meta_model(source)

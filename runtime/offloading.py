@@ -47,7 +47,7 @@ from expertcast.runtime.plan import context_bytes, parts_beside
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.policies.eviction import Eviction, PoolEviction
 from expertcast.runtime.policies.settings import AUTO, PolicySet
-from expertcast.runtime.recording.recorder import Observer, Observers, check_observers
+from expertcast.runtime.recording.recorder import Observer, Observers
 from expertcast.runtime.storage.layout import ExpertsForm, device_of, expert_parameters
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -386,7 +386,6 @@ def offload(
     """
     check_release("offloading")
     config = OffloadConfig.of(config, fields)
-    check_observers(observers)
     check_model(model)
     refuse_offloaded(model)
     refuse_shared(config.link, config.store, config.predictor)

@@ -6,18 +6,17 @@ per layer, K experts per token.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MetricCollection
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -150,9 +149,10 @@ def measure_quality(
         `runs.exact` is the exact model.
 
     Raises:
-        ExpertcastError: there are no windows, windows have fewer than two tokens, or a run is named `exact`.
+        ExpertcastError: windows have fewer than two tokens.
     """
-    _check(windows_by_domain, runs)
+    if any(windows_NW.shape[1] < 2 for windows_NW in windows_by_domain.values()):
+        raise ExpertcastError("windows of one token have no token to score: give --window 2 or more")
     scores = {name: {domain: RunScores(len(view)) for domain in windows_by_domain} for name in (EXACT, *runs)}
     device = next(model.parameters()).device
     vocabulary = model.config.get_text_config().vocab_size
@@ -253,19 +253,6 @@ def _log_probs(model: PreTrainedModel, ids_BW: Tensor) -> Tensor:
     return logits_BWV.float().log_softmax(dim=-1)
 
 
-def _check(windows_by_domain: Mapping[str, Tensor], runs: Mapping[str, QualityRun]) -> None:
-    if EXACT in runs:
-        raise ExpertcastError(f"the name {EXACT!r} is reserved for the exact run: choose another")
-    if not windows_by_domain:
-        raise ExpertcastError("windows_by_domain is empty: give at least one domain")
-    for domain, windows_NW in windows_by_domain.items():
-        if windows_NW.dim() != 2 or windows_NW.shape[0] < 1 or windows_NW.shape[1] < 2:
-            raise ExpertcastError(
-                f"windows of domain {domain!r} have shape {list(windows_NW.shape)}: give [windows, tokens] with two "
-                "tokens or more"
-            )
-
-
 # Quality of a model with lossy policies: perplexity, agreement and KL divergence while decoding.
 #
 # Sequences are processed as in deployment: a prefill, then one decode step per token, with the right token as input.
@@ -276,16 +263,13 @@ def _check(windows_by_domain: Mapping[str, Tensor], runs: Mapping[str, QualityRu
 
 
 @torch.no_grad()
-def decode_log_probs(
-    model: PreTrainedModel, ids_BS: Tensor, prefill: int, *, after_prefill: Callable[[], None] | None = None
-) -> Tensor:
+def decode_log_probs(model: PreTrainedModel, ids_BS: Tensor, prefill: int) -> Tensor:
     """Return the log probabilities of the next token after the prefill and after each later token.
 
     Args:
         model: resident or offloaded model.
         ids_BS: token ids of sequences of equal length.
         prefill: number of tokens in the prefill.
-        after_prefill: called between the prefill and the first decode step.
 
     Returns:
         Log probabilities [B, S - prefill + 1, V], float32.
@@ -295,8 +279,6 @@ def decode_log_probs(
     for ids_BT in (ids_BS[:, :prefill], *ids_BS[:, prefill:, None].unbind(1)):
         logits_B1V = model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         steps.append(logits_B1V[:, -1].float().log_softmax(dim=-1))
-        if len(steps) == 1 and after_prefill is not None:
-            after_prefill()
     return torch.stack(steps, dim=1)
 
 
@@ -327,8 +309,7 @@ def measure_policies(
 
     Returns:
         `tokens` (number of scored tokens), `prefill`, `batch`, and `runs.<name>` with `perplexity`, `top1_agreement`,
-        `kl` (nats per token, exact || run), `executed_recall` (share of the exact run's experts that were executed),
-        `hit_rate`, and `misses`, `skipped` and `bytes` per scored token; `runs.exact` is the exact model.
+        and `kl` (nats per token, exact || run); `runs.exact` is the exact model.
 
     Raises:
         ExpertcastError: there are fewer windows than a batch, or the windows have fewer than 3 tokens.
@@ -368,51 +349,19 @@ def _run(
             tokens exceed memory.
         exact: whether this is the exact run, which writes these files.
     """
-    totals: Counter[str] = Counter()
     if config.link == "auto":
         forecasts = ALWAYS if config.forecasts == AUTO else config.forecasts  # `auto` makes none over such a link
         config = replace(config, link=InstantLink(), bandwidth=None, latency=0.0, forecasts=forecasts)
     with opener(config) as offloaded:
-        scores = RunScores(len(offloaded.view))
+        scores = RunScores(0)
         for number, ids_BW in enumerate(windows):
-            with _recorded(offloaded.view) as executed:
-
-                def discard_prefill(rows_of_layers: list[list[Tensor]] = executed) -> None:
-                    for rows in rows_of_layers:
-                        rows.clear()
-                    offloaded.reset_stats()
-
-                log_probs_BSV = decode_log_probs(offloaded.model, ids_BW, prefill, after_prefill=discard_prefill)
-            totals.update(asdict(offloaded.stats.total))
-            run = reference = Pass(log_probs_BSV, [torch.cat(rows) for rows in executed], [])
+            log_probs_BSV = decode_log_probs(offloaded.model, ids_BW, prefill)
+            run = reference = Pass(log_probs_BSV, [], [])
             if exact:
-                torch.save((log_probs_BSV, run.executed), kept / f"{number}.pt")
+                torch.save(log_probs_BSV, kept / f"{number}.pt")
             else:
-                log_probs, ids = torch.load(kept / f"{number}.pt")
-                reference = Pass(log_probs, ids, [])
+                reference = Pass(torch.load(kept / f"{number}.pt"), [], [])
             # the first distribution is over the token after the prefill, so the first id is not scored
             scores.add(run, reference, ids_BW[:, prefill - 1 :].to(log_probs_BSV.device))
             bar.update()
-    tokens = sum(ids_BW[:, prefill:].numel() for ids_BW in windows)
-    return {
-        **scores.as_dict(),
-        "executed_recall": float(scores.executed.per_row().mean()),
-        "hit_rate": totals["hits"] / max(totals["requests"], 1),
-        "misses": totals["misses"] / tokens,
-        "skipped": totals["skipped"] / tokens,
-        "bytes": totals["bytes_moved"] / tokens,
-    }
-
-
-@contextmanager
-def _recorded(view: MoEView) -> Iterator[list[list[Tensor]]]:
-    """Collect the ids [T, K] that the experts of each layer are called with."""
-    executed: list[list[Tensor]] = [[] for _ in view]
-    with ExitStack() as stack:
-        for layer in view:
-
-            def keep(_experts: nn.Module, args: tuple[Tensor, ...], index: int = layer.index) -> None:
-                executed[index].append(args[1])
-
-            stack.callback(layer.experts.register_forward_pre_hook(keep).remove)
-        yield executed
+    return scores.as_dict()

@@ -64,9 +64,9 @@ from expertcast.training.scoring import FitOptions
 REFERENCE = "reference"
 MODELS = (*CONFIGS, REFERENCE)
 _OPTIONS = {
-    "top_k": ["overfetch=1.5", "overfetch=3.0"], "percentile": ["over=token", "over=mass", "percentile=50.0"],
+    "top_k": ["overfetch=1.5", "overfetch=3.0"], "percentile": ["over=token", "percentile=50.0"],
     "next_use": ["horizon=2"], "marking": ["seed=7"],
-    "fld": ["distance=absolute"], "least_stale": ["order=layer"], "importance": ["alpha=0.0", "alpha=1.0"],
+    "least_stale": ["order=layer"], "importance": ["alpha=0.0", "alpha=1.0"],
     "gap": ["literal=true", "tau=0.2,r_max=4"], "substitute": ["tolerance=1.0"], "drop": ["fetched=1"],
     "cache_aware": ["strength=1.0"], "bitsplit": ["shards=1", "shards=3"],
 }  # fmt: skip

@@ -53,9 +53,6 @@ class Evaluation:
     def __repr__(self) -> str:
         return mean_tables(self.values)[0].text()
 
-    def _repr_html_(self) -> str:
-        return mean_tables(self.values)[0].html()
-
     def as_dict(self) -> Json:
         """Return `{metric: {predictor: {"mean": x, "per_layer": [..]}}}` with `chance`, `tokens`, `k` and others."""
         return self.values

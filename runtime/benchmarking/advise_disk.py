@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -306,10 +307,6 @@ class DiskFindings:
     """Stored form of the experts with the codec; None if it cannot hold them."""
     refused: str = ""
     """Reason why the codec cannot hold them."""
-    late_s: float = 0.0
-    """Seconds that a token of the short run from disk took beyond the estimate."""
-    late: str | None = None
-    """Codec of that run; None: there was none."""
 
     @property
     def raw(self) -> StoredExperts:
@@ -335,17 +332,13 @@ class DiskFindings:
         return self.estimated(stored, layer_s, self.slots)
 
     def estimated(self, stored: StoredExperts, layer_s: float, slots: int, pools: str = "") -> DiskOption:
-        """Return an option whose layers wait `layer_s` each.
-
-        Options include `late_s`. A value measured in a compressed run is added to compressed options only.
-        """
+        """Return an option whose layers wait `layer_s` each."""
         layers = self.routing.layers
-        late = self.late is not None and (stored.coded or self.late == "raw")
         return DiskOption(
             codec=stored.codec,
             pools=pools,
             slots=slots,
-            tpot_s=self.compute_s + layers * layer_s + (self.late_s if late else 0.0),
+            tpot_s=self.compute_s + layers * layer_s,
             wait_s=layers * layer_s,
             hit_rate=self.ranks.hit_rate(slots // layers),
         )
@@ -356,15 +349,10 @@ def advise_disk(found: DiskFindings) -> Advice:
     options = [found.option(found.raw)]
     if found.stored is not None:
         options += [found.option(found.stored), *_pooled(found, found.stored)]
-    best = min(options, key=_tpot)
-    chosen = min((option for option in options if option.codec == "raw"), key=_tpot)
+    best, chosen = min(options, key=attrgetter("tpot_s")), options[0]
     if best.tpot_s < (1 - COMPRESS) * chosen.tpot_s:
         chosen = best
     return Advice(chosen=chosen, options=options, reasons=_reasons(found, options[0]), facts=_facts(found))
-
-
-def _tpot(option: DiskOption) -> float:
-    return option.tpot_s
 
 
 def _facts(found: DiskFindings) -> Json:
@@ -381,21 +369,18 @@ def _facts(found: DiskFindings) -> Json:
         "routing": found.routing.source,
         "tokens": int((~found.routing.prompt_T).sum()),
         "compute_s": found.compute_s,
-        "unexplained_s": found.late_s,
     }
 
 
 def _notes(facts: Json) -> str:
-    decoder = late = ""
+    decoder = ""
     if facts["decode_rate"] is not None:
         rate, share = facts["decode_rate"] / 1e9, facts["stored_share"]
         decoder = f"; {facts['decoders']} x {rate:.3g} GB/s decoded, {share:.3f} stored"
-    if facts["unexplained_s"]:
-        late = f"\nthe short run took {milliseconds(facts['unexplained_s'])} per token more than the estimate"
     return (
         f"disk {facts['disk_rate'] / 1e9:.3g} GB/s ({facts['disk_source']}){decoder}; an expert is "
         f"{facts['block_bytes']:,} bytes, {facts['memory_bytes'] / 1e6:.4g} MB for some of {facts['experts']}; "
-        f"routing of {facts['tokens']} tokens of {facts['routing']}{late}"
+        f"routing of {facts['tokens']} tokens of {facts['routing']}"
     )
 
 
@@ -458,8 +443,7 @@ def survey_disk(
     recorder, watched = Recorder(prompt_ids.device), RoutingObserver()
     with run(observers=[recorder, watched]) as offloaded:
         store, slots, shape = offloaded.store, offloaded.pool.count, offloaded.view.shape
-        decoding = decode_greedily(offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
-        from_disk = offloaded.link.name == "disk"
+        decode_greedily(offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         copying = isinstance(offloaded.link, InstantLink)  # in the thread that computes
         compute_s = statistics.median(
             sum(step.compute_L) + step.idle - copying * sum(step.copy_L) for step in step_times(recorder, shape.layers)
@@ -474,11 +458,6 @@ def survey_disk(
             routing=routing_of(watched.passes, shape), compute_s=compute_s, slots=slots,
             block_bytes=store.layout.block_bytes, rate=rate, rate_source=source, stored=coded, refused=refused,
         )  # fmt: skip
-        codec = store.codec.text if isinstance(store, DiskStore) else "raw"
-    if from_disk:  # measured minus estimated time of the same kind of run
-        expected = found.option(coded if coded is not None and codec != "raw" else found.raw)
-        late_s = max(0.0, statistics.median(decoding.steps_s) - expected.tpot_s)
-        found = replace(found, late_s=late_s, late=codec)
     if routing is None:
         return found
     if (routing.layers, routing.top_k) != (shape.layers, shape.top_k) or routing.experts > shape.experts:

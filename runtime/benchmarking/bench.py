@@ -284,10 +284,6 @@ class StepTimes:
     wait: float = 0.0
     idle: float = 0.0
 
-    def hideable(self, first: int = 0) -> float:
-        """Return the copy time that the same layers' computation can hide: the sum of min(copy, compute)."""
-        return sum(map(min, self.compute_L[first:], self.copy_L[first:]))
-
 
 @dataclass(slots=True)
 class Measured:
@@ -414,12 +410,11 @@ def _utilisation(run: Run, link_rate: float | None) -> float | str | None:
 def _against(run: Run, on_demand: Run | None) -> dict[str, float | str | None]:
     """Return overlap efficiency and bound, computed from the medians of the on-demand run.
 
-    A value is None without an on-demand run, and a string with the reason if it is too noisy. The first `ahead` layers
-    have no forecast, or at most their last token's experts. The efficiency over all layers includes them. The
-    efficiency over forecast layers leaves them out, and may exceed 1 by what those layers gained.
+    A value is None without an on-demand run, and a string with the reason if it is too noisy. A layer's computation can
+    hide min(copy, compute) of its copies; the first `ahead` layers, which have no forecast, count too.
     """
-    names = ("overlap_efficiency", "overlap_efficiency_forecast_layers", "tpot_over_bound")
-    found: dict[str, float | str | None] = dict.fromkeys(("hideable_s", "bound_s", *names))
+    names = ("hideable_s", "bound_s", "overlap_efficiency", "tpot_over_bound")
+    found: dict[str, float | str | None] = dict.fromkeys(names)
     if on_demand is None:
         return found
     steps, repetitions = on_demand.steps, min(len(run.repetitions), len(on_demand.repetitions))
@@ -427,15 +422,12 @@ def _against(run: Run, on_demand: Run | None) -> dict[str, float | str | None]:
     copy_s = statistics.median(sum(step.copy_L) for step in steps)
     less = min(1.0, run.bytes_per_step / on_demand.bytes_per_step) if on_demand.bytes_per_step else 1.0
     bound_s = max(compute_s, less * copy_s)  # no schedule is faster than all computation or all copies
-    hideable_s = statistics.median(step.hideable() for step in steps)
+    hideable_s = statistics.median(sum(map(min, step.compute_L, step.copy_L)) for step in steps)
     found |= {"hideable_s": hideable_s, "bound_s": bound_s}
     error_s = math.hypot(run.error_s, on_demand.error_s)
-    if run is not on_demand:
-        forecast_s = statistics.median(step.hideable(run.config.ahead) for step in steps)
-        gained_s = on_demand.tpot_s - run.tpot_s - (1 - less) * copy_s  # copying less is not overlap
-        for name, of_s, most in zip(names, (hideable_s, forecast_s), (1.0, math.inf), strict=False):
-            if of_s:
-                found[name] = figure(gained_s / of_s, error_s / of_s, repetitions=repetitions, most=most)
+    if run is not on_demand and hideable_s:
+        efficiency = (on_demand.tpot_s - run.tpot_s - (1 - less) * copy_s) / hideable_s  # copying less is not overlap
+        found["overlap_efficiency"] = figure(efficiency, error_s / hideable_s, repetitions=repetitions, most=1.0)
     if bound_s:
         ratio = run.tpot_s / bound_s
         found["tpot_over_bound"] = figure(ratio, error_s / bound_s, repetitions=repetitions, least=1.0)

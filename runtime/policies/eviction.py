@@ -637,34 +637,14 @@ class Marking(ByPriority):
         return self._drawn[key]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FLDConfig(PolicyConfig):
-    """Options of :class:`FLD`."""
-
-    distance: Literal["cyclic", "absolute"] = "cyclic"
-    """`cyclic`: number of layers until the expert's layer runs again. `absolute`: difference of the layer numbers; at
-    the last layer this evicts experts of the first layer just before they are needed."""
-
-
 class FLD(ByLayer):
-    """Evicts the expert whose layer is farthest from the running one; ties by LRU. O(L).
+    """Evicts the expert whose layer runs again last; ties by LRU. O(L).
 
-    Source: farthest layer distance, HOBBIT (2024).
+    Source: farthest layer distance, HOBBIT (2024), here in layers until the next run: the difference of layer numbers
+    would evict experts of the first layer at the last one, just before they are needed.
     """
 
     name = "fld"
-    config_class = FLDConfig
-    config: FLDConfig
-
-    def victim(self, protected: Container[int]) -> int | None:
-        if self.config.distance == "cyclic":
-            return super().victim(protected)
-        oldest = (self._oldest(layer, protected) for layer in self._groups)
-        return min((key for key in oldest if key is not None), key=self._place, default=None)
-
-    def _place(self, key: int) -> tuple[int, int]:
-        layer = self._group(key)
-        return -abs(layer - self._layer), self._groups[layer][key]
 
 
 @dataclass(frozen=True, kw_only=True)

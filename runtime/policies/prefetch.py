@@ -157,9 +157,9 @@ class PercentileConfig(PolicyConfig):
 
     percentile: Annotated[float, Field(gt=0, lt=100)] = 80.0
     """Percentile of the scores at or above which experts are loaded."""
-    over: Literal["history", "token", "mass"] = "history"
+    over: Literal["history", "token"] = "history"
     """Scores that the percentile refers to. `history`: all layers and tokens so far. `token`: the E scores of one
-    token, which selects a constant number of experts. `mass`: the percentage of a token's probability to cover."""
+    token, which selects a constant number of experts."""
 
 
 class Percentile(PrefetchPolicy):
@@ -168,7 +168,7 @@ class Percentile(PrefetchPolicy):
     With `over=history` a score is divided by that of the token's K-th expert, which makes layers and tokens
     comparable. On the reference model, at 12.8 experts per token, this gives recall .99; plain scores give .92.
 
-    Source: Zhu et al. (2025), as in SpecMD; relative scores and `over=mass` are this project's.
+    Source: Zhu et al. (2025), as in SpecMD; relative scores are this project's.
     """
 
     name = "percentile"
@@ -200,13 +200,8 @@ class Percentile(PrefetchPolicy):
 
     def _of_each_token(self, probability_TE: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
         order_TE = np.argsort(-probability_TE, axis=1, kind="stable")
-        if self.config.over == "token":
-            ranks_TE = np.broadcast_to(np.arange(self.shape.experts) < self._count, order_TE.shape)
-        else:
-            ranked_TE = np.take_along_axis(probability_TE, order_TE, axis=1)
-            ranks_TE = ranked_TE.cumsum(axis=1) - ranked_TE < self._share
         chosen_TE = np.zeros(order_TE.shape, dtype=bool)
-        np.put_along_axis(chosen_TE, order_TE, ranks_TE, axis=1)
+        np.put_along_axis(chosen_TE, order_TE[:, : self._count], True, axis=1)
         return chosen_TE
 
 

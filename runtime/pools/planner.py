@@ -257,17 +257,12 @@ def plans(
         costs: seconds per operation.
         size: bytes of an expert's parts.
         memory: bytes for the pools of one layer.
-        step: step of the grid as a share of the memory (the paper's delta, which is also its dispatch margin).
+        step: step of the grid as a share of the memory, 1 / n (the paper's delta, which is also its dispatch margin).
 
     Returns:
         Allocations by ascending expected time.
-
-    Raises:
-        ExpertcastError: 1 is not a multiple of `step`.
     """
-    parts = round(1 / step) if step > 0 else 0
-    if parts < 1 or abs(parts * step - 1) > 1e-9:
-        raise ExpertcastError(f"step={step}: give a step of 1, 1/2, 1/3, ...")
+    parts = round(1 / step)
     bytes_4 = np.array([size.held(state) for state in POOLS])
     shares_N4 = np.array(list(_compositions(parts, 4)))
     counts_N4 = np.unique(_counts(shares_N4, parts, memory, bytes_4), axis=0)

@@ -7,7 +7,6 @@ in which the device waits for the host.
 
 from __future__ import annotations
 
-import reprlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from expertcast.data.machine import with_index
-from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.messages import Json
 
 # Observers. Engine, cache and link call them and do not depend on what they do.
 #
@@ -64,18 +63,6 @@ class Observer:
         """Return the seconds of a finished CUDA event on this observer's clock; 0 without a clock."""
         del event
         return 0.0
-
-
-def check_observers(observers: object) -> None:
-    """Check the value of the option `observers`.
-
-    Raises:
-        ExpertcastError: it is not a list of observers.
-    """
-    if not isinstance(observers, Sequence) or not all(isinstance(each, Observer) for each in observers):
-        raise ExpertcastError(
-            f"observers={reprlib.repr(observers)}: give a list of Observer objects, such as [Recorder('cpu')]"
-        )
 
 
 class Observers(Observer):

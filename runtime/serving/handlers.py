@@ -429,7 +429,10 @@ _PREPARING = ThreadPoolExecutor(2, thread_name_prefix="requests")
 class CheckedHandler(BaseHandler):  # type: ignore[misc]
     """Base of all handlers: validates requests and answers errors in OpenAI's format."""
 
-    _unsupported: frozenset[str] = frozenset({"generation_config"})
+    _unsupported: frozenset[str] = frozenset(
+        {"generation_config", "audio", "context_management", "conversation", "functions", "function_call", "moderation",
+         "previous_response_id", "web_search_options"}
+    )  # fmt: skip
     """Parameters that transformers accepts and that are refused here."""
     _templated = True
     """Whether prompts are chats."""
@@ -608,7 +611,7 @@ class CheckedChats(CheckedHandler, ChatCompletionHandler):  # type: ignore[misc]
 class CheckedResponses(CheckedHandler, ResponseHandler):  # type: ignore[misc]
     """/v1/responses"""
 
-    _unsupported = frozenset({"generation_config", "prompt"})
+    _unsupported = CheckedHandler._unsupported | {"prompt"}
 
     def _texts(self, body: dict[str, Any]) -> list[str | list[int]]:
         return [self._rendered(body, self._normalize_input(body), self._normalize_tools(body.get("tools")))]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import reprlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeVar, get_type_hints
@@ -151,7 +150,6 @@ _Item = Annotated[
 _Flag = Annotated[bool, "true or false"]
 _Off = Annotated[bool, AfterValidator(_off), "false or no value: this option is not supported"]
 _NewTokens = Annotated[int, Field(ge=1, lt=2**31), "a whole number of 1 or more"]
-_Nothing = Annotated[None, "no value: this parameter is not supported"]
 _One = Annotated[int, Field(ge=1, le=1), "1: each request has one answer"]
 _Penalty = Annotated[float, Field(ge=-2, le=2), "a number from -2 to 2"]
 _Object = Annotated[dict[str, Any], "an object"]
@@ -178,14 +176,6 @@ class Parameters(TypedDict, total=False):
     parallel_tool_calls: Annotated[bool, AfterValidator(_on), "true or no value: one call only is not supported"]
     echo: _Off
     background: _Off
-    audio: _Nothing
-    context_management: _Nothing
-    conversation: _Nothing
-    functions: _Nothing
-    function_call: _Nothing
-    moderation: _Nothing
-    previous_response_id: _Nothing
-    web_search_options: _Nothing
     suffix: _Text
     instructions: _Text
     reasoning: _Object
@@ -321,19 +311,8 @@ def refuse_unknown(tokens: Iterable[int], vocabulary: int) -> None:
 
 def shown(value: object) -> str:
     """Return the beginning of a value's representation."""
-    text = _SHORT.repr(value)
+    text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-class _Short(reprlib.Repr):
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """Cut before the keys are sorted."""
-        return super().repr_dict(dict(itertools.islice(x.items(), self.maxdict + 1)), level)
-
-
-_SHORT = _Short()
-_SHORT.maxstring = _SHORT.maxlong = 40
-_SHORT.maxlevel = 3
 
 
 # Sampling in batches

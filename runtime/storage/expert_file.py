@@ -43,7 +43,7 @@ FILE_NAME = "experts.safetensors"
 PARTIAL = ".partial"
 REMEDY = "remove it or give another store_folder"
 _FORMAT = "expertcast-experts-1"
-_ANY_VERSION = b'{"__metadata__": {"format": "expertcast-'
+_BEGIN = f'{{"__metadata__": {{"format": "{_FORMAT}'.encode()
 _HANDLES = Path("/dev/fd")
 """Folder in which a process finds its open files by descriptor, including those without a name."""
 _NUMBER = itertools.count()
@@ -60,7 +60,7 @@ _Count = Annotated[int, Field(ge=1, le=10**12)]
 
 
 class StaleFileError(Exception):
-    """A store's file is damaged, incomplete, of an older version or of other experts, and must be rebuilt."""
+    """A store's file is damaged, incomplete or of other experts, and must be rebuilt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,17 +148,15 @@ def read_header(path: Path) -> Header:
 
     Raises:
         ExpertcastError: expertcast did not write the file, or it cannot be read.
-        StaleFileError: the file is damaged, or of an older version.
+        StaleFileError: the file is damaged.
     """
     try:
         with open_file(path) as file:
             begin = file.read(_MOST_HEADER)
     except OSError as error:
         raise ExpertcastError(f"cannot read {str(path)!r}: {error.strerror}; {REMEDY}") from error
-    if not begin[8:].startswith(_ANY_VERSION):
+    if not begin[8:].startswith(_BEGIN):
         raise ExpertcastError(f"{str(path)!r} was not written by expertcast or is damaged: {REMEDY}")
-    if not begin[8 + len(_ANY_VERSION) - len("expertcast-") :].startswith(_FORMAT.encode()):
-        raise StaleFileError("it was written by an older version")
     try:
         metadata = json.loads(begin[8 : 8 + int.from_bytes(begin[:8], "little")])["__metadata__"]
         header = _HEADER.validate_json(metadata["header"], strict=True)

@@ -31,7 +31,6 @@ from expertcast.runtime.storage.reader import (
     OpenFile,
     Range,
     Read,
-    can_read_directly,
     pieces_of,
     stamp_of,
 )
@@ -56,8 +55,6 @@ class ExpertsInPlace:
     """
 
     def __init__(self, sources: ExpertSources, layout: BlockLayout, layers: int, experts: int) -> None:
-        if not can_read_directly():
-            raise ExpertcastError("this system reads no ranges of files: pack the experts into a store_folder")
         self._sources, self._layout, self._experts = sources, layout, experts
         self.files: list[OpenFile] = []
         """The files, open as long as this object is."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import resource
 import sys
 import threading
 import warnings
@@ -145,8 +146,6 @@ class HostMemory:
 
 def _map(size: int) -> mmap.mmap:
     try:
-        if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows
-            return mmap.mmap(-1, size)
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ExpertcastError(f"cannot map {size} bytes of host memory ({error}): use store='disk'") from error
@@ -197,9 +196,5 @@ def trim_heap(*, always: bool = False) -> None:
 
 def _lock_limit() -> str:
     """Return the process's memory-lock limit as text for the warning: a few drivers are subject to it."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return ""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return "" if limit == resource.RLIM_INFINITY else f"; `ulimit -l` allows {limit} bytes"

@@ -165,12 +165,10 @@ class DirectReader(TransferQueue[Read]):
         pace: limit of the rate in bytes per second, to emulate a slower disk; None: no limit.
 
     Raises:
-        ExpertcastError: a file cannot be opened, or the system has no positioned reads (Windows).
+        ExpertcastError: a file cannot be opened.
     """
 
     def __init__(self, *files: OpenFile | Path, threads: int = THREADS, pace: float | None = None) -> None:
-        if not can_read_directly():
-            raise ExpertcastError("this system reads no file directly: use link 'instant'")
         super().__init__()
         self._pace = pace
         staging = [HostMemory(PIECE + 2 * SECTOR).bytes for _ in range(threads)]  # before any thread: it may fail
@@ -324,11 +322,6 @@ def _behind(views: list[memoryview], done: int) -> list[memoryview]:
         left.append(view[done:])
         done = max(0, done - len(view))
     return [view for view in left if len(view)]
-
-
-def can_read_directly() -> bool:
-    """Whether the system has `preadv`, a read at an offset into several buffers."""
-    return hasattr(os, "preadv")
 
 
 def _open(file: OpenFile) -> tuple[int, bool]:

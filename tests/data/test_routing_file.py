@@ -216,8 +216,6 @@ DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
     "fraction": (_each("expert", lambda value: value + 0.5), "row 0, column expert is 0.5: use a non-negative integer"),
     "nan": (_each("rank", lambda value: float("nan")), "row 0, column rank is nan"),
     "negative": (_set("expert", 4, -2), "row 4, column expert is -2: use a non-negative integer"),
-    "nan weight": (_set("weight", 1, float("nan")), "column weight has values"),
-    "endless weight": (_set("weight", 1, float("inf")), "column weight has values"),
     "expert out of range": (_set("expert", 5, 9), "has expert 9 of 4: ids range from 0 to 3"),
     "gap in layers": (_each("layer", lambda value: 2 * value), "has no experts at layer 1: number the MoE layers"),
     "from layer 1": (_each("layer", lambda value: value + 1), "has no experts at layer 0: number the MoE layers"),

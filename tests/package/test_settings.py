@@ -124,8 +124,8 @@ def test_unknown_options_name_the_known_ones(capsys: pytest.CaptureFixture[str])
         capsys, [*train, "linear", "next_norm", "--set", "width=1"]
     )
     assert "no option 'member_configs=1'" in line(capsys, [*train, "hybrid", "--set", "member_configs=1"])
-    said = line(capsys, ["simulate", "no/traces", "--policy", "fld:far=1"])
-    assert said.endswith("eviction policy 'fld' has no option 'far=1': options are distance, written name=value")
+    said = line(capsys, ["simulate", "no/traces", "--policy", "lrfu:far=1"])
+    assert said.endswith("eviction policy 'lrfu' has no option 'far=1': options are half_life, written name=value")
 
 
 def test_settings_arrive_in_the_checkpoint(tiny_traces: TraceDataset, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import typing
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import LRU, MISS, PRESETS, ROUTING, Choice, Policies, PolicyConfig
 from expertcast.runtime.policies.settings import FORECASTS
-from expertcast.runtime.recording.recorder import Observer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.faults import INPUTS
@@ -237,14 +235,6 @@ def test_every_field_refuses_values_of_another_type() -> None:
 def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:
     with refused(f"^{message}"):
         OffloadConfig(**fields)
-
-
-@pytest.mark.parametrize("observers", [3, None, [3], "ab", [Observer], Observer()])
-def test_what_are_no_observers(observers: Any, reference_model: PreTrainedModel) -> None:
-    """load_offloaded says so before it looks for the model."""
-    for call in (partial(offload, reference_model), partial(load_offloaded, "no/such-model")):
-        with refused(r"^observers=.*: give a list of Observer objects"):
-            call(observers=observers)
 
 
 def test_what_is_no_model_or_no_configuration(reference_model: PreTrainedModel) -> None:

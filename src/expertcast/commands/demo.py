@@ -15,8 +15,14 @@ from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.results import layer_table
 from expertcast.commands.options import Count, Option
-from expertcast.commands.output import Outcome, folder, forecast_lines, say, write_json
-from expertcast.commands.predictors import best_on_validation, checkpoint_metrics, ledger_of, predictor_config
+from expertcast.commands.output import Outcome, folder, forecast_lines, runs_table, say, write_json
+from expertcast.commands.predictors import (
+    best_on_validation,
+    checkpoint_metrics,
+    ledger_of,
+    predictor_config,
+    quality_table,
+)
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
@@ -25,7 +31,7 @@ from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError, Predictor, names
 from expertcast.predictors.hybrid import Hybrid
 from expertcast.predictors.linear import LinearConfig, default_inputs
-from expertcast.predictors.messages import Json, aligned
+from expertcast.predictors.messages import Json
 from expertcast.training.evaluation import Evaluation, evaluate
 from expertcast.training.fit import fit_many, forecast_seconds
 from expertcast.training.report import PAGE, example_text, report_sources, write_report
@@ -73,26 +79,7 @@ def deploy(
         runs = measure(model, prompt_ids, ways, settings, resident=resident).reports
     finally:
         store.give_back()
-    for name, way in runs.items():
-        way["perplexity"] = quality["runs"][name if name in quality["runs"] else "exact"]["perplexity"]
     return {"bandwidth": BANDWIDTH, "new_tokens": NEW_TOKENS, "runs": runs, "quality": quality}
-
-
-def runs_table(runs: Json) -> str:
-    """Return a table with a row per run of :func:`deploy`."""
-    rows = [("run", "ms per token", "kB per token", "hit rate", "perplexity", "identical")]
-    for name, run_ in runs.items():
-        rows.append(
-            (
-                name,
-                f"{run_['tpot_s'] * 1e3:.2f}",
-                f"{run_['bytes_per_token'] / 1e3:.0f}",
-                f"{run_['hit_rate']:.3f}",
-                f"{run_['perplexity']:.3f}",
-                "yes" if run_["identical"] else "no",
-            )
-        )
-    return aligned(rows)
 
 
 RESULT, TRACES, CHECKPOINT, REPORT = "demo.json", "traces", "checkpoint", "report"
@@ -187,7 +174,7 @@ def _stages(options: Options, model: PreTrainedModel, tokenizer: PreTrainedToken
 
 
 def _text(out: Path, evaluation: Evaluation, result: Json) -> str:
-    """Return both tables, the written files, and commands to continue with."""
+    """Return the tables, the written files, and commands to continue with."""
     paths = {"traces": out / TRACES, "checkpoint": out / CHECKPOINT, "sweep": out / "sweep"}
     wrote = [out / RESULT, out / TRACES, out / CHECKPOINT, out / REPORT / PAGE]
     return "\n\n".join(
@@ -198,6 +185,7 @@ def _text(out: Path, evaluation: Evaluation, result: Json) -> str:
             f"{result['experts'] * result['layers']} experts on the device, "
             f"link of {result['bandwidth'] / 1e6:.1f} MB/s",
             "\n".join([runs_table(result["runs"]), *forecast_lines(result["runs"])]),
+            quality_table(result["quality"]),
             f"{result['seconds']:.0f} seconds; wrote {', '.join(map(str, wrote))}",
             "next:" + "".join(f"\n    {command.format(**paths, bandwidth=result['bandwidth'])}" for command in NEXT),
         ]

@@ -467,7 +467,6 @@ def _simulate_routing(options: Options) -> Outcome:
     from expertcast.runtime.simulation.figures import write_hits
     from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES
 
-    _check_routing(options)
     routing, total = open_routing(options.traces, options.experts_per_layer, options.expert_bytes)
     shares: Sequence[float] = options.capacity
     if not (options.capacity or options.memory or options.slots):
@@ -486,11 +485,3 @@ def _simulate_routing(options: Options) -> Outcome:
         paths = [*_write_results(options.out, result, text), write_hits(rows, options.out)]
         text += "\n\nwrote " + ", ".join(map(str, paths))
     return result, text
-
-
-def _check_routing(options: Options) -> None:
-    from expertcast.runtime.policies.eviction import SCOPES
-
-    for scope in options.policies.scope:
-        if scope not in SCOPES:
-            raise ExpertcastError(f"unknown scope {scope!r}: choose from {', '.join(SCOPES)}")

@@ -104,16 +104,6 @@ def test_experts_that_the_codec_cannot_hold() -> None:
     assert advice.facts["decode_rate"] is None
 
 
-def test_what_a_run_took_longer_counts_for_its_like() -> None:
-    """Of a compressed run for compressed ones; of a raw run for all."""
-    plain = _found(rate=100.0)
-    raw, coded = StoredExperts(plain=1000), replace(plain, late="bitsplit", late_s=100.0)
-    assert coded.option(CODED).tpot_s == plain.option(CODED).tpot_s + 100
-    assert coded.option(raw).tpot_s == plain.option(raw).tpot_s
-    assert advise_disk(coded).chosen.codec == "raw"
-    assert replace(coded, late="raw").option(CODED).tpot_s == coded.option(CODED).tpot_s
-
-
 def test_what_is_advised_can_be_saved(tmp_path: Path) -> None:
     advice = advise_disk(_found(rate=100.0))
     config = advice.chosen.config(OffloadConfig(memory="4000", bandwidth=100.0), tmp_path)

@@ -158,7 +158,6 @@ def test_figures_follow_their_definitions() -> None:
     got = report(prefetch, on_demand=on_demand, truth=truth, link_rate=20.0)
     assert got["hideable_s"] == 2.0  # min(1, 2) + min(2, 1)
     assert got["overlap_efficiency"] == 0.75
-    assert got["overlap_efficiency_forecast_layers"] == 1.5  # layer 0 has no forecast
     assert got["bound_s"] == 6.0  # computation is longer than copying
     assert got["tpot_over_bound"] == 1.25
     assert got["link_utilisation"] == 0.5

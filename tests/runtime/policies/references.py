@@ -146,10 +146,6 @@ def fld(history: History, key: int) -> tuple[float, ...]:
     return (-history.ahead(key), history.accessed[key][0])
 
 
-def fld_absolute(history: History, key: int) -> tuple[float, ...]:
-    return (-abs(key // history.experts - history.layer), history.accessed[key][0])
-
-
 def _last(history: History, key: int) -> tuple[int, int]:
     return max(history.accessed[key], history.wanted.get(key, (0, 0)))
 
@@ -207,7 +203,6 @@ ORDERS: dict[str, Order] = {
     "lrfu:half_life=2": lrfu,
     "lhu": lhu,
     "fld": fld,
-    "fld:distance=absolute": fld_absolute,
     "least_stale": least_stale,
     "least_stale:order=layer": least_stale_layer,
     "belady": belady,

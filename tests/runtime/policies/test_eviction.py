@@ -100,14 +100,6 @@ FLD = """
     a1 a2 > c0 c2 |               | c0* c1 > b0 b2
     a0 > a1     | b0 b2 > a0 a2 | c2 > c0
 """
-# At a: c b. At b: a and c are equally far. At c: a b. So c goes at a, just before a's at c: both come back too soon.
-# 2: at b of a0 a1, a0; at c a1 and then, of b0 b1 b2, b1, not used in this forward.
-ABSOLUTE = """
-    a0 a1       | b0 b1         | c0 c2 > a0 a1
-    a0 a1 > c0 c2 | b2 > a0       | c0* c2* > a1 b1
-    a1 a2 > c0 c2 |               | c0* c1 > a1 a2
-    a0 a2 > c0 c1 |               | c1* c2 > a0 a2
-"""
 # Means as shares of the highest: a 1 5/8 3/8, b 1 1/2 1/10, c 1/2 1/2 1. Equals: the first layer.
 # 1: at c b1 1/2, a1 5/8. 2: at a c0 1/2; at b a1 5/8; at c b2 1/10. 3: at a c0, then a0 of a0 b0 c2, all 1;
 # at b a2 3/8; at c b2, a1. 4: at a c0 and c1, 1/2 both, c0 loaded first; at b a2; at c b2.
@@ -157,7 +149,6 @@ TRIALS = {
     "lrfu:half_life=1": (LRFU, 2, 22, 7, 22 * BLOCK),
     "lhu": (LHU, 7, 17, 2, 10 * BLOCK + 7 * LOW),
     "fld": (FLD, 8, 16, 1, 16 * BLOCK),
-    "fld:distance=absolute": (ABSOLUTE, 5, 19, 4, 19 * BLOCK),
     "score": (SCORE, 6, 18, 3, 18 * BLOCK),
     "least_stale": (LEAST_STALE, 4, 20, 4, 20 * BLOCK),
     "least_stale:order=layer": (LRU, 0, 24, 9, 24 * BLOCK),
@@ -445,7 +436,7 @@ def _forwards(choose: random.Random, layers: int, experts: int, top_k: int) -> I
         ]
 
 
-@pytest.mark.parametrize("name", [*EVICTION.names(), "fld:distance=absolute", "least_stale:order=layer"])
+@pytest.mark.parametrize("name", [*EVICTION.names(), "least_stale:order=layer"])
 def test_one_policy_per_layer_is_one_cache_per_layer(name: str) -> None:
     """A layer with a share of slots misses what it would miss if its experts were the only ones in a cache."""
     choose = random.Random(2)

@@ -29,11 +29,6 @@ def wanted(logits_TE: Tensor, top_k: int, layer: int = 1) -> Candidates:
     return Candidates(forecast, ids_TK.tolist(), weights_TK.tolist())
 
 
-def of_probabilities(rows: list[list[float]], top_k: int, layer: int = 1) -> Candidates:
-    """A forecast with these softmax probabilities."""
-    return wanted(torch.tensor(rows).log(), top_k, layer)
-
-
 # Number of experts of an overfetch factor: one rule in runtime, simulator and evaluation
 
 
@@ -85,16 +80,6 @@ def test_one_tokens_percentile_is_a_count(experts: int, count: int) -> None:
         assert len(got) == count
         assert set(got) == set(np.flatnonzero(scores_E >= np.quantile(scores_E, 0.8)).tolist())
         assert got == sorted(got, key=lambda expert: -scores_E[expert])
-
-
-def test_mass_by_hand() -> None:
-    """80%: .5 + .25 = .75 is too little, .15 more is enough. The second token needs .6 + .3 = .9: experts 3 and 2."""
-    rows = [[0.5, 0.25, 0.15, 0.1], [0.05, 0.05, 0.3, 0.6]]
-    policy = _made("percentile:over=mass", 4, 2)
-    assert policy.experts(of_probabilities(rows[:1], 2)) == [0, 1, 2]
-    assert policy.experts(of_probabilities(rows[1:], 2)) == [3, 2]
-    # both: sums over tokens .55 .30 .45 .70
-    assert policy.experts(of_probabilities(rows, 2)) == [3, 0, 2, 1]
 
 
 @settings(max_examples=60, deadline=None)

@@ -90,7 +90,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((CHAT,), {"response_format": SCHEMA}, "structured output"),
     ((CHAT,), {"response_format": {"type": "json_object"}}, "structured output"),
     ((CHAT,), {"modalities": ["text", "audio"]}, "modalities"),
-    ((CHAT,), {"functions": [{"name": "now"}]}, "functions=[{'name': 'now'}]"),
+    ((CHAT,), {"functions": [{"name": "now"}]}, "unknown parameter 'functions'"),
     ((CHAT,), {"messages": []}, "messages=[]"),
     ((CHAT,), {"messages": [{"role": "user", "content": "a"}] * 4097}, "up to 4096"),
     ((RESPONSES,), {"input": [{"role": "user", "content": "a"}] * 4097}, "up to 4096"),
@@ -111,7 +111,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((RESPONSES,), {"text": {"format": SCHEMA}}, "structured output"),
     ((RESPONSES,), {"include": ["message.output_text.logprobs"]}, "a list without logprobs"),
     ((RESPONSES,), {"background": True}, "background=True"),
-    ((RESPONSES,), {"previous_response_id": "resp_1"}, "previous_response_id='resp_1'"),
+    ((RESPONSES,), {"previous_response_id": "resp_1"}, "unknown parameter 'previous_response_id'"),
     ((RESPONSES,), {"prompt": {"id": "p"}}, "'prompt'"),
     ((RESPONSES,), {"instructions": 5}, "instructions=5"),
 ]

@@ -406,13 +406,6 @@ def test_a_changed_header_is_refused(change: Callable[[Any], None], path: Path) 
     assert str(path) in str(caught.value)
 
 
-def test_a_file_of_an_older_version_is_made_again(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b"expertcast-experts-1", b"expertcast-store-1  ", 1))
-    with pytest.raises(ExpertcastError, match="written by an older version; remove it, and the next load packs"):
-        verify_store(path)
-
-
 def test_all_of_it_is_verified(path: Path) -> None:
     """Also what a disk changed, which leaves no trace in the file's time of change."""
     verify_store(path)
