@@ -97,8 +97,10 @@ class OpenModel(ExitStack):
     def report(self) -> ModelReport:
         """Describe the model."""
         if self.view is None or (self.files is None and self._is_here()):
-            return _refusal(self.model, self.source.name, self.error)
-        report = _describe(self.model, self.source.name, self.form, self.view)
+            return ModelReport(
+                model=self.source.name, architecture=type(self.model).__name__, supported=False, reason=str(self.error)
+            )
+        report = describe(self.model, self.source.name, self.form, self.view)
         paths = [] if self.files is None else self.files.paths
         return replace(report, shipped_bytes=sum(Path(path).stat().st_size for path in paths))
 
@@ -107,19 +109,8 @@ class OpenModel(ExitStack):
         return bool(self.source.gguf()) or any(any(Path(self.source.path).glob(each)) for each in weights)
 
 
-def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
-    """Describe a model on any device, including meta; `model_id` is its name, and locates its files."""
-    try:
-        return _describe(model, model_id, form_of(model.config, ModelSource.of(model_id)), find_moe_layers(model))
-    except ExpertcastError as error:
-        return _refusal(model, model_id, error)
-
-
-def _refusal(model: PreTrainedModel, model_id: str, error: ExpertcastError) -> ModelReport:
-    return ModelReport(model=model_id, architecture=type(model).__name__, supported=False, reason=str(error))
-
-
-def _describe(model: PreTrainedModel, model_id: str, form: Quantised | None, view: MoEView) -> ModelReport:
+def describe(model: PreTrainedModel, model_id: str, form: Quantised | None, view: MoEView) -> ModelReport:
+    """Describe a supported model on any device, including meta."""
     first = view[0]
     expert_bytes = sum(p[0].nbytes for p in first.experts.parameters() if p.shape[0] == first.num_experts)
     all_experts = expert_bytes * first.num_experts * len(view)

@@ -222,9 +222,9 @@ class OffloadConfig:
         if self.in_place and (self.store != "disk" or self.store_folder is not None):
             raise ExpertcastError("in_place reads the checkpoint's own files: give store='disk' without store_folder")
         if self.codec not in (None, "raw"):
-            from expertcast.runtime.storage.codecs import check_codec
+            from expertcast.runtime.storage.codecs import CODECS
 
-            check_codec(self.codec)
+            CODECS.get(self.codec)
             if self.in_place:
                 raise ExpertcastError(f"in_place keeps experts as they are: leave codec={self.codec!r} out")
             if self.store != "disk":

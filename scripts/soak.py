@@ -64,13 +64,12 @@ from expertcast.training.scoring import FitOptions
 REFERENCE = "reference"
 MODELS = (*CONFIGS, REFERENCE)
 _OPTIONS = {
-    "top_k": ["overfetch=1.5", "overfetch=3.0"], "percentile": ["over=token", "percentile=50.0"],
-    "next_use": ["horizon=2"], "marking": ["seed=7"],
-    "least_stale": ["order=layer"], "importance": ["alpha=0.0", "alpha=1.0"],
-    "gap": ["literal=true", "tau=0.2,r_max=4"], "substitute": ["tolerance=1.0"], "drop": ["fetched=1"],
-    "cache_aware": ["strength=1.0"], "bitsplit": ["shards=1", "shards=3"],
+    "top_k": ["overfetch=1.5", "overfetch=3.0"], "percentile": ["percentile=50.0"],
+    "next_use": ["horizon=2"], "importance": ["alpha=0.0", "alpha=1.0"],
+    "gap": ["tau=0.2,r_max=4"], "substitute": ["tolerance=1.0"], "drop": ["fetched=1"],
+    "cache_aware": ["strength=1.0"],
 }  # fmt: skip
-"""Options of policies, drafts and codecs, drawn beside the defaults."""
+"""Options of policies and drafts, drawn beside the defaults."""
 _ESTIMATOR = {"width": 16, "steps": 8, "step_tokens": 64}
 _PREDICTORS = {
     "estimator": _ESTIMATOR,
@@ -245,12 +244,12 @@ def _transport(choose: Random, dtype: str) -> dict[str, Any]:
         codec = codec if dtype == "bf16" or choose.random() < 0.1 else "raw"
         options["store"] = "disk"
         if codec != "raw":
-            options["codec"] = _named(choose, codec)
+            options["codec"] = codec
             if choose.random() < 0.5:
                 states = choose.sample(("C", "S", "E"), choose.randint(1, 3))
                 options["pools"] = {state: choose.randint(1, 12) for state in states}
         if choose.random() < 0.5:
-            options["store_folder"] = f"store-{options.get('codec', 'raw').replace(':', '-')}"
+            options["store_folder"] = f"store-{options.get('codec', 'raw')}"
     links = ("auto", "disk", "paced") if "store" in options else ("auto", "instant", "emulated", "timed", "jitter")
     link = choose.choice(links) if choose.random() < 0.95 else choose.choice(LINKS)
     if link == "timed":

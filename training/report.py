@@ -25,7 +25,6 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.provenance import provenance as running_provenance
 from expertcast.checkpoints.results import (
     CHAINED,
@@ -81,7 +80,7 @@ def report_sources(source: TraceSource, fitted: Mapping[str, Fitted]) -> Json:
     traces = {key: source.info[key] for key in _OF_TRACES if key in source.info}
     return {
         "date": now(),
-        **provenance(),
+        **running_provenance(),
         "traces": {**traces, "documents": len(source.documents), "tokens by domain": domains},
         "predictors": {
             name: {"config": each.predictor.config.as_dict(), "training": dict(each.report)}

@@ -177,7 +177,7 @@ def stored_experts(codec: Codec, sample: Sequence[Sequence[Part]], *, decoding_s
             nbytes[own] += sectors(len(part.data))
     plain, coded = (count / len(sample) for count in nbytes)
     return StoredExperts(
-        codec=codec.text, plain=plain, coded=coded, shards=shards, decode_s=decoding_s / shards, threads=threads
+        codec=codec.name, plain=plain, coded=coded, shards=shards, decode_s=decoding_s / shards, threads=threads
     )
 
 

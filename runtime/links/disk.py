@@ -54,7 +54,7 @@ class KeptParts:
         self._size = ExpertBytes(plane=plain, exponents=packed)
         self._codec, self._slots, self._open_reader = codec, slots, open_reader
         if not packed and memory.keys() - {State.C}:
-            raise ExpertcastError(f"codec {codec.text!r} supports pool C only: give pools='C=...'")
+            raise ExpertcastError(f"codec {codec.name!r} supports pool C only: give pools='C=...'")
         room = {state: nbytes // self._size.held(state) for state, nbytes in memory.items()}
         for state, count in room.items():
             if not count:

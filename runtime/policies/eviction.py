@@ -12,14 +12,13 @@ import bisect
 import heapq
 import itertools
 import math
-import random
 from abc import abstractmethod
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from operator import add
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -588,55 +587,6 @@ class Score(Rescored):
         return Scores(sums_E, 1 / (max(sums_E) or 1.0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class MarkingConfig(PolicyConfig):
-    """Options of :class:`Marking`."""
-
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the random draws."""
-
-
-class Marking(ByPriority):
-    """Evicts a random expert among those that were not used in the current phase. O(log n).
-
-    A use marks an expert; a prefetch does not. When only marked experts are left, one of them is evicted, all marks are
-    cleared and the next phase begins.
-
-    Source: Fiat et al. (1991), "Competitive paging algorithms"; a baseline of ZipMoE.
-    """
-
-    name = "marking"
-    config_class = MarkingConfig
-    config: MarkingConfig
-
-    def __init__(self, config: MarkingConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._random = random.Random(config.seed)
-        self._phase = 0
-        self._drawn: dict[int, float] = {}
-        """Integer part: phase in which the expert is unmarked; fraction: its random place within that phase."""
-
-    def insert(self, key: int, full: bool = True) -> None:
-        self._drawn[key] = self._phase + self._random.random()
-        super().insert(key, full)
-
-    def use(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._drawn[key] = self._phase + 1 + self._random.random()
-        super().use(keys)
-
-    def remove(self, key: int) -> None:
-        super().remove(key)
-        self._phase = max(self._phase, int(self._drawn.pop(key)))
-
-    def clear(self) -> None:
-        super().clear()
-        self._drawn.clear()
-
-    def _priority(self, key: int) -> float:
-        return self._drawn[key]
-
-
 class FLD(ByLayer):
     """Evicts the expert whose layer runs again last; ties by LRU. O(L).
 
@@ -647,30 +597,18 @@ class FLD(ByLayer):
     name = "fld"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeastStaleConfig(PolicyConfig):
-    """Options of :class:`LeastStale`."""
-
-    order: Literal["distance", "layer"] = "distance"
-    """Order within the stale and within the current experts. `distance`: first those whose layer runs again last.
-    `layer`: first those of the lowest layer, as in the paper; equals LRU while the cache holds at most one pass."""
-
-
 class LeastStale(ByLayer):
     """Evicts stale experts, which were last accessed in an earlier pass, before current ones.
 
     An access is a use, a copy or a forecast that names the expert. Experts are ordered by (current,
-    -((layer - running layer - 1) mod L), last access), or by (current, layer, last access) with `order=layer`; the
-    smallest is evicted. O(L).
+    -((layer - running layer - 1) mod L), last access); the smallest is evicted. O(L).
 
     Source: Least-Stale, SpecMD; order by distance is this project's.
     """
 
     name = "least_stale"
-    config_class = LeastStaleConfig
-    config: LeastStaleConfig
 
-    def __init__(self, config: LeastStaleConfig, shape: CacheShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._began = 0
         """Clock at the start of the pass; experts accessed then or before are stale."""
@@ -691,9 +629,6 @@ class LeastStale(ByLayer):
                     if key not in protected:
                         return key
         return None
-
-    def _order(self) -> Iterable[int]:
-        return range(self.shape.layers) if self.config.order == "layer" else super()._order()
 
 
 _MAX_WEIGHT = 1e100
@@ -927,16 +862,15 @@ class GapConfig(PolicyConfig):
     """Consecutive probabilities that differ by less than this are a tie, which frees one more slot."""
     r_max: Annotated[int, Field(ge=0)] = 2
     """Maximum number of slots freed because of ties."""
-    literal: bool = False
-    """Count every tie among the r_max gaps after the boundary, as in the paper; false: stop at the first larger gap."""
 
 
 class Gap(PreEviction):
     """Frees a slot for each predicted expert that is absent, plus one for each tie after the k-th probability.
 
-    k is the number of distinct experts that the forecast names for the tokens of the step.
+    k is the number of distinct experts that the forecast names for the tokens of the step. Ties end at the first
+    larger gap.
 
-    Source: ActiveEvict, eq. 14 to 17.
+    Source: ActiveEvict, eq. 14 to 17; the paper also counts ties behind larger gaps.
     """
 
     name = "gap"
@@ -946,13 +880,8 @@ class Gap(PreEviction):
     def release_target(self, probability_E: Sequence[float], predicted: Collection[int], resident: int) -> int:
         config, k = self.config, len(predicted)
         boundary = sorted(probability_E, reverse=True)[k - 1 : k + config.r_max] if k else []
-        ties = 0
-        for higher, lower in pairwise(boundary):
-            if higher - lower < config.tau:
-                ties += 1
-            elif not config.literal:
-                break
-        return k - resident + ties
+        ties = takewhile(lambda gap: gap < config.tau, (higher - lower for higher, lower in pairwise(boundary)))
+        return k - resident + len(list(ties))
 
 
 PRE_EVICTION: PolicyRegistry[PreEviction] = PolicyRegistry("pre-eviction policy", NoPreEviction, Gap)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -156,53 +156,33 @@ class PercentileConfig(PolicyConfig):
     """Options of :class:`Percentile`."""
 
     percentile: Annotated[float, Field(gt=0, lt=100)] = 80.0
-    """Percentile of the scores at or above which experts are loaded."""
-    over: Literal["history", "token"] = "history"
-    """Scores that the percentile refers to. `history`: all layers and tokens so far. `token`: the E scores of one
-    token, which selects a constant number of experts."""
+    """Percentile of the scores, of all layers and tokens so far, at or above which experts are loaded."""
 
 
 class Percentile(PrefetchPolicy):
     """Loads the experts whose softmax score reaches a percentile for any token, likeliest first.
 
-    With `over=history` a score is divided by that of the token's K-th expert, which makes layers and tokens
-    comparable. On the reference model, at 12.8 experts per token, this gives recall .99; plain scores give .92.
+    A score is divided by that of the token's K-th expert, which makes layers and tokens comparable. On the
+    reference model, at 12.8 experts per token, this gives recall .99; plain scores give .92.
 
     Source: Zhu et al. (2025), as in SpecMD; relative scores are this project's.
     """
 
     name = "percentile"
     config_class = PercentileConfig
-    config: PercentileConfig
 
     def __init__(self, config: PercentileConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._share = config.percentile / 100
         self._history = RunningQuantile()
-        # number of scores at or above the linearly interpolated quantile of E distinct scores
-        self._count = shape.experts - math.ceil(round(self._share * (shape.experts - 1), 9))
 
     def experts(self, candidates: Candidates) -> list[int]:
         probability_TE = candidates.probability_TE.numpy()
-        if self.config.over == "history":
-            chosen_TE = self._above_history(probability_TE)
-        else:
-            chosen_TE = self._of_each_token(probability_TE)
-        return likeliest_first(chosen_TE, probability_TE)
-
-    def _above_history(self, probability_TE: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
         kth = self.shape.experts - self.shape.top_k
         boundary_T1 = np.partition(probability_TE, kth, axis=1)[:, kth : kth + 1]
         bins_TE = self._history.bins(probability_TE / boundary_T1.clip(min=_TINY))
         self._history.add(bins_TE)
-        above_TE: npt.NDArray[np.bool_] = bins_TE >= self._history.bin_at(self._share)
-        return above_TE
-
-    def _of_each_token(self, probability_TE: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-        order_TE = np.argsort(-probability_TE, axis=1, kind="stable")
-        chosen_TE = np.zeros(order_TE.shape, dtype=bool)
-        np.put_along_axis(chosen_TE, order_TE[:, : self._count], True, axis=1)
-        return chosen_TE
+        return likeliest_first(bins_TE >= self._history.bin_at(self._share), probability_TE)
 
 
 class RunningQuantile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 from prometheus_client import (
@@ -23,6 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+import expertcast
 from expertcast.runtime.drafts.governor import Tally
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.recording.recorder import RunStatistics
@@ -151,8 +152,6 @@ class RequestMetrics:
         return int(sum(sample.value for family in counter.collect() for sample in family.samples))
 
 
-_VERSIONS = ("expertcast", "torch", "transformers")
-
 Labels = tuple[str, ...]
 
 
@@ -178,14 +177,9 @@ class MetricSource:
             name: the served name; empty: the model's id.
         """
         drafting = offloaded.drafting
-
-        def draft_bytes() -> Mapping[str, int]:
-            return dict(drafting.memory)
-
         return cls(
             stats=offloaded.stats, link=offloaded.link, pool=offloaded.pool, store=offloaded.store,
-            tally=drafting.tally, draft_bytes=draft_bytes,
-            info=run_info(offloaded, name),
+            tally=drafting.tally, draft_bytes=lambda: drafting.memory, info=run_info(offloaded, name),
         )  # fmt: skip
 
 
@@ -285,15 +279,10 @@ def run_info(offloaded: OffloadedModel, name: str = "") -> dict[str, str]:
         "link": offloaded.link.name,
         "store": offloaded.store.name,
         "python": platform.python_version(),
-        **{package: _version(package) for package in _VERSIONS},
+        "expertcast": expertcast.__version__,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _families(values: Any) -> Iterator[Metric]:

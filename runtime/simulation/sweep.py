@@ -120,10 +120,8 @@ def _rows(trace: Trace, cases: Sequence[Case], processes: int) -> Iterator[Json]
 def _context() -> BaseContext:
     """Return a context whose processes are not forked from this one, since its libraries have threads.
 
-    A fork server, where available, imports the libraries once for all processes.
+    A fork server imports the libraries once for all processes.
     """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context

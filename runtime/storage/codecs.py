@@ -15,10 +15,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import numpy as np
-import pydantic
 import torch
 import xxhash
 import zstandard
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from expertcast.predictors.base import Registry
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.options import options_text, parse_options, validate
 from expertcast.runtime.storage.layout import BlockLayout
 
 # Compression of exponents: zstd, configured for entropy coding with almost no matches.
@@ -117,14 +115,6 @@ class Part:
         return self.digest is None or _digest(self.data) == self.digest
 
 
-@dataclass(frozen=True, kw_only=True)
-class CodecConfig:
-    """Base of the codecs' configurations; subclasses add fields, each with a docstring line."""
-
-    def __post_init__(self) -> None:
-        validate(self)
-
-
 class Codec(ABC):
     """Converts blocks of one layout to parts and back, bit for bit; refuses blocks for which it cannot.
 
@@ -137,19 +127,12 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
-    config_class: ClassVar[type[CodecConfig]] = CodecConfig
     planes: tuple[Plane, ...]
     shards: tuple[Shard, ...]
     """Shards in the order of planes and bytes, which is the order of the parts in the store."""
 
-    def __init__(self, config: CodecConfig, layout: BlockLayout) -> None:
-        self.config, self.layout = config, layout
-
-    @property
-    def text(self) -> str:
-        """Shortest text from which :func:`expertcast.runtime.storage.codecs.make_codec` creates this codec."""
-        options = options_text(self.config)
-        return f"{self.name}:{options}" if options else self.name
+    def __init__(self, layout: BlockLayout) -> None:
+        self.layout = layout
 
     @abstractmethod
     def split(self, block: Tensor) -> tuple[Tensor, ...]:
@@ -239,7 +222,7 @@ class Codec(ABC):
     def _damaged(self, index: int, how: str) -> ExpertcastError:
         plane = self.planes[self.shards[index].plane].name
         return ExpertcastError(
-            f"part {index} ({plane!r}, codec {self.text!r}) of an expert in the store {how}: remove the store and "
+            f"part {index} ({plane!r}, codec {self.name!r}) of an expert in the store {how}: remove the store and "
             "pack it again"
         )
 
@@ -272,8 +255,8 @@ class Raw(Codec):
 
     name = "raw"
 
-    def __init__(self, config: CodecConfig, layout: BlockLayout) -> None:
-        super().__init__(config, layout)
+    def __init__(self, layout: BlockLayout) -> None:
+        super().__init__(layout)
         self.planes = (Plane(name="block", nbytes=layout.block_bytes),)
         self.shards = shards_of(self.planes)
 
@@ -298,9 +281,9 @@ class Raw(Codec):
 # weight, which takes longer than reading 0.7 percent of the bytes.
 
 _SHARD = 1 << 20
-"""Bytes of the high plane per shard, by default."""
+"""Bytes of the high plane per shard."""
 _MOST_SHARDS = 8
-"""Maximum number of shards, by default."""
+"""Maximum number of shards."""
 _DTYPES = (torch.bfloat16, torch.float16)
 _WORDS = 1 << 18
 """Words merged at a time, so that the second pass finds them in a core's cache."""
@@ -308,32 +291,23 @@ LOW, HIGH = 0, 1
 """Numbers of the planes: uncompressed low bytes (the paper's SM) and compressed high bytes (the paper's E)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BitSplitConfig(CodecConfig):
-    """Division of the compressed plane into shards."""
-
-    shards: Annotated[int, pydantic.Field(ge=1, le=64)] | None = None
-    """Number K of shards of the compressed plane; none: one per MiB, 1 to 8."""
-
-
 class BitSplit(Codec):
-    """Stores low bytes uncoded and high bytes compressed in K shards. fp16 shrinks less: its high byte has two bits
-    of mantissa.
+    """Stores low bytes uncoded and high bytes compressed, in 1 to 8 shards. fp16 shrinks less: its high byte has two
+    bits of mantissa.
 
     The whole block is coded as 16-bit words, so that every bit is recovered, padding included.
     """
 
     name = "bitsplit"
-    config_class = BitSplitConfig
 
-    def __init__(self, config: BitSplitConfig, layout: BlockLayout) -> None:
-        super().__init__(config, layout)
+    def __init__(self, layout: BlockLayout) -> None:
+        super().__init__(layout)
         for field in layout.fields:
             if field.dtype not in _DTYPES:
                 raise self._refuse(f"{field.name!r} is {str(field.dtype).removeprefix('torch.')}, not bf16 or fp16")
         half = layout.block_bytes // 2
         self.planes = (Plane(name="low", nbytes=half), Plane(name="high", nbytes=half, compressed=True))
-        self.shards = shards_of(self.planes, config.shards or min(max(1, half // _SHARD), _MOST_SHARDS))
+        self.shards = shards_of(self.planes, min(max(1, half // _SHARD), _MOST_SHARDS))
 
     def split(self, block: Tensor) -> tuple[Tensor, ...]:
         low, high = block.view(-1, 2).unbind(1)
@@ -369,26 +343,10 @@ for _codec in (Raw, BitSplit):
     CODECS.register(_codec)
 
 
-def make_codec(text: str, layout: BlockLayout) -> Codec:
-    """Create the codec that a text names: `name` or `name:option=value,option=value`.
+def make_codec(name: str, layout: BlockLayout) -> Codec:
+    """Create the codec of a name.
 
     Raises:
-        ExpertcastError: the name, an option or a value is invalid, or the codec cannot hold these experts.
+        ExpertcastError: the name is unknown, or the codec cannot hold these experts.
     """
-    cls, config = _parsed(text)
-    return cls(config, layout)
-
-
-def check_codec(text: str) -> None:
-    """Check the text of a codec, before anything is loaded.
-
-    Raises:
-        ExpertcastError: the name, an option or a value is invalid.
-    """
-    _parsed(text)
-
-
-def _parsed(text: str) -> tuple[type[Codec], CodecConfig]:
-    name, _, options = text.partition(":")
-    cls = CODECS.get(name)
-    return cls, parse_options(options, cls.config_class, f"codec {name!r}")
+    return CODECS.get(name)(layout)

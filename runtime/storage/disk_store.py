@@ -50,7 +50,7 @@ class DiskStore(ExpertStore):
         view: the model's MoE layers, or the form of its experts.
         folder: folder of the file, created if needed; one folder per model. None: the file has no name, and is
             deleted by `close` or when the process ends, even if it is killed.
-        codec: text that :func:`expertcast.runtime.storage.codecs.make_codec` accepts.
+        codec: name of a codec.
         fingerprint: fingerprint of the weights that the experts come from. A file in `folder` with the same fingerprint
             is reused, one with another is rebuilt. None: the file is always rebuilt.
         device: where the model computes. None: the device of the experts.
@@ -76,7 +76,7 @@ class DiskStore(ExpertStore):
         self._header = Header(
             layers=self.layers, experts=self.experts, block_bytes=self.layout.block_bytes,
             layout=layout_text(self.layout), model_id=view.model_id, fingerprint=fingerprint or "",
-            codec=self.codec.text, parts=len(self.codec.shards),
+            codec=self.codec.name, parts=len(self.codec.shards),
         )  # fmt: skip
         self._writer: ExpertWriter | None = None
         self._file: ExpertFile | None = None
@@ -140,7 +140,7 @@ class DiskStore(ExpertStore):
     @property
     def compressed(self) -> bool:
         """Whether experts are decoded after they are read."""
-        return self.codec.text != "raw"
+        return self.codec.name != "raw"
 
     @property
     def stored_nbytes(self) -> int:

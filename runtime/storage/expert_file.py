@@ -76,7 +76,7 @@ class Header:
     fingerprint: str
     """Fingerprint of the weights that the experts come from."""
     codec: str
-    """Text of the codec, see :attr:`expertcast.runtime.storage.codecs.Codec.text`."""
+    """Name of the codec."""
     parts: Annotated[int, Field(ge=1, le=10**4)]
     """P"""
     model_id: str = field(compare=False)
@@ -421,7 +421,7 @@ def _read(handle: int, offsets: list[int], sizes: list[int], digests: list[int])
 
 
 def packed_codec(folder: Path) -> str | None:
-    """Return the text of the codec of the store in a folder; None if the folder has no store.
+    """Return the name of the codec of the store in a folder; None if the folder has no store.
 
     Raises:
         ExpertcastError: the file is damaged, or expertcast did not write it.

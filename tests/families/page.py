@@ -6,9 +6,12 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
-from expertcast.data.inspection import ModelReport, describe
+from expertcast.data import inspection
+from expertcast.data.inspection import ModelReport
 from expertcast.data.models import meta_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.messages import ExpertcastError
 from tests.families.table import FAMILIES, REFUSED, WORKING_CLASSES, tiny_config
 
@@ -61,6 +64,14 @@ another class that was loaded with transformers.
 |---|---|
 {reasons}
 """
+
+
+def describe(model: PreTrainedModel, name: str) -> ModelReport:
+    """Describe a model as `inspect` describes one that it opens."""
+    try:
+        return inspection.describe(model, name, None, find_moe_layers(model))
+    except ExpertcastError as error:
+        return ModelReport(model=name, architecture=type(model).__name__, supported=False, reason=str(error))
 
 
 def report(family: str) -> ModelReport | str:

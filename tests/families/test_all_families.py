@@ -15,7 +15,6 @@ from transformers.integrations.moe import batched_mm_experts_forward
 import expertcast
 from expertcast.data.batch import RouterCall
 from expertcast.data.collect import collect
-from expertcast.data.inspection import describe
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import run_experts
@@ -27,7 +26,7 @@ from expertcast.predictors.view import MoEView
 from expertcast.runtime.drafts.kinds import QuantisedExperts
 from expertcast.runtime.engine.front import speculate
 from expertcast.training.fit import fit
-from tests.families.page import PAGE
+from tests.families.page import PAGE, describe
 from tests.families.table import FAMILIES, REFUSED, WORKING_CLASSES, decorated, tiny_config, tiny_family
 from tests.runtime.drafts.by_hand import distance, resident_views, rounded_experts, step
 

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from expertcast.data.capture import ActivationStream
 from expertcast.data.experts import ResidentExperts
-from expertcast.data.inspection import describe
 from expertcast.data.means import MeanOutputs
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.plan import Window
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import Adds
 from tests.families.models import CONFIGS, DENSE_LAYERS, SHARED, tiny_model
+from tests.families.page import describe
 from tests.families.table import tiny_family
 from tests.runtime.quantised import inspect_model
 

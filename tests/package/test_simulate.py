@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,19 +30,6 @@ def cases(policies: PolicyOptions, **given: object) -> list[Case]:
     places = {"slots": (), "shares": (), **given}
     chosen = list(policies.chosen((), ["lru"]))
     return cases_of(chosen, tiny_view(), options, names=NAMES, **places)  # type: ignore[arg-type]
-
-
-def test_presets_with_another_eviction_alone() -> None:
-    """SpecMD, Table 2: Least-Stale, and any other policy, as a drop-in."""
-    swapped = PolicyOptions(preset=("specmd_1",), swap="eviction", policy=("least_stale", "lru"))
-    first, second = cases(swapped)
-    assert (first.policies.eviction.name, second.policies.eviction.name) == ("lru", "least_stale")
-    assert replace(second.policies, eviction="lru") == first.policies
-    assert (second.slots, second.machine) == (first.slots, first.machine)
-    every = {case.policies.eviction.name for case in cases(PolicyOptions(preset=("on_demand",), swap="eviction"))}
-    assert every == set(EVICTION.names()) - {"belady"}
-    with pytest.raises(ExpertcastError, match="--swap needs a preset"):
-        list(PolicyOptions(swap="eviction").chosen((), ["lru"]))
 
 
 def test_own_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference_traces: TraceDataset) -> None:

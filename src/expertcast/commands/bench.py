@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import torch
-from torch import Tensor
 
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.options import COUNT, POLICIES_HELP, Count, Fields, Option, policies_of
@@ -16,7 +15,7 @@ from expertcast.commands.predictors import is_checkpoint
 from expertcast.predictors.messages import Json
 
 if TYPE_CHECKING:
-    from expertcast.runtime.benchmarking.bench import Bench, BenchSettings
+    from expertcast.runtime.benchmarking.bench import BenchSettings
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.policies.settings import FORECASTS
 
@@ -81,50 +80,26 @@ class Options(TargetOptions):
         return replace(config, policies=policies, forecasts=self.forecasts)
 
 
-@dataclass(slots=True, kw_only=True)
-class Prompt:
-    """Measurements of one prompt."""
-
-    ids: Tensor
-    bench: Bench
-    link: Json
-
-    def as_dict(self) -> Json:
-        """Return the report, for JSON."""
-        resident = self.bench.resident
-        whole = resident and {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s}
-        return {
-            "prompt_tokens": self.ids.shape[1],
-            **self.link,
-            "link_rate": self.bench.link_rate,
-            "compared_with": "on_demand" if resident is None else "resident",
-            "resident": whole,
-            "runs": self.bench.reports,
-        }
-
-
 def run(options: Options) -> Outcome:
     """Measure all prompts, one after another."""
     say_if_busy()
-    prompts: list[Prompt] = []
-    target = Target.load(options)
+    target, link = Target.load(options), None
+    prompts: dict[str, Json] = {}
     for tokens in options.prompt_tokens:
-        prompts.append(bench_prompt(options, target, tokens, prompts[0].link if prompts else None))
-    first = prompts[0]
+        link, prompts[str(tokens)] = bench_prompt(options, target, tokens, link)
     target.store.give_back(torch.device("cpu"))
     result = {
         **target.heading(),
         "new_tokens": options.settings.new_tokens,
         "repetitions": options.settings.repetitions,
-        "hybrid_layers": hybrid_layers(first.bench),
-        **first.as_dict(),
-        "prompts": {str(prompt.ids.shape[1]): prompt.as_dict() for prompt in prompts},
+        **prompts[str(options.prompt_tokens[0])],
+        "prompts": prompts,
     }
     return result, describe(result)
 
 
-def bench_prompt(options: Options, target: Target, tokens: int, link: Json | None) -> Prompt:
-    """Measure all runs on one prompt.
+def bench_prompt(options: Options, target: Target, tokens: int, link: Json | None) -> tuple[Json, Json]:
+    """Measure all runs on one prompt; return the link and the report.
 
     Args:
         options: the options of the command.
@@ -142,7 +117,15 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: Json | Non
     link = link or target.link(prompt_ids, options.settings.new_tokens)
     runs = ways(options, target, link)
     measured = measure(target.model, prompt_ids, runs, options.settings, resident=resident, say=say)
-    return Prompt(ids=prompt_ids, bench=measured, link=link)
+    whole = resident and {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s}
+    return link, {
+        "prompt_tokens": prompt_ids.shape[1],
+        **link,
+        "link_rate": measured.link_rate,
+        "compared_with": "on_demand" if resident is None else "resident",
+        "resident": whole,
+        "runs": measured.reports,
+    }
 
 
 def ways(options: Options, target: Target, link: Json) -> dict[str, OffloadConfig]:
@@ -166,9 +149,3 @@ def ways(options: Options, target: Target, link: Json) -> dict[str, OffloadConfi
         for mode in modes
         if not options.mode or mode in options.mode
     }
-
-
-def hybrid_layers(measured: Bench) -> list[int] | None:
-    """Return the `layers` of the hybrid runs; None if a checkpoint's recall chose them."""
-    chosen = next((run.config.layers for name, run in measured.runs.items() if name.startswith("hybrid")), None)
-    return None if chosen is None else list(chosen)

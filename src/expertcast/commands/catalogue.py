@@ -1,4 +1,4 @@
-"""Sections of a command's help on predictors, policies, presets, drafts and codecs.
+"""Sections of a command's help on predictors, policies, presets and drafts.
 
 The registries, the docstrings of their classes and those of the fields of their options are the source.
 """
@@ -18,7 +18,6 @@ from expertcast.predictors.options import field_docs, settable, written
 from expertcast.runtime.drafts.names import AUTO, AutoOptions, draft_names
 from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING, Policies
 from expertcast.runtime.policies.eviction import SCOPES
-from expertcast.runtime.storage.codecs import CODECS
 
 KINDS: dict[str, Registry[Any]] = {
     "eviction": EVICTION,
@@ -94,12 +93,6 @@ def drafts() -> str:
     return _section("drafts", entry, _entry(AUTO, "") + _fields(AutoOptions))
 
 
-def codecs() -> str:
-    """Return every codec with its options."""
-    classes = CODECS.classes()
-    return _section("codecs", *(_entry(cls.name, _summary(cls)) + _fields(cls.config_class) for cls in classes))
-
-
 _SECTIONS: dict[str, tuple[Callable[[], str], ...]] = {
     "--set": (predictors_and_fields,),
     "--predictor": (predictors,),
@@ -107,7 +100,6 @@ _SECTIONS: dict[str, tuple[Callable[[], str], ...]] = {
     "--policy": (policies,),
     "--preset": (presets,),
     "--draft": (drafts,),
-    "--codec": (codecs,),
 }
 """Sections by the option whose values they describe."""
 

@@ -86,8 +86,6 @@ class PolicyOptions:
     """Competition for slots: global (all experts), or layer (equal shares per layer)."""
     preset: _Named = ()
     """Policies of published systems, by name."""
-    swap: Annotated[str | None, Option(choices=("eviction",))] = None
-    """Run presets also with only this kind of policy swapped: for those given, or for all that need no future."""
 
     def chosen(self, predictors: tuple[str, ...], otherwise: Sequence[str]) -> Iterator[Chosen]:
         """Yield presets, then every combination of policies and predictors.
@@ -102,17 +100,11 @@ class PolicyOptions:
         from expertcast.runtime.policies import Policies
         from expertcast.runtime.policies.settings import preset
 
-        if self.swap is not None and not self.preset:
-            raise ExpertcastError("--swap needs a preset: give --preset too")
         own = {kind: tuple(map(own_policy, getattr(self, "policy" if kind == "eviction" else kind))) for kind in _KINDS}
         for name in self.preset:
             made = preset(name)
             yield Chosen(made.policies, made.predictor)
-            for policy in () if self.swap is None else own["eviction"] or swept_evictions():
-                changed = replace(made.policies, eviction=policy)
-                if changed != made.policies:
-                    yield Chosen(changed, made.predictor)
-        if self.preset and (self.swap or not self.policy):
+        if self.preset and not self.policy:
             return
         kinds = {
             "eviction": own["eviction"] or otherwise,

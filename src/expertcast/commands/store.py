@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from expertcast.runtime.config import EXPERTS, OffloadConfig
 
 
-def codecs() -> str:
-    """Help of --codec."""
-    from expertcast.runtime.storage.codecs import CODECS
-
-    names = ", ".join(CODECS.names())
-    return f"{names}; other commands use the folder's codec"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options(CheckpointOptions):
     """Options of `expertcast store`."""
@@ -37,8 +29,9 @@ class Options(CheckpointOptions):
     in_place: bool = False
     """In place of --store-folder, check that the experts can be read from the checkpoint's own files, without a second
     copy; other commands read them with --in-place. Also done if the disk has no room for the copy."""
-    codec: Annotated[str | None, Option(metavar="CODEC", help=codecs())] = None
-    """Compression of the experts (default: bitsplit for bf16 and fp16, else raw)."""
+    codec: Annotated[str | None, Option(metavar="CODEC")] = None
+    """Compression of the experts: raw, bitsplit; other commands use the folder's codec (default: bitsplit for bf16 and
+    fp16, else raw)."""
     experts: Annotated[str, Option(choices=EXPERTS)] = "expanded"
     """Form of the experts: expanded (the model's dtype), packed (blocks of a quantised checkpoint, by ggml), int8 or
     int4 (rounded), auto (packed if ggml has the checkpoint's form)."""

@@ -26,6 +26,7 @@ from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.drafts.loops import prompt, tiny
 from tests.runtime.faults import INPUTS
+from tests.runtime.storage.codecs.layouts import cut_into
 
 
 def _model() -> PreTrainedModel:
@@ -41,11 +42,12 @@ def _model() -> PreTrainedModel:
         {"pools": "E=12KB"},
         {"pools": "C=30KB", "predictor": "next_norm"},
         {"pools": "C=30KB", "slots": 5},
-        {"pools": "C=20KB,S=10KB", "slots": 20, "codec": "bitsplit:shards=4"},
+        {"pools": "C=20KB,S=10KB", "slots": 20},
     ],
 )
-def test_same_bits(fields: dict[str, object], tmp_path: Path) -> None:
+def test_same_bits(fields: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every pool, and over a second text, parts in memory are not read again."""
+    cut_into(4 if fields.get("slots") == 20 else 1, monkeypatch)
     model = _model()
     before = greedy(model, INPUTS, 8)
     options = {"store": "disk", "codec": "bitsplit", "slots": 9, "store_folder": tmp_path, **fields}
@@ -138,14 +140,15 @@ def test_few_forecasts_begin_however_much_memory_is_free(reference_model: PreTra
         assert sum(not copy.done for copy in residency.copies.values()) == 2
 
 
-@pytest.mark.parametrize("codec", ["bitsplit", "bitsplit:shards=3"])
-def test_memory_is_for_slots_and_for_decoding(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shards", [1, 3])
+def test_memory_is_for_slots_and_for_decoding(shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four threads decode one shard each, in buffers of half an expert."""
+    cut_into(shards, monkeypatch)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: range(4))
     model = _model()
     block = BlockLayout.of(find_moe_layers(model)).block_bytes
-    decoding, memory = 4 * block // 2 // (3 if "shards" in codec else 1), 20 * block
-    with offload(model, store="disk", store_folder=tmp_path, codec=codec) as offloaded:
+    decoding, memory = 4 * block // 2 // shards, 20 * block
+    with offload(model, store="disk", store_folder=tmp_path, codec="bitsplit") as offloaded:
         slots = slots_for(OffloadConfig(memory=memory), offloaded.store)
         assert slots * block == memory - -(-decoding // block) * block
         with pytest.raises(ExpertcastError, match=f"memory={2 * block} holds .* beside {decoding} bytes for decoding"):

@@ -155,11 +155,6 @@ def least_stale(history: History, key: int) -> tuple[float, ...]:
     return (forward == history.forward, -history.ahead(key), time)
 
 
-def least_stale_layer(history: History, key: int) -> tuple[float, ...]:
-    time, forward = _last(history, key)
-    return (forward == history.forward, key // history.experts, time)
-
-
 def belady(history: History, key: int) -> tuple[float, ...]:
     coming = history.events[history.event :]
     following = next((index for index, keys in enumerate(coming) if key in keys), len(coming))
@@ -204,7 +199,6 @@ ORDERS: dict[str, Order] = {
     "lhu": lhu,
     "fld": fld,
     "least_stale": least_stale,
-    "least_stale:order=layer": least_stale_layer,
     "belady": belady,
 }
 

@@ -68,20 +68,6 @@ def _logits(seed: int, tokens: int, experts: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("experts", "count"), [(8, 2), (16, 4), (60, 12), (64, 13), (128, 26)])
-def test_one_tokens_percentile_is_a_count(experts: int, count: int) -> None:
-    """The 80th percentile of one token's E scores always selects the same number of experts."""
-    policy = _made("percentile:over=token", experts, 2)
-    for seed in range(5):
-        logits_1E = _logits(seed, 1, experts, scale=0.1 + seed)
-        forecast = wanted(logits_1E, 2)
-        got = policy.experts(forecast)
-        scores_E = forecast.probability_TE[0].numpy()
-        assert len(got) == count
-        assert set(got) == set(np.flatnonzero(scores_E >= np.quantile(scores_E, 0.8)).tolist())
-        assert got == sorted(got, key=lambda expert: -scores_E[expert])
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

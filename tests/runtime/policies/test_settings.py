@@ -50,11 +50,11 @@ SHAPE = CacheShape(layers=4, experts=8, top_k=2, slots=16)
 
 BAD = {
     "eviction": """
-        next_use:horizon=0 next_use:prior=0 next_use:lead=-1 next_use:hedge=true marking:seed=-1
-        importance:alpha=2 importance:gamma=0 fld:distance=cyclic least_stale:order=age""",
+        next_use:horizon=0 next_use:prior=0 next_use:lead=-1 next_use:hedge=true
+        importance:alpha=2 importance:gamma=0 least_stale:order=layer""",
     "pre": "gap:tau=2 gap:r_max=-1 gap:rmax=1",
     "prefetch": """
-        percentile:percentile=100 percentile:percentile=0 percentile:over=layer percentile:share=2
+        percentile:percentile=100 percentile:percentile=0 percentile:share=2
         top_k:overfetch=0.5 top_k:overfetch=1e6 top_k:overfetch=nan""",
     "miss": """
         fetch_lowest:levels=int3 fetch_lowest:levels= fetch_priority:levels=int4/int8 fetch_priority:levels=int4/int4

@@ -34,6 +34,7 @@ from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, RaiseAt
+from tests.runtime.storage.codecs.layouts import cut_into
 
 
 def _model(seed: int = 0) -> PreTrainedModel:
@@ -59,7 +60,8 @@ def expected() -> Tensor:
 
 def test_an_experts_shards_are_read_before_its_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the file the plane comes first."""
-    store, view = _store(tmp_path, codec="bitsplit:shards=3")
+    cut_into(3, monkeypatch)
+    store, view = _store(tmp_path)
     store.pack(view)
     asked: list[int] = []
     submit = DirectReader.submit
@@ -77,11 +79,11 @@ def test_an_experts_shards_are_read_before_its_plane(tmp_path: Path, monkeypatch
 def test_the_codec_that_lies_there(tmp_path: Path) -> None:
     """It is taken where none is given; where nothing lies there, what will be written is named."""
     model = _model()
-    with offload(model, store="disk", codec="bitsplit:shards=2", store_folder=tmp_path / "coded", slots=5):
+    with offload(model, store="disk", codec="bitsplit", store_folder=tmp_path / "coded", slots=5):
         pass
     with offload(model, store="disk", store_folder=tmp_path / "coded", slots=5, pools="C=20KB") as offloaded:
         assert isinstance(offloaded.store, DiskStore)
-        assert offloaded.store.codec.text == "bitsplit:shards=2"
+        assert offloaded.store.codec.name == "bitsplit"
         size = format_bytes(offloaded.store.nbytes)
     with pytest.warns(UserWarning, match=f"codec 'raw' writes {size} of experts"):
         offload(model, store="disk", store_folder=tmp_path / "raw", slots=5).close()
@@ -94,7 +96,7 @@ def test_the_codec_that_lies_there(tmp_path: Path) -> None:
 def test_other_weights_or_codec_make_it_again(expected: Tensor, tmp_path: Path) -> None:
     store, view = _store(tmp_path)
     store.pack(view)
-    for seed, codec, why in ((1, "bitsplit", "other weights"), (0, "bitsplit:shards=2", "made by codec 'bitsplit'")):
+    for seed, codec, why in ((1, "bitsplit", "other weights"), (0, "raw", "made by codec 'bitsplit'")):
         with pytest.warns(
             UserWarning, match=f"{store.path}' is rebuilt: it was written .*{why}" if seed else "is rebuilt: it was"
         ):

@@ -43,6 +43,7 @@ from expertcast.runtime.storage.expert_file import (
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
+from tests.runtime.storage.codecs.layouts import cut_into
 
 INPUTS = {"input_ids": torch.arange(1, 9)[None]}
 CODECS = ["raw", "bitsplit"]
@@ -73,9 +74,12 @@ def expected() -> Tensor:
     return _blocks(store)
 
 
-@pytest.mark.parametrize("codec", [*CODECS, "bitsplit:shards=3"])
-def test_same_blocks_as_in_memory(codec: str, expected: Tensor, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("codec", "shards"), [("raw", 1), ("bitsplit", 1), ("bitsplit", 3)])
+def test_same_blocks_as_in_memory(
+    codec: str, shards: int, expected: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when the file is found again, layer by layer, and by others who read safetensors. Its folder is made."""
+    cut_into(shards, monkeypatch)
     folder = tmp_path / "of" / "a model"
     store = _packed(folder, codec)
     assert torch.equal(_blocks(store), expected)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from expertcast.runtime.storage import codecs
 from expertcast.runtime.storage.layout import BlockLayout
 
 
 def layout_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> BlockLayout:
     """Parameters w0, w1, ... of these shapes, one after another."""
     return BlockLayout.of_tensors({f"w{i}": torch.empty(shape, dtype=dtype) for i, shape in enumerate(shapes)})
+
+
+def cut_into(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have bitsplit cut planes of any size into this number of shards."""
+    monkeypatch.setattr(codecs, "_SHARD", 1)
+    monkeypatch.setattr(codecs, "_MOST_SHARDS", count)
 
 
 def every_pattern(layout: BlockLayout) -> Tensor:

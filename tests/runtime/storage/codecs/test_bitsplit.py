@@ -13,11 +13,10 @@ from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import CODECS, Codec, Part, make_codec, merge
-from tests.runtime.storage.codecs.layouts import every_pattern, layout_of, normal_block
+from tests.runtime.storage.codecs.layouts import cut_into, every_pattern, layout_of, normal_block
 
 LAYOUT = layout_of((128, 256), (128,))
-ENCODING = ["raw", "bitsplit", "bitsplit:shards=3"]
-"""Codecs that make parts of a block."""
+CODEC = pytest.mark.parametrize(("name", "shards"), [("raw", 1), ("bitsplit", 1), ("bitsplit", 3)])
 
 
 def decoded(codec: Codec, parts: tuple[Part, ...] | list[Part]) -> Tensor:
@@ -32,23 +31,20 @@ def test_names() -> None:
     assert planes == {"raw": ["block"], "bitsplit": ["low", "high"]}
     with pytest.raises(ExpertcastError, match="unknown codec 'zip': choose from raw, bitsplit"):
         make_codec("zip", LAYOUT)
-    with pytest.raises(ExpertcastError, match="codec 'bitsplit' has no option 'level=3': options are shards"):
-        make_codec("bitsplit:level=3", LAYOUT)
 
 
-@pytest.mark.parametrize("text", [*CODECS.names(), "bitsplit:shards=3"])
-def test_a_text_makes_the_codec_that_has_it(text: str) -> None:
-    codec = make_codec(text, LAYOUT)
-    assert codec.text == text
-    again = make_codec(codec.text, LAYOUT)
-    assert (again.planes, again.shards, again.config) == (codec.planes, codec.shards, codec.config)
+@CODEC
+def test_shards_cover_planes(name: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_into(shards, monkeypatch)
+    codec = make_codec(name, LAYOUT)
     for number, plane in enumerate(codec.planes):
         assert sum(shard.nbytes for shard in codec.shards if shard.plane == number) == plane.nbytes
 
 
-@pytest.mark.parametrize("name", ENCODING)
-def test_a_damaged_part_is_refused(name: str) -> None:
+@CODEC
+def test_a_damaged_part_is_refused(name: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever byte of it, and a part of the wrong length also where its digest is right: one of another store."""
+    cut_into(shards, monkeypatch)
     codec, block = make_codec(name, LAYOUT), normal_block(LAYOUT)
     for index, part in enumerate(codec.encode(block)):
         planes = codec.new_planes(block.clone())
@@ -64,8 +60,9 @@ def test_a_damaged_part_is_refused(name: str) -> None:
                 codec.expand(index, Part.of(data.clone()), planes)
 
 
-def test_parts_of_other_shards_are_refused() -> None:
-    codec = make_codec("bitsplit:shards=2", layout_of((101, 256)))
+def test_parts_of_other_shards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_into(2, monkeypatch)
+    codec = make_codec("bitsplit", layout_of((101, 256)))
     parts = codec.encode(normal_block(codec.layout))
     assert codec.shards[1].nbytes != codec.shards[2].nbytes
     with pytest.raises(ExpertcastError, match="does not decode"):
@@ -77,10 +74,11 @@ def test_parts_of_other_shards_are_refused() -> None:
 # Threads beside the interpreter
 
 
-def test_threads_share_a_codec() -> None:
+def test_threads_share_a_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has working memory of its own."""
+    cut_into(3, monkeypatch)
     layout = layout_of((512, 512))
-    codec = make_codec("bitsplit:shards=3", layout)
+    codec = make_codec("bitsplit", layout)
     blocks = [normal_block(layout, seed) for seed in range(4)]
     coded = [codec.encode(block) for block in blocks]
     with ThreadPoolExecutor(4) as threads:
@@ -92,9 +90,10 @@ def test_threads_share_a_codec() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("codec", ["bitsplit", *(f"bitsplit:shards={count}" for count in range(1, 9)), "raw"])
-def test_every_pattern_comes_back(codec: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("codec", "shards"), [("raw", 1), *(("bitsplit", count) for count in range(1, 9))])
+def test_every_pattern_comes_back(codec: str, shards: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """256 x 256 weights are as many as there are patterns."""
+    cut_into(shards, monkeypatch)
     layout = layout_of((256, 256), (3, 5), (7,), dtype=dtype)  # the last two are padded
     made, block = make_codec(codec, layout), every_pattern(layout)
     assert len(block.view(torch.int16).unique()) == 1 << 16
@@ -113,16 +112,19 @@ def test_any_bytes_come_back(words: bytes, times: int, shards: int) -> None:
     layout = layout_of((len(data) // 2,))
     block = torch.zeros(layout.block_bytes, dtype=torch.uint8)
     block[: len(data)] = data
-    codec = make_codec(f"bitsplit:shards={shards}", layout)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cut_into(shards, monkeypatch)
+        codec = make_codec("bitsplit", layout)
     parts = codec.encode(block)
     assert len(parts) == len(codec.shards) <= shards + 1
     assert torch.equal(decoded(codec, parts), block)
 
 
-def test_shards_are_expanded_and_recovered_one_by_one() -> None:
+def test_shards_are_expanded_and_recovered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """In any order, each alone: a scheduler has whatever came first decoded."""
+    cut_into(5, monkeypatch)
     layout = layout_of((3000, 100), (64,))
-    codec, block = make_codec("bitsplit:shards=5", layout), normal_block(layout)
+    codec, block = make_codec("bitsplit", layout), normal_block(layout)
     parts = codec.encode(block)
     assert [shard.plane for shard in codec.shards] == [0, 1, 1, 1, 1, 1]
     planes, found = codec.new_planes(block), torch.zeros_like(block)
@@ -175,5 +177,3 @@ def test_incompressible_weights_take_hardly_more_than_they_are() -> None:
 def test_what_bitsplit_refuses() -> None:
     with pytest.raises(ExpertcastError, match=r"'w0' is float32, not bf16 or fp16; choose codec 'raw'"):
         make_codec("bitsplit", layout_of((4, 4), dtype=torch.float32))
-    with pytest.raises(ExpertcastError, match="shards='65': must be less than or equal to 64"):
-        make_codec("bitsplit:shards=65", layout_of((4, 4)))
