@@ -17,7 +17,7 @@ from tests.runtime.gguf_files import write
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.results import ResultFile, markdown, result_parser, write_section
+from benchmarks.results import ResultFile, markdown, result_parser
 from expertcast import load_offloaded
 from expertcast.data import packed_experts
 from expertcast.data.models import load_model, load_tokenizer
@@ -117,7 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = result_parser("fidelity", __doc__)
     parser.add_argument("--tokens", type=int, default=8192, help="(default: %(default)s)")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="(default: all)")
-    parser.add_argument("--page", type=Path, help="Markdown page whose section to write")
     args = parser.parse_args(arguments)
     file = ResultFile(args, {"tokens": args.tokens})
     known = [run["form"] for run in file.values["runs"]]
@@ -130,7 +129,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in file.values["runs"] for name, words in _WORDS.items()
     ]  # fmt: skip
     text = markdown(["form", "comparison", "KL, nats", "same token"], rows)
-    print(text)
-    if args.page is not None:
-        write_section(args.page, f"Fidelity, the bundled model, {args.tokens} tokens", text)
+    file.publish(f"Fidelity, the bundled model, {args.tokens} tokens", text)
     return 0

@@ -140,8 +140,8 @@ class Grid:
         self._file = ResultFile(args, {name: getattr(args, name) for name in KEPT})
         torch.set_num_threads(args.threads)
 
-    def measure(self) -> Json:
-        """Measure all settings, writing the file after each; return its values."""
+    def measure(self) -> ResultFile:
+        """Measure all settings, writing the file after each."""
         runs: list[Json] = self._file.values["runs"]
         known = [{name: run[name] for name in Setting.__slots__} for run in runs]
         args = self._args
@@ -151,7 +151,7 @@ class Grid:
                 say(f"{setting}")
                 runs.append(self._row(setting))
                 self._file.write()
-        return self._file.values
+        return self._file
 
     @cached_property
     def _model(self) -> PreTrainedModel:
@@ -325,5 +325,6 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the result lacks, and print the tables."""
     with tempfile.TemporaryDirectory(prefix="bench-forecasts-") as folder:
-        print(page(Grid(read_arguments(arguments), Path(folder)).measure()))
+        file = Grid(read_arguments(arguments), Path(folder)).measure()
+        file.publish("Grid", page(file.values))
     return 0

@@ -10,16 +10,14 @@ memory in their name by a control group. `train`, `eval` and the last `generate`
 from __future__ import annotations
 
 import shutil
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from benchmarks.children import abilities, run
-from benchmarks.conditions import described
 from benchmarks.life_size_files import SPARSE, make
-from benchmarks.results import ResultFile, markdown, result_parser, write_section
+from benchmarks.results import ResultFile, markdown, result_parser
 from expertcast.predictors.messages import Json, format_bytes
 
 _GB = 10**9
@@ -95,7 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
-    parser.add_argument("--page", type=Path, help="Markdown page whose section to write")
     args = parser.parse_args(arguments)
     args.folder.mkdir(parents=True, exist_ok=True)
     result = ResultFile(args, {"limits": abilities(args.folder)}, args.folder)
@@ -106,10 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             runs.append({"command": name, "round": number, **_run(COMMANDS[name], args.folder)})
             result.write()
-    text = f"{table(runs)}\n\n{textwrap.fill(described(result.values['conditions']), 144)}"
-    print(text)
-    if args.page is not None:
-        write_section(args.page, "Commands", text)
+    result.publish("Commands", table(runs))
     return 0
 
 

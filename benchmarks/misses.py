@@ -154,9 +154,10 @@ def tokens_ms(
     return found
 
 
-def measure(args: argparse.Namespace) -> Json:
-    """Simulate all settings; return the file's values."""
-    file = ResultFile(args, {name: value for name, value in vars(args).items() if name not in ("out", "allow_dirty")})
+def measure(args: argparse.Namespace) -> ResultFile:
+    """Simulate all settings."""
+    unset = ("out", "page", "allow_dirty")
+    file = ResultFile(args, {name: value for name, value in vars(args).items() if name not in unset})
     runs: list[Json] = []
     file.values["runs"] = runs
     torch.set_num_threads(1)
@@ -169,7 +170,7 @@ def measure(args: argparse.Namespace) -> Json:
                 **found,
             })  # fmt: skip
     file.write()
-    return file.values
+    return file
 
 
 def page(values: Json) -> str:
@@ -207,5 +208,6 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate, write the result and print the table."""
-    print(page(measure(read_arguments(arguments))))
+    file = measure(read_arguments(arguments))
+    file.publish("Milliseconds per token", page(file.values))
     return 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.results import ResultFile, markdown, result_parser, spread, write_section
+from benchmarks.results import ResultFile, markdown, result_parser, spread
 from expertcast.commands.predictors import ledger_of
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.messages import Json
@@ -33,7 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[300, 1000, 3000, 10_000, 50_000], metavar="N")
     parser.add_argument("--seeds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--predictors", nargs="+", choices=TRAINED, default=TRAINED, help="(default: all)")
-    parser.add_argument("--page", type=Path, help="Markdown page whose section to write")
     args = parser.parse_args(arguments)
     traces = TraceDataset.open(args.traces)
     file = ResultFile(args, {"traces": traces.info["id"]})
@@ -46,10 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs.append(_measured(name, traces, tokens, seed))
             print(f"{name}, {tokens:,} tokens, seed {seed}: recall {runs[-1]['recall']:.4f}", flush=True)
             file.write()
-    text = page(runs, args.tokens, traces)
-    print(text)
-    if args.page is not None:
-        write_section(args.page, "Recall by training tokens, the bundled model", text)
+    file.publish("Recall by training tokens, the bundled model", page(runs, args.tokens, traces))
     return 0
 
 

@@ -9,8 +9,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import fill
 
-from benchmarks.conditions import ROOT, check_clean, conditions
+from benchmarks.conditions import ROOT, check_clean, conditions, described
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import write_json
 from expertcast.predictors import ExpertcastError
@@ -29,6 +30,7 @@ def result_parser(name: str, description: str | None) -> argparse.ArgumentParser
         "--out", type=Path, default=RESULTS / f"{name}.json",
         help="JSON file to write, or to resume (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument("--page", type=Path, help="Markdown page whose section to write")
     parser.add_argument("--allow-dirty", action="store_true", help="measure a work tree with uncommitted changes")
     return parser
 
@@ -49,6 +51,7 @@ class ResultFile:
     def __init__(self, args: argparse.Namespace, settings: Json, folder: Path | None = None) -> None:
         check_clean(allow_dirty=args.allow_dirty)
         self._path: Path = args.out
+        self._page: Path | None = args.page
         self.values: Json = {"settings": settings, "runs": []}
         now = conditions(folder, threads=getattr(args, "threads", None))
         if self._path.is_file():
@@ -60,6 +63,14 @@ class ResultFile:
         self.values |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._path, self.values)
+
+    def publish(self, heading: str, text: str) -> None:
+        """Print a section with the conditions and the command, and write it to the page if there is one."""
+        about = f"{self.values['date'][:10]}. {described(self.values['conditions'])}"
+        text = "\n\n".join([text, fill(about, 140), f"    {self.values['command']}"])
+        print(text)
+        if self._page is not None:
+            write_section(self._page, heading, text)
 
     def _earlier(self, settings: Json, now: Json) -> Json:
         try:

@@ -275,7 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs += [{"round": number, **run} for run in found]
             file.values["rows"] = rows(runs)
             file.write()
-        print(page(rows(runs)))
+        servers = ", ".join(dict.fromkeys(run["side"].partition(":")[0] for run in runs))
+        file.publish(f"Requests, {servers}", page(rows(runs)))
     return 0
 
 

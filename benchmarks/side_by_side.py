@@ -78,7 +78,6 @@ def add_options(parser: argparse.ArgumentParser, *, memory: Sequence[str], layer
     parser.add_argument("--threads", type=int, default=2, help="threads of every side (default: %(default)s)")
     parser.add_argument("--minutes", type=float, help="start no run after this time; call again to go on")
     parser.add_argument("--small", action="store_true", help="a tiny model, for tests")
-    parser.add_argument("--page", type=Path, help="Markdown page whose section to write")
 
 
 class SideBySide:

@@ -78,5 +78,5 @@ def main(argv: list[str] | None = None) -> int:
             runs += made
             file.write()
             print(f"{len(runs)} rows", file=sys.stderr, flush=True)
-    print(page(runs))
+    file.publish("Time over the bound", page(runs))
     return 0

@@ -17,7 +17,7 @@ def test_settings_of_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFix
     out, checkpoints = tmp_path / "grid.json", tmp_path / "checkpoints"
     words = ["--allow-dirty", "--out", str(out), "--checkpoints", str(checkpoints), "--train-tokens", "4000"]
     words += ["--turns", "2", "--prompt-tokens", "16", "--links", "2", "--batches", "1", "2"]
-    words += ["--repetitions", "2", "--experts"]
+    words += ["--repetitions", "2"]
     assert main([*words, "--capacities", "0.25"]) == 0
     kept = json.loads(out.read_text())["runs"]
     assert [run["batch"] for run in kept] == [1, 2]

@@ -63,7 +63,7 @@ def test_readahead_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_result_is_of_clean_code_and_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conditions, "revision", lambda: "abc-dirty")
-    args = argparse.Namespace(out=tmp_path / "out.json", allow_dirty=False)
+    args = argparse.Namespace(out=tmp_path / "out.json", page=None, allow_dirty=False)
     with pytest.raises(ExpertcastError, match="uncommitted changes"):
         ResultFile(args, {})
     args.allow_dirty = True
