@@ -172,7 +172,7 @@ def _save_model(folder: Path, seed: int) -> None:
 
 
 _IMPORTS = ("cli", "commands.collect", "commands.eval", "commands.generate", "commands.inspect", "commands.simulate",
-            "commands.train", "training.estimator", "runtime.loading")  # fmt: skip
+            "commands.train", "training.estimator", "runtime.loading", "runtime.simulation.sweep")  # fmt: skip
 _TIMED_OUT = "Timeout ("
 _RAISED = 70
 """Exit status after an exception: EX_SOFTWARE of sysexits.h."""
