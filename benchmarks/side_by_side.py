@@ -35,7 +35,10 @@ _KEY = ("side", *CELL, "repetition")
 SETTINGS = ("layers", "prompt", "warm", "new_tokens", "threads", "small")
 _SPARE = 128 << 20
 """Bytes of every limit that stay unused."""
-_SPREADS = ("tpot_s", "ttft_s", "again_s", "bytes_read", "prompt_bytes_read", "hit_rate", "waited_s", "slots", "beside")
+_SPREADS = (
+    "tpot_s", "ttft_s", "again_s", "again_bytes", "again_hit_rate", "bytes_read", "prompt_bytes_read", "hit_rate",
+    "waited_s", "slots", "beside",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -330,25 +333,27 @@ def conclusion(rows: Sequence[Json], base: str) -> str:
     return markdown(head, lines)
 
 
-def details(rows: Sequence[Json]) -> str:
+def details(rows: Sequence[Json], experts_bytes: float) -> str:
     """Return one row for each side and cell."""
     first = {tuple(row[name] for name in CELL): row.get("largest") for row in reversed(rows) if "failed" not in row}
     lines = []
     for row in rows:
         place = [_memory(row), _disk(row), row["side"]]
         if "failed" in row:
-            lines.append([*place, row["failed"], *[""] * 8])
+            lines.append([*place, row["failed"], *[""] * 9])
             continue
         likely = first[tuple(row[name] for name in CELL)] or []
         same = sum(a == b for a, b in zip(row["largest"], likely, strict=False)) / max(1, len(likely))
         again = f"; {row['again_s']['median']:.2f} warm" if row["again_s"] else ""
+        moved = row["again_bytes"] and row["again_bytes"]["median"] / experts_bytes
         lines.append([
             *place, shown(row["tpot_s"], 1e3), shown(row["ttft_s"], 1, 2) + again, shown(row["bytes_read"], 1e-6, 0),
             "" if row["needed_bytes"] is None else f"{row['needed_bytes'] / 1e6:.0f}", shown(row["hit_rate"], 1, 2),
-            shown(row["slots"], 1, 0), f"{row['peak_bytes'] / 1e9:.2f}", f"{same:.0%}", str(row["repetitions"]),
+            "" if moved is None else f"{moved:.0%}, {row['again_hit_rate']['median']:.2f}", shown(row["slots"], 1, 0),
+            f"{row['peak_bytes'] / 1e9:.2f}", f"{same:.0%}", str(row["repetitions"]),
         ])  # fmt: skip
     head = ["memory", "readahead", "side", "ms per token", "s to first token", "MB read per token", "MB needed", "hits",
-            "slots", "peak GB", "same tokens", "runs"]  # fmt: skip
+            "moved again", "slots", "peak GB", "same tokens", "runs"]  # fmt: skip
     return markdown(head, lines)
 
 
@@ -371,8 +376,9 @@ a process with a cold page cache: a prompt of {settings["prompt"]} tokens at onc
 {settings["new_tokens"]} that are timed (median). Figures are medians of the repetitions (least-most), sides in
 alternation. Memory of a run, pages of files included, is limited by {group}: {listed or "no limit"}; a share is of the
 experts' bytes, added to what the first side takes beside them ({besides or "not measured"}). *MB needed*: the fewest
-bytes that a cache of this size could read for this routing (Belady). *Same tokens*: likeliest tokens equal to the first
-side's.""",
+bytes that a cache of this size could read for this routing (Belady). *Moved again*: the experts' bytes that a second
+prompt, the first one backwards, moves into slots, and the hits of {settings["new_tokens"]} tokens after it. *Same
+tokens*: likeliest tokens equal to the first side's.""",
     ]
     return "\n\n".join(each if each.startswith(" ") else fill(each, 140) for each in paragraphs)
 
@@ -380,7 +386,7 @@ side's.""",
 def page(result: Json, base: str) -> str:
     """Return a section: conclusion, details, conditions."""
     rows = result["results"]
-    return "\n\n".join([conclusion(rows, base), details(rows), method(result)])
+    return "\n\n".join([conclusion(rows, base), details(rows, result["model"]["experts_bytes"]), method(result)])
 
 
 def write_page(path: Path | None, heading: str, result: Json, base: str) -> None:
