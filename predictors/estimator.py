@@ -1,18 +1,17 @@
 """Estimator: the maps of `linear` plus a small network distilled from the model's routers.
 
-`form=paper` is the published network alone.
-
 T tokens, D hidden size, E routed experts, K experts per token, P = L - ahead layer pairs, F features. In the network:
-G groups of pairs that share a projection and a head, width W and H hidden units of the residual MLP:
-x = A q + pos_l; h = x + C SiLU(B x); theta = W_head LN(h)
-(Madan et al., Speculating Experts, 2026, section 4). Training: :mod:`expertcast.training.estimator`.
+width W and H hidden units of the residual MLP, which all pairs share:
+x = A_l q + pos_l; h = x + C SiLU(B x); theta = W_l LN(h)
+(after Madan et al., Speculating Experts, 2026, section 4, whose pairs share A and the head, and who have no maps).
+Training: :mod:`expertcast.training.estimator`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -24,15 +23,9 @@ from expertcast.predictors.folded import Maps
 from expertcast.predictors.linear import Count, Linear, LinearConfig
 from expertcast.predictors.view import ModelShape
 
-WIDTH = 88
-"""Default width of the network of the residual form."""
-
 
 class EstimatorNetwork(nn.Module):
-    """Network for all layer pairs.
-
-    With `shared`, all pairs share everything but the layer embedding pos_l, as in the paper. Otherwise each pair has
-    its own projection A and its own head, initialised to zero, and only the residual MLP is shared.
+    """Network for all layer pairs: each has its own projection A and its own head, initialised to zero.
 
     Args:
         pairs: P.
@@ -40,51 +33,39 @@ class EstimatorNetwork(nn.Module):
         experts: E.
         width: W.
         expansion: H / W.
-        shared: whether all pairs share one projection and one head.
     """
 
-    def __init__(self, pairs: int, features: int, experts: int, *, width: int, expansion: float, shared: bool) -> None:
+    def __init__(self, pairs: int, features: int, experts: int, *, width: int, expansion: float) -> None:
         super().__init__()
-        groups = 1 if shared else pairs
         hidden = round(expansion * width)
-        self.projection_GFW = nn.Parameter(torch.randn(groups, features, width) / features**0.5)
+        self.projection_PFW = nn.Parameter(torch.randn(pairs, features, width) / features**0.5)
         self.position_PW = nn.Parameter(0.02 * torch.randn(pairs, width))
         self.up_WH = nn.Parameter(torch.randn(width, hidden) / width**0.5)
         self.down_HW = nn.Parameter(torch.randn(hidden, width) / hidden**0.5)
         self.norm = nn.LayerNorm(width)
-        # the residual form starts at the ridge solution (zero head); the paper's form needs non-zero initial logits
-        scale = width**-0.5 if shared else 0.0
-        self.head_GWE = nn.Parameter(scale * torch.randn(groups, width, experts))
+        self.head_PWE = nn.Parameter(torch.zeros(pairs, width, experts))
 
     def forward(self, x_PTF: Tensor) -> Tensor:
         """Return logits [P, T, E] of all pairs at once, for training."""
-        x_PTW = _apply(x_PTF, self.projection_GFW) + self.position_PW[:, None]
-        return _apply(self._trunk(x_PTW), self.head_GWE)
+        x_PTW = torch.bmm(x_PTF, self.projection_PFW) + self.position_PW[:, None]
+        return torch.bmm(self._trunk(x_PTW), self.head_PWE)
 
     def one(self, x_TF: Tensor, pair: int) -> Tensor:
         """Return logits [T, E] of one pair: a row of :meth:`forward` without computing the others."""
-        group = pair if len(self.projection_GFW) > 1 else 0
-        x_TW = torch.addmm(self.position_PW[pair], x_TF, self.projection_GFW[group])
-        return self._trunk(x_TW) @ self.head_GWE[group]
+        x_TW = torch.addmm(self.position_PW[pair], x_TF, self.projection_PFW[pair])
+        return self._trunk(x_TW) @ self.head_PWE[pair]
 
     def _trunk(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.norm(x + functional.silu(x @ self.up_WH) @ self.down_HW)
         return hidden
 
 
-def _apply(x_PTF: Tensor, map_GFE: Tensor) -> Tensor:
-    return x_PTF @ map_GFE[0] if len(map_GFE) == 1 else torch.bmm(x_PTF, map_GFE)
-
-
 @dataclass(kw_only=True)
 class EstimatorConfig(LinearConfig):
     """Size, inputs and training of an estimator."""
 
-    form: Literal["residual", "paper"] = "residual"
-    """`residual` adds a network to the maps of `linear`; `paper` is the published network alone, trained with plain
-    KL."""
-    width: Annotated[int, Field(ge=1, le=10**6)] | None = None
-    """Width of the network. Default: 88, and the hidden size in the paper's form."""
+    width: Annotated[int, Field(ge=1, le=10**6)] = 88
+    """Width of the network."""
     expansion: Annotated[float, Field(ge=1e-3, le=1e3)] = 2.0
     """Hidden units of the residual MLP, as a multiple of its width."""
     learning_rate: Annotated[float, Field(ge=1e-12, le=1e3)] = 3e-3
@@ -93,11 +74,6 @@ class EstimatorConfig(LinearConfig):
     """Maximum number of optimiser steps of the network."""
     patience: Count = 6
     """Validation rounds without improvement before training stops; a full run has twelve rounds."""
-
-    def __post_init__(self) -> None:
-        if self.form == "paper":
-            self.inputs = ["quasi_hidden"]
-        LinearConfig.__post_init__(self)
 
     def linear(self) -> LinearConfig:
         """Return the config of the maps below the network."""
@@ -109,7 +85,7 @@ class EstimatorConfig(LinearConfig):
 class Estimator(Linear):
     """Forecasts logits_{l+ahead} = x W + b + network(x) in fp32.
 
-    The head is 0 for the layer pairs whose network gains nothing on validation. The paper's form has no W.
+    The head is 0 for the layer pairs whose network gains nothing on validation.
     """
 
     name: ClassVar[str] = "estimator"
@@ -119,15 +95,11 @@ class Estimator(Linear):
     def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
         assert isinstance(config, EstimatorConfig)
         super().__init__(config, shape)
-        paper = config.form == "paper"
-        width = config.width or (shape.hidden if paper else WIDTH)
         networks = {}
         for ahead in config.ahead:
             pairs = max(shape.layers - ahead, 0)
-            if paper:
-                del self._buffers[f"weight_PFE_{ahead}"], self._buffers[f"bias_PE_{ahead}"]
             networks[str(ahead)] = EstimatorNetwork(
-                pairs, sum(self.sizes), shape.experts, width=width, expansion=config.expansion, shared=paper
+                pairs, sum(self.sizes), shape.experts, width=config.width, expansion=config.expansion
             )
         self.networks = nn.ModuleDict(networks)
 
@@ -140,22 +112,17 @@ class Estimator(Linear):
     def logits(self, state: RouterState, ahead: int) -> Tensor:
         """Forecast logits [T, E] in fp32."""
         pair, x_TF = state.layer, self.features(state, ahead)
-        added_TE = self.network(ahead).one(x_TF, pair)
-        if self.config.form == "paper":
-            return added_TE
         weight_PFE, bias_PE = self.map_of(ahead)
-        return torch.addmm(bias_PE[pair], x_TF, weight_PFE[pair]) + added_TE
+        return torch.addmm(bias_PE[pair], x_TF, weight_PFE[pair]) + self.network(ahead).one(x_TF, pair)
 
     def maps(self, layer: int, ahead: int) -> Maps | None:
         """Return linear map and projection side by side; no projection where the head is 0."""
-        if self.config.form == "paper":
-            return None
         network, experts = self.network(ahead), self.shape.experts
-        head_WE, width = network.head_GWE[layer], network.position_PW.shape[1]
+        head_WE, width = network.head_PWE[layer], network.position_PW.shape[1]
         if not head_WE.any():
             return super().maps(layer, ahead)
         weight_PFE, bias_PE = self.map_of(ahead)
-        map_FX = torch.cat([weight_PFE[layer], network.projection_GFW[layer]], dim=1)
+        map_FX = torch.cat([weight_PFE[layer], network.projection_PFW[layer]], dim=1)
         bias_X = torch.cat([bias_PE[layer], network.position_PW[layer]])
 
         def refined(y_1X: Tensor) -> Tensor:
@@ -167,8 +134,6 @@ class Estimator(Linear):
 
     def rungs(self) -> Mapping[str, Predictor]:
         """Return the rungs of a `linear` with the same maps, then the estimator."""
-        if self.config.form == "paper":
-            return super().rungs()
         with torch.device("meta"):
             linear = Linear(self.config.linear(), self.shape)
         linear._buffers.update({name: self._buffers[name] for name in linear._buffers})

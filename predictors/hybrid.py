@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -34,10 +34,6 @@ CANDIDATES = (
     "early_attention",
     "estimator",
 )
-BEST: Final = "best"
-PAPER: Final = "paper"
-PAPER_CANDIDATES = ("quasi_hidden", "estimator")
-LOW_RECALL = 0.8
 SUFFICIENT = 0.9
 """Recall on validation from which a cheaper member's forecast is executed at a layer."""
 SHARED = ("expert_LED", "shared_LD")
@@ -66,12 +62,6 @@ class HybridConfig(PredictorConfig):
     """Predictors to choose from."""
     threshold: Annotated[float, Field(ge=0)] = 0.0
     """Minimum gain in validation recall for which a costlier predictor replaces a cheaper one at a layer."""
-    rule: Literal["best", "paper"] = BEST
-    """best: each layer uses the candidate with the highest recall. paper: each layer uses the first of two candidates
-    (quasi_hidden, estimator), or the second where the first one's recall is low."""
-    low_recall: Annotated[float, Field(ge=0, le=1)] = LOW_RECALL
-    """With rule=paper: validation recall below which a layer uses the second candidate. The paper gives no number; 0.8
-    is this package's choice."""
     member_configs: dict[str, Json] = field(default_factory=dict)
     """Configs by predictor. Before training: the candidates'. Afterwards: those of the members."""
     cost_ms: dict[str, Annotated[float, Field(ge=0)]] = field(default_factory=dict)
@@ -83,10 +73,7 @@ class HybridConfig(PredictorConfig):
 
     def __post_init__(self) -> None:
         PredictorConfig.__post_init__(self)
-        if self.rule == PAPER and tuple(self.candidates) == CANDIDATES:
-            self.candidates = PAPER_CANDIDATES
         self.candidates, self.choices = list(self.candidates), list(self.choices)
-        self._check_rule()
         if not self.candidates or "hybrid" in self.candidates:
             raise ExpertcastError(f"candidates={self.candidates}: list at least one predictor other than hybrid")
         for name in () if self.choices else self.candidates:
@@ -99,17 +86,6 @@ class HybridConfig(PredictorConfig):
             unknown = set(values) - set(self.candidates)
             if unknown:
                 raise ExpertcastError(f"{what} names {sorted(unknown)}, which are not candidates: {self.candidates}")
-
-    def _check_rule(self) -> None:
-        if self.rule == BEST and self.low_recall != LOW_RECALL:
-            raise ExpertcastError(f"low_recall={self.low_recall} needs rule=paper: set both or neither")
-        if self.rule == PAPER and self.threshold:
-            raise ExpertcastError(f"threshold={self.threshold} needs rule=best: use low_recall with rule=paper")
-        if self.rule == PAPER and len(self.candidates) != 2:
-            raise ExpertcastError(
-                f"candidates={self.candidates}: rule=paper needs two, a default and a replacement for layers where its "
-                "recall is low"
-            )
 
 
 def member_recall(choices: Sequence[Choice]) -> dict[str, float]:

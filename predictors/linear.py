@@ -51,8 +51,6 @@ class LinearConfig(EarlyConfig):
     strengths: Annotated[Sequence[Annotated[float, Field(gt=0)]], Field(min_length=1)] = (1e-4, 1e-3, 1e-2, 0.1, 1, 10)
     """Ridge strengths to choose from on validation, relative to each input's variance; the target's own router, which
     is an infinite strength, is always a candidate."""
-    temperature: Annotated[float, Field(ge=1e-12, le=1e3)] = 1.0
-    """Temperature of the loss."""
     learning_rate: Annotated[float, Field(ge=1e-12, le=1e3)] = 3e-4
     """Peak learning rate of the distillation (AdamW, warm-up and cosine)."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.01

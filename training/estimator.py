@@ -78,7 +78,7 @@ class Distiller(NetworkTraining):
 
     def __init__(
         self, predictor: Linear, network: Network, ahead: int, config: LinearConfig, *, loss: str, steps: int,
-        scales: Scales | None = None,
+        scales: Scales,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -89,16 +89,14 @@ class Distiller(NetworkTraining):
             loss: key of `LOSSES`.
             steps: optimiser steps of the schedule.
             scales: spread that divides each pair's logits before the loss, mean and spread that standardise the
-                features of the network; None: the paper's form, which has no maps and no gates.
+                features of the network.
         """
         super().__init__(network, config, steps)
         self._predictor = [predictor]  # a list hides it from nn.Module: only the network is trained and synchronised
         self._ahead, self.loss = ahead, loss
-        self._scales, self._gates = scales, (1.0,) if scales is None else GATES
-        device, pairs = device_of(predictor.view), predictor.shape.layers - ahead
-        scale_P = torch.ones(pairs, device=device) if scales is None else scales[0].clone()
-        self.register_buffer("scale_P", scale_P)
-        self.recall = Recall(len(self._gates) * len(scale_P))
+        scale_P, self._mean_PF, self._spread_PF = scales
+        self.register_buffer("scale_P", scale_P.clone())
+        self.recall = Recall(len(GATES) * len(scale_P))
 
     def identity(self) -> Json:
         return super().identity() | {"ahead": self._ahead, "loss": self.loss}
@@ -110,20 +108,16 @@ class Distiller(NetworkTraining):
             states = states_of(predictor.view, mask_previous(batch) if self.training else batch)
             x_PTF = torch.stack([predictor.features(state, ahead) for state in states[: len(self.scale_P)]])
             y_PTE = batch.logits_TLE[:, ahead:].transpose(0, 1).float().to(x_PTF.device)
-            base_PTE = torch.zeros_like(y_PTE)
-            if self._scales is not None:
-                _, mean_PF, spread_PF = self._scales
-                weight_PFE, bias_PE = predictor.map_of(ahead)
-                base_PTE = torch.baddbmm(bias_PE[:, None], x_PTF, weight_PFE)
-                x_PTF = x_PTF.sub_(mean_PF[:, None]).div_(spread_PF[:, None])
+            weight_PFE, bias_PE = predictor.map_of(ahead)
+            base_PTE = torch.baddbmm(bias_PE[:, None], x_PTF, weight_PFE)
+            x_PTF = x_PTF.sub_(self._mean_PF[:, None]).div_(self._spread_PF[:, None])
         return y_PTE, base_PTE, self.scale_P[:, None, None] * self.network(x_PTF).float()
 
     def training_step(self, batch: TraceBatch, batch_index: int) -> Tensor:
         y_PTE, base_PTE, added_PTE = self.forecast(batch)
         scale_P11 = self.scale_P[:, None, None]
         y_PTE, z_PTE = y_PTE / scale_P11, (base_PTE + added_PTE) / scale_P11
-        weight_PTE = None if self._scales is None else boundary_weight(y_PTE, self._predictor[0].shape.top_k)
-        loss = LOSSES[self.loss](y_PTE, z_PTE, self.config.temperature, weight_PTE)
+        loss = LOSSES[self.loss](y_PTE, z_PTE, boundary_weight(y_PTE, self._predictor[0].shape.top_k))
         self.log("loss", loss, batch_size=len(batch))
         return loss
 
@@ -131,49 +125,40 @@ class Distiller(NetworkTraining):
         y_PTE, base_PTE, added_PTE = self.forecast(batch)
         for pair, layer in enumerate(self._predictor[0].view.layers[self._ahead :]):
             ids_TK = layer.route(y_PTE[pair])[0]
-            for row, gate in enumerate(self._gates):
+            for row, gate in enumerate(GATES):
                 forecast_TK = layer.route(base_PTE[pair] + gate * added_PTE[pair])[0]
                 self.recall.update(row * len(self.scale_P) + pair, forecast_TK, ids_TK)
 
     def on_validation_epoch_end(self) -> None:
-        recall_GP = self.recall.per_row().view(len(self._gates), -1)
+        recall_GP = self.recall.per_row().view(len(GATES), -1)
         self.recall.reset()
         for pair, value in enumerate(recall_GP[-1].float()):
             self.log(f"recall_per_layer/{pair + self._ahead}", value)
         self.end_round(recall_GP)
 
 
-def kl_divergence(
-    target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0, weight_NE: Tensor | None = None
-) -> Tensor:
-    """Return the mean over rows of T^2 sum w (p log(p / q) - p + q), p and q the softmax of target and forecast over T.
+def kl_divergence(target_NE: Tensor, forecast_NE: Tensor, weight_NE: Tensor) -> Tensor:
+    """Return the mean over rows of sum w (p log(p / q) - p + q), p and q the softmax of target and forecast.
 
-    Without weights w this is T^2 KL(p || q). The factor T^2 keeps the scale of gradients independent of T.
+    With equal weights w this is KL(p || q).
     """
-    log_p_NE = functional.log_softmax(target_NE.float() / temperature, dim=-1)
-    log_q_NE = functional.log_softmax(forecast_NE.float() / temperature, dim=-1)
+    log_p_NE = functional.log_softmax(target_NE.float(), dim=-1)
+    log_q_NE = functional.log_softmax(forecast_NE.float(), dim=-1)
     divergence_NE = functional.kl_div(log_q_NE, log_p_NE, log_target=True, reduction="none")
-    if weight_NE is not None:
-        divergence_NE = weight_NE * (divergence_NE - log_p_NE.exp() + log_q_NE.exp())
-    return temperature**2 * divergence_NE.sum(dim=-1).mean()
+    return (weight_NE * (divergence_NE - log_p_NE.exp() + log_q_NE.exp())).sum(dim=-1).mean()
 
 
-def sigmoid_kl(
-    target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0, weight_NE: Tensor | None = None
-) -> Tensor:
-    """Return the mean over rows of the (weighted) sum of the experts' Bernoulli KL divergences, times T^2.
+def sigmoid_kl(target_NE: Tensor, forecast_NE: Tensor, weight_NE: Tensor) -> Tensor:
+    """Return the mean over rows of the weighted sum of the experts' Bernoulli KL divergences.
 
     For routers that score experts independently: a sigmoid router's choice depends on the mean of its logits, to which
     the softmax of :func:`kl_divergence` is invariant.
     """
-    target_NE, forecast_NE = target_NE.float() / temperature, forecast_NE.float() / temperature
+    target_NE, forecast_NE = target_NE.float(), forecast_NE.float()
     p_NE = torch.sigmoid(target_NE)
     cross_NE = functional.binary_cross_entropy_with_logits(forecast_NE, p_NE, reduction="none")
     entropy_NE = functional.binary_cross_entropy_with_logits(target_NE, p_NE, reduction="none")
-    divergence_NE = cross_NE - entropy_NE
-    if weight_NE is not None:
-        divergence_NE = weight_NE * divergence_NE
-    return temperature**2 * divergence_NE.sum(dim=-1).mean()
+    return (weight_NE * (cross_NE - entropy_NE)).sum(dim=-1).mean()
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"kl": kl_divergence, "sigmoid_kl": sigmoid_kl}
@@ -235,15 +220,9 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
         predictor, first = _prepared(Estimator, config, source, options)
     report = {}
     for ahead in config.ahead:
-        if config.form == "paper":  # no maps; plain KL on unscaled logits
-            module = Distiller(
-                predictor, predictor.network(ahead), ahead, config, loss="kl", steps=steps_of(config, source, options)
-            )
-            report[str(ahead)] = _trained(module, source, options, f"ahead{ahead}")
-        else:
-            scales = _scales(predictor, first, ahead)
-            linear = _fit_maps(predictor, source, ahead, config.linear(), options, scales)
-            report[str(ahead)] = {**_fit_network(predictor, source, ahead, options, scales), "linear": linear}
+        scales = _scales(predictor, first, ahead)
+        linear = _fit_maps(predictor, source, ahead, config.linear(), options, scales)
+        report[str(ahead)] = {**_fit_network(predictor, source, ahead, options, scales), "linear": linear}
     return Fitted(predictor=predictor, report={"distances": report})
 
 
@@ -369,9 +348,9 @@ def _fit_network(predictor: Estimator, source: TraceSource, ahead: int, options:
         predictor, network, source, ahead, predictor.config, options, scales, name=f"ahead{ahead}", margin=MARGIN
     )
     _, mean_PF, spread_PF = scales
-    network.projection_GFW.div_(spread_PF[:, :, None])
-    network.position_PW.sub_(torch.einsum("pf,pfw->pw", mean_PF, network.projection_GFW))
-    network.head_GWE.mul_(factor_P[:, None, None])
+    network.projection_PFW.div_(spread_PF[:, :, None])
+    network.position_PW.sub_(torch.einsum("pf,pfw->pw", mean_PF, network.projection_PFW))
+    network.head_PWE.mul_(factor_P[:, None, None])
     return report
 
 
@@ -396,7 +375,8 @@ def _distil(
         predictor, network, ahead, config, loss=suited_loss(source.view[ahead]),
         steps=steps_of(config, source, options), scales=scales,
     )  # fmt: skip
-    report = _trained(module, source, options, name)
+    run(module, TrainingData(source, options, config.step_tokens), source, options, name)
+    report = {"loss": module.loss, **module.finish()}
     recall_GP = torch.tensor(module.best.recall_GP, dtype=torch.float64)
     score_GP = pooled(recall_GP, source, options)
     score_GP[1:] -= margin
@@ -404,9 +384,3 @@ def _distil(
     gates_P, recall_P = torch.tensor(GATES)[best_P], recall_GP.gather(0, best_P[None])[0]
     report |= {"gates": gates_P.tolist(), "validation_recall": recall_P.tolist()}
     return report, gates_P.to(scales[0]) * scales[0]
-
-
-def _trained(module: Distiller, source: TraceSource, options: FitOptions, name: str) -> Json:
-    """Train a network, restore its best validation round, and return its report."""
-    run(module, TrainingData(source, options, module.config.step_tokens), source, options, name)
-    return {"loss": module.loss, **module.finish()}

@@ -23,7 +23,7 @@ from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, p
 from expertcast.predictors.baselines import Frequency, PreviousToken, QuasiHidden, QuasiInput
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.estimator import Estimator
-from expertcast.predictors.hybrid import CANDIDATES, PAPER, Choice, Hybrid, HybridConfig, member_recall
+from expertcast.predictors.hybrid import CANDIDATES, Choice, Hybrid, HybridConfig, member_recall
 from expertcast.predictors.linear import Linear, default_inputs
 from expertcast.predictors.messages import Json
 from expertcast.training.calibrate import calibrate
@@ -180,10 +180,6 @@ def fit_many(
 # At threshold 0 the hybrid's validation recall is the highest at every layer, with the cheapest of equal candidates; a
 # threshold t loses at most t per layer.
 #
-# `rule=paper` is Hybrid-PF (Madan et al., Speculating Experts, 2026, section 6.3): the estimator serves layers where
-# the router's forecast from the quasi-hidden state has a low hit rate, and only those. The paper gives no number for
-# low.
-#
 # A hybrid also keeps the rungs of a ladder: candidates that no other candidate beats in both recall and cost. The
 # runtime chooses among them by their measured costs.
 
@@ -223,7 +219,7 @@ def select_hybrid(
     Args:
         members: candidates by name, fitted for every distance in `config.ahead` and bound to the source's model.
         source: traces with a validation split.
-        config: candidates and selection rule.
+        config: candidates and threshold.
         options: number of validation tokens.
 
     Raises:
@@ -334,17 +330,7 @@ def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, _Cost], ahead: int,
     choices: list[Choice] = []
     for pair in range(len(next(iter(recall.values())))):
         values = {name: float(recall_P[pair]) for name, recall_P in recall.items()}
-        chosen = _replaced_where_low(values, config) if config.rule == PAPER else _best(values, cost, config)
+        within = [name for name, value in values.items() if value >= max(values.values()) - config.threshold]
+        chosen = min(within, key=cost.__getitem__)  # ties: the first candidate
         choices.append({"ahead": ahead, "layer": pair + ahead, "predictor": chosen, "recall": values})
     return choices
-
-
-def _best(values: Mapping[str, float], cost: Mapping[str, _Cost], config: HybridConfig) -> str:
-    most = max(values.values())
-    within = [name for name, value in values.items() if value >= most - config.threshold]
-    return min(within, key=lambda name: cost[name])  # ties: the first candidate
-
-
-def _replaced_where_low(values: Mapping[str, float], config: HybridConfig) -> str:
-    used, replacement = config.candidates
-    return replacement if values[used] < config.low_recall else used

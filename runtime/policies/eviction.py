@@ -14,7 +14,7 @@ import itertools
 import math
 from abc import abstractmethod
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from operator import add
@@ -103,7 +103,7 @@ class EvictionPolicy(Policy):
 
 
 class ByRecency(EvictionPolicy):
-    """Base class of policies that order experts by group and, within a group, evict the least recently accessed.
+    """Base class of policies that evict from the lowest group, there the least recently accessed expert.
 
     An access is a copy or a use and takes O(1). A decision looks at one expert per group plus the protected experts
     before it.
@@ -118,10 +118,6 @@ class ByRecency(EvictionPolicy):
     @abstractmethod
     def _group(self, key: int) -> int:
         """Return the group of an expert. The group of a resident may change between `remove` and `_access` only."""
-
-    def _order(self) -> Iterable[int]:
-        """Yield the groups in the order of eviction; groups may be empty."""
-        return sorted(self._groups)
 
     def insert(self, key: int, full: bool = True) -> None:
         self._clock += 1
@@ -142,38 +138,13 @@ class ByRecency(EvictionPolicy):
         self._groups.clear()
 
     def victim(self, protected: Container[int]) -> int | None:
-        oldest = (self._oldest(group, protected) for group in self._order())
-        return next((key for key in oldest if key is not None), None)
-
-    def _oldest(self, group: int, protected: Container[int]) -> int | None:
-        for key in self._groups.get(group, ()):
-            if key not in protected:
-                return key
-        return None
+        order = (key for group in sorted(self._groups) for key in self._groups[group])
+        return next((key for key in order if key not in protected), None)
 
     def _access(self, key: int) -> None:
         order = self._groups[self._group(key)]
         order[key] = self._clock
         order.move_to_end(key)
-
-
-class ByLayer(ByRecency):
-    """Base class of policies that first evict experts of the layer whose next run is farthest away."""
-
-    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._layer = 0
-        """Running layer."""
-
-    def _group(self, key: int) -> int:
-        return key // self.shape.experts
-
-    def _order(self) -> Iterable[int]:
-        """Yield the running layer, the layers before it, then the last layer down to the next one."""
-        return (*range(self._layer, -1, -1), *range(self.shape.layers - 1, self._layer, -1))
-
-    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        self._layer = layer
 
 
 _Entry = tuple[float, int, int]
@@ -587,17 +558,7 @@ class Score(Rescored):
         return Scores(sums_E, 1 / (max(sums_E) or 1.0))
 
 
-class FLD(ByLayer):
-    """Evicts the expert whose layer runs again last; ties by LRU. O(L).
-
-    Source: farthest layer distance, HOBBIT (2024), here in layers until the next run: the difference of layer numbers
-    would evict experts of the first layer at the last one, just before they are needed.
-    """
-
-    name = "fld"
-
-
-class LeastStale(ByLayer):
+class LeastStale(ByRecency):
     """Evicts stale experts, which were last accessed in an earlier pass, before current ones.
 
     An access is a use, a copy or a forecast that names the expert. Experts are ordered by (current,
@@ -610,17 +571,26 @@ class LeastStale(ByLayer):
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
+        self._layer = 0
+        """Running layer."""
         self._began = 0
         """Clock at the start of the pass; experts accessed then or before are stale."""
 
     def start_pass(self, fresh: bool) -> None:
         self._began = self._clock
 
+    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
+        self._layer = layer
+
+    def _group(self, key: int) -> int:
+        return key // self.shape.experts
+
     def touch(self, keys: Sequence[int]) -> None:
         self.use(keys)
 
     def victim(self, protected: Container[int]) -> int | None:
-        layers = tuple(self._order())
+        # those whose next run is farthest away first: the running layer, those before it, then from the last one down
+        layers = (*range(self._layer, -1, -1), *range(self.shape.layers - 1, self._layer, -1))
         for stale in (True, False):
             for layer in layers:
                 for key, last in self._groups.get(layer, {}).items():

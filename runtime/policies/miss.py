@@ -6,8 +6,6 @@ T tokens, E routed experts per layer, K experts per token. Experts are numbered 
 from __future__ import annotations
 
 from abc import abstractmethod
-from bisect import bisect_left, bisect_right, insort
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,7 +14,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry
+from expertcast.runtime.policies.base import Policy, PolicyConfig, PolicyRegistry
 from expertcast.runtime.storage.layout import FULL, PRECISIONS, is_better
 
 
@@ -141,85 +139,6 @@ class FetchLowest(MissPolicy):
 
     def decide(self, lookup: Lookup) -> MissDecision:
         return MissDecision(precision=dict.fromkeys(lookup.missing(), self.config.levels[-1]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchPriorityConfig(PolicyConfig):
-    """Options of :class:`FetchPriority`."""
-
-    levels: tuple[str, ...] = ("full", "int8", "int4")
-    """Precisions, best first; important experts get the first one, and so do all experts while slots are free."""
-    percentile: Annotated[float, Field(ge=0, le=100)] = 60.0
-    """Percentile of the scores of recent misses from which an expert is important."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_levels(self.levels, least=2)
-
-
-class FetchPriority(MissPolicy):
-    """Loads missing experts in full precision or, if slots are short, less important ones in lower precisions.
-
-    Slots are short if a layer misses more experts than there are empty slots. The score of an expert is
-    :meth:`Lookup.shares`, and its percentile is over the last 1024 misses. Experts below the percentile are spread
-    evenly over the lower precisions; by default the lowest 30% get int4 and the next 30% int8. A resident expert of
-    lower precision that is important now is loaded again in the first one.
-
-    Source: SpecMD, fetch priority, for the precisions and the 60th percentile "under capacity constraints"; the rest
-    is this project's.
-    """
-
-    name = "fetch_priority"
-    config_class = FetchPriorityConfig
-    config: FetchPriorityConfig
-
-    def __init__(self, config: FetchPriorityConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._seen = RunningRank()
-
-    def decide(self, lookup: Lookup) -> MissDecision:
-        best = self.config.levels[0]
-        by_expert = lookup.shares()
-        missing = lookup.missing()
-        pressure = len(missing) > lookup.free
-        wanted = {}
-        for expert, share in by_expert.items():
-            if expert in missing:
-                wanted[expert] = self._level(share) if pressure else best
-            elif is_better(best, lookup.held[expert]) and self._level(share) == best:
-                wanted[expert] = best
-        for expert in missing:
-            self._seen.add(by_expert[expert])
-        return MissDecision(precision=wanted)
-
-    def _level(self, share: float) -> str:
-        rank, cut = self._seen.rank(share), self.config.percentile / 100
-        best, *lower = self.config.levels
-        return best if rank >= cut else lower[-1 - int(rank / cut * len(lower))]
-
-
-class RunningRank:
-    """Rank of a value among the most recent values, in O(log n).
-
-    Args:
-        window: number of recent values.
-    """
-
-    def __init__(self, window: int = 1024) -> None:
-        self._window = window
-        self._values: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def add(self, value: float) -> None:
-        """Add a value; a full window drops its oldest one."""
-        if len(self._values) == self._window:
-            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
-        self._values.append(value)
-        insort(self._sorted, value)
-
-    def rank(self, value: float) -> float:
-        """Return the share of recent values at or below `value`, 0 to 1; 1 if there are none."""
-        return bisect_right(self._sorted, value) / len(self._sorted) if self._sorted else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,5 +308,5 @@ def _tokens_of_missing(lookup: Lookup) -> dict[int, dict[int, float]]:
 
 
 MISS: PolicyRegistry[MissPolicy] = PolicyRegistry(
-    "miss policy", Fetch, FetchLowest, FetchPriority, Cascade, Drop, DropCascade, Substitute
+    "miss policy", Fetch, FetchLowest, Cascade, Drop, DropCascade, Substitute
 )

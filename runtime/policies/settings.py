@@ -10,7 +10,6 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies.base import CacheShape, Choice, P, PolicyConfig, PolicyRegistry
 from expertcast.runtime.policies.eviction import (
     FIFO,
-    FLD,
     LFU,
     LHU,
     LRFU,
@@ -39,7 +38,6 @@ EVICTION: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
     ClassLRU,
     LRFU,
     LHU,
-    FLD,
     Score,
     LeastStale,
     Importance,

@@ -18,7 +18,7 @@ from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.settings import Policies
-from expertcast.runtime.simulation.machine import Case, Machine, check_slots, summary
+from expertcast.runtime.simulation.machine import Case, check_slots, summary
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Trace
 
@@ -49,15 +49,12 @@ def slots_of(capacity: float, shape: ModelShape) -> int:
 
 def with_bounds(cases: Sequence[Case]) -> list[Case]:
     """Append Belady's bound for every scope, number of slots and machine."""
-    places: list[tuple[str, int, Machine]] = []
+    bounds: list[Case] = []
     for case in cases:
-        place = (case.policies.scope, case.slots, case.machine)
-        if place not in places:
-            places.append(place)
-    bounds = []
-    for scope, slots, machine in places:
-        policies = Policies(eviction=BELADY, prefetch="none", scope=scope)
-        bounds.append(Case(policies=policies, slots=slots, machine=machine))
+        policies = Policies(eviction=BELADY, prefetch="none", scope=case.policies.scope)
+        bound = Case(policies=policies, slots=case.slots, machine=case.machine)
+        if bound not in bounds:
+            bounds.append(bound)
     return [*cases, *bounds]
 
 

@@ -150,8 +150,6 @@ def test_fields_of_sealed_files(folder: Path, view: MoEView) -> None:
 OPTIONAL = {
     "stand_in_rank",
     "reads",
-    "rule",
-    "low_recall",
     "experts_fingerprint",
     "training",
     "versions",

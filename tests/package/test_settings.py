@@ -115,7 +115,7 @@ def test_unknown_options_name_the_known_ones(capsys: pytest.CaptureFixture[str])
     said = line(capsys, [*train, "linear", "--set", "strength=1"])
     assert said == (
         "expertcast: --set: predictor 'linear' has no option 'strength=1': options are stand_in_rank, inputs, "
-        "strengths, temperature, learning_rate, weight_decay, step_tokens, steps, passes, patience, written name=value"
+        "strengths, learning_rate, weight_decay, step_tokens, steps, passes, patience, written name=value"
     )
     assert "it has no options" in line(capsys, [*train, "frequency", "--set", "a=1"])
     assert "no option 'strengths'" in line(capsys, [*train, "linear", "--set", "strengths"])

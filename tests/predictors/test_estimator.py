@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
-from expertcast.predictors.estimator import Estimator, EstimatorConfig, EstimatorNetwork
-from expertcast.predictors.view import ModelShape
-from tests.training.synthetic import random_batch, tiny_view
+from expertcast.predictors.estimator import EstimatorNetwork
 
 PAIRS, FEATURES, EXPERTS = 3, 10, 6
 
 
-def network(shared: bool) -> EstimatorNetwork:
+def network() -> EstimatorNetwork:
     """With weights in which every term of the equation is worth something."""
-    made = EstimatorNetwork(PAIRS, FEATURES, EXPERTS, width=8, expansion=2.0, shared=shared)
+    made = EstimatorNetwork(PAIRS, FEATURES, EXPERTS, width=8, expansion=2.0)
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
@@ -27,9 +24,8 @@ def network(shared: bool) -> EstimatorNetwork:
 
 def theta(net: EstimatorNetwork, q_F: Tensor, pair: int) -> list[float]:
     """One token's logits, number by number."""
-    group = pair if len(net.projection_GFW) > 1 else 0
     columns: Callable[[Tensor], list[list[float]]] = lambda matrix: matrix.T.tolist()  # noqa: E731
-    project = columns(net.projection_GFW[group])
+    project = columns(net.projection_PFW[pair])
     x = [
         sum(a * q for a, q in zip(row, q_F.tolist(), strict=True)) + position
         for row, position in zip(project, net.position_PW[pair].tolist(), strict=True)
@@ -42,13 +38,12 @@ def theta(net: EstimatorNetwork, q_F: Tensor, pair: int) -> list[float]:
     spread = math.sqrt(sum((v - mean) ** 2 for v in h) / len(h) + net.norm.eps)
     scaled = zip(h, net.norm.weight.tolist(), net.norm.bias.tolist(), strict=True)
     normed = [(v - mean) / spread * weight + bias for v, weight, bias in scaled]
-    return [sum(w * v for w, v in zip(row, normed, strict=True)) for row in columns(net.head_GWE[group])]
+    return [sum(w * v for w, v in zip(row, normed, strict=True)) for row in columns(net.head_PWE[pair])]
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_the_network_is_the_papers_equation(shared: bool) -> None:
+def test_the_network_is_the_papers_equation() -> None:
     """The residual connection and the position embedding among its terms, in training's form and in that of a step."""
-    net = network(shared)
+    net = network()
     q_PTF = torch.randn(PAIRS, 2, FEATURES, generator=torch.Generator().manual_seed(1))
     together_PTE = net(q_PTF)
     for pair in range(PAIRS):
@@ -56,20 +51,3 @@ def test_the_network_is_the_papers_equation(shared: bool) -> None:
             expected = torch.tensor(theta(net, q_PTF[pair, token], pair))
             torch.testing.assert_close(together_PTE[pair, token], expected, rtol=1e-3, atol=1e-3)
             torch.testing.assert_close(net.one(q_PTF[pair, token : token + 1], pair)[0], expected, rtol=1e-3, atol=1e-3)
-
-
-def test_the_papers_form_reads_its_own_layers_position() -> None:
-    """One network for all layers: the same q_l at two layers differs by pos_l alone."""
-    view = tiny_view()
-    shape: ModelShape = view.shape
-    config = EstimatorConfig(form="paper", inputs=["quasi_hidden"], width=16)
-    predictor = Estimator(config, shape).bind(view)
-    assert isinstance(predictor, Estimator)
-    net = predictor.network(1)
-    batch = random_batch(view, 5)
-    for layer in range(shape.layers - 1):
-        state = batch.state(view, layer)
-        q_TD = predictor.input_vector(state, 1).float()
-        expected_TE = torch.tensor([theta(net, q_D, layer) for q_D in q_TD])
-        with torch.no_grad():
-            torch.testing.assert_close(predictor.logits(state, 1), expected_TE, rtol=1e-3, atol=1e-3)

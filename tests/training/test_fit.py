@@ -110,7 +110,7 @@ def test_network_is_kept_where_it_gains_more_than_the_margin(rows: Rows, monkeyp
         before = report["linear"]["validation_recall"]
         gains = [best - linear for best, linear in zip(report["validation_recall"], before, strict=True)]
         assert [gate > 0 for gate in report["gates"]] == [gain > 0 for gain in gains]
-        heads = fitted.predictor.network(1).head_GWE  # type: ignore[operator]
+        heads = fitted.predictor.network(1).head_PWE  # type: ignore[operator]
         assert [bool(head.any()) for head in heads] == [gate > 0 for gate in report["gates"]]
         assert (max(gains) > 0) == (margin == 0.0)
 
@@ -152,17 +152,6 @@ def test_estimator_works_without_a_previous_token(
     assert torch.equal(previous_TLE[1], known.previous_logits_TLE[1])
 
 
-def test_papers_form_learns(rows: Rows) -> None:
-    config = EstimatorConfig(form="paper", width=16, steps=60, step_tokens=128)
-    fitted = fit("estimator", rows, config=config)
-    report = fitted.report["distances"]["1"]
-    history = [entry["recall"] for entry in report["history"]]
-    assert history[-1] > history[0]
-    assert max(history) > 1.5 * rows.view.shape.top_k / rows.view.shape.experts
-    assert isinstance(fitted.predictor, Estimator)
-    assert len(fitted.predictor.network(1).head_GWE) == 1, "one network for all layers"
-
-
 SHAPES = {
     "Qwen3-30B-A3B": ModelShape(layers=48, experts=128, top_k=8, hidden=2048),
     "Qwen3-Next-80B-A3B": ModelShape(layers=48, experts=512, top_k=10, hidden=2048),
@@ -199,7 +188,7 @@ def test_every_default_predictor_is_made_and_trained_at_life_size(name: str, mod
             network = predictor.network(1)
         x_PTF = torch.empty(len(bias_PE), 3, weight_PFE.shape[1])
         z_PTE = torch.baddbmm(bias_PE[:, None], x_PTF, weight_PFE) + network(x_PTF)
-        loss = LOSSES["kl"](torch.empty_like(z_PTE), z_PTE, 1.0, boundary_weight(torch.empty_like(z_PTE), shape.top_k))
+        loss = LOSSES["kl"](torch.empty_like(z_PTE), z_PTE, boundary_weight(torch.empty_like(z_PTE), shape.top_k))
         loss.backward()
     assert all(parameter.grad is not None for parameter in network.parameters())
     sums = pairs_at_once(shape, weight_PFE.shape[1], 5) * 4 * weight_PFE.shape[1] ** 2
@@ -284,22 +273,6 @@ class TestHybrid:
         assert isinstance(hybrid, Hybrid)
         assert set(hybrid.chosen.values()) == {"quasi_hidden"}
 
-    def test_paper_rule_replaces_where_the_routers_forecast_is_bad_and_nowhere_else(
-        self, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
-    ) -> None:
-        """Also where the replacement is worse, and also where it would be better (row B14)."""
-        members = {name: fitted_predictors[name].predictor for name in ("quasi_hidden", "linear", "frequency")}
-        recall_P = validation_recall(members, reference_traces, 1, FitOptions())["quasi_hidden"]
-        middle = float(recall_P.median())
-        low = {layer for layer, value in enumerate(recall_P.tolist(), start=1) if value < middle}
-        assert 3 <= len(low) <= 6
-        for replacement in ("linear", "frequency"):
-            config = HybridConfig(rule="paper", low_recall=middle, candidates=["quasi_hidden", replacement])
-            hybrid = select_hybrid(members, reference_traces, config, FitOptions()).predictor
-            assert isinstance(hybrid, Hybrid)
-            assert {layer for (_, layer), name in hybrid.chosen.items() if name == replacement} == low
-            assert set(hybrid.chosen.values()) == {"quasi_hidden", replacement}
-
     @pytest.mark.parametrize(
         ("costs", "dropped"),
         [
@@ -355,18 +328,11 @@ class TestHybrid:
     ("make", "message"),
     [
         (lambda: LinearConfig(strengths=[0.0]), "strengths="),
-        (lambda: EstimatorConfig(form="poem"), "form='poem'"),
         (lambda: EstimatorConfig(inputs=["routing"]), "name one of early"),
         (lambda: EstimatorConfig(inputs=["quasi_hidden", "routing", "routing"]), "each once"),
-        (lambda: EstimatorConfig(temperature=-1.0), "temperature=-1"),
         (lambda: EstimatorConfig(width=0), "width=0"),
         (lambda: HybridConfig(candidates=["hybrid"]), "other than hybrid"),
         (lambda: HybridConfig(threshold=-1.0), "threshold=-1"),
-        (lambda: HybridConfig(rule="poem"), "rule='poem'"),
-        (lambda: HybridConfig(rule="paper", low_recall=1.5), "low_recall=1.5"),
-        (lambda: HybridConfig(low_recall=0.5), "needs rule=paper"),
-        (lambda: HybridConfig(rule="paper", threshold=0.1), "needs rule=best"),
-        (lambda: HybridConfig(rule="paper", candidates=["linear"]), "needs two"),
         (lambda: FitOptions(tokens=0), "tokens=0"),
     ],
 )

@@ -142,10 +142,6 @@ def lhu(history: History, key: int) -> tuple[float, ...]:
     return (sum(used == key and full for used, _, full in history.uses), history.accessed[key][0])
 
 
-def fld(history: History, key: int) -> tuple[float, ...]:
-    return (-history.ahead(key), history.accessed[key][0])
-
-
 def _last(history: History, key: int) -> tuple[int, int]:
     return max(history.accessed[key], history.wanted.get(key, (0, 0)))
 
@@ -197,7 +193,6 @@ ORDERS: dict[str, Order] = {
     "class_lru": class_lru,
     "lrfu:half_life=2": lrfu,
     "lhu": lhu,
-    "fld": fld,
     "least_stale": least_stale,
     "belady": belady,
 }

@@ -83,14 +83,6 @@ LHU = """
     a2 > c2     | b2 > a2       | c1 > b2
     a0 a2 > c1 a1 | b2 > a0       | c1* c2 > a2 c0
 """
-# Farthest is the running layer itself, then the one before it: at a the order is a c b, at b it is b a c, at c it is
-# c b a. So b goes at c, a at b and c at a, but for a1 and c0 in forward 4, which their own layer does not need.
-FLD = """
-    a0 a1       | b0 b1         | c0 c2 > b0 b1
-                | b0 b2 > a0 a1 |
-    a1 a2 > c0 c2 |               | c0* c1 > b0 b2
-    a0 > a1     | b0 b2 > a0 a2 | c2 > c0
-"""
 # Means as shares of the highest: a 1 5/8 3/8, b 1 1/2 1/10, c 1/2 1/2 1. Equals: the first layer.
 # 1: at c b1 1/2, a1 5/8. 2: at a c0 1/2; at b a1 5/8; at c b2 1/10. 3: at a c0, then a0 of a0 b0 c2, all 1;
 # at b a2 3/8; at c b2, a1. 4: at a c0 and c1, 1/2 both, c0 loaded first; at b a2; at c b2.
@@ -138,7 +130,6 @@ TRIALS = {
     "class_lru": (CLASS_LRU, 2, 22, 7, 22 * BLOCK),
     "lrfu:half_life=1": (LRFU, 2, 22, 7, 22 * BLOCK),
     "lhu": (LHU, 7, 17, 2, 10 * BLOCK + 7 * LOW),
-    "fld": (FLD, 8, 16, 1, 16 * BLOCK),
     "score": (SCORE, 6, 18, 3, 18 * BLOCK),
     "least_stale": (LEAST_STALE, 4, 20, 4, 20 * BLOCK),
     "importance:gamma=0.5": (IMPORTANCE, 3, 21, 5, 21 * BLOCK),

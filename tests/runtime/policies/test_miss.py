@@ -14,7 +14,7 @@ from expertcast import OffloadedModel, offload
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.policies.base import CacheShape
-from expertcast.runtime.policies.miss import MISS, Lookup, MissDecision, MissPolicy, RunningRank
+from expertcast.runtime.policies.miss import MISS, Lookup, MissDecision, MissPolicy
 from expertcast.runtime.storage.layout import FULL, PRECISIONS, is_better
 from expertcast.runtime.storage.slots import SlotState
 from tests.families.models import tiny_model
@@ -75,40 +75,6 @@ def test_fetch_lowest() -> None:
     found = policy("fetch_lowest").decide(lookup(IDS, WEIGHTS, {0: "full", 2: "int2"}))
     assert found == MissDecision(precision={1: "int4", 3: "int4"})
     assert policy("fetch_lowest:levels=int8/int4/int2").precisions == ("int2",)
-
-
-def test_fetch_priority() -> None:
-    """Levels full, int8, int4: a rank of .6 or more among earlier misses is full, .3 to .6 int8, below .3 int4."""
-    priority = policy("fetch_priority")
-    assert priority.precisions == ("int8", "int4")
-    # two misses, two free slots: no pressure. Seen after this: 1.6 1.2
-    assert priority.decide(lookup(IDS, WEIGHTS, {2: "full", 3: "full"}, free=2)) == MissDecision(
-        precision={0: "full", 1: "full"}
-    )
-    # 2 (0.8) and 3 (0.4) have rank 0/2 among the misses before this one. Seen after this: 0.4 0.8 1.2 1.6
-    assert priority.decide(lookup(IDS, WEIGHTS, {0: "full", 1: "full"})) == MissDecision(
-        precision={2: "int4", 3: "int4"}
-    )
-    # ranks 4/4, 3/4, 2/4, 1/4
-    assert priority.decide(lookup(IDS, WEIGHTS, {})) == MissDecision(
-        precision={0: "full", 1: "full", 2: "int8", 3: "int4"}
-    )
-
-
-def test_fetch_priority_asks_again_for_what_is_important_now() -> None:
-    """Scores so far: 1.6 1.2 0.8 0.4. No expert is missing; 1 has rank 3/4 and is loaded in full, 3 has rank 1/4."""
-    priority = policy("fetch_priority")
-    priority.decide(lookup(IDS, WEIGHTS, {}, free=4))
-    found = priority.decide(lookup(IDS, WEIGHTS, {0: "full", 1: "int4", 2: "full", 3: "int4"}))
-    assert found == MissDecision(precision={1: "full"})
-
-
-def test_fetch_priority_with_a_lower_best_level() -> None:
-    """The paper's int8:4:2: nothing is ever loaded in full, and an expert held as int8 is as good as it gets."""
-    priority = policy("fetch_priority:levels=int8/int4/int2")
-    assert priority.precisions == ("int8", "int4", "int2")
-    found = priority.decide(lookup(IDS, WEIGHTS, {0: "int8", 1: "int4", 2: "full"}, free=1))
-    assert found == MissDecision(precision={1: "int8", 3: "int8"})
 
 
 def test_cascade() -> None:
@@ -186,22 +152,12 @@ def test_no_scores_are_read_where_nothing_is_missing() -> None:
     assert policy("substitute").decide(made) == MissDecision()
 
 
-def test_running_rank() -> None:
-    """A window of 3: after 5 1 4 2 the values 1 4 2 are left."""
-    running = RunningRank(window=3)
-    assert running.rank(0.0) == 1.0, "nothing is known"
-    for value in (5.0, 1.0, 4.0, 2.0):
-        running.add(value)
-    assert [running.rank(value) for value in (0.5, 1.0, 2.5, 4.0)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
-
-
 # Properties of all decisions, on random lookups; and refused options
 
 
 TEXTS = [
     *MISS.names(),
     "fetch_lowest:levels=int8/int2",
-    "fetch_priority:levels=int8/int4/int2,percentile=90",
     "cascade:levels=full/int2,important=2",
     "drop_cascade:fetched=1,minor=1",
     "substitute:tolerance=1",
@@ -240,7 +196,6 @@ def test_what_the_store_must_hold() -> None:
     assert {text: policy(text).precisions for text in MISS.names()} == {
         "fetch": (),
         "fetch_lowest": ("int4",),
-        "fetch_priority": ("int8", "int4"),
         "cascade": ("int4", "int2"),
         "drop": (),
         "drop_cascade": ("int4", "int2"),
@@ -269,7 +224,6 @@ def _expected(offloaded: OffloadedModel, key: int, precision: str) -> Tensor:
     [
         ("fetch_lowest:levels=int2", "gpt_oss", True),
         ("fetch_lowest:levels=int2", "qwen3_moe", False),
-        ("fetch_priority", "phimoe", True),
         ("cascade", "gpt_oss", True),
         ("cascade", "qwen3_moe", False),
         ("drop_cascade", "phimoe", True),
@@ -301,7 +255,7 @@ def test_slots_hold_what_the_books_say(miss: str, family: str, cache: bool) -> N
                     for field in layout.fields:
                         part = slice(field.offset, field.offset + field.nbytes)
                         assert torch.equal(pool.block(slot)[part], expected[part]), (key, precision, field.name)
-        if cache:  # without a cache a slot is free for every miss, and fetch_priority sees no pressure
+        if cache:
             assert link.bytes_moved < link.copies * layout.block_bytes, "no copy was packed"
             assert len(seen) > 1, seen
 

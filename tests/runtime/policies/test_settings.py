@@ -57,8 +57,8 @@ BAD = {
         percentile:percentile=100 percentile:percentile=0 percentile:share=2
         top_k:overfetch=0.5 top_k:overfetch=1e6 top_k:overfetch=nan""",
     "miss": """
-        fetch_lowest:levels=int3 fetch_lowest:levels= fetch_priority:levels=int4/int8 fetch_priority:levels=int4/int4
-        fetch_priority:levels=int4 cascade:levels=full cascade:levels=full/int8/int4/int2 fetch_priority:percentile=101
+        fetch_lowest:levels=int3 fetch_lowest:levels= fetch_lowest:levels=int4/int8 fetch_lowest:levels=int4/int4
+        cascade:levels=full cascade:levels=full/int8/int4/int2
         cascade:important=0.1,minor=0.2 cascade:minor=-1 drop_cascade:minor=nan drop_cascade:fetched=0 drop:fetched=0
         drop:ranks=2 substitute:tolerance=1.5""",
     "routing": "cache_aware:strength=-1 cache_aware:keep=-1 cache_aware:keep=3 budget:k_max=0 budget:k_max=3",
@@ -271,7 +271,7 @@ def test_lossy_runs_say_so(reference_model: PreTrainedModel) -> None:
         "cache_aware": Policies(routing="cache_aware"),
         "activeevict": PRESETS["activeevict"].policies,
     }
-    packed = {name: Policies(miss=name) for name in ("fetch_lowest", "fetch_priority", "cascade", "drop_cascade")}
+    packed = {name: Policies(miss=name) for name in ("fetch_lowest", "cascade", "drop_cascade")}
     runs = {name: OffloadConfig(policies=policies, slots=60) for name, policies in (lossy | packed).items()}
     runs["activeevict"] = dataclasses.replace(runs["activeevict"], predictor=PRESETS["activeevict"].predictor)
     runs["lossless"] = OffloadConfig(policies=Policies(eviction="least_stale"), slots=60)

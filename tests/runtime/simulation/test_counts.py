@@ -36,9 +36,6 @@ Counts = tuple[int, int, int, int, int, int]
 #
 # fetch: t1 misses 3 for 2; t2 misses 4 for 1; t3 misses 1 and 2 for 3 and 4.
 # fetch_lowest: the same in 2 bytes each.
-# fetch_priority: the prefill has room, all come in full; its shares .15 .75 2.1 are what later ones are ranked among.
-#   t1 3 is .15, rank 1/3, of the cut .6 the upper half: int8. t2 3 is 2.1 now, rank 1: asked for again in full;
-#   4 is .15, rank 2/4: int8. t3 1, rank 1, and 2, rank 4/5: full. 4 + 8 + 4 + 16 bytes.
 # cascade: 0 1 2 come in full, int4, int2. t1 3 int2. t2 3 again in full, 4 int2. t3 1 in full, 2 int4.
 #   1 + 9 + 10 bytes.
 # drop: the prefill leaves 2 out. t1 drops 3. t2 fetches 3 into the free slot, drops 4. t3 1 and 0 are there, 2 comes
@@ -51,7 +48,6 @@ NEEDED = ((0, 1, 2, 3, 4), (0, 1, 3, 2, 4), (3, 0, 4, 1, 2), (1, 2, 0, 3, 4))
 MISSES: dict[str, Counts] = {
     "fetch": (5, 4, 0, 4, 0, 32),
     "fetch_lowest": (5, 4, 0, 4, 0, 8),
-    "fetch_priority": (4, 5, 0, 4, 0, 32),
     "cascade": (4, 5, 0, 4, 0, 20),
     "drop": (5, 2, 0, 1, 2, 16),
     "drop_cascade": (4, 3, 0, 1, 2, 18),

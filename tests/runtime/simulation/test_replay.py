@@ -76,7 +76,7 @@ def events_of(routing: Routing) -> list[list[int]]:
     return events
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fld", "least_stale", "belady"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "least_stale", "belady"])
 def test_a_cache_in_bytes_against_its_slowest_form(policy: str) -> None:
     """Experts of 1 to 3 bytes: what is missed and moved is that of a list of residents, sorted at each decision."""
     choose, moved = random.Random(3), 0
