@@ -137,7 +137,9 @@ def collect(
         wait_for_all(share)
         if share.rank == 0:
             _finish(folder, dict(info), stream, plan, columns, share)
-        wait_for_all(share)
+    if share.rank == 0:
+        shutil.rmtree(folder / layout.PROGRESS_FOLDER, ignore_errors=True)
+    wait_for_all(share)
     return TraceDataset.open(folder)
 
 
@@ -196,4 +198,3 @@ def _finish(folder: Path, info: Json, stream: ActivationStream, plan: Plan, colu
     write_atomically(folder / layout.DEFAULTS_FILE, save(defaults.as_tensors()))
     info["collection_s"] = info.get("collection_s", 0.0) + done["seconds"]
     publish(folder, info, plan.documents, columns, done["shards"])
-    shutil.rmtree(folder / layout.PROGRESS_FOLDER)

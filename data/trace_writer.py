@@ -144,7 +144,7 @@ def claim(
         check_settings(folder, found, new, may_change)
         return found
     # files that a process killed before the first trace.json leaves behind
-    begun = (layout.SKELETON_FOLDER, layout.TRACE_FILE, layout.shard_file(0, 0), *layout.FOR_DATASETS)
+    begun = (layout.SKELETON_FOLDER, layout.CARD, layout.TRACE_FILE, layout.shard_file(0, 0), *layout.FOR_DATASETS)
     if folder.exists() and any(path.name.removesuffix(PARTIAL) not in begun for path in folder.iterdir()):
         raise ExpertcastError(f"{folder} is not empty and has no traces: use a new or an empty folder")
     save_skeleton(view, config, folder / layout.SKELETON_FOLDER)
@@ -191,7 +191,7 @@ def check_disk(folder: Path, tokens: int, row_bytes: int) -> tuple[str, int]:
 def publish(
     folder: Path, info: Json, documents: Iterable[PlannedDocument], columns: Columns, shards: Mapping[str, str]
 ) -> None:
-    """Write trace.json of a readable dataset, after the files for `datasets`; then its card for the hub.
+    """Write trace.json of a readable dataset, after the files for `datasets` and its card for the hub.
 
     Args:
         folder: folder of the dataset.
@@ -208,8 +208,8 @@ def publish(
     others += sorted((folder / layout.SKELETON_FOLDER).iterdir())
     files = {path.relative_to(folder).as_posix(): file_digest(path) for path in others}
     info = {**info, **counted(documents), "files": {**files, **shards}, "complete": True}
-    layout.write_info(folder, info)
     write_atomically(folder / layout.CARD, traces_card(info, folder.name).encode())
+    layout.write_info(folder, info)
 
 
 # Progress of a collecting rank

@@ -270,8 +270,10 @@ def test_complete_traces_are_opened_not_made_again(
     dataset: TraceDataset, small_model: PreTrainedModel, reference_tokenizer: Any, text: list[Document]
 ) -> None:
     shard = next(dataset.folder.glob("data-*.arrow"))
-    before = shard.stat().st_mtime_ns
+    before, left = shard.stat().st_mtime_ns, dataset.folder / layout.PROGRESS_FOLDER
+    left.mkdir()  # of a run that was killed behind trace.json
     again = collect(small_model, reference_tokenizer, text, dataset.folder, **MANY)
+    assert not left.exists()
     assert again.token_count("all") == MANY["tokens"]
     assert shard.stat().st_mtime_ns == before
     for changed, expected in (
