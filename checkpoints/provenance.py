@@ -23,7 +23,7 @@ def provenance() -> Json:
 
     The git revision is None outside a work tree.
     """
-    command = shlex.join([Path(sys.argv[0]).name, *map(_without_folders_in, sys.argv[1:])])
+    command = " ".join([Path(sys.argv[0]).name, *(shlex.quote(_without_folders_in(each)) for each in sys.argv[1:])])
     return {
         "expertcast_version": expertcast.__version__,
         "command": command,
