@@ -17,7 +17,7 @@ import torch
 from benchmarks.life_size_files import deviation
 from benchmarks.results import ResultFile, result_parser
 from benchmarks.shapes import SHAPES, random_model, weight_bytes
-from benchmarks.side_by_side import SETTINGS, Side, SideBySide, add_options, write_page
+from benchmarks.side_by_side import SETTINGS, Side, SideBySide, add_options, page
 from expertcast.commands.output import say
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.messages import Json
@@ -67,5 +67,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file = ResultFile(args, {name: getattr(args, name) for name in SETTINGS}, args.keep)
     bench = SideBySide(args, file, SIDES, write_model(folder, args.layers, small=args.small))
     bench.measure()
-    write_page(args.page, f"OLMoE-1B-7B's shape, {args.layers} layers", bench.result, "direct")
+    file.publish(f"OLMoE-1B-7B's shape, {args.layers} layers", page(bench.result, "direct"))
     return 0

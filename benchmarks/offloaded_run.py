@@ -30,35 +30,34 @@ from expertcast.predictors.messages import Json
 @torch.no_grad()
 def measured(offloaded: OffloadedModel, spec: Json) -> Json:
     """Run an offloaded model over the text; return times, counters, the likeliest tokens and the routing."""
-    model, tokens, length = offloaded.model, spec["tokens"], spec["prompt"]
-    cache = DynamicCache(config=model.config)
+    model, tokens, length, timed = offloaded.model, spec["tokens"], spec["prompt"], spec["timed"]
+    stats, link = offloaded.stats, offloaded.link
 
-    def step(first: int, last: int) -> tuple[float, int]:
-        start = time.perf_counter()
-        ids = torch.tensor([tokens[first:last]])
-        found = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        largest = int(found.logits[0, -1].argmax())
-        return time.perf_counter() - start, largest
+    def reader(text: list[int]) -> Callable[[int, int], tuple[float, int]]:
+        cache = DynamicCache(config=model.config)
+
+        def step(first: int, last: int) -> tuple[float, int]:
+            start = time.perf_counter()
+            ids = torch.tensor([text[first:last]])
+            found = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            largest = int(found.logits[0, -1].argmax())
+            return time.perf_counter() - start, largest
+
+        return step
 
     with recorded_routing(offloaded.view) as routing:
-        found = follow(spec, step, offloaded.reset_stats)
+        found = follow(spec, reader(tokens), offloaded.reset_stats)
         found["routing"] = routing()
-    found |= {"link_bytes": offloaded.link.bytes_moved / spec["timed"], "slots": offloaded.pool.count}
-    found |= {"hit_rate": _hit_rate(offloaded), "waited_s": offloaded.stats.as_dict()["waited_s"] / spec["timed"]}
+    found |= {"hit_rate": stats.hit_rate, "waited_s": stats.waited_s / timed}
+    found |= {"link_bytes": link.bytes_moved / timed, "slots": offloaded.pool.count}
+    again = reader(tokens[:length][::-1] + tokens[length:])
     offloaded.reset_stats()
-    cache, tokens[:length] = DynamicCache(config=model.config), tokens[:length][::-1]
-    found["again_s"], _ = step(0, length)
-    found["again_bytes"] = offloaded.link.bytes_moved
+    found["again_s"], _ = again(0, length)
+    found["again_bytes"] = link.bytes_moved
     offloaded.reset_stats()
-    for place in range(length, length + spec["timed"]):
-        step(place, place + 1)
-    found["again_hit_rate"] = _hit_rate(offloaded)
-    return found
-
-
-def _hit_rate(offloaded: OffloadedModel) -> float:
-    rate: float = offloaded.stats.as_dict()["hit_rate"]
-    return rate
+    for place in range(length, length + timed):
+        again(place, place + 1)
+    return {**found, "again_hit_rate": stats.hit_rate}
 
 
 @contextmanager

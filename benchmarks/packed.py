@@ -18,7 +18,7 @@ import gguf
 
 from benchmarks.life_size_files import KINDS, make, qwen3
 from benchmarks.results import ResultFile, result_parser
-from benchmarks.side_by_side import SETTINGS, Side, SideBySide, add_options, write_page
+from benchmarks.side_by_side import SETTINGS, Side, SideBySide, add_options, page
 from expertcast.predictors.messages import Json
 
 PEER = "llama.cpp"
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = make(args.keep, args.kind, args.layers, qwen3(args.layers, small=args.small))
     bench = SideBySide(args, file, SIDES, described_file(path.resolve(), args.layers))
     bench.measure()
-    write_page(args.page, f"Qwen3-30B-A3B's shape, {args.kind}, {args.layers} layers", bench.result, PEER)
+    file.publish(f"Qwen3-30B-A3B's shape, {args.kind}, {args.layers} layers", page(bench.result, PEER))
     return 0
 
 

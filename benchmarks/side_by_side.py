@@ -18,8 +18,8 @@ from pathlib import Path
 from textwrap import fill
 
 from benchmarks.children import abilities, run
-from benchmarks.conditions import described, may_set_readahead, readahead, readahead_kib
-from benchmarks.results import ResultFile, markdown, shown, spread, write_section
+from benchmarks.conditions import may_set_readahead, readahead, readahead_kib
+from benchmarks.results import ResultFile, markdown, shown, spread
 from expertcast.commands.output import say
 from expertcast.data.models import load_tokenizer
 from expertcast.data.text import bundled_ids
@@ -187,6 +187,7 @@ class SideBySide:
         args, options, store = self._args, dict(side.options), self._folder / f"store-{side.name.partition(',')[0]}"
         if not side.peer:
             options |= {"store": "disk", "slots": slots, "pools": pools}
+        # a peer reads a second prompt without a limit alone, our sides always
         spec: Json = {
             "model": str(self._path), "tokens": self._tokens, "prompt": args.prompt, "warm": args.warm,
             "timed": args.new_tokens, "threads": args.threads, "options": options, "predictor": side.predictor,
@@ -358,7 +359,7 @@ def details(rows: Sequence[Json], experts_bytes: float) -> str:
 
 
 def method(result: Json) -> str:
-    """Return the conditions and how it was measured."""
+    """Return how it was measured."""
     model, settings, able = result["model"], result["settings"], result["abilities"]
     limits = {(row["memory"], row["limit_bytes"]) for row in result["results"] if row.get("limit_bytes")}
     listed = ", ".join(f"{_memory({'memory': memory})} {limit / 1e9:.2f} GB" for memory, limit in sorted(limits))
@@ -368,9 +369,8 @@ def method(result: Json) -> str:
     peers = " ".join(f"Peer: {each}." for each in versions)
     group = "a control group" if able["capped"] else "nothing here"
     paragraphs = [
-        f"""Conditions, {result["date"]}: {described(result["conditions"])} Direct reads of the disk:
-{result["disk_rate"] / 1e9:.2f} GB/s. Other processes used at most {others:.2f} processors during a run. {peers}""",
-        f"    {result['command']}",
+        f"""Direct reads of the disk: {result["disk_rate"] / 1e9:.2f} GB/s. Other processes used at most {others:.2f}
+processors during a run. {peers}""",
         f"""{model["layers"]} layers, {model["count"]} experts of {model["experts_bytes"] / 1e9:.2f} GB. Each run is
 a process with a cold page cache: a prompt of {settings["prompt"]} tokens at once, {settings["warm"]} single tokens, and
 {settings["new_tokens"]} that are timed (median). Figures are medians of the repetitions (least-most), sides in
@@ -380,18 +380,10 @@ bytes that a cache of this size could read for this routing (Belady). *Moved aga
 prompt, the first one backwards, moves into slots, and the hits of {settings["new_tokens"]} tokens after it. *Same
 tokens*: likeliest tokens equal to the first side's.""",
     ]
-    return "\n\n".join(each if each.startswith(" ") else fill(each, 140) for each in paragraphs)
+    return "\n\n".join(fill(each, 140) for each in paragraphs)
 
 
 def page(result: Json, base: str) -> str:
-    """Return a section: conclusion, details, conditions."""
+    """Return a section: conclusion, details, method."""
     rows = result["results"]
     return "\n\n".join([conclusion(rows, base), details(rows, result["model"]["experts_bytes"]), method(result)])
-
-
-def write_page(path: Path | None, heading: str, result: Json, base: str) -> None:
-    """Write the section of a result, if it has a page, and print it."""
-    text = page(result, base)
-    print(text)
-    if path is not None:
-        write_section(path, heading, text)
