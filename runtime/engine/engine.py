@@ -240,7 +240,7 @@ class LayerFlow:
 
     def see(self, layer: int, logits_TE: Tensor) -> None:
         """Pass a router's scores on to the eviction policy, if it reads them."""
-        self.policies.eviction.see_scores(layer, self._mean_probability(logits_TE))
+        self.policies.eviction.by_layer[layer].see_scores(layer, self._mean_probability(logits_TE))
 
     def _mean_probability(self, logits_TE: Tensor) -> list[float]:
         probability_E: list[float] = self.read(logits_TE.float().softmax(dim=-1).mean(dim=0))[0]
@@ -363,7 +363,7 @@ class LayerFlow:
         wanted = Candidates(forecast, ids, weights, self.to_host)
         layer, policies = forecast.layer, self.policies
         if policies.eviction.reads_forecasts:
-            policies.eviction.see_forecast(layer, self._mean_probability(forecast.logits_TE))
+            policies.eviction.by_layer[layer].see_forecast(layer, self._mean_probability(forecast.logits_TE))
         if policies.pre_eviction.active:
             self._pre_evict(wanted)
         experts = policies.prefetch.experts(wanted)
@@ -622,7 +622,7 @@ class Engine:
             flow.see(layer, self.speculator.executed_logits(call, executed))
         if call.tokens > 1 and flow.policies.eviction.reads_routing:
             (rows,) = self.flow.read(ids_TK[-PROMPT_ROWS:])
-            flow.policies.eviction.see_routing(layer, rows)
+            flow.policies.eviction.by_layer[layer].see_routing(layer, rows)
         if flow.decides:
             executed, ids, precision = self._decide(call, executed)
             ids_TK = call.ids_TK if executed is None else executed[0]

@@ -689,7 +689,7 @@ class Belady(ByPriority):
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
-        self._events: Events | None = None
+        self._events: Events = ()
         self._nexts: list[list[int]] = []
         self._next: dict[int, int] = {}
         """Event of each key's next use; may lack keys that are not used again."""
@@ -707,38 +707,14 @@ class Belady(ByPriority):
             self._access(key)
 
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        """Advance by one event.
-
-        Raises:
-            ExpertcastError: the event differs from the one that `set_future` received.
-        """
-        events, index = self._future(), self._event
-        if index == len(events):
-            raise ExpertcastError(
-                f"layer {layer} runs after the {index} events that belady received: give all events to set_future()"
-            )
-        if set(keys) != set(events[index]):
-            raise ExpertcastError(
-                f"belady received keys {sorted(events[index])} for event {index}, layer {layer} needs {sorted(keys)}: "
-                "give the events of this run to set_future() (belady is for offline replays)"
-            )
+        """Advance by one event, which is the one that `set_future` received."""
+        events, index = self._events, self._event
+        assert set(keys) == set(events[index]), "not the events of set_future()"
         self._next.update(zip(events[index], self._nexts[index], strict=True))
         self._event += 1
 
-    def victim(self, protected: Container[int]) -> int | None:
-        self._future()
-        return super().victim(protected)
-
     def _priority(self, key: int) -> float:
         return -self._next.get(key, len(self._nexts))
-
-    def _future(self) -> Events:
-        if self._events is None:
-            raise ExpertcastError(
-                "belady needs all future events: give those of a recorded trace to set_future(), or choose another "
-                "eviction policy (belady is for offline replays)"
-            )
-        return self._events
 
 
 def next_uses(events: Events) -> tuple[list[list[int]], dict[int, int]]:
@@ -919,18 +895,6 @@ class Eviction:
         """Call `start_pass` of every policy."""
         for policy in self.policies:
             policy.start_pass(fresh)
-
-    def see_scores(self, layer: int, probability_E: Sequence[float]) -> None:
-        """Call `see_scores` of the layer's policy."""
-        self.by_layer[layer].see_scores(layer, probability_E)
-
-    def see_routing(self, layer: int, experts: Sequence[Sequence[int]]) -> None:
-        """Call `see_routing` of the layer's policy."""
-        self.by_layer[layer].see_routing(layer, experts)
-
-    def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
-        """Call `see_forecast` of the layer's policy."""
-        self.by_layer[layer].see_forecast(layer, probability_E)
 
     def clear(self) -> None:
         """Call `clear` of every policy."""

@@ -142,43 +142,28 @@ def _with_guard(chosen_TK: Tensor, guard_TJ: Tensor, biased_TE: Tensor) -> Tenso
     return torch.where(complete_T1, chosen_TK, guarded_TK)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BudgetConfig(PolicyConfig):
-    """Options of :class:`Budget`."""
-
-    k_max: Annotated[int, Field(ge=1)] | None = None
-    """Maximum number of experts that a token executes (none: the model's K)."""
-
-
 class Budget(RoutingPolicy):
     """Limits each token to its heaviest experts, such that the misses fit the available slots.
 
-    k = max{k <= k_max: u(k) <= available}, with u(k) the number of absent experts among the k heaviest. The tokens of a
+    k = max{k <= K: u(k) <= available}, with u(k) the number of absent experts among the k heaviest. The tokens of a
     step share the available slots in order; an expert that one token loads is resident for the next one. At least one
-    expert is executed, also where eq. 20 allows none. With pre-eviction, layers without a forecast have no limit but
-    k_max: nothing freed slots for them. If the router normalises the weights, those of the remaining
-    experts are normalised again (eq. 4).
+    expert is executed, also where eq. 20 allows none. With pre-eviction, layers without a forecast have no limit:
+    nothing freed slots for them. If the router normalises the weights, those of the remaining experts are normalised
+    again (eq. 4).
 
-    Source: ActiveEvict, eq. 4 and 18 to 21.
-
-    Raises:
-        ExpertcastError: `k_max` exceeds the model's K.
+    Source: ActiveEvict, eq. 4 and 18 to 21, with k_max = K.
     """
 
     name = "budget"
-    config_class = BudgetConfig
 
-    def __init__(self, config: BudgetConfig, shape: CacheShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
-        self._k_max = shape.top_k if config.k_max is None else config.k_max
-        if self._k_max > shape.top_k:
-            raise ExpertcastError(f"k_max={self._k_max}: a token has {shape.top_k} experts, give 1 to {shape.top_k}")
         self._renormalises: dict[int, bool] = {}
 
     def route(self, routed: RouterOutput) -> tuple[Tensor, Tensor] | None:
         order_TK = routed.weights_TK.argsort(dim=-1, descending=True, stable=True)
         (ranked,) = routed.read(routed.ids_TK.gather(-1, order_TK))
-        counts = _counts(ranked, set(routed.cached), routed.available, self._k_max)
+        counts = _counts(ranked, set(routed.cached), routed.available)
         if all(count == len(row) for count, row in zip(counts, ranked, strict=True)):
             return None
         count_T1 = torch.tensor(counts, device=order_TK.device)[:, None]
@@ -195,12 +180,12 @@ class Budget(RoutingPolicy):
         return routed.ids_TK, torch.where(whole_T1, routed.weights_TK, weights_TK)
 
 
-def _counts(ranked: Sequence[Sequence[int]], cached: set[int], available: int, k_max: int) -> list[int]:
+def _counts(ranked: Sequence[Sequence[int]], cached: set[int], available: int) -> list[int]:
     """Return the number of experts, heaviest first, that each token executes; add the loaded experts to `cached`."""
     counts = []
     for row in ranked:
         count = 0
-        for expert in row[:k_max]:
+        for expert in row:
             if expert not in cached:
                 if count and not available:
                     break

@@ -84,7 +84,7 @@ class VirtualRuntime:
                 keys, precision = self._route(layer, forward, keys)
             if shows_routing:
                 rows_TK = self.trace.require_routes().ids[layer][forward.rows]
-                self.policies.eviction.see_routing(layer, rows_TK[-PROMPT_ROWS:].tolist())
+                self.policies.eviction.by_layer[layer].see_routing(layer, rows_TK[-PROMPT_ROWS:].tolist())
             chunks = flow.begin(layer, keys, precision, decodes=not forward.fresh)
             if self._forecasts is not None and not forward.fresh:
                 self._prefetch(self._forecasts, layer, forward, times.forecast_s[layer])

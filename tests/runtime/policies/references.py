@@ -258,11 +258,11 @@ def step(residency: ExpertCache, layer: int, visit: Visit, low: Sequence[int] = 
     """One layer of one forward."""
     eviction, keys = residency.eviction, list(visit.needs)
     if eviction.reads_scores and visit.scores:
-        eviction.see_scores(layer, visit.scores)
+        eviction.by_layer[layer].see_scores(layer, visit.scores)
     residency.start_layer(layer, keys)
     residency.request(keys, {key: "int4" for key in keys if key in low})
     if eviction.reads_forecasts and visit.forecast:
-        eviction.see_forecast(layer + 1, visit.forecast)
+        eviction.by_layer[layer + 1].see_forecast(layer + 1, visit.forecast)
     residency.prefetch(visit.wants)
     residency.wait(keys)
     residency.release(keys)

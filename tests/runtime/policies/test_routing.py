@@ -209,15 +209,14 @@ RENORMALISED = {"qwen3_moe", "mixtral", "gpt_oss", "glm4_moe_lite"}
     ],
 )
 def test_tokens_share_the_slots_by_hand(available: int, counts: list[int]) -> None:
-    assert _counts([[5, 0], [0, 6], [5, 1]], {0, 1}, available, 2) == counts
+    assert _counts([[5, 0], [0, 6], [5, 1]], {0, 1}, available) == counts
 
 
 def test_one_token_by_hand() -> None:
     """Experts a..f by weight, cached b, d, e: misses after k experts are 1 1 2 2 2 3."""
     ranked, cached = [[0, 1, 2, 3, 4, 5]], {1, 3, 4}
-    found = [_counts(ranked, set(cached), available, 6)[0] for available in range(4)]
+    found = [_counts(ranked, set(cached), available)[0] for available in range(4)]
     assert found == [2, 2, 5, 6]
-    assert _counts(ranked, set(cached), 3, 4) == [4], "k_max"
 
 
 @settings(max_examples=100, deadline=None)
@@ -225,29 +224,26 @@ def test_one_token_by_hand() -> None:
     experts=st.integers(2, 10),
     cached=st.sets(st.integers(0, 9)),
     available=st.integers(0, 8),
-    k_max=st.integers(1, 5),
     seed=st.integers(0, 1000),
 )
-def test_against_the_equation(experts: int, cached: set[int], available: int, k_max: int, seed: int) -> None:
-    """k = max{k <= k_max : u(k) <= available}; without any, the first expert, which is loaded all the same."""
+def test_against_the_equation(experts: int, cached: set[int], available: int, seed: int) -> None:
+    """k = max{k <= K : u(k) <= available}; without any, the first expert, which is loaded all the same."""
     generator = torch.Generator().manual_seed(seed)
     top_k = min(experts, 5)
     ranked = [torch.randperm(experts, generator=generator)[:top_k].tolist() for _ in range(3)]
     expected, there, left = [], set(cached), available
     for row in ranked:
-        feasible = [
-            k for k in range(1, min(k_max, top_k) + 1) if sum(expert not in there for expert in row[:k]) <= left
-        ]
+        feasible = [k for k in range(1, top_k + 1) if sum(expert not in there for expert in row[:k]) <= left]
         if feasible:
             count = max(feasible)
         else:  # nothing is free and the first is missing: it is loaded, and what is there already runs with it
             count = 1
-            while count < min(k_max, top_k) and row[count] in there:
+            while count < top_k and row[count] in there:
                 count += 1
         left = max(0, left - sum(expert not in there for expert in row[:count]))
         there.update(row[:count])
         expected.append(count)
-    assert _counts(ranked, set(cached), available, k_max) == expected
+    assert _counts(ranked, set(cached), available) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -285,15 +281,6 @@ def test_weights_by_the_familys_rule(family: str, dtype: torch.dtype) -> None:
             assert got_K.count_nonzero() == 1
             expected = own_K.sum() if family in RENORMALISED else own_K[heaviest]
             torch.testing.assert_close(got_K[heaviest], expected)
-
-
-def test_k_max() -> None:
-    """Two experts by weight .7 and .3, one allowed."""
-    layer = router_of("qwen2_moe")
-    given = routed(layer, torch.tensor([[0.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]), range(8), available=8)
-    changed = rerouted("budget:k_max=1", given)
-    assert given.ids_TK[0, changed[1][0] > 0].tolist() == [1]
-    assert policy_of("budget:k_max=none", layer).route(given) is None
 
 
 @pytest.mark.parametrize("text", ["budget", "cache_aware:strength=0.5"])

@@ -61,7 +61,7 @@ BAD = {
         cascade:levels=full cascade:levels=full/int8/int4/int2
         cascade:important=0.1,minor=0.2 cascade:minor=-1 drop_cascade:minor=nan drop_cascade:fetched=0 drop:fetched=0
         drop:ranks=2 substitute:tolerance=1.5""",
-    "routing": "cache_aware:strength=-1 cache_aware:keep=-1 cache_aware:keep=3 budget:k_max=0 budget:k_max=3",
+    "routing": "cache_aware:strength=-1 cache_aware:keep=-1 cache_aware:keep=3 budget:k_max=1",
 }
 """K is 2."""
 
