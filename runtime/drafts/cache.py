@@ -77,11 +77,6 @@ class SharedCache:
         """Number of tokens in every layer, including padding."""
         return min(self._held(), default=0)
 
-    @property
-    def recurrent(self) -> bool:
-        """Whether the cache can only be rolled back to the mark."""
-        return bool(self._copies)
-
     def mark(self) -> int:
         """Set the mark to the current end and free what earlier marks needed.
 

@@ -102,11 +102,6 @@ class PoolCache:
         """Return the state of an expert."""
         return self._state[expert]
 
-    @property
-    def held(self) -> dict[State, int]:
-        """Bytes in each pool."""
-        return dict(zip(POOLS, self._held, strict=True))
-
     def use(self, experts: Sequence[int]) -> dict[int, State]:
         """Count a step with distinct experts and choose their new states.
 

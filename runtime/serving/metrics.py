@@ -55,11 +55,6 @@ class MetricSpec:
         """Name of the family in prometheus_client."""
         return (PREFIX + self.name).rstrip("_")
 
-    @property
-    def query_name(self) -> str:
-        """Name in queries."""
-        return self.family + {"counter": "_total", "info": "_info"}.get(self.kind, "")
-
 
 _LAYER = ("layer",)
 
@@ -95,8 +90,6 @@ LAYER = {
 
 COPIES = MetricSpec("counter", "link_copies", "Copies of experts that have arrived in slots.")
 BUSY = MetricSpec("counter", "link_busy_seconds", "Seconds in which the link had a copy in flight.")
-READS = MetricSpec("counter", "disk_reads", "Experts read from the disk; only with a disk link.")
-READ_SECONDS = MetricSpec("counter", "disk_read_seconds", "Seconds in which a disk read was in flight.")
 
 EXPERTS = MetricSpec("gauge", "experts", "Routed experts of the model, all layers together.")
 SLOTS = MetricSpec("gauge", "slots", "Experts that fit on the device.")
@@ -119,13 +112,6 @@ SECONDS = MetricSpec("histogram", "http_request_seconds", "Seconds from arrival 
 FIRST_TOKEN = MetricSpec("histogram", "time_to_first_token_seconds", "Seconds from arrival to the first token.")
 
 INFO = MetricSpec("info", "", "Labels of the served model: model, predictor, mode, policies, link, versions.")
-
-FAMILIES = (
-    *LAYER.values(), COPIES, BUSY, READS, READ_SECONDS, EXPERTS, SLOTS, HELD, SLOT_BYTES,
-    STORE_BYTES, DRAFT_BYTES, CYCLES, DRAFTED, ACCEPTED, REQUESTS, IN_FLIGHT, GONE, PROMPT_TOKENS, GENERATED_TOKENS,
-    SECONDS, FIRST_TOKEN, INFO,
-)  # fmt: skip
-"""All metrics, in the order of the page."""
 
 
 class RequestMetrics:
@@ -224,9 +210,6 @@ class ExpertMetrics(Collector):
         link = source.link
         yield COPIES, (), link.copies
         yield BUSY, (), link.busy_s
-        if link.name == "disk":
-            yield READS, (), link.copies
-            yield READ_SECONDS, (), link.busy_s
 
     def _gauges(self) -> Iterator[tuple[MetricSpec, Labels, float]]:
         source = self._source

@@ -10,7 +10,6 @@ from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.recording.recorder import RunStatistics, share
 from expertcast.runtime.simulation.link import VirtualLink
-from expertcast.runtime.storage.layout import FULL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +41,6 @@ class Machine:
     """Seconds to expand a copy of lower precision, in the thread that runs the model."""
     write_back: float = 0.0
     """Time of an eviction on the link, as a share of a copy; 0 if the host keeps all weights, as the store does."""
-
-    @property
-    def copy_s(self) -> float:
-        """Seconds per expert of consecutive copies."""
-        return self.latency + self.block_bytes[FULL] / self.bandwidth
 
     def link(self) -> VirtualLink:
         """Return a new idle link.

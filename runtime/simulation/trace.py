@@ -34,8 +34,6 @@ class Forward:
 
     fresh: bool
     """Whether it is a prefill of new sequences; otherwise a decode step."""
-    sequences: int = 1
-    """Number of sequences, B."""
     rows: slice | Tensor
     """Rows of its tokens in the routes and forecasts of the trace, one sequence after another."""
     keys: list[list[int]]
@@ -87,14 +85,9 @@ class Trace:
     """Forecasts by name of the predictor."""
 
     @property
-    def decode(self) -> list[Forward]:
-        """Decode steps."""
-        return [forward for forward in self.forwards if not forward.fresh]
-
-    @property
     def steps(self) -> int:
         """Number of decode steps."""
-        return len(self.decode)
+        return sum(not forward.fresh for forward in self.forwards)
 
     def require_routes(self) -> Routes:
         """Return the router outputs.
@@ -132,11 +125,11 @@ def trace_of(
     for group in groups:
         cuts = [(document, document.start + prefilled(len(document), prefill)) for document in group]
         rows_T = torch.cat([torch.arange(document.start, cut) for document, cut in cuts])
-        forwards.append(_forward(keys_LTK, rows_T, len(group), fresh=True))
+        forwards.append(_forward(keys_LTK, rows_T, fresh=True))
         for step in range(min(document.stop - cut for document, cut in cuts)):
             now = [cut + step for _, cut in cuts]
             rows = slice(now[0], now[0] + 1) if len(now) == 1 else torch.tensor(now)
-            forwards.append(_forward(keys_LTK, rows, len(group), fresh=False))
+            forwards.append(_forward(keys_LTK, rows, fresh=False))
     return Trace(shape=shape, forwards=forwards, routes=routes, hints=hints or {})
 
 
@@ -157,13 +150,13 @@ def request_order(keys: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(keys)) if len(keys) <= FEW_IDS else sorted(set(keys))
 
 
-def _forward(keys_LTK: list[list[list[int]]], rows: slice | Tensor, sequences: int, *, fresh: bool) -> Forward:
+def _forward(keys_LTK: list[list[list[int]]], rows: slice | Tensor, *, fresh: bool) -> Forward:
     if isinstance(rows, slice):
         keys = [keys_TK[rows.start] for keys_TK in keys_LTK]
     else:
         chosen = rows.tolist()
         keys = [request_order([key for row in chosen for key in keys_TK[row]]) for keys_TK in keys_LTK]
-    return Forward(fresh=fresh, sequences=sequences, rows=rows, keys=keys)
+    return Forward(fresh=fresh, rows=rows, keys=keys)
 
 
 def _groups(document_T: Tensor, batch: int) -> Iterator[list[range]]:

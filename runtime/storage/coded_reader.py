@@ -385,11 +385,6 @@ class CodedReader(TransferQueue[CodedRead]):
         for decoder in self._decoders:
             decoder.start()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers for parts, under way or kept."""
-        return self._memory.nbytes
-
     def submit(self, read: CodedRead, *, front: bool = False) -> None:
         with self.lock:
             self._team = torch.get_num_threads()

@@ -129,16 +129,6 @@ class PackedExperts:
         self._blocks = self._memory.bytes.view(layers * experts, layout.block_bytes)
         """Packed block of each expert, uint8 [L * E, block_bytes]."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all packed blocks."""
-        return self._blocks.numel()
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the memory is page-locked."""
-        return self._memory.pinned
-
     def block(self, key: int) -> Tensor:
         """Return the packed block of one expert, uint8 [block_bytes]."""
         return self._blocks[key]

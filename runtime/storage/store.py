@@ -133,11 +133,6 @@ class ExpertStore:
         most = min(nbytes // smallest, self.layers * self.experts)
         return next((slots for slots in range(most, 0, -1) if self.slots_nbytes(slots) <= nbytes), 0)
 
-    @property
-    def pinned_layers(self) -> list[bool]:
-        """Whether each layer's blocks are page-locked."""
-        return [memory is not None and memory.pinned for memory in self._memory]
-
     def block(self, key: int) -> Tensor:
         """Return the bytes of one expert that its layer uses, uint8."""
         block = self._blocks[key]

@@ -11,14 +11,15 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from expertcast.runtime.serving.metrics import FAMILIES, PREFIX
+from expertcast.runtime.serving.metrics import PREFIX
+from tests.runtime.serving.names import FAMILIES, query_name
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "metrics.md").read_text()
-SHOWN = {spec.query_name for spec in FAMILIES}
+SHOWN = {query_name(spec) for spec in FAMILIES}
 SERIES = SHOWN | {
-    spec.query_name + suffix
+    query_name(spec) + suffix
     for spec in FAMILIES
     if spec.kind == "histogram"
     for suffix in ("_bucket", "_sum", "_count")
@@ -32,7 +33,7 @@ def _names(query: str) -> set[str]:
 def test_the_table_is_that_of_the_code() -> None:
     rows = re.findall(r"^\| `(expertcast_\w+)` \| (\w+) \| (.*?) ?\| (.*) \|$", PAGE, flags=re.MULTILINE)
     assert [(name, kind, tuple(re.findall(r"`(\w+)`", labels)), text) for name, kind, labels, text in rows] == [
-        (spec.query_name, spec.kind, spec.labels, spec.help) for spec in FAMILIES
+        (query_name(spec), spec.kind, spec.labels, spec.help) for spec in FAMILIES
     ]
 
 

@@ -65,7 +65,7 @@ def decoding(prefill: Routing, steps: Sequence[Routing], *, experts: int, top_k:
 
 def routings(trace: Trace) -> list[list[list[int]]]:
     """What each layer of each decode step needs."""
-    return [forward.keys for forward in trace.decode]
+    return [forward.keys for forward in trace.forwards if not forward.fresh]
 
 
 def perfect(trace: Trace, ahead: int = 1) -> Hints:

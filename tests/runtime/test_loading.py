@@ -341,7 +341,8 @@ def test_on_cuda(reference_tokenizer: Any) -> None:
     expected = greedy(model, inputs, 8)
     for store in ("memory", "disk"):
         with load_offloaded(REFERENCE, device="cuda", slots=60, store=store) as offloaded:
-            assert all(offloaded.store.pinned_layers) == (store == "memory")
+            pinned = [memory is not None and memory.pinned for memory in offloaded.store._memory]
+            assert all(pinned) == (store == "memory")
             assert_same(greedy(offloaded, inputs, 8), expected)
 
 

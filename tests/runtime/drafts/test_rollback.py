@@ -96,7 +96,7 @@ class Fed:
         assert self.cache.length == start + DRAFTED
         reached = self.cache.roll_back(start + accepted)
         assert reached == self.cache.length
-        assert reached == (start if self.cache.recurrent and accepted < DRAFTED else start + accepted)
+        assert reached == (start if self.cache._copies and accepted < DRAFTED else start + accepted)
         end = start + accepted + 2
         said = self.feed(self.text[:, reached:end])
         self.same(said, reached)
@@ -228,7 +228,7 @@ def test_whatever_a_cache_adds_comes_back(fed: int) -> None:
     own = Adding()
     own.feed(3)
     cache = SharedCache(own)
-    assert cache.recurrent
+    assert cache._copies
     before = own.found()
     for _ in range(2):
         own.feed(fed)
@@ -252,7 +252,7 @@ def test_a_cache_that_adds_nothing_goes_back_to_any_length(base: type[DynamicCac
     own.update(new, new, 0)
     assert cache.mark() == 6
     own.update(new, new, 0)
-    assert not cache.recurrent
+    assert not cache._copies
     assert [cache.roll_back(9), cache.length] == [9, 9]
 
 

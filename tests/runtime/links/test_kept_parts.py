@@ -80,7 +80,7 @@ def _check(offloaded: OffloadedModel) -> None:
         assert state is not State.F or key in offloaded.pool.slots
         kept += len(held)
     assert 0 < kept <= 2 * room[State.C] + room[State.S] + room[State.E]
-    assert reader.nbytes <= (room[State.C] + room[State.S] + room[State.E] + 4) * sum(store.part_nbytes)
+    assert reader._memory.nbytes <= (room[State.C] + room[State.S] + room[State.E] + 4) * sum(store.part_nbytes)
 
 
 def _plain_parts(offloaded: OffloadedModel, keys: Iterable[int]) -> int:

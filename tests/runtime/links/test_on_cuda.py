@@ -31,7 +31,7 @@ def _attached(kind: str, folder: Path) -> tuple[CudaLink, ExpertStore, SlotPool]
     if kind in ("pinned", "pageable"):
         link = CudaLink(window=2)
         store, pool = attached(link, pinned=kind == "pinned")
-        assert all(store.pinned_layers) is (kind == "pinned")
+        assert all(memory is not None and memory.pinned for memory in store._memory) is (kind == "pinned")
         return link, store, pool
     codec, _, buffers = kind.partition(" ")
     link, view = CudaDiskLink(buffers=int(buffers) if buffers else None), find_moe_layers(cuda_model())
@@ -153,7 +153,7 @@ def test_packed_copies_become_blocks_while_compute_is_behind() -> None:
     link = CudaLink()
     store, pool = attached(link)
     store.add_copies(PRECISIONS)
-    assert all(packed.pinned for packed in store.packed.values())
+    assert all(packed._memory.pinned for packed in store.packed.values())
     torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
     for slot, precision in enumerate(PRECISIONS):
         copy = link.submit(5 + slot, slot, urgent=True, precision=precision)

@@ -35,10 +35,10 @@ def test_by_hand() -> None:
     assert held == ["FMMMM", "FCMMM", "FCEMM", "SEFMM", "FESMM", "FESMM"]
     assert changed == {}
     cache.use([2])
-    assert cache.held == {F: 200, C: 100, S: 0, E: 40}
+    assert cache._held == [200, 100, 0, 40]
     cache.clear()
     assert states(cache, 5) == "MMMMM"
-    assert not any(cache.held.values())
+    assert not any(cache._held)
     cache.use([3])
     assert states(cache, 5) == "MMMEM", "counts stay: third behind 2 and 0, before 1"
 
@@ -149,8 +149,8 @@ def test_against_the_slowest_form(fade: float) -> None:
             after = [cache.state(expert) for expert in range(experts)]
             assert after == slow.state
             assert changed == {e: new for e, (old, new) in enumerate(zip(before, after, strict=True)) if old != new}
-            assert all(cache.held[pool] <= memory[pool] for pool in POOLS)
-            assert sum(cache.held.values()) == sum(SIZE.held(state) for state in after)
+            assert all(held <= memory[pool] for pool, held in zip(POOLS, cache._held, strict=True))
+            assert sum(cache._held) == sum(SIZE.held(state) for state in after)
             kinds |= {(old.name, new.name) for old, new in zip(before, after, strict=True)}
             for expert, (old, new) in enumerate(zip(before, after, strict=True)):
                 assert expert in used or (old, new) not in {(F, C), (F, E), (S, C), (S, F), (M, F), (E, C)}

@@ -21,6 +21,7 @@ from expertcast.runtime.serving import metrics as named
 from expertcast.runtime.serving.metrics import ExpertMetrics, MetricSource
 from tests.families.models import tiny_model
 from tests.runtime.faults import INPUTS
+from tests.runtime.serving.names import FAMILIES, query_name
 
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -63,7 +64,7 @@ def scraped(model: PreTrainedModel) -> Iterator[Scraped]:
 
 
 def _of(page: Page, spec: named.MetricSpec, **labels: str) -> float:
-    return page[spec.query_name, tuple(sorted(labels.items()))]
+    return page[query_name(spec), tuple(sorted(labels.items()))]
 
 
 def assert_is_the_runs(page: Page, offloaded: OffloadedModel) -> None:
@@ -72,7 +73,7 @@ def assert_is_the_runs(page: Page, offloaded: OffloadedModel) -> None:
     counted = offloaded.stats.as_dict()
     for layer, counts in enumerate(counted["per_layer"]):
         for name, spec in named.LAYER.items():
-            place = spec.query_name, (("layer", str(layer)),)
+            place = query_name(spec), (("layer", str(layer)),)
             assert page[place] == counts[name], (name, layer)
     assert _of(page, named.COPIES) == offloaded.link.copies > 0
     assert _of(page, named.BUSY) == pytest.approx(offloaded.link.busy_s)
@@ -89,7 +90,7 @@ def test_all_numbers_after_a_generation(scraped: Scraped) -> None:
     assert offloaded.stats.total.prefetched_used > 0
     assert offloaded.stats.waited_s > 0
     assert _of(page, named.HELD) == len(offloaded.residency.pool.slots)
-    ((_, info),) = [place for place in page if place[0] == named.INFO.query_name]
+    ((_, info),) = [place for place in page if place[0] == query_name(named.INFO)]
     said = dict(info)
     assert said["model"] == "tiny"
     assert (said["predictor"], said["mode"], said["link"]) == ("next_norm", "exact", "emulated")
@@ -135,7 +136,7 @@ def test_counters_only_grow_while_it_runs(scraped: Scraped) -> None:
 def test_what_drafts_had_accepted(model: PreTrainedModel) -> None:
     with offload(model, slots=10) as offloaded:
         scraped = Scraped(offloaded)
-        assert named.CYCLES.query_name not in scraped.text
+        assert query_name(named.CYCLES) not in scraped.text
         scraped.generate(24, draft="int4", draft_length=3)
         page = scraped.page()
         assert offloaded.drafting is not None
@@ -157,14 +158,13 @@ def test_reads_of_a_disk(tmp_path: Path) -> None:
         offloaded.generate(**INPUTS, max_new_tokens=4, do_sample=False)
         page = scraped.page()
         assert_is_the_runs(page, offloaded)
-        assert _of(page, named.READS) == offloaded.link.copies > 0
-        assert _of(page, named.READ_SECONDS) > 0
+        assert _of(page, named.BUSY) > 0
 
 
 def test_the_page_says_name_type_and_help_of_each_once(scraped: Scraped) -> None:
     scraped.generate(80)
     lines = scraped.text.splitlines()
-    spec = {what.query_name: what for what in named.FAMILIES}
+    spec = {query_name(what): what for what in FAMILIES}
     types = {"counter": "counter", "gauge": "gauge", "info": "gauge"}
     found = [line.split(" ", 3)[2:] for line in lines if line.startswith("# TYPE ")]
     helps = {line.split(" ", 3)[2]: line.split(" ", 3)[3] for line in lines if line.startswith("# HELP ")}

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast import load_offloaded, offload
 from expertcast.checkpoints.bundled import REFERENCE
-from expertcast.runtime.serving.metrics import FAMILIES
 from tests.families.models import tiny_model
 from tests.runtime.conftest import PROMPTS
+from tests.runtime.serving.names import FAMILIES, query_name
 from tests.runtime.serving.serving import (
     ASKS,
     NAME,
@@ -121,7 +121,7 @@ def test_the_page_as_prometheus_asks_for_it(running: Running, accept: str, kind:
     assert answer.headers["content-encoding"] == "gzip"
     read = openmetrics if kind.startswith("application/") else plain
     values = {sample.name: sample.value for family in read(answer.text) for sample in family.samples}
-    assert {spec.query_name for spec in FAMILIES if "tokens" in spec.name and not spec.labels} <= {*values}
+    assert {query_name(spec) for spec in FAMILIES if "tokens" in spec.name and not spec.labels} <= {*values}
     assert values["expertcast_generated_tokens_total"] == running.counted("generated_tokens_total") > 0
 
 

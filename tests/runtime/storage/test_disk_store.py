@@ -87,7 +87,7 @@ def test_same_blocks_as_in_memory(
         views = store.layout.views(expected[8 * layer : 8 * layer + 8].flatten())
         assert all(torch.equal(view, views[name]) for name, view in store.views(layer).items())
     assert all(store.block(key).data_ptr() % 256 == 0 for key in range(32))
-    assert not any(store.pinned_layers)
+    assert not any(store._memory)
     store.block(3).fill_(9)  # of memory, never of the file
     store.close()
     assert [entry.name for entry in folder.iterdir()] == [FILE_NAME]

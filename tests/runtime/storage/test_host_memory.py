@@ -116,7 +116,7 @@ def test_store_locks_the_layers_that_fit() -> None:
     store = ExpertStore(view, lock=PageLock(driver=driver))
     with pytest.warns(UserWarning, match="stays pageable"):
         store.pack(view)
-    assert store.pinned_layers == [True, True, False, False]
+    assert [memory is not None and memory.pinned for memory in store._memory] == [True, True, False, False]
     for layer in view:
         for name, parameter in store.views(layer.index).items():
             assert torch.equal(parameter, before[f"{layer.experts_name}.{name}"])
@@ -135,8 +135,8 @@ def test_copies_are_page_locked_as_the_store_is() -> None:
     before = len(driver.locked)
     store.add_copies(("int4",))
     copies = store.copies("int4")
-    assert copies.pinned
-    assert driver.locked[copies.block(0).data_ptr()] >= copies.nbytes
+    assert copies._memory.pinned
+    assert driver.locked[copies.block(0).data_ptr()] >= copies._memory.bytes.nbytes
     store.unpack()
     assert len(driver.locked) == 0 < before
 

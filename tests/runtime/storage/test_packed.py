@@ -158,7 +158,7 @@ def test_copies_of_a_disk_store_lie_in_memory(tmp_path: Path) -> None:
     memory = _store("olmoe")
     memory.add_copies(("int4",))
     assert torch.equal(disk.copies("int4").block(13), memory.copies("int4").block(13))
-    assert disk.copies("int4").nbytes == 32 * disk.copies("int4").block_bytes
+    assert disk.copies("int4")._memory.bytes.nbytes == 32 * disk.copies("int4").block_bytes
     assert [path.name for path in tmp_path.iterdir()] == ["experts.safetensors"]
     disk.close()
     assert not disk.packed
@@ -177,7 +177,7 @@ def test_copies_are_made_once_and_freed() -> None:
     assert not store.packed
     gc.collect()
     assert gone() is None
-    assert made.nbytes == 0
+    assert made._memory.bytes.nbytes == 0
     assert block.any()
 
 
