@@ -17,11 +17,11 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -71,7 +71,6 @@ def row_bytes(kind: str, inputs: int) -> int:
 # The library
 
 _MOST_THREADS = 512
-_INT32 = 26
 
 
 class _InitParams(Structure):
@@ -107,7 +106,15 @@ _BASE: dict[str, tuple[Any, ...]] = {
     "ggml_new_tensor_2d": (c_void_p, c_void_p, c_int, c_int64, c_int64),
     "ggml_new_tensor_3d": (c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64),
     "ggml_view_3d": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t),
+    "ggml_nbytes": (c_size_t, c_void_p),
+    "ggml_reshape_2d": (c_void_p, c_void_p, c_void_p, c_int64, c_int64),
+    "ggml_view_2d": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_size_t, c_size_t),
+    "ggml_mul_mat": (c_void_p, c_void_p, c_void_p, c_void_p),
     "ggml_mul_mat_id": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_add": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_mul": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_concat": (c_void_p, c_void_p, c_void_p, c_void_p, c_int),
+    "ggml_rms_norm": (c_void_p, c_void_p, c_void_p, c_float),
     "ggml_new_graph_custom": (c_void_p, c_void_p, c_size_t, c_bool),
     "ggml_build_forward_expand": (None, c_void_p, c_void_p),
     "ggml_backend_cpu_buffer_from_ptr": (c_void_p, c_void_p, c_size_t),
@@ -178,6 +185,7 @@ def _file(folder: Path, name: str) -> Path:
 
 
 _library = cache(_Library)
+_Made = TypeVar("_Made")
 
 
 def check() -> None:
@@ -229,7 +237,12 @@ def dequantise(kind: str, blocks: Tensor, out: Tensor | None = None) -> Tensor:
 # Products
 
 _GRAPHS = 4096
-"""Most graphs of a thread: two for each layer and number of rows that comes again."""
+"""Most graphs of a thread: some for each layer and number of rows that comes again."""
+_NUMBERS = {
+    torch.float32: TYPES["F32"].number, torch.float16: TYPES["F16"].number, torch.bfloat16: TYPES["BF16"].number,
+    torch.int32: 26,
+}  # fmt: skip
+"""Values of `ggml_type` of torch's types."""
 _NODES = 8
 _LARGE = 1 << 27
 """Products of more weights by numbers, about 5 ms, run on all threads: then those wait for each other for little."""
@@ -343,8 +356,84 @@ class Matrices(NamedTuple):
         return cls(kind, octets.data_ptr() + start, count, stride, outputs, inputs)
 
 
-class _Graph:
-    """One product as a graph of ggml.
+class Graph:
+    """Operations of ggml over memory of torch, built once and computed any number of times.
+
+    Tensors are addresses of ggml's own records. Shapes are ggml's: torch's, reversed.
+
+    Args:
+        kind, work: type and number of the weights that are multiplied, as for `_Backend.compute`.
+        nodes: most tensors.
+        memory: aligned uint8 for results between the first operation and the last.
+    """
+
+    def __init__(self, kind: str, work: int, nodes: int, memory: Tensor | None = None) -> None:
+        self._library = library = _library()
+        self._kind, self._work = kind, work
+        self._buffers: list[int] = []
+        self._held, self._memory, self._used = list[Tensor](), memory, 0
+        overhead = library.graph_overhead_custom(nodes, False) + nodes * library.tensor_overhead()
+        self._context = library.init(_InitParams(overhead, None, True))
+        self._graph = library.new_graph_custom(self._context, nodes, False)
+
+    def tensor(self, memory: Tensor) -> int:
+        """Return a tensor over contiguous memory of at most 3 dimensions, which the graph keeps."""
+        self._held.append(memory)
+        sizes = (*reversed(memory.shape), 1, 1)[:3]
+        made: int = self._library.new_tensor_3d(self._context, _NUMBERS[memory.dtype], *sizes)
+        return self._place(made, memory.data_ptr(), memory.nbytes)
+
+    def weights(self, matrices: Matrices) -> int:
+        """Return the tensor [I, N, E] of some matrices."""
+        kind, address, count, stride, outputs, inputs = matrices
+        (number, elements, nbytes), width, library = TYPES[kind], row_bytes(kind, inputs), self._library
+        start = address % _ALIGNED  # memory that ggml takes is aligned, a view of it need not be
+        blocks = -(-(start + (count - 1) * stride + outputs * width) // nbytes)
+        whole = library.new_tensor_1d(self._context, number, blocks * elements)
+        self._place(whole, address - start, blocks * nbytes)
+        return self.view("view_3d", whole, inputs, outputs, count, width, stride, start)
+
+    def view(self, name: str, *arguments: object) -> int:
+        """Return a view of a tensor by a function of ggml."""
+        made: int = getattr(self._library, name)(self._context, *arguments)
+        self._library.backend_view_init(made)
+        return made
+
+    def apply(self, name: str, *arguments: object, out: Tensor | None = None) -> int:
+        """Add an operation by its name without `ggml_`; return its result, in `out` (contiguous) or between others."""
+        made: int = getattr(self._library, name)(self._context, *arguments)
+        self._library.build_forward_expand(self._graph, made)
+        nbytes = self._library.nbytes(made)
+        if out is None:
+            assert self._memory is not None
+            start, self._used = self._used, self._used + -(-nbytes // _ALIGNED) * _ALIGNED
+            out = self._memory[start : start + nbytes]
+        assert out.nbytes == nbytes
+        self._held.append(out)
+        return self._place(made, out.data_ptr(), nbytes)
+
+    def _place(self, tensor: int, address: int, nbytes: int) -> int:
+        buffer = self._library.backend_cpu_buffer_from_ptr(address, nbytes)
+        self._buffers.append(buffer)
+        self._library.backend_tensor_alloc(buffer, tensor, address)
+        return tensor
+
+    def run(self) -> None:
+        """Compute the operations, in the order in which they were added."""
+        thread, threads = _THREAD, torch.get_num_threads()
+        if thread.backend is None or thread.backend.threads != threads:
+            thread.backend = None
+            thread.backend = _Backend(threads)
+        thread.backend.compute(self._graph, self._kind, self._work)
+
+    def __del__(self) -> None:
+        for buffer in self._buffers:
+            self._library.backend_buffer_free(buffer)
+        self._library.free(self._context)
+
+
+class Product(Graph):
+    """One product.
 
     Args:
         matrices: its matrices.
@@ -354,49 +443,20 @@ class _Graph:
     """
 
     def __init__(self, matrices: Matrices, rows: Tensor, ids: Tensor, output: Tensor) -> None:
-        self._library = library = _library()
-        self._rows, self._ids, self._output = rows, ids, output
+        super().__init__(matrices.kind, output.numel() * matrices.inputs, _NODES)
+        self._rows, self._ids, self._output, self._count = rows, ids, output, matrices.experts
         self._numbers = ids.numpy().view(np.uint32)
-        kind, address, self._count, stride, outputs, inputs = matrices
-        (number, elements, nbytes), width = TYPES[kind], row_bytes(kind, inputs)
-        (tokens, given, _), top_k = rows.shape, ids.shape[1]
-        self._kind, self._work = kind, output.numel() * inputs
-        self._buffers: list[int] = []
-        overhead = library.graph_overhead_custom(_NODES, False) + _NODES * library.tensor_overhead()
-        self._context = context = library.init(_InitParams(overhead, None, True))
-        start = address % _ALIGNED  # memory that ggml takes is aligned, a view of it need not be
-        blocks = -(-(start + (self._count - 1) * stride + outputs * width) // nbytes)
-        whole = library.new_tensor_1d(context, number, blocks * elements)
-        self._place(whole, address - start, blocks * nbytes)
-        weights = library.view_3d(context, whole, inputs, outputs, self._count, width, stride, start)
-        library.backend_view_init(weights)
-        row = library.new_tensor_3d(context, 0, inputs, given, tokens)
-        self._place(row, rows.data_ptr(), rows.nbytes)
-        places = library.new_tensor_2d(context, _INT32, top_k, tokens)
-        self._place(places, ids.data_ptr(), ids.nbytes)
-        made = library.mul_mat_id(context, weights, row, places)
-        self._place(made, output.data_ptr(), output.nbytes)
-        self._graph = library.new_graph_custom(context, _NODES, False)
-        library.build_forward_expand(self._graph, made)
+        self.apply("mul_mat_id", self.weights(matrices), self.tensor(rows), self.tensor(ids), out=output)
 
-    def _place(self, tensor: int, address: int, nbytes: int) -> None:
-        buffer = self._library.backend_cpu_buffer_from_ptr(address, nbytes)
-        self._buffers.append(buffer)
-        self._library.backend_tensor_alloc(buffer, tensor, address)
-
-    def run(self, backend: _Backend, rows: Tensor, ids: Tensor | None) -> Tensor:
+    def multiply(self, rows: Tensor, ids: Tensor | None) -> Tensor:
+        """Return the output for some rows, and other ids unless they are None."""
         self._rows.copy_(rows)
         if ids is not None:
             self._ids.copy_(ids)
             if self._numbers.max() >= self._count:  # negative ones are large
                 raise ExpertcastError(f"an expert's number is out of range: there are {self._count}")
-        backend.compute(self._graph, self._kind, self._work)
+        self.run()
         return self._output
-
-    def __del__(self) -> None:
-        for buffer in self._buffers:
-            self._library.backend_buffer_free(buffer)
-        self._library.free(self._context)
 
 
 class _Thread(threading.local):
@@ -404,7 +464,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.backend: _Backend | None = None
-        self.graphs: dict[tuple[object, ...], _Graph] = {}
+        self.graphs: dict[tuple[object, ...], object] = {}
         self.memory: dict[str, Tensor] = {}
 
     def take(self, *needed: tuple[str, tuple[int, ...], torch.dtype]) -> list[Tensor]:
@@ -439,6 +499,18 @@ def scratch(*needed: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
     return _THREAD.take(*((f"scratch {number}", *each) for number, each in enumerate(needed)))
 
 
+def kept(key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
+    """Return what `make` returned for a key on this thread; it is made again after :func:`scratch` moved."""
+    graphs = _THREAD.graphs
+    found = graphs.get(key)
+    if found is None:
+        found = make()
+        graphs[key] = found
+        if len(graphs) > _GRAPHS:
+            del graphs[next(iter(graphs))]  # the oldest
+    return cast(_Made, found)
+
+
 def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None) -> Tensor:
     """Multiply rows by matrices; a row's result does not depend on the other rows, or on the number of threads.
 
@@ -454,31 +526,23 @@ def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None) -> Tens
         ExpertcastError: ids out of range, or ggml is not installed.
     """
     top_k = 1 if ids is None else ids.shape[1]
-    key = (matrices, rows.shape, top_k, ids is None)
-    thread = _THREAD
-    graph = thread.graphs.get(key)
-    if graph is None:
+
+    def made() -> Product:
         tokens, given, inputs = rows.shape
-        kind, _, count, _, outputs, width = matrices
         assert given in (1, top_k)
         assert ids is None or len(ids) == tokens
-        assert inputs == width
-        assert inputs % TYPES[kind].elements == 0
+        assert inputs == matrices.inputs
+        assert inputs % TYPES[matrices.kind].elements == 0
         assert rows.device.type == "cpu"
-        if not (tokens and top_k and outputs and count):
-            return torch.empty(tokens, top_k, outputs)
-        memory = thread.take(
-            ("rows", tuple(rows.shape), torch.float32),
+        memory = _THREAD.take(
+            ("rows", (tokens, given, inputs), torch.float32),
             ("zeros" if ids is None else "ids", (tokens, top_k), torch.int32),
-            ("output", (tokens, top_k, outputs), torch.float32),
+            ("output", (tokens, top_k, matrices.outputs), torch.float32),
         )
         if ids is None:
             memory[1].zero_()
-        graph = thread.graphs[key] = _Graph(matrices, *memory)
-        if len(thread.graphs) > _GRAPHS:
-            del thread.graphs[next(iter(thread.graphs))]  # the oldest
-    threads = torch.get_num_threads()
-    if thread.backend is None or thread.backend.threads != threads:
-        thread.backend = None
-        thread.backend = _Backend(threads)
-    return graph.run(thread.backend, rows.detach(), ids)
+        return Product(matrices, *memory)
+
+    if not (len(rows) and top_k and matrices.outputs and matrices.experts):
+        return torch.empty(len(rows), top_k, matrices.outputs)
+    return kept((matrices, rows.shape, top_k, ids is None), made).multiply(rows.detach(), ids)

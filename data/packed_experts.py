@@ -295,15 +295,23 @@ class PackedMatrix:
         """Device of the blocks."""
         return self.blocks.device
 
-    def by_ggml(self, rows: Tensor, ids: Tensor | None) -> Tensor:
-        """Multiply rows [T, 1, I] or [T, K, I] by the matrices `ids` [T, K] (None: the first one); return float32
-        [T, K, N], which the next product overwrites."""
+    def _places(self) -> list[ggml.Matrices]:
         blocks = self.blocks
         place = blocks.data_ptr(), blocks.shape[0], blocks.stride(0)
         if self._place != place:
             self._matrices = [ggml.Matrices.of(kind, blocks, start, *size) for kind, start, size in self._pieces]
             self._place = place
-        pieces = self._matrices
+        return self._matrices
+
+    def single(self) -> ggml.Matrices:
+        """Return the matrices where they lie now; their form has one piece."""
+        (own,) = self._places()
+        return own
+
+    def by_ggml(self, rows: Tensor, ids: Tensor | None) -> Tensor:
+        """Multiply rows [T, 1, I] or [T, K, I] by the matrices `ids` [T, K] (None: the first one); return float32
+        [T, K, N], which the next product overwrites."""
+        pieces = self._places()
         if len(pieces) == 1:
             return ggml.product(pieces[0], rows, ids)
         return torch.cat([ggml.product(piece, rows, ids).clone() for piece in pieces], dim=-1)

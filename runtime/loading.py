@@ -134,7 +134,7 @@ def load_offloaded(
                 config, store=made, store_folder=None, in_place=False, codec="raw", experts=EXPANDED, slots=plan.slots,
                 memory=None,
             )  # fmt: skip
-            model = _load_others(skeleton, sources, files, source, linear, linears).to(target)
+            model = _load_others(skeleton, view, sources, files, source, linear, linears).to(target)
             # experts on the meta device: the store replaces them, and a closed model keeps them
             metas = {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()}
             _replace(model, metas)
@@ -205,7 +205,7 @@ def _choose_file(store: DiskStore, config: OffloadConfig, sources: ExpertSources
 
 
 def _load_others(
-    skeleton: PreTrainedModel, sources: ExpertSources, files: WeightFiles, source: ModelSource,
+    skeleton: PreTrainedModel, view: MoEView, sources: ExpertSources, files: WeightFiles, source: ModelSource,
     linear: Mapping[str, TensorFile], forms: Mapping[str, BlockForm],
 ) -> PreTrainedModel:  # fmt: skip
     """Load everything but the experts to the CPU by transformers' own loading, and then the packed linear layers.
@@ -214,7 +214,7 @@ def _load_others(
     in memory, stand for the weights that it does not load.
 
     Args:
-        skeleton, sources, files, source: the model without weights, and where its weights are.
+        skeleton, view, sources, files, source: the model without weights, its MoE layers, and where its weights are.
         linear: weights of linear layers that may stay packed, by full name.
         forms: forms of those that do, by the module's name.
     """
@@ -226,7 +226,7 @@ def _load_others(
     model = model_of(skeleton, state, source)
     _replace(model, dict.fromkeys(sources.parameters))  # the other weights can then be moved
     with one_line(source.name):
-        pack_linears(model, forms, linear)
+        pack_linears(model, forms, linear, (layer.router_name for layer in view) if forms else ())
     return model
 
 

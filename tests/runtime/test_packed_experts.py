@@ -165,7 +165,8 @@ def _resident(path: str, offloaded: OffloadedModel, dtype: str) -> tuple[PreTrai
             own = PackedLinear(module.form, replaced.bias, packed.dtype)
         own.load_state_dict(module.state_dict())
         packed.set_submodule(name, own)
-    pack_linears(packed, {}, {})  # attention as in a packed model
+    routers = [layer.router_name for layer in offloaded.view] if _linears(offloaded) else []
+    pack_linears(packed, {}, {}, routers)  # attention and routers as in a packed model
     for layer in find_moe_layers(packed):
         forms = {name: each.form for name, each in packed_matrices(offloaded.view[layer.index].experts).items()}
         make_packed(layer.experts, layer.num_experts, forms)

@@ -1,0 +1,221 @@
+"""Attention of one token with packed projections: one graph of ggml in place of some thirty operations of torch.
+
+    ggml     q, k, v = products of the input; biases; norms of heads; rotation by the position
+    torch    the cache takes k and v; attention, the heads that share keys as rows of one; the output matrix
+
+H heads, G heads of keys and values, C numbers of a head, D hidden size.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from expertcast.data import ggml
+from expertcast.data.packed_experts import PackedMatrix
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_NORMS = ("q_norm", "k_norm", "")
+_STEPS = 8
+"""Most results between the first and the last for each number of queries and keys."""
+_NODES = 96
+_TRIED, _NEAR = 5, 0.02
+"""Tokens of the trial, and the largest difference of its outputs, relative to their norm: rounding makes .006."""
+
+
+def fuse_attention(model: nn.Module, packed: type[nn.Module]) -> None:
+    """Let attention modules with packed projections run one token by ggml, where that gives their own outputs.
+
+    Other calls run the module's own code, with a mask that groups the heads of one token (:func:`_masked`).
+
+    Args:
+        model: the model, on the CPU.
+        packed: class of packed linear layers.
+    """
+    agree: dict[tuple[object, ...], bool] = {}
+    for module in model.modules():
+        if not isinstance(getattr(module, "o_proj", None), packed):
+            continue
+        kind = _kind(module)
+        if kind is not None and (kind not in agree or agree[kind]):
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            if kind not in agree:
+                agree[kind] = _agrees(module)
+            if agree[kind]:
+                continue
+            del module.forward
+        if getattr(module, "num_key_value_groups", 1) > 1:
+            module.register_forward_pre_hook(_masked, with_kwargs=True)
+
+
+def _kind(module: nn.Module) -> tuple[object, ...] | None:
+    """Return what modules have in common whose code is equal; None: they are not attention as it is fused here."""
+    children = dict(module.named_children())
+    norms = {name: child for name, child in children.items() if name in _NORMS}
+    if list(module.parameters(recurse=False)) or children.keys() != {*_PROJECTIONS, "o_proj", *norms}:
+        return None
+    forms = []
+    for name in _PROJECTIONS:
+        matrix = children[name].__dict__.get("matrix")
+        if not isinstance(matrix, PackedMatrix) or len(matrix.form.pieces) != 1:
+            return None
+        forms.append((matrix.form, children[name].bias is not None))
+    own = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
+    own.pop("layer_idx", None)
+    size, heads = own.get("head_dim", 0), forms[0][0].outputs
+    if not size or heads % size or any(norm.weight.numel() != size for norm in norms.values()):  # type: ignore[operator, union-attr]
+        return None
+    return type(module), *forms, *norms, *own.items()
+
+
+@torch.no_grad()
+def _agrees(module: Any) -> bool:
+    """Return whether the fused code gives a module's own outputs, behind some tokens."""
+    random = torch.Generator().manual_seed(0)
+    matrix: PackedMatrix = module.o_proj.__dict__["matrix"]
+    hidden = torch.randn(1, _TRIED, module.q_proj.in_features, generator=random).to(matrix.dtype)
+    angles = torch.rand(1, _TRIED, module.head_dim // 2, generator=random).repeat(1, 1, 2) * 6
+    cos, sin = angles.cos().to(matrix.dtype), angles.sin().to(matrix.dtype)
+    own, outputs = type(module).forward, []
+    for forward in (own, module.forward):
+        cache = DynamicCache()
+
+        def step(first: int, last: int, call: Any, cache: DynamicCache = cache) -> Tensor:
+            some = slice(first, last)
+            found: Tensor = call(
+                hidden_states=hidden[:, some], position_embeddings=(cos[:, some], sin[:, some]), attention_mask=None,
+                past_key_values=cache,
+            )[0]  # fmt: skip
+            return found.float()
+
+        try:
+            step(0, _TRIED - 1, MethodType(own, module))
+            outputs.append(step(_TRIED - 1, _TRIED, MethodType(own, module) if forward is own else forward))
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False  # it takes other arguments
+    return bool((outputs[1] - outputs[0]).norm() <= _NEAR * outputs[0].norm())
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Run an attention module."""
+    hidden, positions = kwargs.get("hidden_states"), kwargs.get("position_embeddings")
+    cache = kwargs.get("past_key_values")
+    if (
+        args or cache is None or positions is None or positions[0].shape != (1, 1, module.head_dim)
+        or not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, 1) or hidden.device.type != "cpu"
+        or kwargs.get("attention_mask") is not None or module.config._attn_implementation != "sdpa"
+        or module.training or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or not _untouched(module)
+    ):  # fmt: skip
+        given = _masked(module, args, kwargs) if getattr(module, "num_key_value_groups", 1) > 1 else None
+        args, kwargs = given or (args, kwargs)
+        own: tuple[Tensor, Tensor | None] = type(module).forward(module, *args, **kwargs)
+        return own
+    matrices = tuple(module._modules[name].__dict__["matrix"].single() for name in _PROJECTIONS)
+    attention = ggml.kept(matrices, lambda: _Attention(module, matrices))
+    return module.o_proj(attention.run(module, hidden, positions, cache)), None
+
+
+def _untouched(module: nn.Module) -> bool:
+    """Whether the module's layers are packed and without hooks."""
+    children = [cast(nn.Module, each) for each in module._modules.values()]
+    observed = any(each._forward_hooks or each._forward_pre_hooks for each in children)
+    return not observed and sum("matrix" in each.__dict__ for each in children) == len(_PROJECTIONS) + 1
+
+
+class _Turn:
+    """The rotation [1, C] by a position: cosines, and sines of which the first half is negative."""
+
+    def __init__(self, size: int) -> None:
+        self.cos, self.sin = torch.empty(2, 1, size).unbind()
+        self._seen: tuple[Tensor, Tensor] | None = None
+
+    def follow(self, cos: Tensor, sin: Tensor) -> None:
+        """Take the rotation [1, 1, C], which all layers of a step share."""
+        if self._seen is None or self._seen[0] is not cos or self._seen[1] is not sin:
+            self.cos.copy_(cos[0])
+            self.sin.copy_(sin[0])
+            self.sin[:, : self.sin.shape[1] // 2].neg_()
+            self._seen = cos, sin
+
+
+class _Attention:
+    """The graph of one layer.
+
+    Args:
+        module: the attention module.
+        matrices: of its projections of queries, keys and values.
+    """
+
+    def __init__(self, module: Any, matrices: tuple[ggml.Matrices, ...]) -> None:
+        size, hidden = module.head_dim, matrices[0].inputs
+        self._heads = [own.outputs // size for own in matrices]
+        heads, pairs, _ = self._heads
+        vectors = [name for name in _NORMS if name in module._modules]
+        memory = ggml.scratch(
+            ((1, hidden), torch.float32), ((heads + 2 * pairs, 1, size), torch.float32),
+            ((5, heads * size), torch.float32), (((heads + pairs) * size * _STEPS * 4,), torch.uint8),
+        )  # fmt: skip
+        self._input, self._made, self._vectors, between = memory
+        self._turn = ggml.kept(("turn", size), lambda: _Turn(size))
+        work = sum(own.outputs * own.inputs for own in matrices)
+        self._copied: list[tuple[Tensor, str, str]] = []
+        self._graph = graph = ggml.Graph("attention", work, _NODES, between)
+        row, cos, sin = graph.tensor(self._input), graph.tensor(self._turn.cos), graph.tensor(self._turn.sin)
+        parts = torch.split(self._made, self._heads)
+        for place, (own, count, out) in enumerate(zip(matrices, self._heads, parts, strict=True)):
+            biased, norm = module._modules[_PROJECTIONS[place]].bias is not None, _NORMS[place]
+            last = place == 2 and not biased
+            made = graph.apply("mul_mat", graph.weights(own), row, out=out if last else None)
+            if biased:
+                bias = self._vector(_PROJECTIONS[place], "bias", own.outputs)
+                made = graph.apply("add", made, graph.tensor(bias), out=out if place == 2 else None)
+            if place == 2:
+                continue
+            made = graph.view("reshape_2d", made, size, count)
+            if norm in vectors:
+                weight = graph.tensor(self._vector(norm, "weight", size))
+                made = graph.apply("mul", graph.apply("rms_norm", made, module._modules[norm].variance_epsilon), weight)
+            halves = [graph.view("view_2d", made, size // 2, count, 4 * size, start) for start in (2 * size, 0)]
+            turned = graph.apply("mul", graph.apply("concat", *halves, 0), sin)
+            graph.apply("add", graph.apply("mul", made, cos), turned, out=out)
+
+    def _vector(self, owner: str, name: str, count: int) -> Tensor:
+        """Return memory for a small parameter, which each run copies."""
+        memory = self._vectors[len(self._copied), :count]
+        self._copied.append((memory, owner, name))
+        return memory
+
+    def run(self, module: Any, hidden: Tensor, positions: tuple[Tensor, Tensor], cache: Any) -> Tensor:
+        """Return what a token's heads attend to, [1, 1, H x C]; the cache takes its keys and values."""
+        heads, pairs, _ = self._heads
+        for memory, owner, name in self._copied:
+            memory.copy_(module._modules[owner]._parameters[name])
+        self._input.copy_(hidden[0])
+        self._turn.follow(*positions)
+        self._graph.run()
+        made = self._made.to(hidden.dtype).unsqueeze(0)
+        query, keys, values = torch.split(made, self._heads, dim=1)
+        keys, values = cache.update(keys, values, module.layer_idx)
+        query = query.view(1, pairs, heads // pairs, -1)
+        seen: Tensor = nn.functional.scaled_dot_product_attention(query, keys, values, scale=module.scaling)
+        return seen.view(1, 1, -1)
+
+
+def _masked(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give torch's attention of one token a mask that hides nothing: without a mask, torch converts each head's keys
+    and values to float32 for every query head (2,048 bf16 tokens: 15 ms a layer); with one, transformers groups the
+    heads.
+    """
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(hidden, Tensor) or hidden.device.type != "cpu" or hidden.shape[1] != 1:
+        return None
+    if module.config._attn_implementation != "sdpa" or kwargs.get("attention_mask", hidden) is not None:
+        return None
+    return args, {**kwargs, "attention_mask": hidden.new_ones(1, 1, 1, 1, dtype=torch.bool)}
