@@ -26,15 +26,13 @@ from typing import Annotated, NotRequired
 
 import torch
 from pydantic import ConfigDict, Field, JsonValue
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
-from torch import Tensor
+from safetensors.torch import save
 from typing_extensions import TypedDict
 
 from expertcast.checkpoints.hub import Kind, located, real_folder, repository_in_errors
 from expertcast.checkpoints.provenance import check_fingerprints, fingerprints, provenance, without_folders
 from expertcast.predictors import ModelShape, MoEView, predictor_class
-from expertcast.predictors.artefacts import CLOSED, check_file, digest, open_file, read_json, seal
+from expertcast.predictors.artefacts import CLOSED, check_file, digest, is_finite, read_json, read_tensors, seal
 from expertcast.predictors.base import PREDICTORS, LogOdds, Predictor, PredictorConfig
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.options import from_values
@@ -65,7 +63,9 @@ _Readings = Annotated[list[Annotated[list[float], Field(min_length=3, max_length
 _Digest = Annotated[str, Field(pattern="^xxh3:[0-9a-f]{32}$")]
 
 
-class _Shape(TypedDict):
+class ShapeValues(TypedDict):
+    """The result of :meth:`ModelShape.as_dict`."""
+
     __pydantic_config__ = CLOSED  # type: ignore[misc]
     L: Annotated[int, Field(ge=1, le=10_000)]
     E: Annotated[int, Field(ge=1, le=65_536)]
@@ -87,7 +87,7 @@ class ConfigFile(TypedDict):
     model_id: str
     fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     experts_fingerprint: NotRequired[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
-    shape: _Shape
+    shape: ShapeValues
     tap_point: str
     expertcast_version: str
     command: str
@@ -222,12 +222,6 @@ class DocumentsFile(TypedDict):
     """Document hashes, sorted."""
 
 
-# Tensors: their shapes are compared with the predictor's before memory is allocated
-
-_Outline = dict[str, tuple[list[int], bool]]
-"""By tensor name: shape, and whether the dtype is floating-point."""
-
-
 def load_into(make: Callable[[], Predictor], path: Path, remedy: str) -> Predictor:
     """Build a predictor in eval mode with the tensors of a safetensors file.
 
@@ -242,54 +236,18 @@ def load_into(make: Callable[[], Predictor], path: Path, remedy: str) -> Predict
         ExpertcastError: the file is damaged, its tensors differ from the predictor's, or it contains non-finite
             numbers.
     """
-    wanted = _outline(make)
-    try:
-        found = _outline_of(path)
-        if found != wanted:
-            name = next(name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name))
-            raise ExpertcastError(
-                f"{path} does not match the predictor's config: {name} is {_outline_text(found.get(name))} instead of "
-                f"{_outline_text(wanted.get(name))}; {remedy}"
-            )
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ExpertcastError(f"{path} is damaged or truncated ({str(error).splitlines()[0]}); {remedy}") from error
-    check_tensors(tensors, str(path), remedy)
-    with torch.random.fork_rng(devices=[]):  # initial weights are drawn: sampled generation must not change
-        predictor = make()
-    predictor.load_state_dict(tensors)
-    return predictor.eval()
-
-
-def check_tensors(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
-    """Raise :class:`ExpertcastError` if a tensor of `what` contains NaN or infinity."""
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ExpertcastError(f"{what}: {name} contains NaN or infinity; {remedy}")
-
-
-def _outline(make: Callable[[], Predictor]) -> _Outline:
     try:
         with torch.device("meta"):
-            predictor = make()
+            like = make().state_dict()
     except (RuntimeError, OverflowError) as error:
         raise ExpertcastError(
             f"cannot build a predictor of this config and shape: {str(error).splitlines()[0]}"
         ) from error
-    return {name: (list(tensor.shape), tensor.is_floating_point()) for name, tensor in predictor.state_dict().items()}
-
-
-def _outline_of(path: Path) -> _Outline:
-    open_file(path).close()
-    with safe_open(path, framework="pt") as file:
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        return {name: (part.get_shape(), "F" in part.get_dtype()) for name, part in parts.items()}
-
-
-def _outline_text(tensor: tuple[list[int], bool] | None) -> str:
-    if tensor is None:
-        return "missing"
-    return f"{tensor[0]} of {'floats' if tensor[1] else 'integers'}"
+    tensors, _ = read_tensors(path, like, remedy)
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn: sampled generation must not change
+        predictor = make()
+    predictor.load_state_dict(tensors)
+    return predictor.eval()
 
 
 # Replacing a folder
@@ -594,7 +552,12 @@ def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json,
     """
     # clone: safetensors rejects tensors that share memory
     tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in predictor.state_dict().items()}
-    check_tensors(tensors, f"predictor {predictor.name}", "train it again, with a lower learning rate if it has one")
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise ExpertcastError(
+                f"predictor {predictor.name}: {key} contains NaN or infinity; train it again, with a lower learning "
+                "rate if it has one"
+            )
     # safetensors' own writer ignores the umask
     data = {WEIGHTS: save(tensors, metadata={"format": "pt"}), METRICS: _text(_plain(metrics))}
     learned_from = {"learned_from": sorted(predictor.learned_from or ())}

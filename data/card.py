@@ -46,11 +46,7 @@ def traces_card(info: Json, name: str) -> str:
     model, splits = str(info["model"]), info["splits"]
     columns = [["column", "content"]]
     for column, note in info["columns"].items():
-        if isinstance(note, str):
-            columns.append([column, note])
-        else:
-            stored = f" ({note['stored_as']})" if "stored_as" in note else ""
-            columns.append([column, f"{note['dtype']}{stored}, {' x '.join(map(str, note['shape']))}"])
+        columns.append([column, f"{note['dtype']}, {' x '.join(map(str, note['shape']))}"])
     facts = {
         "tokens": info["tokens"],
         "tokens of train, validation, test, split by document": ", ".join(map(str, splits.values())),

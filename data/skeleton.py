@@ -21,8 +21,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from expertcast.data.trace_format import read_tensors
-from expertcast.predictors.artefacts import write_atomically
+from expertcast.predictors.artefacts import read_tensors, write_atomically
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import MoEView, OwnTensor
 

@@ -21,17 +21,9 @@ from expertcast.predictors.view import MoELayer, MoEView
 # Outputs that transformers gathers by hooks: forecasts run modules unrecorded
 
 
-def recording() -> bool:
-    """Return whether transformers gathers outputs of the current forward."""
-    return _active_collector.get() is not None
-
-
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """Keep modules that run inside out of the outputs that transformers gathers."""
-    if not recording():
-        yield
-        return
     token = _active_collector.set(None)
     try:
         yield
@@ -127,10 +119,7 @@ class RouterTaps:
         )
         self._muted = True
         try:
-            if recording():  # a forecast runs the model's own norms and routers
-                with unrecorded():
-                    replaced = self._on_router(call)
-            else:
+            with unrecorded():  # a forecast runs the model's own norms and routers
                 replaced = self._on_router(call)
         finally:
             self._muted = False

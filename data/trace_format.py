@@ -34,25 +34,25 @@ from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 import pyarrow as pa
 import torch
 from pydantic import Field, JsonValue, with_config
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from expertcast.checkpoints.checkpoint import ShapeValues
 from expertcast.checkpoints.hub import Kind
 from expertcast.data.batch import TraceBatch
 from expertcast.data.plan import SPLITS, PlannedDocument
 from expertcast.predictors.artefacts import (
     CLOSED,
     SEAL,
-    DigestingFile,
     digest,
-    open_file,
+    file_digest,
+    is_finite,
     read_json,
     replacing,
     seal,
     write_atomically,
 )
-from expertcast.predictors.messages import ExpertcastError, Json, first_line
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape
 
 TRACE_FILE = "trace.json"
@@ -232,50 +232,6 @@ def write_dataset_files(folder: Path, columns: Columns, shards: list[str], mark:
         write_atomically(folder / name, json.dumps(content, indent=2).encode())
 
 
-# Reading files
-
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
-
-
-def read_tensors(path: Path, like: Mapping[str, Tensor], remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the tensors of a safetensors file to the CPU, and the text of its header.
-
-    Args:
-        path: the file.
-        like: tensors of the expected names, shapes and kinds (floating or integer) on any device.
-        remedy: end of error messages.
-
-    Raises:
-        ExpertcastError: the file is unreadable, has other tensors, or contains NaN or infinity.
-    """
-    try:
-        open_file(path).close()
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            if names != set(like):
-                odd = sorted(names ^ set(like))[0]
-                raise ExpertcastError(
-                    f"{path} {'lacks' if odd in like else 'has unexpected'} tensor {odd[:60]!r}; {remedy}"
-                )
-            for name, tensor in like.items():
-                part = file.get_slice(name)
-                kinds = _FLOATS if tensor.is_floating_point() else _INTEGERS
-                if part.get_shape() != list(tensor.shape) or part.get_dtype() not in kinds:
-                    raise ExpertcastError(
-                        f"{path}: tensor {name} is {part.get_dtype()} {part.get_shape()}, expected "
-                        f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; {remedy}"
-                    )
-            tensors = {name: file.get_tensor(name) for name in like}
-            notes = dict(file.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise ExpertcastError(f"cannot read {path}: {first_line(error)}; {remedy}") from error
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not is_finite(tensor):
-            raise ExpertcastError(f"{path}: tensor {name} contains NaN or infinity; {remedy}")
-    return tensors, notes
-
-
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return one digest over names, dtypes, shapes and bytes of tensors on the CPU."""
     lines = []
@@ -283,11 +239,6 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
         content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {digest(content)}")
     return digest("\n".join(lines).encode())
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has neither NaN nor infinity, in one pass without a copy."""
-    return not tensor.numel() or all(math.isfinite(value) for value in torch.stack(tensor.aminmax()).tolist())
 
 
 # Atomic writes
@@ -317,12 +268,10 @@ def write_shard(path: Path, columns: Columns, rows: TraceBatch) -> str:
             parts = dict(zip((name, name + SCALE), coded(values.bfloat16()), strict=True))
         arrays |= {each: columns[each].array(part) for each, part in parts.items()}
     table = pa.table(arrays)
-    with replacing(path) as file:
-        sink = DigestingFile(file)
-        # a single record batch, so that the reader can map a whole column as one tensor
-        with pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-    return sink.digest
+    # a single record batch, so that the reader can map a whole column as one tensor
+    with replacing(path) as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    return file_digest(path)
 
 
 REMEDY = "collect the traces again into a new folder"
@@ -337,9 +286,6 @@ TRACES = Kind(
 )
 
 _Count = Annotated[int, Field(ge=1, le=2**53)]
-_Layers = Annotated[int, Field(ge=1, le=10_000)]
-_Experts = Annotated[int, Field(ge=1, le=65_536)]
-_Hidden = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 @with_config(CLOSED)
@@ -371,14 +317,6 @@ class _Settings(TypedDict):
 
 
 @with_config(CLOSED)
-class _Shape(TypedDict):
-    L: _Layers
-    E: _Experts
-    K: _Experts
-    D: _Hidden
-
-
-@with_config(CLOSED)
 class _Splits(TypedDict):
     train: _Count
     validation: _Count
@@ -399,7 +337,7 @@ class TraceInfo(TypedDict):
     fingerprint: str
     experts_fingerprint: NotRequired[str]
     """Missing if the experts were not available."""
-    shape: _Shape
+    shape: ShapeValues
     tokens: _Count
     window: _Count
     seed: int
@@ -445,18 +383,12 @@ def documents_in(info: TraceInfo) -> list[PlannedDocument]:
     return [PlannedDocument(**document) for document in info["documents"]]
 
 
-def shape_in(info: TraceInfo) -> ModelShape:
-    """Return L, E, K and D of the model."""
-    shape = info["shape"]
-    return ModelShape(layers=shape["L"], experts=shape["E"], top_k=shape["K"], hidden=shape["D"])
-
-
 def columns_in(info: TraceInfo) -> Columns:
     """Return the columns of the shards; router logits are fp32 unless the file says float16."""
     logits = info["columns"].get(LOGITS)
     half = isinstance(logits, dict) and logits.get("dtype") == "float16"
     early = info["settings"]["early_rank"] is not None
-    return columns_of(shape_in(info), torch.float16 if half else torch.float32, early=early)
+    return columns_of(ModelShape.from_dict(info["shape"]), torch.float16 if half else torch.float32, early=early)
 
 
 def is_live(info: Mapping[str, Any]) -> bool:

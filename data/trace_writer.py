@@ -29,12 +29,20 @@ from expertcast.data.trace_format import (
     Columns,
     TraceInfo,
     read_info,
-    read_tensors,
     row_bytes,
     tensors_digest,
     write_shard,
 )
-from expertcast.predictors.artefacts import CLOSED, PARTIAL, check_file, file_digest, parse_json, seal, write_atomically
+from expertcast.predictors.artefacts import (
+    CLOSED,
+    PARTIAL,
+    check_file,
+    file_digest,
+    parse_json,
+    read_tensors,
+    seal,
+    write_atomically,
+)
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import ExpertcastError, Json, format_bytes
 from expertcast.predictors.view import ModelShape, MoEView

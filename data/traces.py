@@ -39,17 +39,15 @@ from expertcast.data.trace_format import (
     documents_in,
     is_live,
     read_info,
-    read_tensors,
-    shape_in,
     shard_names,
     tensors_digest,
 )
 from expertcast.data.trace_writer import read_stand_in
-from expertcast.predictors.artefacts import SEAL, check_file, digest, open_file
+from expertcast.predictors.artefacts import SEAL, check_file, digest, open_file, read_tensors
 from expertcast.predictors.baselines import DefaultVectors
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import ExpertcastError, Json, first_line
-from expertcast.predictors.view import MoEView
+from expertcast.predictors.view import ModelShape, MoEView
 
 
 class TraceSource(Documented):
@@ -287,7 +285,7 @@ class TraceDataset(TraceSource):
         self.info = {name: value for name, value in info.items() if name != SEAL}
         rows_of = documents_in(info)
         self.documents = sorted(rows_of, key=lambda document: SPLITS.index(document.split))
-        self._shape = shape_in(info)
+        self._shape = ModelShape.from_dict(info["shape"])
         self._files = info["files"]
         shards, begin, columns = [], 0, columns_in(info)
         for name in shard_names(info):

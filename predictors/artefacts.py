@@ -11,7 +11,7 @@ these files is an error.
 from __future__ import annotations
 
 import errno
-import io
+import hashlib
 import json
 import math
 import os
@@ -23,10 +23,13 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import torch
 import xxhash
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.messages import ExpertcastError, Json, first_line
 
 T = TypeVar("T")
 
@@ -40,7 +43,6 @@ SEAL = "digest"
 
 _SHOWN = 60
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_CHUNK = 1 << 22
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Escaped surrogate: unpaired, it yields a string that can be neither printed nor encoded."""
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
@@ -130,38 +132,10 @@ def digest(data: bytes | memoryview) -> str:
     return "xxh3:" + xxhash.xxh3_128_hexdigest(data)
 
 
-class DigestingFile(io.RawIOBase):
-    """Binary file that forwards writes and updates a digest, so that a large file need not be in memory."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._state = file, xxhash.xxh3_128()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._state.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        """Leave the underlying file open."""
-
-    @property
-    def digest(self) -> str:
-        """Digest of all bytes written so far, in the form of :func:`digest`."""
-        return "xxh3:" + self._state.hexdigest()
-
-
 def file_digest(path: Path) -> str:
     """Return the digest of a file in the form of :func:`digest`; raises OSError if it is unreadable."""
-    state = xxhash.xxh3_128()
     with open_file(path) as file:
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
-    return "xxh3:" + state.hexdigest()
+        return "xxh3:" + hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def check_file(path: Path, expected: str, remedy: str) -> None:
@@ -181,6 +155,55 @@ def check_file(path: Path, expected: str, remedy: str) -> None:
         raise ExpertcastError(f"cannot read {path}: {error.strerror}; {remedy}") from error
     if found != expected:
         raise ExpertcastError(f"{path} was changed after it was written; {remedy}")
+
+
+# Tensors
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
+
+
+def read_tensors(path: Path, like: Mapping[str, Tensor], remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the tensors of a safetensors file to the CPU, and the text of its header.
+
+    Args:
+        path: the file.
+        like: tensors of the expected names, shapes and kinds (floating or integer) on any device.
+        remedy: end of error messages.
+
+    Raises:
+        ExpertcastError: the file is unreadable, has other tensors, or contains NaN or infinity.
+    """
+    try:
+        open_file(path).close()
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            if names != set(like):
+                odd = sorted(names ^ set(like))[0]
+                raise ExpertcastError(
+                    f"{path} {'lacks' if odd in like else 'has unexpected'} tensor {odd[:60]!r}; {remedy}"
+                )
+            for name, tensor in like.items():
+                part = file.get_slice(name)
+                kinds = _FLOATS if tensor.is_floating_point() else _INTEGERS
+                if part.get_shape() != list(tensor.shape) or part.get_dtype() not in kinds:
+                    raise ExpertcastError(
+                        f"{path}: tensor {name} is {part.get_dtype()} {part.get_shape()}, expected "
+                        f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; {remedy}"
+                    )
+            tensors = {name: file.get_tensor(name) for name in like}
+            notes = dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise ExpertcastError(f"cannot read {path}: {first_line(error)}; {remedy}") from error
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise ExpertcastError(f"{path}: tensor {name} contains NaN or infinity; {remedy}")
+    return tensors, notes
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinity, in one pass without a copy."""
+    return not tensor.numel() or all(math.isfinite(value) for value in torch.stack(tensor.aminmax()).tolist())
 
 
 # Atomic writes

@@ -229,7 +229,7 @@ class ModelShape:
         return {"L": self.layers, "E": self.experts, "K": self.top_k, "D": self.hidden}
 
     @classmethod
-    def from_dict(cls, values: dict[str, int]) -> ModelShape:
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelShape:
         """Create from the result of :meth:`as_dict`."""
         return cls(layers=values["L"], experts=values["E"], top_k=values["K"], hidden=values["D"])
 

@@ -16,7 +16,7 @@ from expertcast.data.means import MeanOutputs
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.trace_writer import RankWriter, merged_progress
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.artefacts import file_digest, write_user_file
+from expertcast.predictors.artefacts import file_digest, is_finite, write_user_file
 from expertcast.predictors.messages import ExpertcastError
 
 
@@ -90,4 +90,4 @@ def test_residuals_in_eight_bits(hidden: int) -> None:
     assert torch.equal(layout.decoded(*layout.coded(found)), found)
     for odd in (math.nan, math.inf, -math.inf):
         values[3, 1, 0] = odd
-        assert not layout.is_finite(layout.rounded(values)[3])
+        assert not is_finite(layout.rounded(values)[3])

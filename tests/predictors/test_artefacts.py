@@ -11,7 +11,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.artefacts import CLOSED, DigestingFile, check_file, digest, file_digest, read_json, seal
+from expertcast.predictors.artefacts import CLOSED, check_file, digest, file_digest, read_json, seal
 from tests.irregular import IRREGULAR, in_seconds, put
 
 
@@ -105,17 +105,6 @@ def test_files_by_their_digests(tmp_path: Path) -> None:
         check_file(tmp_path / "none", "", "make it again")
     with pytest.raises(ExpertcastError, match=r"cannot read .*No such file"):
         read_json(tmp_path / "none", _Made, "make it again")
-
-
-def test_a_digest_is_taken_while_a_file_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    with path.open("wb") as file:
-        sink = DigestingFile(file)
-        for part in (b"one", memoryview(b"two"), bytearray(b"three")):
-            assert sink.write(part) == len(part)
-        sink.close()
-    assert path.read_bytes() == b"onetwothree"
-    assert sink.digest == file_digest(path)
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
