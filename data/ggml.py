@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar, cast
@@ -113,6 +113,7 @@ _BASE: dict[str, tuple[Any, ...]] = {
     "ggml_mul_mat_id": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
     "ggml_add": (c_void_p, c_void_p, c_void_p, c_void_p),
     "ggml_mul": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_swiglu": (c_void_p, c_void_p, c_void_p),
     "ggml_concat": (c_void_p, c_void_p, c_void_p, c_void_p, c_int),
     "ggml_rms_norm": (c_void_p, c_void_p, c_void_p, c_float),
     "ggml_new_graph_custom": (c_void_p, c_void_p, c_size_t, c_bool),
@@ -243,13 +244,15 @@ _NUMBERS = {
     torch.int32: 26,
 }  # fmt: skip
 """Values of `ggml_type` of torch's types."""
-_NODES = 8
+_NODES = 12
 _LARGE = 1 << 27
 """Products of more weights by numbers, about 5 ms, run on all threads: then those wait for each other for little."""
 _LATEST, _LATEST_TRIED = 0.1, 0.5
 """Weight of the latest product in the mean time of its size, for the faster number of threads and for the other."""
 _TRIED = 0.02
 """Largest share of the time that is spent on trying the slower number of threads."""
+_ROWS = 256
+"""Rows of which :func:`swiglu` is computed at once."""
 _ALIGNED = 32
 """Alignment in bytes of memory that ggml takes."""
 
@@ -433,20 +436,31 @@ class Graph:
 
 
 class Product(Graph):
-    """One product.
+    """One product, or two with SwiGLU between them.
 
     Args:
-        matrices: its matrices.
+        matrices: of the first product.
         rows: float32 [T, A, I], contiguous.
         ids: int32 [T, K], contiguous.
         output: float32 [T, K, N], contiguous.
+        down, between: matrices of the second product, and memory for results between the two; None: there is none.
     """
 
-    def __init__(self, matrices: Matrices, rows: Tensor, ids: Tensor, output: Tensor) -> None:
-        super().__init__(matrices.kind, output.numel() * matrices.inputs, _NODES)
+    def __init__(
+        self, matrices: Matrices, rows: Tensor, ids: Tensor, output: Tensor, down: Matrices | None = None,
+        between: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        each = matrices.outputs * matrices.inputs + (0 if down is None else down.outputs * down.inputs)
+        super().__init__(matrices.kind, ids.numel() * each, _NODES, between)
         self._rows, self._ids, self._output, self._count = rows, ids, output, matrices.experts
         self._numbers = ids.numpy().view(np.uint32)
-        self.apply("mul_mat_id", self.weights(matrices), self.tensor(rows), self.tensor(ids), out=output)
+        numbers = self.tensor(ids)
+        first = self.weights(matrices), self.tensor(rows), numbers
+        if down is None:
+            self.apply("mul_mat_id", *first, out=output)
+        else:
+            inner = self.apply("swiglu", self.apply("mul_mat_id", *first))
+            self.apply("mul_mat_id", self.weights(down), inner, numbers, out=output)
 
     def multiply(self, rows: Tensor, ids: Tensor | None) -> Tensor:
         """Return the output for some rows, and other ids unless they are None."""
@@ -511,13 +525,14 @@ def kept(key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
     return cast(_Made, found)
 
 
-def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None) -> Tensor:
+def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None, down: Matrices | None = None) -> Tensor:
     """Multiply rows by matrices; a row's result does not depend on the other rows, or on the number of threads.
 
     Args:
         matrices: the matrices.
         rows: [T, A, I] of any float dtype, on the CPU.
         ids: numbers of the matrices of each token, [T, K]; None: the first one, K = 1.
+        down: matrices by which :func:`swiglu` of the products is multiplied; None: there are none.
 
     Returns:
         float32 [T, K, N], in memory that this thread's next product overwrites.
@@ -525,7 +540,7 @@ def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None) -> Tens
     Raises:
         ExpertcastError: ids out of range, or ggml is not installed.
     """
-    top_k = 1 if ids is None else ids.shape[1]
+    top_k, last = 1 if ids is None else ids.shape[1], matrices if down is None else down
 
     def made() -> Product:
         tokens, given, inputs = rows.shape
@@ -533,16 +548,46 @@ def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None) -> Tens
         assert ids is None or len(ids) == tokens
         assert inputs == matrices.inputs
         assert inputs % TYPES[matrices.kind].elements == 0
+        assert down is None or (down.inputs * 2, down.experts) == (matrices.outputs, matrices.experts)
         assert rows.device.type == "cpu"
+        inner = 0 if down is None else tokens * top_k * (matrices.outputs * 6 + 2 * _ALIGNED)
         memory = _THREAD.take(
             ("rows", (tokens, given, inputs), torch.float32),
             ("zeros" if ids is None else "ids", (tokens, top_k), torch.int32),
-            ("output", (tokens, top_k, matrices.outputs), torch.float32),
-        )
+            ("output", (tokens, top_k, last.outputs), torch.float32), ("inner", (inner,), torch.uint8),
+        )  # fmt: skip
         if ids is None:
             memory[1].zero_()
-        return Product(matrices, *memory)
+        rows_in, numbers, output, between = memory
+        return Product(matrices, rows_in, numbers, output, down, between)
 
-    if not (len(rows) and top_k and matrices.outputs and matrices.experts):
-        return torch.empty(len(rows), top_k, matrices.outputs)
-    return kept((matrices, rows.shape, top_k, ids is None), made).multiply(rows.detach(), ids)
+    if not (len(rows) and top_k and last.outputs and matrices.experts):
+        return torch.empty(len(rows), top_k, last.outputs)
+    return kept((matrices, down, rows.shape, top_k, ids is None), made).multiply(rows.detach(), ids)
+
+
+class _Gate(Graph):
+    """SwiGLU of rows, float32 [P, 2 I]; the output is [P, I]."""
+
+    def __init__(self, rows: int, inner: int) -> None:
+        super().__init__("swiglu", 2 * rows * inner, _NODES)
+        self.rows, self.output = _THREAD.take(
+            ("gate", (rows, 2 * inner), torch.float32), ("gated", (rows, inner), torch.float32)
+        )
+        self.apply("swiglu", self.tensor(self.rows), out=self.output)
+
+
+def swiglu(rows: Tensor) -> Tensor:
+    """Return silu(first half) x second half of each row of float32 [P, 2 I], new [P, I].
+
+    A row's bits are those between the two products of :func:`product`, however many rows there are.
+    """
+    inner = rows.shape[1] // 2
+    output = torch.empty(len(rows), inner)
+    for some, made in zip(torch.split(rows, _ROWS), torch.split(output, _ROWS), strict=True):
+        if len(some):
+            gate = kept(("swiglu", some.shape), partial(_Gate, len(some), inner))
+            gate.rows.copy_(some)
+            gate.run()
+            made.copy_(gate.output)
+    return output

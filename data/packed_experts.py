@@ -235,9 +235,18 @@ def products(rows_PI: Tensor, weight_SIN: Tensor, groups: Groups) -> Tensor:
 
 
 def activated(experts: Any, rows_PN: Tensor) -> Tensor:
-    """Apply the gate or activation between the two projections, by the experts' own code."""
+    """Apply the gate or activation between the two projections: SwiGLU of packed experts on the CPU by ggml, others by
+    the experts' own code."""
+    if rows_PN.device.type == "cpu" and is_packed(experts) and _has_swiglu(experts):
+        return ggml.swiglu(rows_PN)
     made: Tensor = experts._apply_gate(rows_PN) if experts.has_gate else experts.act_fn(rows_PN)
     return made
+
+
+def _has_swiglu(experts: Any) -> bool:
+    """Whether the gate is transformers' default with SiLU."""
+    usual = experts.has_gate and type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
+    return usual and type(experts.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 
 def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -272,6 +281,7 @@ class PackedMatrix:
         self.form, self.transposed, self.many_rows = form, transposed, form.many_rows
         self.name = name + BLOCKS
         """Name of the parameter that holds the blocks."""
+        self.has_one_piece = len(form.pieces) == 1
         self._place, self._matrices = (0, 0, 0), list[ggml.Matrices]()
         ends = list(accumulate(form.nbytes_of(piece) for piece in form.pieces))
         self._pieces = [
@@ -453,6 +463,9 @@ def run_experts(
     apart = up is None or grouped or hidden_TD.device.type != "cpu"
     if not apart and 0 < len(hidden_TD) < min(up.many_rows, down.many_rows):
         ids_P = ids_TK.reshape(-1)
+        if not experts.has_bias and up.has_one_piece and down.has_one_piece and _has_swiglu(experts):
+            made_TKD = ggml.product(up.single(), hidden_TD.unsqueeze(1), ids_TK, down.single())
+            return combine(normed(made_TKD.flatten(0, 1)), weights_TK, hidden_TD.dtype)
         inner_PN = biased(names[0], up.by_ggml(hidden_TD.unsqueeze(1), ids_TK).flatten(0, 1), ids_P)
         inner_TKI = activated(experts, inner_PN).view(*ids_TK.shape, -1)
         output_PD = biased(names[1], down.by_ggml(inner_TKI, ids_TK).flatten(0, 1), ids_P)

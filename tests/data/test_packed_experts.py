@@ -109,6 +109,27 @@ def test_sizes(kind: str, outputs: int, inputs: int) -> None:
         assert ((own - weights @ row[0]).abs() <= 1.1 * most).all()
 
 
+@pytest.mark.parametrize("inner", [32, 96, 256])
+def test_two_products_with_swiglu_between_them(inner: int) -> None:
+    """The bits of one product, the gate by itself, and the other product, for one row and many; near torch's gate."""
+    up, down = _random("Q4_0", 2 * inner, 64), _random("Q8_0", 48, inner)
+    first = ggml.Matrices.of("Q4_0", up.flatten(1), 0, 2 * inner, 64)
+    second = ggml.Matrices.of("Q8_0", down.flatten(1), 0, 48, inner)
+    rows, ids = torch.randn(300, 1, 64), torch.randint(_EXPERTS, (300, 2))
+    products = ggml.product(first, rows, ids).clone()
+    gated = ggml.swiglu(products.flatten(0, 1))
+    gates, ups = products.flatten(0, 1).chunk(2, dim=1)
+    assert torch.allclose(gated, torch.nn.functional.silu(gates) * ups, rtol=1e-5, atol=1e-5)
+    expected = ggml.product(second, gated.view(300, 2, inner), ids).clone()
+    assert torch.equal(ggml.product(first, rows, ids, second), expected)
+    for row in (0, 299):
+        one = slice(row, row + 1)
+        assert torch.equal(ggml.product(first, rows[one], ids[one], second), expected[one])
+    assert ggml.swiglu(products.new_empty(0, 2 * inner)).shape == (0, inner)
+    with pytest.raises(ExpertcastError, match="out of range"):
+        ggml.product(first, rows, ids + _EXPERTS, second)
+
+
 def test_a_rows_result_depends_on_nothing_else() -> None:
     """Not on other rows, threads, or the place and distance of the matrices: also at addresses of no alignment."""
     blocks, rows = _random("Q4_K", outputs=17), torch.randn(40, 1, 512)
