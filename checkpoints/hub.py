@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +145,9 @@ def repository_in_errors(name: HubName | None, folder: Path, kind: Kind) -> Iter
     except ExpertcastError as error:
         if name is None:
             raise
-        raise _blame(name, folder, kind, error) from error
+        # the repository's cache folder is two levels above the snapshot
+        remedy = f"remove {folder.parents[1]} to download it again, or tell its owner"
+        raise ExpertcastError(f"{name} on the hub: {str(error).replace(kind.remedy, remedy)}") from error
 
 
 def download(name: HubName, kind: Kind) -> Path:
@@ -155,10 +157,15 @@ def download(name: HubName, kind: Kind) -> Path:
         ExpertcastError: the repository or revision does not exist, is of another kind, or is neither reachable nor
             cached.
     """
-    snapshot = _recognised(name, kind)
-    commit = snapshot.name  # a push in the meantime does not change the files
+    snapshot = _snapshot(name, kind, name.revision, kind.marks)
+    if not kind.holds(snapshot):
+        raise ExpertcastError(f"{name} on the hub is not a {kind.what}: use another repository, or a folder")
+    return _snapshot(name, kind, snapshot.name, kind.files)  # this commit, even if another is pushed in the meantime
+
+
+def _snapshot(name: HubName, kind: Kind, revision: str | None, patterns: Sequence[str]) -> Path:
     with hub_errors(name, kind):
-        found = snapshot_download(name.repo, repo_type=kind.repo_type, revision=commit, allow_patterns=list(kind.files))
+        found = snapshot_download(name.repo, repo_type=kind.repo_type, revision=revision, allow_patterns=list(patterns))
     return Path(found)
 
 
@@ -172,24 +179,3 @@ def real_folder(folder: Path) -> Path:
     if os.path.ismount(real):
         raise ExpertcastError(f"{folder} is a mount point, which cannot be replaced as a whole: use a folder in it")
     return real
-
-
-def _recognised(name: HubName, kind: Kind) -> Path:
-    """Download the small files that identify the kind, and return the snapshot in the hub's cache.
-
-    Raises:
-        ExpertcastError: the download fails, or the repository is of another kind.
-    """
-    with hub_errors(name, kind):
-        snapshot = snapshot_download(
-            name.repo, repo_type=kind.repo_type, revision=name.revision, allow_patterns=list(kind.marks)
-        )
-    if not kind.holds(Path(snapshot)):
-        raise ExpertcastError(f"{name} on the hub is not a {kind.what}: use another repository, or a folder")
-    return Path(snapshot)
-
-
-def _blame(name: HubName, snapshot: Path, kind: Kind, error: ExpertcastError) -> ExpertcastError:
-    # the repository's cache folder is two levels above the snapshot
-    remedy = f"remove {snapshot.parents[1]} to download it again, or tell its owner"
-    return ExpertcastError(f"{name} on the hub: {str(error).replace(kind.remedy, remedy)}")

@@ -144,13 +144,6 @@ class Forecast:
     log_odds: LogOdds | None = None
     """Calibration of the logits; None if the predictor is not calibrated."""
 
-    def probability(self) -> Tensor:
-        """Compute the probability [T, E] (fp32) that each expert is among the token's K; not cached."""
-        top_k = self.topk_ids_TK.shape[1]
-        if self.log_odds is None:
-            return inclusion_probability(self.logits_TE, top_k)
-        return self.log_odds.of(self.logits_TE, top_k).sigmoid()
-
     def __getitem__(self, rows: slice | Tensor) -> Forecast:
         """Return the forecast of a subset of the tokens."""
         return Forecast(

@@ -6,7 +6,6 @@ L MoE layers, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,18 +18,13 @@ from expertcast.runtime.config import OffloadConfig, named_checkpoint
 from expertcast.runtime.engine.speculation import Speculator, early_attention_for
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecasters:
-    """The forecasters of one offload, bound to its model and on its device."""
+def make_forecasters(
+    config: OffloadConfig, model: PreTrainedModel, view: MoEView, device: torch.device
+) -> tuple[Speculator, dict[str, float]]:
+    """Return the forecasters that a configuration names, bound to the model and on its device, and their recall.
 
-    speculator: Speculator
-    """Forecasts later layers, and executes the forecasts where the mode says so."""
-    recall: Mapping[str, float]
-    """Mean recall@k of the checkpoint's predictor and of the parameter-free ones, by name, as far as it is known."""
-
-
-def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEView, device: torch.device) -> Forecasters:
-    """Return the forecasters that a configuration names.
+    The recall is the mean recall@k of the checkpoint's predictor and of the parameter-free ones, by name, as far as it
+    is known.
 
     Args:
         config: `predictor`, `mode`, `ahead` and the fields that refine them.
@@ -50,7 +44,7 @@ def make_forecasters(config: OffloadConfig, model: PreTrainedModel, view: MoEVie
     speculator = Speculator(
         view, predictor, layers=layers, prefill=config.speculate_prefill, ahead=config.ahead, early=early,
     )  # fmt: skip
-    return Forecasters(speculator=speculator, recall=mean_recall(checkpoint))
+    return speculator, mean_recall(checkpoint)
 
 
 def resolve_predictor(

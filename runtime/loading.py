@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import transformers
@@ -24,7 +24,7 @@ from expertcast.data.models import form_of, meta_model, model_of, one_line, open
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import BlockForm, Forms, check_device, form_for, make_packed, matrices
 from expertcast.data.packed_linear import linear_forms, pack_linears
-from expertcast.data.source import MXFP4, ModelSource, check_release, forget_quantisation
+from expertcast.data.source import MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoEView
@@ -96,10 +96,8 @@ def load_offloaded(
     with open_weights(source, form, skeleton, wanted) as files:
         skeleton.to(wanted or files.dtype)
         view = find_moe_layers(skeleton)
-        mxfp4 = form is not None and form.method == MXFP4
-        dequantizer = mxfp4_dequantizer(form.settings) if form and mxfp4 else None
         with one_line(source.name):
-            sources = ExpertSources(skeleton, view, files, dequantizer)
+            sources = ExpertSources(skeleton, view, files, mxfp4_dequantizer(form))
             forms = packed_forms(config.resolved_experts(), sources, view, target.type)
         linear = _linear_weights(sources, files) if target.type == "cpu" else {}
         with one_line(source.name):
@@ -237,9 +235,11 @@ def _replace(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter | Non
         model.get_submodule(module)._parameters[name] = parameter
 
 
-def mxfp4_dequantizer(settings: Mapping[str, Any]) -> HfQuantizer:
-    """Return the quantizer with which transformers converts MXFP4 experts to the model's dtype."""
-    return AutoHfQuantizer.from_config(Mxfp4Config.from_dict({**settings, "dequantize": True}), pre_quantized=True)
+def mxfp4_dequantizer(form: Quantised | None) -> HfQuantizer | None:
+    """Return the quantizer with which transformers converts MXFP4 experts to the model's dtype; None for other ones."""
+    if form is None or form.method != MXFP4:
+        return None
+    return AutoHfQuantizer.from_config(Mxfp4Config.from_dict({**form.settings, "dequantize": True}), pre_quantized=True)
 
 
 def packed_forms(experts: str, sources: ExpertSources, view: MoEView, device: str = "cpu") -> Sequence[Forms]:
@@ -267,6 +267,11 @@ def packed_forms(experts: str, sources: ExpertSources, view: MoEView, device: st
             return [{}] * len(view)
         sources.as_shipped = True
         return forms
+    return rounded_forms(experts, view, device)
+
+
+def rounded_forms(experts: str, view: MoEView, device: str = "cpu") -> list[Forms]:
+    """Return the forms of experts that are rounded, by layer and parameter name; empty for expanded experts."""
     bits, first = EXPERTS_BITS.get(experts), view[0]
     found = {} if bits is None else matrices(first.experts, first.num_experts)
     return [{name: form_for(first.experts, matrix, bits or 0, device) for name, matrix in found.items()}] * len(view)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
@@ -41,7 +41,8 @@ from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import Engine, LayerFlow
 from expertcast.runtime.engine.front import in_use, refuse_offloaded, refuse_shared, run_from_slots
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
-from expertcast.runtime.forecasters import Forecasters, make_forecasters
+from expertcast.runtime.engine.speculation import Speculator
+from expertcast.runtime.forecasters import make_forecasters
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.plan import context_bytes, parts_beside
 from expertcast.runtime.policies import CacheShape, Policies
@@ -81,10 +82,9 @@ class OffloadedModel:
     """The offloaded model."""
 
     def __init__(
-        self, model: PreTrainedModel, config: OffloadConfig, *, forecasters: Forecasters, store: ExpertStore,
-        slots: int, link: Link, kernel: SlotKernel, observers: Sequence[Observer],
+        self, model: PreTrainedModel, config: OffloadConfig, *, speculator: Speculator, recall: Mapping[str, float],
+        store: ExpertStore, slots: int, link: Link, kernel: SlotKernel, observers: Sequence[Observer],
     ) -> None:  # fmt: skip
-        speculator = forecasters.speculator
         self.model, self.view, self.store, self.link = model, speculator.view, store, link
         self.predictor = speculator.predictor
         self.policies = config.resolved_policies()
@@ -104,7 +104,7 @@ class OffloadedModel:
             policies = self._take_experts(undo, slots)
             self._engine = Engine(
                 link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=kernel,
-                keep=config.cache, forecasts=config.forecasts, recall=forecasters.recall,
+                keep=config.cache, forecasts=config.forecasts, recall=recall,
             )  # fmt: skip
             self._compute_misses(undo, config, kernel)
             from expertcast.runtime.drafts.drafting import Drafter
@@ -391,7 +391,7 @@ def offload(
     refuse_shared(config.link, config.store, config.predictor)
     view = find_moe_layers(model)
     device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
-    forecasters = make_forecasters(config, model, view, device)
+    speculator, recall = make_forecasters(config, model, view, device)
     link = make_link(config, device.type)
     pack_experts(view, config.experts, device.type)  # after all refusals of options: rounding cannot be undone
     if config.experts in EXPERTS_BITS:
@@ -415,7 +415,8 @@ def offload(
     return OffloadedModel(
         model,
         config,
-        forecasters=forecasters,
+        speculator=speculator,
+        recall=recall,
         store=store,
         slots=slots,
         link=link,

@@ -53,11 +53,6 @@ class RoutingComparison:
         """Whether each true expert is among the K forecast ones."""
         return self.place_TK < self.place_TK.shape[1]
 
-    @property
-    def aligned_TK(self) -> Tensor:
-        """Whether the forecast expert of each rank equals the true one."""
-        return self.forecast.ids_TK == self.truth.ids_TK
-
 
 def rank_routing(routing: RouterState | Forecast) -> RankedRouting:
     """Sort a routing's experts by combine weight."""
@@ -346,33 +341,25 @@ def recall_at(size: int) -> Score:
     return lambda comparison: (comparison.place_TK < size).float().mean(dim=1)
 
 
-def exact_set(comparison: RoutingComparison) -> Tensor:
-    """Return whether the K forecast experts equal the true ones as sets."""
-    return comparison.hit_TK.all(dim=1)
-
-
 def weight_covered(comparison: RoutingComparison) -> Tensor:
     """Return the share of the true combine weight on the K forecast experts."""
     weights_TK = comparison.truth.weights_TK
     return (weights_TK * comparison.hit_TK).sum(dim=1) / weights_TK.sum(dim=1).clamp_min(1e-20)
 
 
-def rank_alignment(comparison: RoutingComparison) -> Tensor:
-    """Return [T, K]: whether the forecast expert of each rank is the true one."""
-    return comparison.aligned_TK
-
-
-def cosine(comparison: RoutingComparison) -> Tensor | None:
-    """Return the cosine between the predictor's input vector and the true router input s_{l+ahead}."""
-    return comparison.cosine_T
-
-
 def routing_scores(shape: ModelShape) -> dict[str, Score]:
-    """Return the scores of an evaluation by name."""
-    scores: dict[str, Score] = {name: recall_at(budget(factor, shape)) for name, factor in BUDGETS.items()}
-    for score in (exact_set, weight_covered, rank_alignment, cosine):
-        scores[score.__name__] = score
-    return scores
+    """Return the scores of an evaluation by name.
+
+    Besides recall and :func:`weight_covered`: whether the K forecast experts are the true ones; whether the forecast
+    expert of each rank is the true one; and the cosine between the predictor's input vector and the true router input.
+    """
+    return {
+        **{name: recall_at(budget(factor, shape)) for name, factor in BUDGETS.items()},
+        "exact_set": lambda comparison: comparison.hit_TK.all(dim=1),
+        "weight_covered": weight_covered,
+        RANK_ALIGNMENT: lambda comparison: comparison.forecast.ids_TK == comparison.truth.ids_TK,
+        "cosine": lambda comparison: comparison.cosine_T,
+    }
 
 
 class ScoreMean(TokenMean):

@@ -200,15 +200,9 @@ class DiskOption:
         return f"codec {self.codec}" + (f" with pools {self.pools}" if self.pools else "")
 
     @property
-    def cells(self) -> dict[str, str]:
-        return {
-            "codec": self.codec,
-            "pools": self.pools or "-",
-            "slots": str(self.slots),
-            "ms/token": f"{1e3 * self.tpot_s:.2f}",
-            "waiting": f"{1e3 * self.wait_s:.2f}",
-            "hit rate": f"{self.hit_rate:.3f}",
-        }
+    def cells(self) -> list[str]:
+        times = [f"{1e3 * seconds:.2f}" for seconds in (self.tpot_s, self.wait_s)]
+        return [self.codec, self.pools or "-", str(self.slots), *times, f"{self.hit_rate:.3f}"]
 
     def config(self, given: OffloadConfig, folder: Path) -> OffloadConfig:
         """Return `given` with a store in `folder` of this codec, slots and pools."""
@@ -270,8 +264,8 @@ class Advice:
         """Return the advice as text for the terminal."""
         headline = f"advice: {self.chosen.name}; expect {milliseconds(self.chosen.tpot_s)} per token on demand"
         reasons = "\n".join(f"- {reason}" for reason in self.reasons)
-        cells = [option.cells for option in self.options]
-        table = aligned([list(cells[0]), *(list(row.values()) for row in cells)], left=2)
+        headings = ["codec", "pools", "slots", "ms/token", "waiting", "hit rate"]
+        table = aligned([headings, *(option.cells for option in self.options)], left=2)
         return "\n\n".join([headline, reasons, table, _notes(self.facts)])
 
 

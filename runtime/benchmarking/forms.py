@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from expertcast.checkpoints.results import Cell
 from expertcast.data.inspection import OpenModel
-from expertcast.data.packed_experts import Forms, form_for, make_packed, matrices, weight_bits
-from expertcast.data.source import MXFP4
+from expertcast.data.packed_experts import Forms, make_packed, weight_bits
 from expertcast.predictors.messages import ExpertcastError, format_bytes
-from expertcast.predictors.view import MoELayer, MoEView
+from expertcast.predictors.view import MoEView
 from expertcast.runtime.config import EXPANDED, EXPERTS_BITS, PACKED
-from expertcast.runtime.loading import mxfp4_dequantizer, packed_forms
+from expertcast.runtime.loading import mxfp4_dequantizer, packed_forms, rounded_forms
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources
 from expertcast.runtime.storage.layout import BlockLayout
 
@@ -49,15 +49,11 @@ class FormOption:
         )
 
     @property
-    def cells(self) -> dict[str, str]:
-        """The row in a table, by column."""
-        return {
-            "experts": self.form,
-            "bits/weight": "-" if self.weight_bits is None else f"{self.weight_bits:.3g}",
-            "bytes/expert": "-" if self.expert_bytes is None else f"{self.expert_bytes:,}",
-            "all experts": "-" if self.all_experts_bytes is None else format_bytes(self.all_experts_bytes),
-            "slots": "-" if self.slots is None else f"{self.slots:,}",
-        }
+    def cells(self) -> list[Cell]:
+        """The row in a table."""
+        bits, nbytes = self.weight_bits, self.all_experts_bytes
+        shown = None if bits is None else f"{bits:.3g}", None if nbytes is None else format_bytes(nbytes)
+        return [self.form, shown[0], self.expert_bytes, shown[1], self.slots]
 
 
 LOSSY = "rounded, which changes the model's output"
@@ -87,19 +83,14 @@ def checkpoint_forms(opened: OpenModel, experts: str) -> Sequence[Forms]:
     """
     if opened.view is None or opened.files is None:
         raise opened.error
-    mxfp4 = opened.form is not None and opened.form.method == MXFP4
-    dequantizer = mxfp4_dequantizer(opened.form.settings) if opened.form and mxfp4 else None
-    sources = ExpertSources(opened.model, opened.view, opened.files, dequantizer)
+    sources = ExpertSources(opened.model, opened.view, opened.files, mxfp4_dequantizer(opened.form))
     return packed_forms(experts, sources, opened.view)
 
 
 def _sizes(opened: OpenModel, experts: str, memory: int | None) -> FormOption:
     assert opened.view is not None
     try:
-        if experts == PACKED:
-            by_layer = checkpoint_forms(opened, experts)
-        else:
-            by_layer = [_rounded(layer, EXPERTS_BITS.get(experts)) for layer in opened.view]
+        by_layer = checkpoint_forms(opened, experts) if experts == PACKED else rounded_forms(experts, opened.view)
     except ExpertcastError as error:
         return FormOption(form=experts, note=str(error))
     layers = tuple(replace(layer, experts=_shallow(layer.experts)) for layer in opened.view)
@@ -113,10 +104,3 @@ def _shallow(module: nn.Module) -> nn.Module:
     own = copy(module)
     own._parameters = dict(module._parameters)
     return own
-
-
-def _rounded(layer: MoELayer, bits: int | None) -> Forms:
-    if bits is None:
-        return {}
-    found = matrices(layer.experts, layer.num_experts)
-    return {name: form_for(layer.experts, matrix, bits) for name, matrix in found.items()}

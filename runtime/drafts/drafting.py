@@ -113,10 +113,6 @@ class Drafter:
         counts = {name: count.as_dict() for name, count in self.tally.by_draft.items()}
         return {"drafts": {"memory_bytes": sum(self.memory.values()), "by_sequences": reports, "by_draft": counts}}
 
-    def reset(self) -> None:
-        """Forget all measurements of the governors."""
-        self.governors.clear()
-
     def close(self) -> None:
         """Free the memory of all drafts."""
         self.drafts.clear()

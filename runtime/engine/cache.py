@@ -283,12 +283,8 @@ class ExpertCache:
         count.hits += len(keys) - len(moved)
         count.collisions += len(self._evicted.intersection(moved))
         count.prefetched_used += len(first_used)
-        room = self.free(layer)
         for key in self.link.in_order(missing):
-            if room:
-                room -= 1
-            else:
-                self._make_room(layer)
+            self._make_room(layer)
             self._load(key, True, FULL if precision is None else precision.get(key, FULL))
         return len(missing), len(first_used)
 
@@ -309,16 +305,9 @@ class ExpertCache:
         self._forecast_keys.update(held)
         policy.touch(held)
         self._forecasts.setdefault(layer, []).extend(keys)
-        missing = [key for key in keys if key not in slots]
-        room = self.free(layer)
-        for key in missing:
-            if room:
-                room -= 1
-            else:
-                victim = self._victim(layer, self._prefetch_protected)
-                if victim is None:
-                    return
-                self._evict(victim)
+        for key in [key for key in keys if key not in slots]:
+            if not self._finds_room(layer):
+                return
             self._forecast_keys.add(key)
             self._load(key, False, streamed=streamed)
 
@@ -335,12 +324,14 @@ class ExpertCache:
 
     def _finds_room(self, layer: int, *, window: bool = False) -> bool:
         """Return whether a slot is free, if need be by evicting an unprotected expert, or with `window` one of the
-        window's later layers."""
+        window's later layers, the last layer of the group first."""
         if self.free(layer):
             return True
         victim = self._victim(layer, self._prefetch_protected)
         if victim is None and window:
-            victim = self._window_victim(layer)
+            groups = self._group_of
+            later = (each for each in range(len(groups) - 1, layer, -1) if groups[each] == groups[layer])
+            victim = self.window.victim(later, self._slots, self._demand_protected)
         if victim is None:
             return False
         self._evict(victim)
@@ -429,7 +420,7 @@ class ExpertCache:
         self._forecasts.clear()
         self.window.clear()
         if not self.keep:
-            for key in [key for key in self.pool.resident() if key not in self.copies]:
+            for key in [key for key in self._slots if key not in self.copies]:
                 self._free_slot(key)
 
     def _free_lower_precision(self, keys: Sequence[int], precision: Mapping[int, str]) -> None:
@@ -440,17 +431,15 @@ class ExpertCache:
                 self._free_slot(key)
 
     def _make_room(self, layer: int) -> None:
-        """Free a slot for an expert of the running layer, in the order of the module's docstring."""
-        victim = self._victim(layer, self._prefetch_protected)
-        if victim is None:
-            victim = self._window_victim(layer)
-        if victim is None:
-            group = self._group_of[layer]
-            for key in reversed(list(self.copies)):
-                own = self._group_of[key // self.experts] == group
-                if own and key not in self.running and self._cancel(key):
-                    return
-            victim = self._victim(layer, self._demand_protected)
+        """Make a slot free for an expert of the running layer, in the order of the module's docstring."""
+        if self._finds_room(layer, window=True):
+            return
+        group = self._group_of[layer]
+        for key in reversed(list(self.copies)):
+            own = self._group_of[key // self.experts] == group
+            if own and key not in self.running and self._cancel(key):
+                return
+        victim = self._victim(layer, self._demand_protected)
         if victim is None:
             victim = self._victim(layer, self.running)
             if victim is None:
@@ -461,12 +450,6 @@ class ExpertCache:
             self._wait_for(victim, self.copies[victim], needed=False)
         if victim in self._slots:  # its copy may have failed
             self._evict(victim)
-
-    def _window_victim(self, layer: int) -> int | None:
-        """Return the window's expert to evict, of the last layer of the group; None if there is none."""
-        groups = self._group_of
-        later = (each for each in range(len(groups) - 1, layer, -1) if groups[each] == groups[layer])
-        return self.window.victim(later, self._slots, self._demand_protected)
 
     def _evict(self, key: int) -> None:
         """Free an expert's slot for another expert, and count the eviction."""

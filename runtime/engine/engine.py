@@ -544,14 +544,6 @@ class Engine:
         """Counters of the cache."""
         return self.residency.stats
 
-    def limit(self, layer: int) -> int:
-        """Return the largest number of a layer's distinct experts that a step can run in one chunk."""
-        return self.residency.limit(layer)
-
-    def held(self, layer: int) -> list[int]:
-        """Return a layer's experts (0..E-1) that are in slots or in flight."""
-        return list(self.residency.held(layer))
-
     @contextmanager
     def drafting(self, stage: Stage | None) -> Iterator[None]:
         """Run forwards as drafts in the context, in `stage` unless it is None; they may end before the last layer."""
@@ -828,7 +820,7 @@ class Engine:
         """
         order_P, first = self._chunk_order(plan, ids_P), plan.layer * self._experts
         count = plan.pairs or Counter(first + expert for expert in plan.ids or ())
-        beside = self.limit(plan.layer) > 1
+        beside = self.residency.limit(plan.layer) > 1
         start = 0
         for keys, following in zip(plan.chunks, [*plan.chunks[1:], None], strict=True):
             sent = self._send_table(plan.layer, keys)  # before the next copies, for which it would have to wait

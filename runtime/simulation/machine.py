@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.policies.settings import Policies
@@ -180,33 +181,30 @@ def _counts(stats: RunStatistics) -> Json:
 
 
 COLUMNS = (
-    ("eviction", "eviction", "{}"),
-    ("predictor", "predictor", "{}"),
-    ("prefetch", "prefetch", "{}"),
-    ("miss", "miss", "{}"),
-    ("routing", "routing", "{}"),
-    ("pre_eviction", "pre-eviction", "{}"),
-    ("scope", "scope", "{}"),
-    ("slots", "slots", "{}"),
-    ("capacity", "capacity", "{:.1%}"),
-    ("bandwidth", "GB/s", "{:.3g}"),
-    ("hit_rate", "hits", "{:.1%}"),
-    ("collision_rate", "collisions", "{:.1%}"),
-    ("bytes_per_step", "MB/step", "{:.2f}"),
-    ("tpot_s", "TPOT ms", "{:.3f}"),
-    ("ttft_s", "TTFT ms", "{:.2f}"),
-    ("blocking_s", "waiting ms", "{:.3f}"),
-    ("policy_s", "policy ms", "{:.3f}"),
-    ("redundant", "redundant", "{:.1%}"),
-    ("prefetch_precision", "precision", "{:.3f}"),
-    ("prefetch_recall", "recall", "{:.3f}"),
-    ("perplexity", "perplexity", "{:.3f}"),
-    ("agreement", "agreement", "{:.1%}"),
-    ("kl", "KL", "{:.4f}"),
+    ("eviction", "eviction", "{}", 1),
+    ("predictor", "predictor", "{}", 1),
+    ("prefetch", "prefetch", "{}", 1),
+    ("miss", "miss", "{}", 1),
+    ("routing", "routing", "{}", 1),
+    ("pre_eviction", "pre-eviction", "{}", 1),
+    ("scope", "scope", "{}", 1),
+    ("slots", "slots", "{}", 1),
+    ("capacity", "capacity", "{:.1%}", 1),
+    ("bandwidth", "GB/s", "{:.3g}", 1e-9),
+    ("hit_rate", "hits", "{:.1%}", 1),
+    ("collision_rate", "collisions", "{:.1%}", 1),
+    ("bytes_per_step", "MB/step", "{:.2f}", 1e-6),
+    ("tpot_s", "TPOT ms", "{:.3f}", 1e3),
+    ("ttft_s", "TTFT ms", "{:.2f}", 1e3),
+    ("blocking_s", "waiting ms", "{:.3f}", 1e3),
+    ("policy_s", "policy ms", "{:.3f}", 1e3),
+    ("redundant", "redundant", "{:.1%}", 1),
+    ("prefetch_precision", "precision", "{:.3f}", 1),
+    ("prefetch_recall", "recall", "{:.3f}", 1),
+    ("perplexity", "perplexity", "{:.3f}", 1),
+    ("agreement", "agreement", "{:.1%}", 1),
+    ("kl", "KL", "{:.4f}", 1),
 )
-_UNITS = {
-    "bandwidth": 1e-9, "bytes_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3, "blocking_s": 1e3, "policy_s": 1e3,
-}  # fmt: skip
 _OMITTED = {
     "prefetch": "none", "miss": "fetch", "routing": "standard", "pre_eviction": "none", "scope": "global",
 }  # fmt: skip
@@ -218,16 +216,11 @@ def table(results: Sequence[Json]) -> list[tuple[str, ...]]:
     Args:
         results: rows of :func:`.sweep.sweep`.
     """
-    shown = [
-        (key, title, form)
-        for key, title, form in COLUMNS
-        if any(result.get(key) not in (None, _OMITTED.get(key)) for result in results)
-    ]
-    rows = [tuple(title for _, title, _ in shown)]
-    rows += [tuple(_cell(result, key, form) for key, _, form in shown) for result in results]
+    shown = [own for own in COLUMNS if any(each.get(own[0]) not in (None, _OMITTED.get(own[0])) for each in results)]
+    rows = [tuple(title for _, title, _, _ in shown)]
+    rows += [tuple(_cell(result.get(key), form, unit) for key, _, form, unit in shown) for result in results]
     return rows
 
 
-def _cell(result: Json, key: str, form: str) -> str:
-    value = result.get(key)
-    return "-" if value is None else form.format(value * _UNITS[key] if key in _UNITS else value)
+def _cell(value: Any, form: str, unit: float) -> str:
+    return "-" if value is None else form.format(value * unit)

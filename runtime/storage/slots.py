@@ -116,10 +116,6 @@ class SlotPool:
     def state(self, slot: int) -> SlotState:
         return self._state[slot]
 
-    def resident(self) -> list[int]:
-        """Return the keys that have a slot, those still loading included."""
-        return list(self.slots)
-
     def take(self, key: int, region: int = 0) -> int:
         """Assign a region's free slot to `key`, in state loading, and return it. A slot must be free."""
         assert key not in self.slots, f"expert {key} has a slot already"

@@ -18,7 +18,7 @@ from expertcast.predictors.base import LogOdds, inclusion_probability, margin
 from expertcast.training import calibrate as calibration
 from expertcast.training.calibrate import fit_log_odds
 from expertcast.training.evaluation import evaluate
-from expertcast.training.metrics import Calibration
+from expertcast.training.metrics import Calibration, membership_probability
 from expertcast.training.scoring import FitOptions, Fitted
 from tests.sealed import edit_json
 from tests.training.synthetic import Rows, Same, random_batch, tiny_view
@@ -36,7 +36,7 @@ def pairs_of(metric: Calibration, forecast: Forecast, truth: Forecast) -> tuple[
     """Probabilities and hits of all pairs, which the metric is given too."""
     comparison = comparison_of(forecast, truth)
     metric.update(0, comparison)
-    return forecast.probability().flatten(), comparison.truth.member_TE.flatten()
+    return membership_probability(comparison, calibrated=True).flatten(), comparison.truth.member_TE.flatten()
 
 
 def equal_mass_error(p_N: Tensor, hit_N: Tensor, groups: int = 15) -> float:
@@ -127,11 +127,11 @@ def test_margins_are_measured_from_the_boundary() -> None:
     forecast = Forecast(
         layer=1, logits_TE=logits_TE, topk_ids_TK=torch.zeros(2, 2).long(), topk_weights_TK=torch.zeros(2, 2)
     )
-    torch.testing.assert_close(forecast.probability(), inclusion_probability(logits_TE, 2))
-    read = replace(forecast, log_odds=LogOdds(2.0, 0.5, -1.0))
+    log_odds = LogOdds(2.0, 0.5, -1.0)
+    read = replace(forecast, log_odds=log_odds)
     root = torch.tensor([2.5, 0.5]).sqrt() / 2
     odds = torch.tensor([4 + root[0], root[1], -2 - root[1], -6 - root[0]])
-    torch.testing.assert_close(read.probability()[0], odds.sigmoid())
+    torch.testing.assert_close(log_odds.of(logits_TE, 2)[0], odds)
     assert read[:1].log_odds == Forecast.join([read, read]).log_odds == read.log_odds
 
 

@@ -433,7 +433,7 @@ class WorkerOffload:
         )  # fmt: skip
 
     def _fits(self, index: int, ids_TK: Tensor) -> bool:
-        limit = self.engine.limit(index)
+        limit = self.engine.residency.limit(index)
         return min(ids_TK.numel(), self.shape.experts) <= limit or len(ids_TK.unique()) <= limit
 
     def _run(self, index: int, hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
@@ -444,7 +444,8 @@ class WorkerOffload:
         if self._whole:
             return self.engine.run(layer, hidden_TD, ids_TK, weights_TK)
         output_TD = torch.empty_like(hidden_TD)
-        parts = groups(ids_TK.cpu(), layer.num_experts, self.engine.limit(index), self.engine.held(index))
+        residency = self.engine.residency
+        parts = groups(ids_TK.cpu(), layer.num_experts, residency.limit(index), residency.held(index))
         for rows in (rows.to(hidden_TD.device) for rows in parts):
             output_TD[rows] = self.engine.run(layer, hidden_TD[rows], ids_TK[rows], weights_TK[rows])
         return output_TD

@@ -9,7 +9,7 @@ from typing import Annotated
 from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, holds_predictor
-from expertcast.checkpoints.results import ladder_table
+from expertcast.checkpoints.results import Table, ladder_table
 from expertcast.commands.options import CheckpointOptions, Form, Option, own_code, read_by
 from expertcast.commands.output import Outcome, describe_traces, table
 from expertcast.data.inspection import OpenModel
@@ -19,7 +19,7 @@ from expertcast.data.trace_format import TRACE_FILE
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.hybrid import Hybrid
-from expertcast.predictors.messages import Json, aligned, format_bytes
+from expertcast.predictors.messages import Json, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +88,12 @@ def _forms(opened: OpenModel, memory: str | None) -> tuple[Json, str]:
 
     room = available_memory() if memory is None else size_bytes(memory)
     forms = form_sizes(opened, room)
-    rows = [form.cells for form in forms]
     given = "" if room is None else f", slots in {format_bytes(room)} of memory"
     notes = [f"  {form.form}: {form.note}" for form in forms if form.note]
-    shown = aligned([list(rows[0]), *(list(row.values()) for row in rows)])
-    text = "\n".join([f"forms of the experts (--experts){given}", shown, *notes])
+    shown = Table(
+        headings=("experts", "bits/weight", "bytes/expert", "all experts", "slots"), rows=[form.cells for form in forms]
+    )
+    text = "\n".join([f"forms of the experts (--experts){given}", shown.text(), *notes])
     values = [{name: value for name, value in asdict(form).items() if value is not None} for form in forms]
     return {"memory": room, "forms": values}, text
 

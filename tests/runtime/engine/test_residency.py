@@ -87,7 +87,7 @@ def test_hand_worked_trace() -> None:
             link.arrive(1)
     assert not residency.holds(9)
     _run(residency, 0, [4, 5])
-    assert sorted(residency.pool.resident()) == [0, 2, 4, 5, 10, 11]
+    assert sorted(residency.pool.slots) == [0, 2, 4, 5, 10, 11]
     waited = [layer.waited_s for layer in residency.stats.layers]
     assert all(seconds > 0 for seconds in waited[:2])
     for layer in residency.stats.layers:
@@ -130,10 +130,10 @@ def test_nothing_needed_is_given_up() -> None:
     assert residency.pool.state(residency.pool.slots.get(0) or 0) is SlotState.IN_USE
     assert not residency.holds(11), "no room for a further forecast"
     residency.request([1])
-    assert sorted(residency.pool.resident()) == [0, 1, 9], "the queued prefetch goes first"
+    assert sorted(residency.pool.slots) == [0, 1, 9], "the queued prefetch goes first"
     residency.wait([1])
     residency.request([2])
-    assert sorted(residency.pool.resident()) == [0, 1, 2], "then the arrived one, never what runs"
+    assert sorted(residency.pool.slots) == [0, 1, 2], "then the arrived one, never what runs"
 
 
 def test_a_copy_under_way_is_waited_for_when_nothing_else_is_left() -> None:
@@ -144,7 +144,7 @@ def test_a_copy_under_way_is_waited_for_when_nothing_else_is_left() -> None:
     link.start(link.queue[0])
     residency.request([1])
     assert link.copies == 2, "9 had to arrive before its slot could be given to 1"
-    assert sorted(residency.pool.resident()) == [0, 1]
+    assert sorted(residency.pool.slots) == [0, 1]
 
 
 def test_without_cache_slots_are_given_back() -> None:
@@ -153,7 +153,7 @@ def test_without_cache_slots_are_given_back() -> None:
     link.arrive(2)
     link.start(link.queue[0])
     _run(residency, 1, [1, 2])
-    assert residency.pool.resident() == [], "8 was never used, 9 and 10 were"
+    assert list(residency.pool.slots) == [], "8 was never used, 9 and 10 were"
     _run(residency, 1, [1, 2])
     assert residency.stats.layers[1].misses == 2
     assert len(residency.pool.free_slots[0]) == 6
@@ -165,7 +165,7 @@ def test_a_failed_copy_gives_its_slot_back() -> None:
     link.queue[0].error = OSError("lost")
     link.arrive()
     residency.start_layer(1, [0])
-    assert residency.pool.resident() == [], "a failed prefetch is forgotten"
+    assert list(residency.pool.slots) == [], "a failed prefetch is forgotten"
     residency.request([8])
     link.queue[0].error = OSError("lost again")
     with pytest.raises(OSError, match="lost again"):
@@ -183,7 +183,7 @@ def test_a_forecasts_copy_that_fails_is_no_error_of_whoever_takes_its_slot() -> 
     link.queue[0].error = OSError("lost")
     residency.request([1])
     residency.wait([1])
-    assert sorted(residency.pool.resident()) == [0, 1]
+    assert sorted(residency.pool.slots) == [0, 1]
     assert residency.stats.layers[1].evicted == 0, "9 had lost its slot"
 
 
@@ -209,7 +209,7 @@ def test_abandon_unpins() -> None:
 
 
 def _held(residency: ExpertCache) -> list[int]:
-    return sorted(residency.pool.resident())
+    return sorted(residency.pool.slots)
 
 
 def test_layers_with_shares_leave_each_others_slots_alone() -> None:
@@ -273,7 +273,7 @@ def test_a_reset_cache_is_a_new_one() -> None:
         residency.stats.reset()
         assert residency.idle
         assert not any(
-            (residency.pool.resident(), residency.running, residency.window.keys, residency.is_prefetched_for(1))
+            (list(residency.pool.slots), residency.running, residency.window.keys, residency.is_prefetched_for(1))
         )
         _run(residency, 1, [0, 1, 2, 3])
         _run(residency, 2, [0, 1, 2, 3])
@@ -615,7 +615,7 @@ def test_a_refused_copy_takes_no_slot() -> None:
     with pytest.raises(ExpertcastError):
         residency.request([0], {0: "int2"})
     residency.abandon()
-    assert residency.pool.resident() == link.queue == []
+    assert list(residency.pool.slots) == link.queue == []
     assert len(residency.pool.free_slots[0]) == 2
     assert residency.stats.total.bytes_moved == 0
     _run(residency, 0, [0, 1])
@@ -635,10 +635,10 @@ def test_slots_by_hand() -> None:
         with pytest.raises(AssertionError):
             misuse(key)
     pool.release(8)
-    assert (pool.resident(), pool.key_of(1), pool.state(1)) == ([9], None, SlotState.FREE)
+    assert (list(pool.slots), pool.key_of(1), pool.state(1)) == ([9], None, SlotState.FREE)
     assert pool.take(11) == 1
     pool.clear()
-    assert (pool.resident(), pool.key_of(0), pool.state(2), pool.take(12)) == ([], None, SlotState.FREE, 0)
+    assert (list(pool.slots), pool.key_of(0), pool.state(2), pool.take(12)) == ([], None, SlotState.FREE, 0)
     assert pool.nbytes == 3 * layout.block_bytes
     assert pool.block(0).data_ptr() % 4096 == 0
     for slot in range(3):

