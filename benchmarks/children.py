@@ -153,8 +153,8 @@ def run(
         python: Python interpreter of the child.
 
     Returns:
-        The child's results with `peak_bytes`, `capped`, `throttled` and `beside`, the processors that other processes
-        used meanwhile; or `failed` with the reason.
+        The child's results with `load_s`, the seconds until it has loaded, `peak_bytes`, `capped`, `throttled` and
+        `beside`, the processors that other processes used meanwhile; or `failed` with the reason.
     """
     cold = list(cold)
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary, Cage(memory, folder) as cage:
@@ -170,8 +170,9 @@ def run(
             assert process.stdin is not None
             assert process.stdout is not None
             stack.callback(process.kill)  # no effect once it has ended
-            throttled = False
+            throttled, started, load_s = False, time.monotonic(), 0.0
             if any(line == "ready\n" for line in iter(process.stdout.readline, "")):
+                load_s = time.monotonic() - started
                 drop_cached(cold)
                 throttled = rate is not None and cage.throttle(rate)
                 cage.forget_peak()
@@ -185,6 +186,7 @@ def run(
         if process.returncode or not out.is_file():
             return {"failed": _reason(process.returncode, errors.read_text(errors="replace"), cage.capped)}
         found = json.loads(out.read_text())
+        found["load_s"] = load_s
         found["beside"] = max(0.0, _busy_s() - before[0]) / (time.monotonic() - before[1])
         peak = cage.peak
         found["peak_bytes"] = found["peak_resident_bytes"] if peak is None else peak

@@ -36,8 +36,8 @@ SETTINGS = ("layers", "prompt", "warm", "new_tokens", "threads", "small")
 _SPARE = 128 << 20
 """Bytes of every limit that stay unused."""
 _SPREADS = (
-    "tpot_s", "ttft_s", "again_s", "again_bytes", "again_hit_rate", "bytes_read", "prompt_bytes_read", "hit_rate",
-    "waited_s", "slots", "beside",
+    "tpot_s", "ttft_s", "start_s", "again_s", "again_bytes", "again_hit_rate", "bytes_read", "prompt_bytes_read",
+    "hit_rate", "waited_s", "slots", "beside",
 )  # fmt: skip
 
 
@@ -287,6 +287,8 @@ def summaries(result: Json) -> list[Json]:
         row: Json = dict(zip((*CELL, "side"), key, strict=True)) | {"repetitions": len(good)}
         row["limit_bytes"] = groups[key][0].get("limit_bytes")
         if good:
+            for each in good:
+                each["start_s"] = each["load_s"] + each["ttft_s"] if "load_s" in each else None
             row |= {name: spread(each.get(name) for each in good) for name in _SPREADS}
             row |= {"peak_bytes": max(each["peak_bytes"] for each in good), "largest": good[0]["largest"]}
             row |= {"needed_bytes": needed_bytes(result, row)}
@@ -322,7 +324,7 @@ def conclusion(rows: Sequence[Json], base: str) -> str:
         here = [row for row in rows if tuple(row[name] for name in CELL) == cell]
         parts = [row["side"].startswith(base) for row in here]
         cells: list[str] = []
-        for figure, factor, digits in (("tpot_s", 1e3, 1), ("ttft_s", 1.0, 2)):
+        for figure, factor, digits in (("tpot_s", 1e3, 1), ("ttft_s", 1.0, 2), ("start_s", 1.0, 2)):
             sides = [best([row for row, is_base in zip(here, parts, strict=True) if is_base is way], figure)
                      for way in (True, False)]  # fmt: skip
             cells += [shown(each and each[figure], factor, digits) for each in sides]
@@ -330,7 +332,8 @@ def conclusion(rows: Sequence[Json], base: str) -> str:
             cells.append(f"**{known[0] / known[1]:.2f}**" if len(known) == 2 else "")
         lines.append([_memory(here[0]), _disk(here[0]), *cells])
     head = ["memory for experts", "disk readahead", f"{base}, ms per token", "expertcast", "times as fast",
-            f"{base}, prompt, s", "expertcast", "times as fast"]  # fmt: skip
+            f"{base}, prompt, s", "expertcast", "times as fast", f"{base}, loading and prompt, s", "expertcast",
+            "times as fast"]  # fmt: skip
     return markdown(head, lines)
 
 
@@ -372,7 +375,8 @@ def method(result: Json) -> str:
         f"""Direct reads of the disk: {result["disk_rate"] / 1e9:.2f} GB/s. Other processes used at most {others:.2f}
 processors during a run. {peers}""",
         f"""{model["layers"]} layers, {model["count"]} experts of {model["experts_bytes"] / 1e9:.2f} GB. Each run is
-a process with a cold page cache: a prompt of {settings["prompt"]} tokens at once, {settings["warm"]} single tokens, and
+a process with a cold page cache: it loads, and reads a prompt of {settings["prompt"]} tokens at once,
+{settings["warm"]} single tokens, and
 {settings["new_tokens"]} that are timed (median). Figures are medians of the repetitions (least-most), sides in
 alternation. Memory of a run, pages of files included, is limited by {group}: {listed or "no limit"}; a share is of the
 experts' bytes, added to what the first side takes beside them ({besides or "not measured"}). *MB needed*: the fewest
