@@ -1,8 +1,8 @@
 """Packed experts beside llama.cpp: one GGUF file, the same tokens, equal memory.
 
     python -m benchmarks packed --keep FOLDER --peer PYTHON --kind Q4_0 --layers 6 --page benchmarks/packed.md
-    python -m benchmarks packed --keep FOLDER --peer PYTHON --kind Q4_0 --layers 48 --memory 8GB --readahead 128 \
-        --minutes 14 --out benchmarks/results/packed-48.json --page benchmarks/packed.md
+    python -m benchmarks packed --keep FOLDER --peer PYTHON --kind Q4_0 --layers 48 --memory 8GB 0 --readahead 128 \
+        --minutes 20 --out benchmarks/results/packed-48.json --page benchmarks/packed.md
 
 The file has Qwen3-30B-A3B's shape with random weights, and with fewer layers as much less vocabulary. PYTHON is an
 interpreter with `xllamacpp` (pip install xllamacpp in an environment of its own).
