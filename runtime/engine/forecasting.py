@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from expertcast.predictors.messages import Json
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.recording.learning import Option, RunningMean, RunningSums, Share, Trials
+from expertcast.runtime.recording.learning import LOSS, RunningMean, Share
 
 _MEMORY = 0.1
 """Weight of the newest observation in running means."""
@@ -54,15 +53,14 @@ class Pace:
         """Count a forecast that took the model's thread so long."""
         self._forecast_s += seconds
 
-    def computing_s(self, target: int) -> float | None:
-        """Return the seconds of computing from the running layer's routing to that of a later one; None: unknown."""
-        intervals = [own.value for own in self._interval[self._layer + 1 : target + 1]]
-        return None if None in intervals else sum(value for value in intervals if value is not None)
+    def computing_s(self, target: int) -> float:
+        """Return the seconds of computing from the running layer's routing to that of a later one; inf: unknown."""
+        return sum(math.inf if own.value is None else own.value for own in self._interval[self._layer + 1 : target + 1])
 
-    def awaited_s(self, now: float) -> float:
-        """Return the seconds from `now` that the running layer waits for its copies: forecasts are free meanwhile."""
+    def awaited_s(self) -> float:
+        """Return the seconds for which the running layer waits for its copies: forecasts are free meanwhile."""
         residency = self._residency
-        return 0.0 if residency.running.isdisjoint(residency.copies) else residency.backlog_s(now)
+        return 0.0 if residency.running.isdisjoint(residency.copies) else residency.backlog_s(self._link.clock())
 
 
 # Choice of forecasts
@@ -71,74 +69,40 @@ class Pace:
 RECALL = 0.8
 """Share of the missing experts that a forecast finds, where its checkpoint does not say."""
 _FIRM = 8.0
-"""Missing experts that a checkpoint's recall counts for."""
-_FORGET = 0.995
-"""Factor on the assumed cost of a forecast each time that the cost prevents it: a cost that was measured at a bad
-moment does not last."""
-_EMPTY = 100
-"""Prevented forecasts that a trial without any forecast counts for."""
+"""Missing experts that a checkpoint's recall counts for, and copies that count for the share of waiting it predicts."""
 _DEARER = 2.5
-"""Cost of a rung that has never run, over that of the dearest cheaper one: between rungs without early attention the
+"""Cost of a rung that has never run, over that of the dearest one that has: between rungs without early attention the
 ratio was 1.1 to 1.5, to the first one with it 2.1 to 2.8, and from that to the estimator 1.6."""
-_CHECKING = 1
-"""First forecasts for each layer whose cost does not count: programs are made and compared in them."""
-_LEAST_S = 1e-6
-"""Waiting below which a layer gets no forecast."""
-_LITTLE = 0.01
 _KEEP = 0.97
 """Weight that one step leaves to the earlier steps of its kind."""
-_ENOUGH = 3.0
-"""Steps of a kind from which its own duration is measured alone; before, the cost of its forecasts counts too."""
-_STALE = 0.1
-"""Weight that is left to the steps of a kind when it is no longer the best."""
 _OUTLIER = 1.25
 """A step counts as at most so many times its expected duration."""
-_SPREAD = 0.04
-"""Assumed relative standard deviation of a step's duration without waiting. 6 to 10% were measured; a smaller value
-makes fewer trials of kinds that are hardly better."""
-_MARGIN = 1.0
-"""Standard errors by which a rung must be better to replace the best kind; steps without forecasts need none."""
-_NONE = "none"
+_PAUSE = 16
+"""Steps from one trial of a kind that is expected to lose to its next one, at least."""
 
 
-@dataclass(slots=True, eq=False)
 class _Kind:
     """Decode steps by one rung, or steps without forecasts.
 
-    A step's duration is level x own + waited x demand: the level is common to all kinds, the demand is the time that
-    copies of the step's missing experts take.
+    Args:
+        name: of the rung.
+        recall: expected share of the missing experts that its forecasts find; None: unknown.
+        copy_s: seconds of a copy.
     """
 
-    name: str
-    found: Share
-    """Share of a layer's missing experts that its forecasts had requested."""
-    cost: RunningMean = field(default_factory=RunningMean)
-    """Seconds of the model's thread per forecast, prefetching included."""
-    made: int = 0
-    calls: Counter[int] = field(default_factory=Counter)
-    """Forecasts by target layer."""
-    passed_over: int = 0
-    """Forecasts in a row that its cost prevented."""
-    own: RunningMean = field(default_factory=lambda: RunningMean(_KEEP))
-    """Duration without waiting, over the level."""
-    waited: RunningSums = field(default_factory=lambda: RunningSums(_KEEP))
-    """Seconds of waiting; the weight is the demand."""
-
-    @property
-    def doubt(self) -> float:
-        """Relative standard error of a step's expected duration."""
-        return _SPREAD / math.sqrt(self.own.weight + 0.25)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Steps(Option):
-    """A kind of step as an option for trials."""
-
-    kind: str
-
-    @property
-    def name(self) -> str:
-        return self.kind
+    def __init__(self, name: str, recall: float | None, copy_s: float) -> None:
+        self.name, self.made, self.ran_s = name, 0, 0.0
+        """Forecasts so far, and the time of the latest step."""
+        self.found = Share(RECALL if recall is None else recall, firmness=_FIRM)
+        """Share of a layer's missing experts that its forecasts had requested."""
+        self.cost = RunningMean()
+        """Seconds of the model's thread per forecast, prefetching included."""
+        self.targets: set[int] = set()
+        """Layers that it has forecast: a step with a layer's first forecast makes and compares programs."""
+        self.own = RunningMean(_KEEP)
+        """Seconds of a step without waiting."""
+        self.waited = Share(1.0 - self.found.value / 2, firmness=_FIRM * copy_s, keep=_KEEP)
+        """Seconds of waiting per second that copies of the step's missing experts take."""
 
 
 class ForecastGovernor:
@@ -151,10 +115,10 @@ class ForecastGovernor:
 
     One rung makes all forecasts of a step. Each kind of step (one per rung, and one without forecasts) has a measured
     duration apart from waiting and a measured share of waiting in the time that copies of the missing experts take; so
-    tokens that lack many experts compare with tokens that lack few. Until a kind has run, its recall and the share of
-    the copies that other kinds hide predict its waiting. The kind with the shortest expected step runs. Other kinds run
-    as trials where they may be as good; trials that are expected to lose cost less than 1% of the time. Decisions
-    depend on time, and never change a bit of the output.
+    tokens that lack many experts compare with tokens that lack few. The kind that took least runs; another one replaces
+    it after a step of its own. Such a trial forecasts all layers that lack experts, whatever it costs: so costs are
+    measured again. Trials that are expected to lose cost less than 1% of the time. Decisions depend on time, and never
+    change a bit of the output.
 
     One governor holds for one number of sequences.
 
@@ -167,28 +131,15 @@ class ForecastGovernor:
 
     def __init__(self, residency: ExpertCache, pace: Pace, rungs: Mapping[str, float | None]) -> None:
         self._link, self._residency, self._pace = residency.link, residency, pace
-        self.rungs = [
-            _Kind(name, Share(RECALL if recall is None else recall, firmness=_FIRM)) for name, recall in rungs.items()
-        ]
-        self._none = _Kind(_NONE, Share(0.0))
+        self._kinds = {name: _Kind(name, own, self._link.copy_s) for name, own in {**rungs, "none": 0.0}.items()}
+        *self.rungs, self._none = self._kinds.values()
         self._missing: dict[int, Share] = {}
         """By layer, experts that it lacks."""
-        self._made: dict[int, _Kind] = {}
-        """By target layer, the rung whose forecast is pending."""
-        self._level = RunningMean(_KEEP)
-        """Seconds of a step without waiting, by the kind that ran first."""
-        self._demand = RunningMean()
-        """Seconds that copies of a step's missing experts take."""
-        self._hidden = Share(0.5, firmness=max(self._link.copy_s, _LEAST_S), keep=_KEEP)
-        """Share of the copies of found experts that no layer waits for, over all rungs."""
-        self._trials = Trials()
         self._kind = self._best = self.rungs[0]
-        self._start_s: float | None = None
-        self._waited_s = 0.0
-        """Seconds of waiting until the step began."""
-        self._lacking = self._count = self._tried = 0
-        """Missing experts and forecasts of this step; trials so far."""
-        self._reasons: Counter[str] = Counter()
+        self._tried, self._reasons = 0, Counter[str]()
+        self._seconds = self._lost_s = 0.0
+        """Seconds of all steps; seconds of trials beyond what the best kind would have taken."""
+        self.start()
 
     @property
     def rung(self) -> int | None:
@@ -199,58 +150,36 @@ class ForecastGovernor:
 
     def start(self) -> None:
         """Begin a decode step: its first layer has been reached."""
-        self._made.clear()
-        self._lacking = self._count = 0
-        self._waited_s, self._start_s = self._residency.waited_s, self._link.clock()
-
-    def end(self) -> None:
-        """End the step: its last layer has been launched."""
-        if self._start_s is None:
-            return
-        seconds, self._start_s = self._link.clock() - self._start_s, None
-        first = not self._trials.seconds  # it runs with cold caches
-        self._trials.spent(seconds)
-        demand_s = self._lacking * self._link.copy_s
-        if not demand_s:  # it says nothing of forecasts
-            self._kind = self._best
-        elif not first:
-            self._learn(seconds, self._residency.waited_s - self._waited_s, demand_s)
+        self._made: dict[int, _Kind] = {}
+        """By target layer, the rung that has forecast it in this step."""
+        self._lacking, self._new = 0, False
+        """Missing experts of this step; whether it made a layer's first forecast by a rung."""
+        self._start_s, self._waited_s = self._link.clock(), self._residency.waited_s
+        """When the step began; seconds of waiting until then."""
 
     def choose(self, target: int) -> int | None:
         """Return the rung that is to forecast a layer; None: no forecast is worth its time."""
-        kind = self._kind
+        kind, known, reason = self._kind, self._missing.get(target), ""
+        missing_s = (1.0 if known is None else known.value) * self._link.copy_s
+        saved_s = kind.found.value * min(missing_s, self._pace.computing_s(target))
         if kind is self._none:
-            self._reasons["steps without forecasts are faster"] += 1
-            return None
-        copy_s, computing_s = self._link.copy_s, self._pace.computing_s(target)
-        missing_s = self._expected_missing(target) * copy_s
-        most_s = missing_s if computing_s is None else min(missing_s, computing_s)
-        if most_s < _LEAST_S:
-            self._reasons["nothing is missing"] += 1
-            return None
-        price_s = (kind.cost.value or 0.0) * _FORGET**kind.passed_over
-        if kind.found.value * most_s <= price_s - self._pace.awaited_s(self._link.clock()):
-            kind.passed_over += 1
-            self._reasons["it costs more than it saves"] += 1
-            return None
-        return self.rungs.index(kind)
-
-    def _expected_missing(self, target: int) -> float:
-        """Return the expected number of experts that a layer needs and that have no slot."""
-        known = self._missing.get(target)
-        return 1.0 if known is None else known.value
+            reason = "steps without forecasts are faster"
+        elif not missing_s:
+            reason = "nothing is missing"
+        elif kind is self._best and saved_s + self._pace.awaited_s() <= (kind.cost.value or 0.0):
+            reason = "it costs more than it saves"
+        if reason:
+            self._reasons[reason] += 1
+        return None if reason else self.rung
 
     def made(self, target: int, number: int, seconds: float) -> None:
         """Count a rung's forecast for a layer, which took the model's thread so long, prefetching included."""
-        rung = self.rungs[number]
-        rung.calls[target] += 1
-        rung.cost.fade(_FORGET**rung.passed_over)
-        if rung.calls[target] > _CHECKING:
-            rung.cost.observe(max(seconds, 1e-9))
+        rung = self._made[target] = self.rungs[number]
+        self._new |= target not in rung.targets
+        rung.targets.add(target)
         rung.made += 1
-        rung.passed_over = 0
-        self._count += 1
-        self._made[target] = rung
+        if not self._new:
+            rung.cost.observe(max(seconds, 1e-9))
 
     def requested(self, layer: int, misses: int, found: int) -> None:
         """Count what a layer lacked when it requested its experts.
@@ -262,93 +191,48 @@ class ForecastGovernor:
         """
         missing = misses + found
         self._lacking += missing
-        known = self._missing.get(layer)
-        if known is None:
-            known = self._missing[layer] = Share(float(missing), firmness=_LITTLE, keep=1 - _MEMORY)
-        known.observe(missing)
-        rung = self._made.pop(layer, None)
-        if rung is not None and missing:
+        self._missing.setdefault(layer, Share(missing, keep=1 - _MEMORY)).observe(missing)
+        if missing and (rung := self._made.get(layer)):
             rung.found.observe(found, missing)
 
     # kinds of steps
 
-    def _learn(self, seconds: float, waited_s: float, demand_s: float) -> None:
-        """Learn from a step, and choose the kind of the next one.
-
-        Args:
-            seconds: its duration.
-            waited_s: part of it that was waiting for copies.
-            demand_s: time that copies of its missing experts take.
-        """
-        kind, best = self._kind, self._best
-        if not self._count and kind is not self._none:  # cost prevented all forecasts: the next trial is less strict
-            kind.passed_over += _EMPTY
-            kind = self._none
-        if self._level.value is None:
-            self._level.observe(seconds - waited_s)
-        self._demand.observe(demand_s)
-        gain, lost_s = self._expected(kind, demand_s) / max(seconds, 1e-9), seconds - self._expected(best, demand_s)
-        counted = min(1.0, _OUTLIER * gain)
-        own_s, waited_s = counted * (seconds - waited_s), counted * waited_s
-        self._level.observe(own_s / self._own(kind))
-        kind.own.observe(own_s / self._usual)
-        kind.waited.fade(_KEEP)
-        kind.waited.add(demand_s, waited_s)
-        if kind is not self._none:
-            self._hidden.observe(max(0.0, demand_s - waited_s), kind.found.value * demand_s)
-        if self._kind is not best:
+    def end(self) -> None:
+        """End the step: its last layer has been launched. Learn from it, and choose the kind of the next one."""
+        seconds = max(self._link.clock() - self._start_s, 1e-9)
+        demand_s, waited_s = self._lacking * self._link.copy_s, self._residency.waited_s - self._waited_s
+        kind, best, tried = self._kind, self._best, self._kind is not self._best
+        self._kind, kind.ran_s = best, self._seconds
+        self._seconds += seconds
+        if not kind.ran_s or self._new or not demand_s:  # caches are cold, programs are made, or forecasts save nothing
+            return
+        if not self._made and not tried:  # cost prevented all forecasts
+            kind = self._best = self._none
+        counted = min(1.0, _OUTLIER * self._expected(kind, demand_s) / seconds) if best.own.weight else 1.0
+        if tried:
             self._tried += 1
-            self._trials.tried(self._kind.name, gain, lost_s)
-        self._choose_kind()
+            self._lost_s = max(0.0, self._lost_s + counted * seconds - self._expected(best, demand_s))
+            kind.own.limit(1.0)
+            kind.waited.limit(demand_s)
+        kind.own.observe(max(counted * (seconds - waited_s), 1e-9))
+        kind.waited.observe(counted * waited_s, demand_s)
+        best = self._best = min(self._best, kind, key=self._expected)
+        losses = {own: self._expected(own) - self._expected(best) for own in self._kinds.values() if own is not best}
+        other = min(losses, key=lambda own: (losses[own] > 0, own.ran_s))
+        waits = self._seconds - other.ran_s < _PAUSE * seconds or self._lost_s + losses[other] > LOSS * self._seconds
+        self._kind = best if tried or (waits and losses[other] > 0) else other
+        if self._none.own.weight < 1.0:  # a step without forecasts tells early whether they are any good
+            self._kind = self._none
 
-    @property
-    def _usual(self) -> float:
-        """Seconds of a step without waiting, by the kind that ran first."""
-        value = self._level.value
-        assert value is not None, "no step has run"
-        return value
-
-    def _own(self, kind: _Kind) -> float:
-        """Return a step's duration without waiting, over the level."""
-        known, best = kind.own, self._best.own.value
-        if best is None:
-            return 1.0
-        more_s = (self._price(kind) - self._price(self._best)) * len(self._missing)
-        guessed = 0.0 if kind is self._best else max(0.0, _ENOUGH - known.weight)
-        guess = max(_LITTLE, best + more_s / self._usual)
-        return (known.total + guessed * guess) / (known.weight + guessed)
-
-    def _price(self, kind: _Kind) -> float:
-        """Return the seconds of one forecast."""
-        if kind is self._none or kind.cost.value is not None:
-            return kind.cost.value or 0.0
-        cheaper = self.rungs[: self.rungs.index(kind)]
-        return _DEARER * max((own.cost.value or 0.0 for own in cheaper), default=0.0)
-
-    def _expected(self, kind: _Kind, demand_s: float | None = None) -> float:
+    def _expected(self, kind: _Kind, demand_s: float = 0.0) -> float:
         """Return the expected seconds of a step of a kind, with a demand or with the usual one."""
-        usual_s = self._demand.value or 0.0
-        waited_s = usual_s * (1.0 - kind.found.value * self._hidden.value)
-        share = (kind.waited.total + waited_s) / (kind.waited.weight + usual_s)
-        return self._own(kind) * self._usual + share * (usual_s if demand_s is None else demand_s)
-
-    def _choose_kind(self) -> None:
-        """Choose the best kind, and the kind of the next step."""
-        kinds = {kind.name: kind for kind in (*self.rungs, self._none)}
-        seconds = {name: self._expected(kind) for name, kind in kinds.items()}
-        for name in sorted(kinds, key=seconds.__getitem__):
-            kind, usual_s = kinds[name], seconds[self._best.name]
-            margin = 0.0 if kind is self._none else _MARGIN * kind.doubt
-            if kind.own.weight >= 1.0 and seconds[name] * (1.0 + margin) < usual_s:
-                self._best.own.fade(_STALE)
-                self._best.waited.fade(_STALE)
-                self._best = kind
-                self._trials.won(name)
-                break
-        options = {name: _Steps(kind=name, seconds=seconds[name], doubt=kind.doubt) for name, kind in kinds.items()}
-        best = options.pop(self._best.name)
-        trial = None if self._kind is not self._best else self._trials.next(best, options)
-        self._kind = kinds[trial or best.name]
+        own_s, best = kind.own.value, self._best
+        demand_s = demand_s or self._link.copy_s * sum(missing.value for missing in self._missing.values())
+        if own_s is None:
+            guess_s = 0.0 if kind is self._none else _DEARER * max(rung.cost.value or 0.0 for rung in self.rungs)
+            price_s = (kind.cost.value or guess_s) - (best.cost.value or 0.0)
+            own_s = (best.own.value or 0.0) + price_s * len(self._missing)
+        return max(own_s, 1e-9) + kind.waited.value * demand_s
 
     def report(self) -> Json:
         """Return the choices so far, with counts, reasons and present estimates, as plain values.
@@ -358,7 +242,7 @@ class ForecastGovernor:
         `takes`, by kind that has run, the duration of its steps over those of the best kind; `trials`, steps of other
         kinds; `lost_s`, seconds that these lost, of `seconds` in all.
         """
-        ran = [kind for kind in (*self.rungs, self._none) if kind.own.weight and kind is not self._best]
+        ran = [kind for kind in self._kinds.values() if kind.own.weight and kind is not self._best]
         return {
             "rungs": {
                 rung.name: {
@@ -372,6 +256,6 @@ class ForecastGovernor:
             "best": self._best.name,
             "takes": {kind.name: self._expected(kind) / self._expected(self._best) for kind in ran},
             "trials": self._tried,
-            "lost_s": self._trials.lost_s,
-            "seconds": self._trials.seconds,
+            "lost_s": self._lost_s,
+            "seconds": self._seconds,
         }

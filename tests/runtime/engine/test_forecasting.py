@@ -78,7 +78,9 @@ class Steps:
         """Each rung has forecast a layer so often that its cost is known."""
         for number, seconds in enumerate(costs_s):
             for _ in range(8):
+                self.start()
                 self.flow.forecast(target, number, seconds)
+        self.start()
 
     def reach(self, layers: int, seconds: float) -> None:
         """The first so many layers are reached, `seconds` after one another; each needs an expert that has a slot."""
@@ -158,26 +160,30 @@ def test_what_is_missing_is_counted_over_all_chunks(one_rung: Steps) -> None:
 
 
 def test_a_forecast_that_costs_more_than_it_saves_is_not_made(two: Steps) -> None:
-    """One choice in a hundred looks again at what it costs."""
+    """In steps of the best kind."""
     two.know([1.0, 2.0])
-    made = 0
-    for _ in range(2000):
-        two.governor.requested(1, 1, 0)
-        if (number := two.flow.choose(1, 1)) is not None:
-            two.flow.forecast(3, number, [1.0, 2.0][number])
-            made += 1
-    assert 0 < made <= 30
-    assert two.governor.report()["left_out"] == {"it costs more than it saves": 2000 - made}
+    two.governor.requested(1, 1, 0)
+    assert two.chosen(1) is None
+    assert two.governor.report()["left_out"] == {"it costs more than it saves": 1}
 
 
 def test_a_price_of_a_bad_moment_is_forgotten(two: Steps) -> None:
-    """What took 5 s takes .01 s now; it is tried again, and then taken."""
+    """What took 5 s takes .01 s now; a step tries it whatever it cost, and then it is taken."""
     two.know([5.0, 5.0])
-    for _ in range(2000):
-        two.governor.requested(1, 1, 0)
-        if (number := two.flow.choose(1, 1)) is not None:
-            two.flow.forecast(3, number, 0.01)
-    assert two.chosen(1) == "cheap"
+    chosen = []
+    for _ in range(800):
+        two.start()
+        chosen.append(two.chosen(1))
+        rung = two.governor.rung
+        if rung is not None and chosen[-1] is not None:
+            two.flow.forecast(3, rung, 0.01)
+            two.governor.made(1, rung, 0.01)
+        two.governor.requested(1, chosen[-1] is None, chosen[-1] is not None)
+        two.link.spend(2.0 - (chosen[-1] is not None))
+        two.residency.waited_s += 1.0 - (chosen[-1] is not None)
+        two.governor.end()
+    assert chosen[0] is None
+    assert sum(name is not None for name in chosen[-64:]) > 55
 
 
 @pytest.mark.parametrize(("found", "rung"), [(0, None), (1, "only")])
@@ -245,12 +251,12 @@ class Played:
     [(1 / 1.3, 0.05), (1 / 1.3, 0.2), (0.97, 0.0), (1.0, 0.05), (1.0, 0.2), (1.03, 0.0), (1.3, 0.05), (1.3, 0.2)],
 )
 def test_the_better_kind_of_step_is_run(ratio: float, noise: float) -> None:
-    """5,000 steps lose at most 1% of their time, and from the thousandth on 95% are of the better kind."""
+    """5,000 steps lose at most 1.5% of their time, and from the thousandth on 92% are of the better kind."""
     played = Played(noise)
     made = played.run(5000, ratio)
-    assert played.lost_s <= 0.01 * played.total_s
+    assert played.lost_s <= 0.015 * played.total_s
     if ratio != 1.0:
-        assert sum((own is not None) == (ratio < 1.0) for own in made[1000:]) >= 0.95 * 4000
+        assert sum((own is not None) == (ratio < 1.0) for own in made[1000:]) >= 0.92 * 4000
 
 
 @pytest.mark.parametrize("costs", [(0.1, 0.2, 0.4), (0.01, 0.01, 0.01), (0.5, 0.6, 1.2)])
@@ -262,8 +268,18 @@ def test_the_best_rung_is_found_whatever_it_is_expected_to_save(
     played = Played(0.08, dict(zip(("first", "second", "third"), costs, strict=True)))
     made = played.run(3000, *ratios)
     best = min([(1.0, None), *zip(ratios, ("first", "second", "third"), strict=True)], key=lambda each: each[0])[1]
-    assert sum(own == best for own in made[1000:]) >= 0.9 * 2000
-    assert played.lost_s <= 0.06 * played.total_s
+    assert sum(own == best for own in made[1000:]) >= 0.75 * 2000
+    assert played.lost_s <= 0.02 * played.total_s
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_change_is_followed_within_64_steps(seed: int) -> None:
+    """Forecasts that lose from the start, then win, then lose: 5 steps in a row are of the better kind soon."""
+    played = Played(0.05, seed=seed)
+    for ratio in (1.3, 1 / 1.3, 1.3):
+        right = [(own is not None) == (ratio < 1.0) for own in played.run(1000, ratio)]
+        assert any(all(right[first : first + 5]) for first in range(64))
+    assert played.lost_s <= 0.02 * played.total_s
 
 
 def test_the_best_kind_follows_the_times() -> None:
@@ -274,7 +290,7 @@ def test_the_best_kind_follows_the_times() -> None:
         assert played.report["best"] == best
     report = played.report
     assert 0 < report["lost_s"] <= 0.01 * report["seconds"]
-    assert report["takes"] == {"only": pytest.approx(1.3, rel=0.1)}
+    assert report["takes"] == {"only": pytest.approx(1.3, rel=0.25)}
     assert report["left_out"]["steps without forecasts are faster"] > 2000
 
 
