@@ -245,6 +245,7 @@ _NUMBERS = {
 }  # fmt: skip
 """Values of `ggml_type` of torch's types."""
 _NODES = 12
+"""Most tensors of a product's graph."""
 _LARGE = 1 << 27
 """Products of more weights by numbers, about 5 ms, run on all threads: then those wait for each other for little."""
 _LATEST, _LATEST_TRIED = 0.1, 0.5
@@ -514,7 +515,7 @@ def scratch(*needed: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
 
 
 def kept(key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
-    """Return what `make` returned for a key on this thread; it is made again after :func:`scratch` moved."""
+    """Return this thread's object of a key, from `make` where there is none, or its memory has moved since."""
     graphs = _THREAD.graphs
     found = graphs.get(key)
     if found is None:

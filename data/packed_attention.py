@@ -8,6 +8,8 @@ H heads, G heads of keys and values, C numbers of a head, D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -19,51 +21,52 @@ from expertcast.data import ggml
 from expertcast.data.packed_experts import PackedMatrix
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_NORMS = ("q_norm", "k_norm", "")
+_NORMS = ("q_norm", "k_norm")
 _STEPS = 8
 """Most results between the first and the last for each number of queries and keys."""
 _NODES = 96
+"""Most tensors of a graph."""
 _TRIED, _NEAR = 5, 0.02
 """Tokens of the trial, and the largest difference of its outputs, relative to their norm: rounding makes .006."""
 
 
-def fuse_attention(model: nn.Module, packed: type[nn.Module]) -> None:
+def fuse_attention(model: nn.Module) -> None:
     """Let attention modules with packed projections run one token by ggml, where that gives their own outputs.
 
     Other calls run the module's own code, with a mask that groups the heads of one token (:func:`_masked`).
 
     Args:
         model: the model, on the CPU.
-        packed: class of packed linear layers.
     """
     agree: dict[tuple[object, ...], bool] = {}
     for module in model.modules():
-        if not isinstance(getattr(module, "o_proj", None), packed):
+        if not _is_packed(getattr(module, "o_proj", None)):
             continue
         kind = _kind(module)
-        if kind is not None and (kind not in agree or agree[kind]):
+        if kind is not None and kind not in agree:
+            agree[kind] = _agrees(module)
+        if kind is not None and agree[kind]:
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
-            if kind not in agree:
-                agree[kind] = _agrees(module)
-            if agree[kind]:
-                continue
-            del module.forward
-        if getattr(module, "num_key_value_groups", 1) > 1:
+        elif getattr(module, "num_key_value_groups", 1) > 1:
             module.register_forward_pre_hook(_masked, with_kwargs=True)
 
 
+def _is_packed(layer: object) -> bool:
+    return isinstance(layer, nn.Module) and isinstance(layer.__dict__.get("matrix"), PackedMatrix)
+
+
 def _kind(module: nn.Module) -> tuple[object, ...] | None:
-    """Return what modules have in common whose code is equal; None: they are not attention as it is fused here."""
+    """Return a key that modules of equal code share; None: the module is not attention as it is fused here."""
     children = dict(module.named_children())
     norms = {name: child for name, child in children.items() if name in _NORMS}
     if list(module.parameters(recurse=False)) or children.keys() != {*_PROJECTIONS, "o_proj", *norms}:
         return None
     forms = []
     for name in _PROJECTIONS:
-        matrix = children[name].__dict__.get("matrix")
-        if not isinstance(matrix, PackedMatrix) or len(matrix.form.pieces) != 1:
+        layer = children[name]
+        if not _is_packed(layer) or not layer.__dict__["matrix"].has_one_piece:
             return None
-        forms.append((matrix.form, children[name].bias is not None))
+        forms.append((layer.__dict__["matrix"].form, layer.bias is not None))
     own = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
     own.pop("layer_idx", None)
     size, heads = own.get("head_dim", 0), forms[0][0].outputs
@@ -80,24 +83,23 @@ def _agrees(module: Any) -> bool:
     hidden = torch.randn(1, _TRIED, module.q_proj.in_features, generator=random).to(matrix.dtype)
     angles = torch.rand(1, _TRIED, module.head_dim // 2, generator=random).repeat(1, 1, 2) * 6
     cos, sin = angles.cos().to(matrix.dtype), angles.sin().to(matrix.dtype)
-    own, outputs = type(module).forward, []
-    for forward in (own, module.forward):
-        cache = DynamicCache()
+    own = partial(type(module).forward, module)
 
-        def step(first: int, last: int, call: Any, cache: DynamicCache = cache) -> Tensor:
-            some = slice(first, last)
-            found: Tensor = call(
+    def last(forward: Callable[..., Any]) -> Tensor:
+        """Return the output of the last token, of which `forward` computes only that one."""
+        cache, found = DynamicCache(), hidden
+        for some, call in ((slice(0, -1), own), (slice(-1, None), forward)):
+            found = call(
                 hidden_states=hidden[:, some], position_embeddings=(cos[:, some], sin[:, some]), attention_mask=None,
                 past_key_values=cache,
             )[0]  # fmt: skip
-            return found.float()
+        return found.float()
 
-        try:
-            step(0, _TRIED - 1, MethodType(own, module))
-            outputs.append(step(_TRIED - 1, _TRIED, MethodType(own, module) if forward is own else forward))
-        except (TypeError, ValueError, RuntimeError, AttributeError):
-            return False  # it takes other arguments
-    return bool((outputs[1] - outputs[0]).norm() <= _NEAR * outputs[0].norm())
+    try:
+        expected, found = last(own), last(partial(_forward, module))
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False  # it takes other arguments
+    return bool((found - expected).norm() <= _NEAR * expected.norm())
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -121,17 +123,18 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | N
 
 
 def _untouched(module: nn.Module) -> bool:
-    """Whether the module's layers are packed and without hooks."""
-    children = [cast(nn.Module, each) for each in module._modules.values()]
-    observed = any(each._forward_hooks or each._forward_pre_hooks for each in children)
-    return not observed and sum("matrix" in each.__dict__ for each in children) == len(_PROJECTIONS) + 1
+    """Whether the layers that the graph replaces are packed and without hooks."""
+    replaced = [cast(nn.Module, each) for name, each in module._modules.items() if name != "o_proj"]
+    observed = any(each._forward_hooks or each._forward_pre_hooks for each in replaced)
+    return not observed and all(_is_packed(module._modules[name]) for name in _PROJECTIONS)
 
 
 class _Turn:
     """The rotation [1, C] by a position: cosines, and sines of which the first half is negative."""
 
     def __init__(self, size: int) -> None:
-        self.cos, self.sin = torch.empty(2, 1, size).unbind()
+        with torch.inference_mode(False):  # else only steps in that mode may write to it
+            self.cos, self.sin = torch.empty(1, size), torch.empty(1, size)
         self._seen: tuple[Tensor, Tensor] | None = None
 
     def follow(self, cos: Tensor, sin: Tensor) -> None:
@@ -155,41 +158,40 @@ class _Attention:
         size, hidden = module.head_dim, matrices[0].inputs
         self._heads = [own.outputs // size for own in matrices]
         heads, pairs, _ = self._heads
-        vectors = [name for name in _NORMS if name in module._modules]
         memory = ggml.scratch(
             ((1, hidden), torch.float32), ((heads + 2 * pairs, 1, size), torch.float32),
             ((5, heads * size), torch.float32), (((heads + pairs) * size * _STEPS * 4,), torch.uint8),
         )  # fmt: skip
         self._input, self._made, self._vectors, between = memory
         self._turn = ggml.kept(("turn", size), lambda: _Turn(size))
-        work = sum(own.outputs * own.inputs for own in matrices)
         self._copied: list[tuple[Tensor, str, str]] = []
+        work = sum(own.outputs * own.inputs for own in matrices)
         self._graph = graph = ggml.Graph("attention", work, _NODES, between)
         row, cos, sin = graph.tensor(self._input), graph.tensor(self._turn.cos), graph.tensor(self._turn.sin)
-        parts = torch.split(self._made, self._heads)
-        for place, (own, count, out) in enumerate(zip(matrices, self._heads, parts, strict=True)):
-            biased, norm = module._modules[_PROJECTIONS[place]].bias is not None, _NORMS[place]
-            last = place == 2 and not biased
-            made = graph.apply("mul_mat", graph.weights(own), row, out=out if last else None)
+        projected: list[int] = []
+        *turned, values = torch.split(self._made, self._heads)
+        for own, name, out in zip(matrices, _PROJECTIONS, (None, None, values), strict=True):
+            biased = module._modules[name].bias is not None
+            made = graph.apply("mul_mat", graph.weights(own), row, out=None if biased else out)
             if biased:
-                bias = self._vector(_PROJECTIONS[place], "bias", own.outputs)
-                made = graph.apply("add", made, graph.tensor(bias), out=out if place == 2 else None)
-            if place == 2:
-                continue
+                made = graph.apply("add", made, self._vector(name, "bias", own.outputs), out=out)
+            projected.append(made)
+        for made, norm, count, out in zip(projected, _NORMS, self._heads, turned, strict=False):
             made = graph.view("reshape_2d", made, size, count)
-            if norm in vectors:
-                weight = graph.tensor(self._vector(norm, "weight", size))
-                made = graph.apply("mul", graph.apply("rms_norm", made, module._modules[norm].variance_epsilon), weight)
+            if norm in module._modules:
+                made = graph.apply("rms_norm", made, module._modules[norm].variance_epsilon)
+                made = graph.apply("mul", made, self._vector(norm, "weight", size))
             halves = [graph.view("view_2d", made, size // 2, count, 4 * size, start) for start in (2 * size, 0)]
-            turned = graph.apply("mul", graph.apply("concat", *halves, 0), sin)
-            graph.apply("add", graph.apply("mul", made, cos), turned, out=out)
+            across = graph.apply("mul", graph.apply("concat", *halves, 0), sin)
+            graph.apply("add", graph.apply("mul", made, cos), across, out=out)
 
-    def _vector(self, owner: str, name: str, count: int) -> Tensor:
-        """Return memory for a small parameter, which each run copies."""
+    def _vector(self, owner: str, name: str, count: int) -> int:
+        """Return a tensor over memory to which each run copies a small parameter."""
         memory = self._vectors[len(self._copied), :count]
         self._copied.append((memory, owner, name))
-        return memory
+        return self._graph.tensor(memory)
 
+    @torch.no_grad()
     def run(self, module: Any, hidden: Tensor, positions: tuple[Tensor, Tensor], cache: Any) -> Tensor:
         """Return what a token's heads attend to, [1, 1, H x C]; the cache takes its keys and values."""
         heads, pairs, _ = self._heads

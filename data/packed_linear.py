@@ -157,7 +157,7 @@ def pack_linears(
         packed.train(module.training)
         form.put(file.blocks(...), packed.get_parameter(f"weight{BLOCKS}")[0])
         model.set_submodule(name, packed)
-    fuse_attention(model, PackedLinear)
+    fuse_attention(model)
     for name in routers:
         router = model.get_submodule(name)
         router.forward = MethodType(_narrow(type(router).forward), router)  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,6 +144,28 @@ def test_parameters_are_followed(family: str, name: str, runs: _Runs) -> None:
     assert runs.count >= 12
 
 
+def test_modes_of_autograd() -> None:
+    """Steps run with gradients, without, and in inference mode, in any order on one thread."""
+    model = _packed()
+    model.base_model.layers[0].self_attn.q_norm.weight.requires_grad_()
+    modes = [torch.enable_grad, torch.inference_mode, torch.no_grad, torch.enable_grad]
+    expected = _decoded(model)
+    found: list[Tensor] = []
+
+    def steps() -> None:
+        for mode in (torch.inference_mode, *modes):
+            with mode():
+                past = model(torch.arange(3, 6)[None], use_cache=True).past_key_values
+                logits = [model(torch.tensor([[at]]), past_key_values=past).logits for at in range(6, 12)]
+                found.append(torch.cat(logits, dim=1).detach().float().clone())
+
+    thread = threading.Thread(target=steps)  # whose graphs are made in inference mode
+    thread.start()
+    thread.join()
+    assert len(found) == 5
+    assert all(torch.equal(each, expected) for each in found)
+
+
 def _observed(module: Any) -> None:
     module.q_proj.register_forward_hook(lambda *_: None)
 
@@ -190,7 +213,7 @@ def test_other_calls_run_the_own_code(runs: _Runs) -> None:
 
 
 def test_a_rotation_of_part_of_a_head(runs: _Runs) -> None:
-    """Which some families have: the module's own code knows."""
+    """Some families rotate a part of each head: the module's own code runs."""
     module, cache = _attention(_packed())[0], DynamicCache()
     hidden, turn = torch.randn(1, 1, 64).bfloat16(), torch.ones(1, 1, 1).bfloat16()
     runs.count = 0
