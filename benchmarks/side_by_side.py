@@ -36,7 +36,7 @@ SETTINGS = ("layers", "prompt", "warm", "new_tokens", "threads", "small")
 _SPARE = 128 << 20
 """Bytes of every limit that stay unused."""
 _SPREADS = (
-    "tpot_s", "ttft_s", "start_s", "again_s", "again_bytes", "again_hit_rate", "bytes_read", "prompt_bytes_read",
+    "tpot_s", "ttft_s", "again_s", "again_bytes", "again_hit_rate", "bytes_read", "prompt_bytes_read",
     "hit_rate", "waited_s", "slots", "beside",
 )  # fmt: skip
 
@@ -287,9 +287,8 @@ def summaries(result: Json) -> list[Json]:
         row: Json = dict(zip((*CELL, "side"), key, strict=True)) | {"repetitions": len(good)}
         row["limit_bytes"] = groups[key][0].get("limit_bytes")
         if good:
-            for each in good:
-                each["start_s"] = each["load_s"] + each["ttft_s"] if "load_s" in each else None
             row |= {name: spread(each.get(name) for each in good) for name in _SPREADS}
+            row["start_s"] = spread(each["load_s"] + each["ttft_s"] for each in good if "load_s" in each)
             row |= {"peak_bytes": max(each["peak_bytes"] for each in good), "largest": good[0]["largest"]}
             row |= {"needed_bytes": needed_bytes(result, row)}
             row |= {name: good[0][name] for name in ("capped", "throttled")}
@@ -376,9 +375,9 @@ def method(result: Json) -> str:
 processors during a run. {peers}""",
         f"""{model["layers"]} layers, {model["count"]} experts of {model["experts_bytes"] / 1e9:.2f} GB. Each run is
 a process with a cold page cache: it loads, and reads a prompt of {settings["prompt"]} tokens at once,
-{settings["warm"]} single tokens, and
-{settings["new_tokens"]} that are timed (median). Figures are medians of the repetitions (least-most), sides in
-alternation. Memory of a run, pages of files included, is limited by {group}: {listed or "no limit"}; a share is of the
+{settings["warm"]} single tokens, and {settings["new_tokens"]} that are timed (median). Figures are medians of the
+repetitions (least-most), sides in alternation. Memory of a run,
+pages of files included, is limited by {group}: {listed or "no limit"}; a share is of the
 experts' bytes, added to what the first side takes beside them ({besides or "not measured"}). *MB needed*: the fewest
 bytes that a cache of this size could read for this routing (Belady). *Moved again*: the experts' bytes that a second
 prompt, the first one backwards, moves into slots, and the hits of {settings["new_tokens"]} tokens after it. *Same

@@ -117,10 +117,10 @@ class RouterTaps:
             weights_TK=weights_TK,
             ids_TK=ids_TK,
         )
-        self._muted = True
+        self._muted, token = True, _active_collector.set(None)  # a forecast runs the model's own norms and routers
         try:
-            with unrecorded():  # a forecast runs the model's own norms and routers
-                replaced = self._on_router(call)
+            replaced = self._on_router(call)
         finally:
             self._muted = False
+            _active_collector.reset(token)
         return None if replaced is None else (logits_TE, replaced[1], replaced[0])

@@ -155,7 +155,7 @@ class ForecastGovernor:
         self._lacking, self._new = 0, False
         """Missing experts of this step; whether it made a layer's first forecast by a rung."""
         self._start_s, self._waited_s = self._link.clock(), self._residency.waited_s
-        """When the step began; seconds of waiting until then."""
+        """Time at which the step began; seconds of waiting before it."""
 
     def choose(self, target: int) -> int | None:
         """Return the rung that is to forecast a layer; None: no forecast is worth its time."""

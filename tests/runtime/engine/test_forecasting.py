@@ -168,7 +168,7 @@ def test_a_forecast_that_costs_more_than_it_saves_is_not_made(two: Steps) -> Non
 
 
 def test_a_price_of_a_bad_moment_is_forgotten(two: Steps) -> None:
-    """What took 5 s takes .01 s now; a step tries it whatever it cost, and then it is taken."""
+    """A forecast that took 5 s takes .01 s now: a step tries it whatever it cost, and then it is taken."""
     two.know([5.0, 5.0])
     chosen = []
     for _ in range(800):
