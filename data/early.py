@@ -26,7 +26,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from expertcast.data.kv_cache import appended_layer, reading_copy
 from expertcast.data.means import adds_block
 from expertcast.data.taps import unrecorded
-from expertcast.data.tracing import Program, traced
+from expertcast.data.tracing import Program, one_row, traced, without_onednn
 from expertcast.predictors.view import MoELayer, MoEView
 
 # Masks for whole sequences: each token reads the true past and its own stand-in
@@ -281,6 +281,8 @@ class EarlyProgram:
             call: its other arguments.
             own: runs the block itself; called if there is no program for this call.
         """
+        if one_row(hidden_B1D):
+            own = partial(without_onednn, own)
         past, index = call.kwargs.get("past_key_values"), self._block.cache_index
         layer = None if past is None or index is None else appended_layer(past, index)
         if layer is None or not self._block.checked:

@@ -229,8 +229,9 @@ def probe(model: PreTrainedModel, blocks: Sequence[Probed]) -> list[Probed]:
             return _forward(model, blocks, {**given, **attempt})
         except Exception as error:  # the model's code may raise anything on inputs that it rejects
             errors.append(error)
+    name = ": ".join(filter(None, [model.config.name_or_path, type(model).__name__]))
     raise ExpertcastError(
-        f"{type(model).__name__} is not supported: it does not run on two tokens of text "
+        f"{name} is not supported: it does not run on two tokens of text "
         f"({type(errors[-1]).__name__}: {first_line(errors[-1])})"
     ) from errors[-1]
 

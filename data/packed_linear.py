@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from expertcast.data import ggml
 from expertcast.data.packed_attention import fuse_attention
 from expertcast.data.packed_experts import BLOCKS, BlockForm, PackedMatrix, Piece
+from expertcast.data.tracing import one_row, without_onednn
 from expertcast.data.weights.files import ComputedTensor, TensorFile
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
@@ -169,14 +170,8 @@ def _narrow(own: Callable[..., object]) -> Callable[..., object]:
 
     @wraps(own)
     def forward(router: nn.Module, *args: Any, **kwargs: Any) -> object:
-        one = args and args[0].numel() == args[0].shape[-1]
-        if not one or not torch._C._get_mkldnn_enabled():  # type: ignore[attr-defined]
-            return own(router, *args, **kwargs)
-        torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]
-        try:
-            return own(router, *args, **kwargs)
-        finally:
-            torch._C._set_mkldnn_enabled(True)  # type: ignore[attr-defined]
+        one = args and one_row(args[0])
+        return without_onednn(own, router, *args, **kwargs) if one else own(router, *args, **kwargs)
 
     return forward
 

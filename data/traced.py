@@ -1,7 +1,8 @@
 """Forecasts of decode steps as traced programs: the same tensor operations without Python between them.
 
 A forecast of one token is some fifty operations on a few hundred numbers: two thirds of its time is Python's. Each
-trace is of the predictor itself, for one layer and one token, and used only if it gives the predictor's own bits. For
+trace is of the predictor itself, for one layer and one token, and used only if it gives the predictor's own bits, both
+without oneDNN. For
 several tokens the predictor itself runs: traces of each batch size would take 0.1 s each while serving, and memory.
 T tokens, E routed experts per layer, K experts per token.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertcast.data.tracing import Program, Tensors, traced
+from expertcast.data.tracing import Program, Tensors, traced, without_onednn
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.folded import Hints, hints
 from expertcast.predictors.view import MoEView
@@ -137,8 +138,8 @@ class TracedForecasts:
                 made = self._trace(function, state, frozen) if self.predictor.traceable else None
                 program = self._programs[key] = _Program(made)
             if program.run is None:
-                return function(state)
-            own = function(state)
+                return without_onednn(function, state)
+            own = without_onednn(function, state)
             program.checks_left -= 1
             if not all(map(torch.equal, own, program.run(*inputs))):
                 program.run = None

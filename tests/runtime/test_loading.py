@@ -300,6 +300,12 @@ def _misshapen(folder: Path) -> str:
     return _edited(folder, edit)
 
 
+def _mismatched(folder: Path) -> str:
+    path = _saved("qwen3_moe", folder)
+    _say(folder, num_key_value_heads=3)
+    return path
+
+
 def _pickled(folder: Path) -> str:
     path = _saved("qwen3_moe", folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -311,6 +317,7 @@ def _pickled(folder: Path) -> str:
     [
         (str, {}, "cannot load model"),
         (_pickled, {}, "has no model.safetensors: load it with transformers and save it"),
+        (_mismatched, {}, "model: Qwen3MoeForCausalLM is not supported: it does not run on two tokens of text"),
         (_dense, {}, "records no router_logits"),
         (_misshapen, {}, r"layers\.1\.mlp\.experts\.down_proj is \[1, 32, 8\], the model's is \[1, 32, 16\]"),
         (None, {"dtype": "int3"}, "unknown dtype 'int3': choose from auto, bf16"),
