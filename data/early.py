@@ -245,8 +245,11 @@ class Block:
 # A decode step as a traced program whose inputs include the keys and values of the past. A program replaces the block
 # after it has given the block's bits in several steps.
 
+_WORTH = 16
+"""Calls of a block before it is traced: tracing takes as long as 40 runs of a small block, and a trial of forecasts makes
+one. The layers' traces are made in different steps."""
 _CHECKED = 3
-"""Steps in which a program is compared with the block, the first step included."""
+"""Calls in which a program is compared with the block, the traced one included."""
 _AGAIN = 256
 """Steps between later comparisons, for behaviour that depends on the length of a sequence."""
 _TRIALS = 4
@@ -256,13 +259,14 @@ _MOST = 8
 
 
 class _Made:
-    """A program for calls of one form, if tracing works, with counts of its calls and remaining attempts."""
+    """A program for calls of one form, if tracing works, with counts of calls and remaining attempts."""
 
-    __slots__ = ("calls", "run", "trials")
+    __slots__ = ("calls", "run", "seen", "trials")
 
     def __init__(self) -> None:
         self.run: Program | None = None
-        self.calls = 0
+        self.seen = self.calls = 0
+        """Calls before tracing; calls of the program."""
         self.trials = _TRIALS
 
 
@@ -298,6 +302,9 @@ class EarlyProgram:
             if len(self._made) == _MOST:
                 return own()
             made = self._made[form] = _Made()
+        made.seen += 1
+        if made.seen <= _WORTH + self._block.layer.index or not (made.run or made.trials):
+            return own()
         if made.run is None or made.calls < _CHECKED or made.calls % _AGAIN == 0:
             return self._checked(made, call, held, tensors, own)
         made.calls += 1
@@ -306,7 +313,7 @@ class EarlyProgram:
     def _checked(
         self, made: _Made, call: Call, held: dict[str, Tensor], tensors: list[Tensor], own: Callable[[], Tensor | None]
     ) -> Tensor | None:
-        """Return the result of `own` after comparing it with the program's; trace the block if there is no program.
+        """Return the result of `own` after comparing it with the program's; trace the block if it has none.
 
         Args:
             made: the program.

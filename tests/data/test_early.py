@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedMo
 from transformers.cache_utils import DynamicLayer
 
 from expertcast import offload
+from expertcast.data import early
 from expertcast.data.batch import RouterCall
 from expertcast.data.early import (
     _CHECKED,
@@ -39,6 +40,12 @@ from tests.families.models import _COMMON, CONFIGS, tiny_model
 
 LENGTH = 21
 """More than gpt_oss's window of 16 tokens."""
+
+
+@pytest.fixture(autouse=True)
+def traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is traced in its first calls."""
+    monkeypatch.setattr(early, "_WORTH", 0)
 
 
 def ids(rows: int = 1, length: int = LENGTH) -> Tensor:
@@ -370,6 +377,13 @@ def test_a_program_gives_the_blocks_own_bits(family: str, dtype: torch.dtype) ->
     found, follower = decoded(model, programs=True)
     assert_same(found, expected)
     assert runs(follower) == [[] if each is None else [True] for each in found[-1]]
+
+
+def test_few_calls_are_not_worth_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers are traced in different steps; the first step only checks the blocks."""
+    monkeypatch.setattr(early, "_WORTH", STEPS - 6)
+    _, follower = decoded(tiny_model("qwen3_moe"), programs=True)
+    assert [[made.calls for made in each._made.values()] for each in follower.early._programs[1:]] == [[4], [3], [2]]
 
 
 def same_with_programs(model: PreTrainedModel, hooked: Callable[[], RemovableHandle]) -> Follower:
