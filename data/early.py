@@ -246,8 +246,8 @@ class Block:
 # after it has given the block's bits in several steps.
 
 _WORTH = 16
-"""Calls of a block before it is traced: tracing takes as long as 40 runs of a small block, and a trial of forecasts makes
-one. The layers' traces are made in different steps."""
+"""Calls of a block before it is traced: tracing takes as long as 40 runs of a small block, and a trial of forecasts has
+one run. The layers' traces are made in different steps."""
 _CHECKED = 3
 """Calls in which a program is compared with the block, the traced one included."""
 _AGAIN = 256
