@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -58,24 +58,18 @@ class Fp8Tensor:
         ExpertcastError: codes of another type, or scales that do not fit them.
     """
 
+    __slots__ = ("_codes", "_scales", "block", "grid", "shape")
+
     def __init__(self, name: str, codes: TensorFile, scales: TensorFile, block: Sequence[int] | None = None) -> None:
         self._codes, self._scales = codes, scales
-        self.shape = tuple(codes.get_shape())
+        self.shape, found = tuple(codes.get_shape()), tuple(scales.get_shape())
         """Shape of the weight."""
-        *outer, rows, columns = self.shape
-        self._outer = len(outer)
-        found = scales.get_shape()
-        inner = found[self._outer :]
-        if len(inner) < 2:
-            inner = [*inner, 1, 1][:2]
-        self.grid = (*found[: self._outer], *inner)
-        """Shape of the scales: [gR, gC] or [E, gR, gC]; with a scale for each row gR = R and gC = 1."""
-        wanted = block or (None, None)
-        self.block = _shared(rows, self.grid[-2], wanted[0]), _shared(columns, self.grid[-1], wanted[1])
-        """Rows and columns that share a scale."""
+        self.grid, self.block = _grid(self.shape, found, *(block or (None, None)))
+        """Shape of the scales: [gR, gC] or [E, gR, gC]; with a scale for each row gR = R and gC = 1. Rows and columns
+        that share a scale."""
         if self.grid[:-2] != self.shape[:-2] or 0 in self.block:
             raise ExpertcastError(
-                f"the checkpoint's {name} is {list(self.shape)}, its scales are {found}: not supported"
+                f"the checkpoint's {name} is {list(self.shape)}, its scales are {list(found)}: not supported"
             )
 
     def get_shape(self) -> list[int]:
@@ -87,16 +81,27 @@ class Fp8Tensor:
         return self._codes.get_dtype()
 
     def __getitem__(self, part: Part) -> Tensor:
-        codes, scales = self._codes[part], self._scales[part] if self._outer else self._scales[...]
+        codes, scales = self._codes[part], self._scales[part if self.shape[:-2] else ...]
         # a byte is an exponent (MXFP8): transformers' formula
         scales = (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
-        scales = scales.reshape(*((-1,) if self._outer else ()), *self.grid[-2:])
+        scales = scales.reshape(*((-1,) if self.shape[:-2] else ()), *self.grid[-2:])
         if all(size % shared == 0 for size, shared in zip(self.shape[-2:], self.block, strict=True)):
             read: Tensor = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=torch.float32)
             return read
         for dim, (size, shared) in enumerate(zip(self.shape[-2:], self.block, strict=True), start=-2):
             scales = scales.repeat_interleave(shared, dim).narrow(dim, 0, size)
         return codes.float() * scales
+
+
+@cache
+def _grid(
+    shape: tuple[int, ...], found: tuple[int, ...], rows: int | None, columns: int | None
+) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Return the sizes of a weight's scales, and the rows and columns that share one, 0 where they do not fit."""
+    outer = len(shape) - 2
+    inner = found[outer:] if len(found) >= outer + 2 else (*found[outer:], 1, 1)[:2]
+    shared = _shared(shape[-2], inner[-2], rows), _shared(shape[-1], inner[-1], columns)
+    return (*found[:outer], *inner), shared
 
 
 def join_scales(tensors: Mapping[str, TensorFile], block: Sequence[int] | None) -> dict[str, TensorFile]:
@@ -109,17 +114,20 @@ def join_scales(tensors: Mapping[str, TensorFile], block: Sequence[int] | None) 
     Raises:
         ExpertcastError: an FP8 weight without scales, or with scales that do not fit.
     """
-    joined, used = dict(tensors), set()
+    joined, used = dict(tensors), set[str]()
+    activations = any(name.endswith((*_ACTIVATIONS, "_activation_scale")) for name in tensors)
     for name, tensor in tensors.items():
         if tensor.get_dtype() not in FP8_CODES:
             continue
         stem = name.removesuffix(_WEIGHT)
         scales = [stem + suffix for suffix in _SCALES] if stem != name else [f"{name}_scale_inv"]
-        found = next((each for each in scales if each in tensors), None)
+        found = next(filter(tensors.__contains__, scales), None)
         if found is None:
             raise ExpertcastError(f"the checkpoint's {name} is in FP8 and has no {scales[0]}: it is incomplete")
         joined[name] = Fp8Tensor(name, tensor, tensors[found], block)
-        used |= {found, *(stem + suffix for suffix in _ACTIVATIONS), f"{name}_activation_scale"}
+        used.add(found)
+        if activations:
+            used |= {*(stem + suffix for suffix in _ACTIVATIONS), f"{name}_activation_scale"}
     for name in tensors:  # scales whose weight is in another type, such as packed FP4
         partner = name.removesuffix("_scale_inv")
         if partner != name and name not in used and partner in tensors:
