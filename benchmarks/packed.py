@@ -23,11 +23,13 @@ from expertcast.predictors.messages import Json
 
 PEER = "llama.cpp"
 _LAZY = {"lazy_mode": "ON", "no_extra_bufts": True}
+_IN_PLACE = {"experts": "packed", "in_place": True, "store_folder": None}
 SIDES = (
     Side(f"{PEER}, lazy on", _LAZY, peer=True),
     Side(f"{PEER}, repacked", {"lazy_mode": "OFF", "load_mode": "NONE"}, peer=True, where=("whole",)),
-    Side("packed", {"experts": "packed"}),
-    Side("packed, forecasts", {"experts": "packed"}, predictor="next_norm", where=("limited",)),
+    Side("packed", _IN_PLACE),
+    Side("packed, store", {"experts": "packed"}),
+    Side("packed, forecasts", _IN_PLACE, predictor="next_norm", where=("limited",)),
     Side(f"{PEER}, mmap", {"lazy_mode": "OFF", "load_mode": "MMAP", "no_extra_bufts": True}, peer=True),
     Side("expanded", {"experts": "expanded"}),
 )
