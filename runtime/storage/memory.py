@@ -159,16 +159,17 @@ def commit(memory: Tensor) -> None:
     """Commit the pages of fresh memory, of uint8 and all zero, on a thread while the caller goes on; Linux only.
 
     Some GB take seconds. Threads that read a disk into pages that are not committed take longer still. Memory of one
-    piece is left alone: its first use commits it at once.
+    piece is left alone: its first use commits it at once. The process waits for the thread, which ends with its piece
+    once the main thread has ended: a daemon thread that frees a tensor while Python ends crashes it.
     """
     if sys.platform == "linux" and memory.numel() > _PIECE:
-        threading.Thread(target=_commit, args=(weakref.ref(memory),), name="commit-pages", daemon=True).start()
+        threading.Thread(target=_commit, args=(weakref.ref(memory),), name="commit-pages").start()
 
 
 def _commit(memory: weakref.ref[Tensor]) -> None:
     """Commit piece by piece, as long as the memory is used and the system can."""
     madvise, start, status = ctypes.CDLL(None).madvise, 0, 0
-    while not status:
+    while not status and threading.main_thread().is_alive():
         tensor = memory()
         if tensor is None or start >= tensor.numel():
             return

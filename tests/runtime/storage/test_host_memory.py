@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import platform
+import subprocess
 import sys
 import threading
 import warnings
@@ -163,6 +164,22 @@ def test_pages_are_committed_and_keep_what_was_written(monkeypatch: pytest.Monke
     assert before == 0
     assert _resident(memory) == 64 << 20 or not _populates()
     assert memory.bytes[:6].tolist() == [7] * 5 + [0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pages are committed when they are used")
+def test_a_process_may_end_while_pages_are_committed() -> None:
+    """Such as after a short answer from many slots: the thread has the last reference, and frees the memory."""
+    lines = (
+        "import time, weakref",
+        "from expertcast.runtime.storage import memory",
+        "memory._PIECE = 1 << 29",
+        "tensor = memory.HostMemory(1 << 30).bytes",
+        "freed = weakref.ref(tensor)",
+        "memory.commit(tensor)",
+        "del tensor",
+        "while freed() is not None: time.sleep(.0002)",
+    )
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False).returncode == 0
 
 
 def test_impossible_size_is_one_line() -> None:
