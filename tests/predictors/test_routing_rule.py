@@ -20,7 +20,7 @@ from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.baselines import NextNorm
-from expertcast.predictors.view import RuleCheck, follows_rule, renormalises, route_all, routes_by_logits
+from expertcast.predictors.view import RuleCheck, follows_rule, renormalises, route_all, routes_by_logits, weights_over
 from expertcast.runtime.engine.front import speculate
 from tests.families.models import CONFIGS, tiny_model
 
@@ -39,6 +39,14 @@ def test_all_layers_are_routed_by_their_own_rules(family: str) -> None:
         assert torch.equal(ids[layer.index], ids_TK)
         assert torch.equal(weights[layer.index], weights_TK)
     assert len(route_all(view, logits_TLE[:, :1])[0]) == 1
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_routers_own_choice_keeps_its_weights_in_another_order(family: str) -> None:
+    layer = find_moe_layers(tiny_model(family))[0]
+    logits_TE = torch.randn(16, layer.num_experts, generator=torch.Generator().manual_seed(2))
+    ids_TK, weights_TK = layer.route(logits_TE)
+    torch.testing.assert_close(weights_over(layer, logits_TE, ids_TK.flip(-1)), weights_TK.flip(-1))
 
 
 @pytest.mark.parametrize("family", CONFIGS)

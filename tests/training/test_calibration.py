@@ -171,6 +171,7 @@ def test_every_predictor_comes_out_calibrated(
         assert result["ece"] < 0.01, name
         assert result["ece_likely"] < 0.02, name
         assert result["before"]["ece"] > 0, name
+        assert all(each["low"] <= each["confidence"] <= each["high"] for each in result["bins"] if each["count"]), name
     for name in ("router_input", "quasi_hidden", "linear", "estimator"):
         assert values[name]["ece_likely"] < 0.5 * values[name]["before"]["ece_likely"], name
 

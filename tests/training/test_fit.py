@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from expertcast.training.estimator import LOSSES, MapChange, boundary_weight
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit, select_hybrid
 from expertcast.training.linear import pairs_at_once
+from expertcast.training.loop import warm_cosine
 from expertcast.training.scoring import FitOptions, Fitted, mask_previous, pooled, validation_recall
 from tests.training.synthetic import Rows, random_batch, tiny_view
 
@@ -113,6 +115,11 @@ def test_network_is_kept_where_it_gains_more_than_the_margin(rows: Rows, monkeyp
         heads = fitted.predictor.network(1).head_PWE  # type: ignore[operator]
         assert [bool(head.any()) for head in heads] == [gate > 0 for gate in report["gates"]]
         assert (max(gains) > 0) == (margin == 0.0)
+
+
+def test_learning_rate_warms_up_and_falls_to_two_percent() -> None:
+    rates = [warm_cosine(step, 105) for step in (0, 4, 5, 55, 105)]
+    assert rates == pytest.approx([0.2, 1.0, 1.0, 0.51, 0.02])
 
 
 def test_unknown_previous_tokens_are_the_mean_of_training_tokens(rows: Rows) -> None:
@@ -239,6 +246,8 @@ class TestHybrid:
             assert used == (sufficient[0] if sufficient else choice["predictor"])
             assert hybrid.chosen[1, choice["layer"]] == choice["predictor"]
         assert set(executed.chosen.values()) != set(hybrid.chosen.values())
+        moved = copy.deepcopy(hybrid).double()
+        assert {each.dtype for each in moved.buffers() if each.is_floating_point()} == {torch.float64}
 
     def test_linear_beside_an_estimator_does_without_early_attention(self, reference_traces: TraceDataset) -> None:
         """The estimator has the maps with it."""

@@ -95,6 +95,8 @@ def test_bad_input() -> None:
 
 def test_split_of_a_recorded_step() -> None:
     recorder = Recorder()
+    begin = time.perf_counter()
+    recorder.copied(0, 0, begin - 1, begin, urgent=False)  # before the first step: counts for none
     for _ in range(2):
         recorder.step_start()
         begin = time.perf_counter()

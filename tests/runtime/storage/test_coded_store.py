@@ -23,8 +23,15 @@ from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.messages import format_bytes
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.emulated import EmulatedLink
-from expertcast.runtime.storage.codecs import BitSplit
-from expertcast.runtime.storage.coded_reader import EVERYTHING, KINDS, CodedReader, PartBuffers, PartMemory
+from expertcast.runtime.storage.codecs import BitSplit, Raw
+from expertcast.runtime.storage.coded_reader import (
+    EVERYTHING,
+    KINDS,
+    CodedReader,
+    PartBuffers,
+    PartMemory,
+    decoding_bytes,
+)
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME, ExpertFile, verify_store
 from expertcast.runtime.storage.layout import sectors
@@ -300,6 +307,7 @@ def test_threads_are_no_more_than_can_be_busy(store: DiskStore, monkeypatch: pyt
         made = store.reader(2, None)
         assert made.rates().threads == threads
         made.close()
+    assert decoding_bytes(Raw(store.layout)) == 0, "uncoded blocks need no scratch memory"
 
 
 def test_processors_that_torch_leaves_free(store: DiskStore, reader: CodedReader) -> None:
