@@ -245,9 +245,9 @@ class Block:
 # A decode step as a traced program whose inputs include the keys and values of the past. A program replaces the block
 # after it has given the block's bits in several steps.
 
-_WORTH = 16
-"""Calls of a block before it is traced: tracing takes as long as 40 runs of a small block, and a trial of forecasts has
-one run. The layers' traces are made in different steps."""
+_WORTH = 3
+"""Forwards in a row that run blocks early, before blocks are traced: tracing takes as long as 40 runs of a small block,
+and a trial of forecasts has one."""
 _CHECKED = 3
 """Calls in which a program is compared with the block, the traced one included."""
 _AGAIN = 256
@@ -259,14 +259,13 @@ _MOST = 8
 
 
 class _Made:
-    """A program for calls of one form, if tracing works, with counts of calls and remaining attempts."""
+    """A program for calls of one form, if tracing works, with counts of its calls and remaining attempts."""
 
-    __slots__ = ("calls", "run", "seen", "trials")
+    __slots__ = ("calls", "run", "trials")
 
     def __init__(self) -> None:
         self.run: Program | None = None
-        self.seen = self.calls = 0
-        """Calls before tracing; calls of the program."""
+        self.calls = 0
         self.trials = _TRIALS
 
 
@@ -277,13 +276,14 @@ class EarlyProgram:
         self._block = block
         self._made: dict[tuple[Any, ...], _Made] = {}
 
-    def run(self, hidden_B1D: Tensor, call: Call, own: Callable[[], Tensor | None]) -> Tensor | None:
+    def run(self, hidden_B1D: Tensor, call: Call, own: Callable[[], Tensor | None], followed: int) -> Tensor | None:
         """Return the residual [B, 1, D] before the router's norm.
 
         Args:
             hidden_B1D: input of the block.
             call: its other arguments.
             own: runs the block itself; called if there is no program for this call.
+            followed: forwards in a row, up to this one, that ran blocks early.
         """
         if one_row(hidden_B1D):
             own = partial(without_onednn, own)
@@ -302,8 +302,7 @@ class EarlyProgram:
             if len(self._made) == _MOST:
                 return own()
             made = self._made[form] = _Made()
-        made.seen += 1
-        if made.seen <= _WORTH + self._block.layer.index or not (made.run or made.trials):
+        if made.run is None and (followed < _WORTH or not made.trials):
             return own()
         if made.run is None or made.calls < _CHECKED or made.calls % _AGAIN == 0:
             return self._checked(made, call, held, tensors, own)
@@ -417,7 +416,8 @@ class EarlyAttention:
         """Masks of a forward over whole sequences, by the identity of the model's mask, which is kept alive here."""
         self._unreadable: set[type] = set()
         self._stack = ExitStack()
-        self._following = False
+        self._following, self._followed = False, 0
+        """Whether there are hooks; forwards in a row that :meth:`follow` wanted."""
 
     @property
     def works(self) -> bool:
@@ -432,6 +432,7 @@ class EarlyAttention:
     def follow(self, wanted: bool) -> None:
         """Start a forward; attach the hooks if `wanted`, else remove them so that the forward costs nothing."""
         self.start()
+        self._followed = self._followed + 1 if wanted else 0
         if wanted != self._following:
             (self.attach if wanted else self._stack.close)()
 
@@ -517,7 +518,7 @@ class EarlyAttention:
         hidden_B1D = hidden_TD.unsqueeze(1)
         own = partial(self._run, block, hidden_B1D, call)
         try:
-            found = self._programs[layer].run(hidden_B1D, call, own)
+            found = self._programs[layer].run(hidden_B1D, call, own, self._followed)
         except Exception as error:
             if block.checked:
                 raise

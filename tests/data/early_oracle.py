@@ -92,7 +92,7 @@ class Follower:
         self.early.attach()
         with (
             closing(self.early),
-            closing(RouterTaps(self._model, self._view, self._see, lambda _fresh: self.early.start())),
+            closing(RouterTaps(self._model, self._view, self._see, lambda _fresh: self.early.follow(True))),
         ):
             self._model.base_model(**kwargs)
         return self.found

@@ -348,7 +348,7 @@ def decoded(model: PreTrainedModel, *, programs: bool) -> tuple[list[list[Tensor
     view = find_moe_layers(model)
     follower = Follower(model, view, random_stand_in(view))
     for program in () if programs else follower.early._programs:
-        program.run = lambda _hidden, _call, own: own()  # type: ignore[method-assign]
+        program.run = lambda _hidden, _call, own, _followed: own()  # type: ignore[method-assign]
     given = torch.randint(3, 4096, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         cache = model.base_model(input_ids=given[:, :PROMPT], use_cache=True).past_key_values
@@ -379,11 +379,12 @@ def test_a_program_gives_the_blocks_own_bits(family: str, dtype: torch.dtype) ->
     assert runs(follower) == [[] if each is None else [True] for each in found[-1]]
 
 
-def test_few_calls_are_not_worth_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers are traced in different steps; the first step only checks the blocks."""
+def test_a_forecast_now_and_then_is_not_worth_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early, "_WORTH", STEPS - 6)
     _, follower = decoded(tiny_model("qwen3_moe"), programs=True)
-    assert [[made.calls for made in each._made.values()] for each in follower.early._programs[1:]] == [[4], [3], [2]]
+    assert [[made.calls for made in each._made.values()] for each in follower.early._programs[1:]] == [[7]] * 3
+    follower.early.follow(False)
+    assert follower.early._followed == 0
 
 
 def same_with_programs(model: PreTrainedModel, hooked: Callable[[], RemovableHandle]) -> Follower:
