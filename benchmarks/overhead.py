@@ -2,9 +2,10 @@
 
     python -m benchmarks overhead
 
-The real engine runs decode steps with the routing recorded from Qwen3-30B-A3B (`benchmarks/routing`), 512 slots, and
-forecasts that are right nine times in ten. Everything it would launch is replaced: copies arrive at once and move
-nothing, experts return their input, forecasts come from a list. Times are processor times of the only thread.
+The real engine runs decode steps with the routing recorded from Qwen3-30B-A3B (`benchmarks/routing`), of all 48 layers
+or of the first six, with slots for a twelfth of the experts, and forecasts that are right nine times in ten. Everything
+it would launch is replaced: copies arrive at once and move nothing, experts return their input, forecasts come from a
+list. Times are processor times of the only thread.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer
 
-SHAPE, SLOTS = "qwen3-30b-a3b", 512
+SHAPE, LAYERS, SLOTS = "qwen3-30b-a3b", (6, 48), 12
+"""The model, how many of its layers, and experts for each slot."""
 
 
 class NoLink(Link):
@@ -84,38 +86,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     tables = recorded(SHAPE, prompt=1, new_tokens=args.tokens, accuracy=0.9)
     runs: list[Json] = file.values["runs"]
-    known = [(each["run"], each["repetition"]) for each in runs]
-    for number, name in product(range(args.repetitions), ("on_demand", "prefetch")):
-        if (name, number) not in known:
-            per_layer, copied = run(tables, forecasts=name == "prefetch")
-            runs.append({"run": name, "repetition": number, "seconds_per_layer": per_layer, "not_resident": copied})
+    known = [(each["run"], each["layers"], each["repetition"]) for each in runs]
+    for number, name, layers in product(range(args.repetitions), ("on_demand", "prefetch"), LAYERS):
+        if (name, layers, number) not in known:
+            per_layer, copied = run(tables, layers, forecasts=name == "prefetch")
+            here: Json = {"run": name, "layers": layers, "repetition": number}
+            runs.append({**here, "seconds_per_layer": per_layer, "not_resident": copied})
             file.write()
     rows = []
-    for name in dict.fromkeys(each["run"] for each in runs):
-        own = [each for each in runs if each["run"] == name]
+    for name, layers in dict.fromkeys((each["run"], each["layers"]) for each in runs):
+        own = [each for each in runs if (each["run"], each["layers"]) == (name, layers)]
         times = shown(spread(each["seconds_per_layer"] for each in own), 1e6)
-        rows.append([name, times, f"{own[0]['not_resident']:.2f}"])
-    text = f"Recorded routing of {SHAPE}, {SLOTS} slots; link and kernels do nothing.\n\n"
-    text += markdown(["run", "us per layer and token", "requested experts copied"], rows)
+        rows.append([name, str(layers), times, f"{own[0]['not_resident']:.2f}"])
+    text = f"Recorded routing of {SHAPE}, slots for 1 of {SLOTS} experts; link and kernels do nothing.\n\n"
+    text += markdown(["run", "layers", "us per layer and token", "requested experts copied"], rows)
     file.publish("Python's own work per layer", text)
     return 0
 
 
-def run(tables: RoutingTables, *, forecasts: bool) -> tuple[float, float]:
-    """Return (seconds per layer and token, copies per request), without the first steps, which fill the slots."""
-    engine, layers, speculator, stats = build(forecasts)
+def run(tables: RoutingTables, count: int, *, forecasts: bool) -> tuple[float, float]:
+    """Return (seconds per layer and token, copies per request) of the first `count` layers, without the first steps,
+    which fill the slots."""
+    engine, layers, speculator, stats = build(count, forecasts)
     hidden_TD = torch.zeros(1, layers.shape.hidden)
     logits_TE = torch.zeros(1, layers.shape.experts)
+    ids_PLK = tables.ids_PLK[tables.prompt :, :count]
     steps = [[RouterCall(
         layer=layer, sequences=1, tokens=1, residual_TD=hidden_TD, router_input_TD=hidden_TD, logits_TE=logits_TE,
         weights_TK=torch.ones(ids_TK.shape), ids_TK=ids_TK,
-    ) for layer, ids_TK in enumerate(ids_LK.split(1))] for ids_LK in tables.ids_PLK[tables.prompt :]]  # fmt: skip
+    ) for layer, ids_TK in enumerate(ids_LK.split(1))] for ids_LK in ids_PLK]  # fmt: skip
     warm, begin = len(steps) // 4, 0.0
     for index, (calls, forecast_LK) in enumerate(zip(steps, tables.forecast_NLK, strict=True)):
         if index == warm:
             stats.reset()
             begin = time.process_time()
-        speculator.listed = forecast_LK.split(1) if forecasts else ()
+        speculator.listed = forecast_LK[:count].split(1) if forecasts else ()
         engine.on_start(False)
         for layer, call in zip(layers, calls, strict=True):
             engine.on_router(call)
@@ -124,16 +129,16 @@ def run(tables: RoutingTables, *, forecasts: bool) -> tuple[float, float]:
     return seconds / ((len(steps) - warm) * len(layers)), (total.misses + total.prefetched) / total.requests
 
 
-def build(forecasts: bool) -> tuple[Engine, MoEView, ListedForecasts, RunStatistics]:
+def build(layers: int, forecasts: bool) -> tuple[Engine, MoEView, ListedForecasts, RunStatistics]:
     """Build the engine with a link and kernels that do nothing."""
-    model = tiny_model(SHAPE)
+    model = tiny_model(SHAPE, layers)
     view = find_moe_layers(model)
-    store = ExpertStore(view)
-    pool = SlotPool(store.layout, SLOTS, torch.device("cpu"))
+    store, slots = ExpertStore(view), len(view) * view.shape.experts // SLOTS
+    pool = SlotPool(store.layout, slots, torch.device("cpu"))
     link = NoLink()
     link.attach(store, pool)
     speculator = ListedForecasts(view, NextNorm(PredictorConfig(), view.shape).bind(view) if forecasts else None)
-    shape = CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=SLOTS)
+    shape = CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=slots)
     policies = Policies(eviction="lru").make(shape)
     engine = Engine(link=link, pool=pool, speculator=speculator, policies=policies, kernel=NoKernel(kernel_of(model)))
     for layer in view:
