@@ -96,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for name, layers in dict.fromkeys((each["run"], each["layers"]) for each in runs):
         own = [each for each in runs if (each["run"], each["layers"]) == (name, layers)]
-        times = shown(spread(each["seconds_per_layer"] for each in own), 1e6)
-        rows.append([name, str(layers), times, f"{own[0]['not_resident']:.2f}"])
+        spent = spread(each["seconds_per_layer"] for each in own)
+        rows.append([name, str(layers), shown(spent, 1e6), f"{own[0]['not_resident']:.2f}"])
     text = f"Recorded routing of {SHAPE}, slots for 1 of {SLOTS} experts; link and kernels do nothing.\n\n"
     text += markdown(["run", "layers", "us per layer and token", "requested experts copied"], rows)
     file.publish("Python's own work per layer", text)

@@ -28,7 +28,6 @@ SIDES = (
     Side(f"{PEER}, lazy on", _LAZY, peer=True),
     Side(f"{PEER}, repacked", {"lazy_mode": "OFF", "load_mode": "NONE"}, peer=True, where=("whole",)),
     Side("packed", _IN_PLACE),
-    Side("packed, store", {"experts": "packed"}),
     Side("packed, forecasts", _IN_PLACE, predictor="next_norm", where=("limited",)),
     Side(f"{PEER}, mmap", {"lazy_mode": "OFF", "load_mode": "MMAP", "no_extra_bufts": True}, peer=True),
     Side("expanded", {"experts": "expanded"}),
