@@ -104,23 +104,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(tables: RoutingTables, count: int, *, forecasts: bool) -> tuple[float, float]:
-    """Return (seconds per layer and token, copies per request) of the first `count` layers, without the first steps,
+def run(tables: RoutingTables, cut: int, *, forecasts: bool) -> tuple[float, float]:
+    """Return (seconds per layer and token, copies per request) of the first `cut` layers, without the first steps,
     which fill the slots."""
-    engine, layers, speculator, stats = build(count, forecasts)
+    engine, layers, speculator, stats = build(cut, forecasts)
     hidden_TD = torch.zeros(1, layers.shape.hidden)
     logits_TE = torch.zeros(1, layers.shape.experts)
-    ids_PLK = tables.ids_PLK[tables.prompt :, :count]
     steps = [[RouterCall(
         layer=layer, sequences=1, tokens=1, residual_TD=hidden_TD, router_input_TD=hidden_TD, logits_TE=logits_TE,
         weights_TK=torch.ones(ids_TK.shape), ids_TK=ids_TK,
-    ) for layer, ids_TK in enumerate(ids_LK.split(1))] for ids_LK in ids_PLK]  # fmt: skip
+    ) for layer, ids_TK in enumerate(ids_LK.split(1))] for ids_LK in tables.ids_PLK[tables.prompt :, :cut]]  # fmt: skip
     warm, begin = len(steps) // 4, 0.0
     for index, (calls, forecast_LK) in enumerate(zip(steps, tables.forecast_NLK, strict=True)):
         if index == warm:
             stats.reset()
             begin = time.process_time()
-        speculator.listed = forecast_LK[:count].split(1) if forecasts else ()
+        speculator.listed = forecast_LK[:cut].split(1) if forecasts else ()
         engine.on_start(False)
         for layer, call in zip(layers, calls, strict=True):
             engine.on_router(call)
