@@ -245,9 +245,9 @@ class Block:
 # A decode step as a traced program whose inputs include the keys and values of the past. A program replaces the block
 # after it has given the block's bits in several steps.
 
-_WORTH = 3
-"""Forwards in a row that run blocks early, before blocks are traced: tracing takes as long as 40 runs of a small block,
-and a trial of forecasts has one."""
+_IN_A_ROW, _IN_ALL = 3, 16
+"""Forwards in a row that run a block early, or such forwards in all, before it is traced: tracing takes as long as 40
+runs of a small block, and a trial of the governor of forecasts is a single forward."""
 _CHECKED = 3
 """Calls in which a program is compared with the block, the traced one included."""
 _AGAIN = 256
@@ -259,13 +259,16 @@ _MOST = 8
 
 
 class _Made:
-    """A program for calls of one form, if tracing works, with counts of its calls and remaining attempts."""
+    """A program for calls of one form, if tracing works, with counts of calls and remaining attempts."""
 
-    __slots__ = ("calls", "run", "trials")
+    __slots__ = ("calls", "run", "seen", "trials")
 
     def __init__(self) -> None:
         self.run: Program | None = None
         self.calls = 0
+        """Calls of the program."""
+        self.seen = 0
+        """Calls of this form."""
         self.trials = _TRIALS
 
 
@@ -275,16 +278,19 @@ class EarlyProgram:
     def __init__(self, block: Block) -> None:
         self._block = block
         self._made: dict[tuple[Any, ...], _Made] = {}
+        self.compared = False
+        """Whether the last run traced the block, or compared it with its program."""
 
-    def run(self, hidden_B1D: Tensor, call: Call, own: Callable[[], Tensor | None], followed: int) -> Tensor | None:
+    def run(self, hidden_B1D: Tensor, call: Call, own: Callable[[], Tensor | None], in_a_row: int) -> Tensor | None:
         """Return the residual [B, 1, D] before the router's norm.
 
         Args:
             hidden_B1D: input of the block.
             call: its other arguments.
             own: runs the block itself; called if there is no program for this call.
-            followed: forwards in a row, up to this one, that ran blocks early.
+            in_a_row: forwards in a row, up to this one, that ran blocks early.
         """
+        self.compared = False
         if one_row(hidden_B1D):
             own = partial(without_onednn, own)
         past, index = call.kwargs.get("past_key_values"), self._block.cache_index
@@ -299,20 +305,26 @@ class EarlyProgram:
             return own()
         made = self._made.get(form)
         if made is None:
-            if len(self._made) == _MOST:
+            if len(self._made) == _MOST and not self._forget_one():
                 return own()
             made = self._made[form] = _Made()
-        if made.run is None and (followed < _WORTH or not made.trials):
+        made.seen += 1
+        if made.run is None and not (made.trials and (in_a_row >= _IN_A_ROW or made.seen > _IN_ALL)):
             return own()
         if made.run is None or made.calls < _CHECKED or made.calls % _AGAIN == 0:
             return self._checked(made, call, held, tensors, own)
         made.calls += 1
         return made.run(*tensors)[0]
 
+    def _forget_one(self) -> bool:
+        """Forget a form without a program; return whether there was one."""
+        without = next((form for form, made in self._made.items() if made.run is None), None)
+        return without is not None and self._made.pop(without) is not None
+
     def _checked(
         self, made: _Made, call: Call, held: dict[str, Tensor], tensors: list[Tensor], own: Callable[[], Tensor | None]
     ) -> Tensor | None:
-        """Return the result of `own` after comparing it with the program's; trace the block if it has none.
+        """Return the result of `own` after comparing it with the program's; trace the block if there is no program.
 
         Args:
             made: the program.
@@ -321,7 +333,7 @@ class EarlyProgram:
             tensors: all inputs of the program.
             own: as in :meth:`run`.
         """
-        expected = own()
+        self.compared, expected = True, own()
         if made.run is None and made.trials:
             made.trials -= 1
             made.run = self._trace(call, held, tensors)
@@ -416,8 +428,12 @@ class EarlyAttention:
         """Masks of a forward over whole sequences, by the identity of the model's mask, which is kept alive here."""
         self._unreadable: set[type] = set()
         self._stack = ExitStack()
-        self._following, self._followed = False, 0
-        """Whether there are hooks; forwards in a row that :meth:`follow` wanted."""
+        self._following = False
+        """Whether there are hooks."""
+        self._ran, self._in_a_row = False, 0
+        """Whether this forward has run a block early; forwards in a row that have."""
+        self.compared = False
+        """Whether this forward has traced blocks, or compared them with their programs: it takes longer than others."""
 
     @property
     def works(self) -> bool:
@@ -432,7 +448,8 @@ class EarlyAttention:
     def follow(self, wanted: bool) -> None:
         """Start a forward; attach the hooks if `wanted`, else remove them so that the forward costs nothing."""
         self.start()
-        self._followed = self._followed + 1 if wanted else 0
+        self._in_a_row = self._in_a_row if wanted and self._ran else 0
+        self._ran = self.compared = False
         if wanted != self._following:
             (self.attach if wanted else self._stack.close)()
 
@@ -516,9 +533,12 @@ class EarlyAttention:
         if layer in self.refused or latest is None or call is None:
             return None
         hidden_B1D = hidden_TD.unsqueeze(1)
-        own = partial(self._run, block, hidden_B1D, call)
+        own, program = partial(self._run, block, hidden_B1D, call), self._programs[layer]
+        if not self._ran:
+            self._ran, self._in_a_row = True, self._in_a_row + 1
         try:
-            found = self._programs[layer].run(hidden_B1D, call, own, self._followed)
+            found = program.run(hidden_B1D, call, own, self._in_a_row)
+            self.compared |= program.compared
         except Exception as error:
             if block.checked:
                 raise

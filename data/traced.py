@@ -1,9 +1,10 @@
 """Forecasts of decode steps as traced programs: the same tensor operations without Python between them.
 
 A forecast of one token is some fifty operations on a few hundred numbers: two thirds of its time is Python's. Each
-trace is of the predictor itself, for one layer and one token, and used only if it gives the predictor's own bits, both
-without oneDNN. For
+trace is of the predictor itself, for one layer and one token, and used only if it gives the predictor's own bits. For
 several tokens the predictor itself runs: traces of each batch size would take 0.1 s each while serving, and memory.
+The forecast of one token runs without oneDNN, traced or not: in bf16 it may differ in rounding from one with it.
+
 T tokens, E routed experts per layer, K experts per token.
 """
 

@@ -24,7 +24,8 @@ _VIEWS = {"aten::select": torch.ops.aten.select, "aten::unsqueeze": torch.ops.at
 
 def without_onednn(function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
     """Call a function without oneDNN, for products of one row: in bf16, oneDNN takes 10 to 60 us a product more than
-    torch's own kernel (192 x 192 weights: 63 us in a model's step, torch 25)."""
+    torch's own kernel (192 x 192 weights: 63 us in a model's step, torch 25). The setting is the process's: bf16
+    products of other threads may differ in rounding meanwhile."""
     if not torch._C._get_mkldnn_enabled():  # type: ignore[attr-defined]
         return function(*args, **kwargs)
     torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]
@@ -35,7 +36,7 @@ def without_onednn(function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R
 
 
 def one_row(tensor_XD: Tensor) -> bool:
-    """Return whether a tensor is one token's."""
+    """Return whether a tensor has a single row."""
     return tensor_XD.numel() == tensor_XD.shape[-1]
 
 

@@ -64,9 +64,12 @@ class Fp8Tensor:
         self._codes, self._scales = codes, scales
         self.shape, found = tuple(codes.get_shape()), tuple(scales.get_shape())
         """Shape of the weight."""
-        self.grid, self.block = _grid(self.shape, found, *(block or (None, None)))
-        """Shape of the scales: [gR, gC] or [E, gR, gC]; with a scale for each row gR = R and gC = 1. Rows and columns
-        that share a scale."""
+        self.grid: tuple[int, ...] = ()
+        """Shape of the scales: [gR, gC] or [E, gR, gC]; with a scale for each row gR = R and gC = 1."""
+        self.block = 0, 0
+        """Rows and columns that share a scale."""
+        if len(self.shape) > 1:
+            self.grid, self.block = _grid(self.shape, found, *(block[:2] if block else (None, None)))
         if self.grid[:-2] != self.shape[:-2] or 0 in self.block:
             raise ExpertcastError(
                 f"the checkpoint's {name} is {list(self.shape)}, its scales are {list(found)}: not supported"

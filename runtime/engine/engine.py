@@ -416,12 +416,13 @@ class LayerFlow:
             return None
         return own if self.governor is None else self.governor.choose(target)
 
-    def forecast(self, target: int, rung: int, seconds: float) -> None:
-        """Count a rung's forecast for a layer, which took the model's thread so long, prefetching included."""
+    def forecast(self, target: int, rung: int, seconds: float, *, compared: bool = False) -> None:
+        """Count a rung's forecast for a layer, which took the model's thread so long, prefetching included; `compared`:
+        the step has traced blocks of early attention."""
         if self._pace is not None:
             self._pace.forecast(seconds)
         if self.governor is not None:
-            self.governor.made(target, rung, seconds)
+            self.governor.made(target, rung, seconds, compared=compared)
 
     def finish(self, layer: int) -> None:
         """End a layer's forecasts: loads without a forecast follow their prefetches."""
@@ -681,7 +682,8 @@ class Engine:
             flow.hint(forecast, ids, weights)
         else:
             return
-        flow.forecast(target, rung, perf_counter() - start)
+        early = speculator.early
+        flow.forecast(target, rung, perf_counter() - start, compared=early is not None and early.compared)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the output of a layer's experts, computed from slots.

@@ -98,7 +98,7 @@ class _Kind:
         self.cost = RunningMean()
         """Seconds of the model's thread per forecast, prefetching included."""
         self.targets: set[int] = set()
-        """Layers that it has forecast: a step with a layer's first forecast makes and compares programs."""
+        """Layers that it has forecast."""
         self.own = RunningMean(_KEEP)
         """Seconds of a step without waiting."""
         self.waited = Share(1.0 - self.found.value / 2, firmness=_FIRM * copy_s, keep=_KEEP)
@@ -153,7 +153,7 @@ class ForecastGovernor:
         self._made: dict[int, _Kind] = {}
         """By target layer, the rung that has forecast it in this step."""
         self._lacking, self._new = 0, False
-        """Missing experts of this step; whether it made a layer's first forecast by a rung."""
+        """Missing experts of this step; whether it made a layer's first forecast by a rung, or programs."""
         self._start_s, self._waited_s = self._link.clock(), self._residency.waited_s
         """Time at which the step began; seconds of waiting before it."""
 
@@ -172,10 +172,11 @@ class ForecastGovernor:
             self._reasons[reason] += 1
         return None if reason else self.rung
 
-    def made(self, target: int, number: int, seconds: float) -> None:
-        """Count a rung's forecast for a layer, which took the model's thread so long, prefetching included."""
+    def made(self, target: int, number: int, seconds: float, *, compared: bool = False) -> None:
+        """Count a rung's forecast for a layer, which took the model's thread so long, prefetching included; `compared`:
+        the step has made or compared programs of early attention, and tells nothing about others."""
         rung = self._made[target] = self.rungs[number]
-        self._new |= target not in rung.targets
+        self._new |= compared or target not in rung.targets
         rung.targets.add(target)
         rung.made += 1
         if not self._new:

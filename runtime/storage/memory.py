@@ -159,8 +159,8 @@ def commit(memory: Tensor) -> None:
     """Commit the pages of fresh memory, of uint8 and all zero, on a thread while the caller goes on; Linux only.
 
     Some GB take seconds. Threads that read a disk into pages that are not committed take longer still. Memory of one
-    piece is left alone: its first use commits it at once. The process waits for the thread, which ends with its piece
-    once the main thread has ended: a daemon thread that frees a tensor while Python ends crashes it.
+    piece is left alone: its first use commits it at once. At exit Python waits for the thread, for one piece at most: a
+    daemon thread could free the tensor while Python ends, which crashes.
     """
     if sys.platform == "linux" and memory.numel() > _PIECE:
         threading.Thread(target=_commit, args=(weakref.ref(memory),), name="commit-pages").start()

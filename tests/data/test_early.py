@@ -42,10 +42,13 @@ LENGTH = 21
 """More than gpt_oss's window of 16 tokens."""
 
 
+IN_A_ROW = early._IN_A_ROW
+
+
 @pytest.fixture(autouse=True)
 def traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is traced in its first calls."""
-    monkeypatch.setattr(early, "_WORTH", 0)
+    monkeypatch.setattr(early, "_IN_A_ROW", 0)
 
 
 def ids(rows: int = 1, length: int = LENGTH) -> Tensor:
@@ -348,7 +351,7 @@ def decoded(model: PreTrainedModel, *, programs: bool) -> tuple[list[list[Tensor
     view = find_moe_layers(model)
     follower = Follower(model, view, random_stand_in(view))
     for program in () if programs else follower.early._programs:
-        program.run = lambda _hidden, _call, own, _followed: own()  # type: ignore[method-assign]
+        program.run = lambda _hidden, _call, own, _in_a_row: own()  # type: ignore[method-assign]
     given = torch.randint(3, 4096, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         cache = model.base_model(input_ids=given[:, :PROMPT], use_cache=True).past_key_values
@@ -379,12 +382,17 @@ def test_a_program_gives_the_blocks_own_bits(family: str, dtype: torch.dtype) ->
     assert runs(follower) == [[] if each is None else [True] for each in found[-1]]
 
 
-def test_a_forecast_now_and_then_is_not_worth_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "_WORTH", STEPS - 6)
+@pytest.mark.parametrize(("in_a_row", "in_all", "calls"), [(IN_A_ROW, 1000, STEPS - 2), (1000, 6, STEPS - 7)])
+def test_when_a_block_is_worth_a_trace(in_a_row: int, in_all: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the third forward in a row, or once it has run often: the first call is not counted, it checks the block."""
+    monkeypatch.setattr(early, "_IN_A_ROW", in_a_row)
+    monkeypatch.setattr(early, "_IN_ALL", in_all)
     _, follower = decoded(tiny_model("qwen3_moe"), programs=True)
-    assert [[made.calls for made in each._made.values()] for each in follower.early._programs[1:]] == [[7]] * 3
-    follower.early.follow(False)
-    assert follower.early._followed == 0
+    assert [[made.calls for made in each._made.values()] for each in follower.early._programs[1:]] == [[calls]] * 3
+    follower.early.follow(True)
+    assert follower.early._in_a_row == STEPS
+    follower.early.follow(True)  # after a forward that ran no block early, such as one of a prompt
+    assert follower.early._in_a_row == 0
 
 
 def same_with_programs(model: PreTrainedModel, hooked: Callable[[], RemovableHandle]) -> Follower:

@@ -322,6 +322,20 @@ def test_the_report_has_plain_values(two: Steps) -> None:
     }  # fmt: skip
 
 
+def test_a_step_that_traces_blocks_tells_nothing_of_costs(two: Steps) -> None:
+    two.know([0.5, 1.0])
+    governor = two.start()
+    before = governor.report()
+    governor.requested(1, 1, 0)
+    for target, compared in ((1, True), (2, False)):
+        governor.made(target, 0, 90.0, compared=compared)
+    two.link.spend(180.0)
+    governor.end()
+    after = governor.report()
+    assert after["rungs"]["cheap"]["cost_ms"] == before["rungs"]["cheap"]["cost_ms"]
+    assert (after["best"], after["takes"]) == (before["best"], before["takes"])
+
+
 def test_batches_have_a_governor_of_their_own(two: Steps) -> None:
     """One for each power of two: what forecasts cost depends on how many sequences there are."""
     alone = two.governor
