@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from expertcast.data.kv_cache import appended_layer, reading_copy
+from expertcast.data.machine import one_row, without_onednn
 from expertcast.data.means import adds_block
 from expertcast.data.taps import unrecorded
-from expertcast.data.tracing import Program, one_row, traced, without_onednn
+from expertcast.data.tracing import Program, traced
 from expertcast.predictors.view import MoELayer, MoEView
 
 # Masks for whole sequences: each token reads the true past and its own stand-in
@@ -305,8 +306,11 @@ class EarlyProgram:
             return own()
         made = self._made.get(form)
         if made is None:
-            if len(self._made) == _MOST and not self._forget_one():
-                return own()
+            if len(self._made) == _MOST:
+                untraced = [each for each, other in self._made.items() if other.run is None]
+                if not untraced:
+                    return own()
+                del self._made[untraced[0]]
             made = self._made[form] = _Made()
         made.seen += 1
         if made.run is None and not (made.trials and (in_a_row >= _IN_A_ROW or made.seen > _IN_ALL)):
@@ -315,11 +319,6 @@ class EarlyProgram:
             return self._checked(made, call, held, tensors, own)
         made.calls += 1
         return made.run(*tensors)[0]
-
-    def _forget_one(self) -> bool:
-        """Forget a form without a program; return whether there was one."""
-        without = next((form for form, made in self._made.items() if made.run is None), None)
-        return without is not None and self._made.pop(without) is not None
 
     def _checked(
         self, made: _Made, call: Call, held: dict[str, Tensor], tensors: list[Tensor], own: Callable[[], Tensor | None]
@@ -334,7 +333,7 @@ class EarlyProgram:
             own: as in :meth:`run`.
         """
         self.compared, expected = True, own()
-        if made.run is None and made.trials:
+        if made.run is None:
             made.trials -= 1
             made.run = self._trace(call, held, tensors)
         if made.run is not None and expected is not None:

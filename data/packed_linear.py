@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data import ggml
+from expertcast.data.machine import one_row, without_onednn
 from expertcast.data.packed_attention import fuse_attention
 from expertcast.data.packed_experts import BLOCKS, BlockForm, PackedMatrix, Piece
-from expertcast.data.tracing import one_row, without_onednn
 from expertcast.data.weights.files import ComputedTensor, TensorFile
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertcast.data.tracing import Program, Tensors, traced, without_onednn
+from expertcast.data.machine import without_onednn
+from expertcast.data.tracing import Program, Tensors, traced
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.folded import Hints, hints
 from expertcast.predictors.view import MoEView

@@ -6,38 +6,20 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 from torch.overrides import TorchFunctionMode
 
+from expertcast.data.machine import one_row, without_onednn
+
 Tensors = tuple[Tensor, ...]
 Program = Callable[..., Tensors]
 """Function from tensors to tensors that always runs the same operations."""
 
-_R = TypeVar("_R")
-
 _VIEWS = {"aten::select": torch.ops.aten.select, "aten::unsqueeze": torch.ops.aten.unsqueeze}
-
-
-def without_onednn(function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
-    """Call a function without oneDNN, for products of one row: in bf16, oneDNN takes 10 to 60 us a product more than
-    torch's own kernel (192 x 192 weights: 63 us in a model's step, torch 25). The setting is the process's: bf16
-    products of other threads may differ in rounding meanwhile."""
-    if not torch._C._get_mkldnn_enabled():  # type: ignore[attr-defined]
-        return function(*args, **kwargs)
-    torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]
-    try:
-        return function(*args, **kwargs)
-    finally:
-        torch._C._set_mkldnn_enabled(True)  # type: ignore[attr-defined]
-
-
-def one_row(tensor_XD: Tensor) -> bool:
-    """Return whether a tensor has a single row."""
-    return tensor_XD.numel() == tensor_XD.shape[-1]
 
 
 def traced(

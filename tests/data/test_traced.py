@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+import operator
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.data.machine import without_onednn
 from expertcast.data.traced import TracedForecasts
-from expertcast.data.tracing import without_onednn
 from expertcast.predictors import MoEView
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.training.scoring import Fitted
@@ -46,7 +46,7 @@ def test_the_predictors_own_bits(
             for call in range(8):
                 early = fitted.predictor.wants_early(layer, 1)
                 state = _state(reference_view, layer, tokens, previous=call % 2 == 0, early=early)
-                run = without_onednn if tokens == 1 else _plainly
+                run = without_onednn if tokens == 1 else operator.call
                 if early:
                     assert torch.equal(traced.stand_in(state), run(fitted.predictor.stand_in, state))
                 got, own = traced.forecast(state, 1), run(fitted.predictor.forecast, state, 1)
@@ -59,10 +59,6 @@ def test_the_predictors_own_bits(
         assert all(program.run is not None for program in traced._programs.values()), f"{name} could not be traced"
         assert bool(traced._programs) == (tokens == 1), "no programs for each batch size of a server"
     assert [parameter.requires_grad for parameter in reference_model.parameters()] == asking
-
-
-def _plainly(function: Callable[..., Any], *given: object) -> Any:
-    return function(*given)
 
 
 def _tensors(forecast: object) -> list[Tensor]:

@@ -49,11 +49,11 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_create_function_from_graph": "Makes a program of a traced graph (data.tracing).",
         "_create_graph_by_tracing": "Traces a function (data.tracing).",
         "_get_graph_executor_optimize": "Reads the setting below (data.tracing).",
-        "_get_mkldnn_enabled": "Reads the setting below (data.tracing).",
+        "_get_mkldnn_enabled": "Reads the setting below (data.machine).",
         "_get_tracing_state": "Suspends a trace, with the setter below (data.tracing, predictors.view).",
         "_jit_pass_dce": "Removes unused operations of a graph (data.tracing).",
         "_set_graph_executor_optimize": "Runs a program without recompiling it for each shape (data.tracing).",
-        "_set_mkldnn_enabled": "Runs one product without oneDNN (data.tracing).",
+        "_set_mkldnn_enabled": "Runs one product without oneDNN (data.machine).",
         "_set_tracing_state": "Suspends and resumes a trace (data.tracing, predictors.view).",
     },
     "torch.nn:Module": {
