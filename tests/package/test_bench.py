@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from expertcast.cli import build_parser, main
+from expertcast.commands import advise
+from expertcast.commands.options import read_options
 from expertcast.runtime.config import OffloadConfig
 from tests.package.test_cli import ran
 
@@ -76,13 +78,19 @@ def test_a_disk_before_and_after_packing(capsys: pytest.CaptureFixture[str], tmp
     assert main(f"generate reference --prompt It --new-tokens 1 --config {saved}".split()) == 0
 
 
+@pytest.mark.parametrize("words", ["", "--bandwidth 1e9", "--latency 1e-4", "--copy-over-compute 2", "--link emulated"])
+def test_advise_emulates_a_link_that_is_named_or_has_a_speed(words: str) -> None:
+    command = ["advise", "reference", "--device", "cpu", *words.split()]
+    assert read_options(advise.Options, build_parser().parse_args(command)).emulated == bool(words)
+
+
 @pytest.mark.parametrize("command", ["advise", "bench"])
 def test_a_busy_machine_is_warned_of(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: range(2))
-    line = "warning: the machine is busy (load 7.0, 2 processors for this program): times will be too long"
-    for load in (7.0, 1.0):
+    for load in (7.0, 2.0):
+        line = f"warning: the machine is busy (load {load}, 2 processors for this program): times will be too long"
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert main([command, "no_such_model"]) == 2
         assert (line in capsys.readouterr().err.splitlines()) == (load == 7.0)

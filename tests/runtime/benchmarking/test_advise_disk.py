@@ -13,6 +13,7 @@ import pytest
 
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.view import ModelShape
+from expertcast.runtime.benchmarking import advise_disk as disk_advice
 from expertcast.runtime.benchmarking.advise_disk import (
     COMPRESS,
     DiskFindings,
@@ -140,6 +141,12 @@ def test_a_disk_is_measured(tmp_path: Path) -> None:
     assert not list((tmp_path / "new").iterdir())
     with pytest.raises(ExpertcastError, match="give another --store-folder"):
         scratch_rate(path / "inside", 4096)
+
+
+def test_a_scratch_file_is_as_long_as_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written in pieces of 16 MB."""
+    monkeypatch.setattr(disk_advice, "disk_rate", lambda path, _block, most: path.stat().st_size)
+    assert scratch_rate(tmp_path, 4096, most=(16 << 20) + 5 * SECTOR) == (16 << 20) + 5 * SECTOR
 
 
 def test_sizes_are_those_of_the_file(tmp_path: Path) -> None:

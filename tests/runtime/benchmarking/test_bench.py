@@ -276,6 +276,17 @@ def test_the_weights_lie_once() -> None:
     assert block.data_ptr() <= lent.data_ptr() < block.data_ptr() + len(block)
 
 
+def test_a_model_fits_what_is_free_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth more than its weights, however large the device is."""
+    store = BorrowedStore(find_moe_layers(tiny_model("qwen3_moe")), torch.device("cpu"))
+    assert store.fits
+    store.device = torch.device("cuda")
+    for free in (1.05, 1.15):
+        numbers = (int(free * store.nbytes), 2 * store.nbytes)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, numbers=numbers: numbers)
+        assert store.fits == (free > 1.1)
+
+
 def test_everything_but_experts_moves() -> None:
     model = tiny_model("glm4_moe_lite")
     without_experts_to(model, torch.device("meta"))

@@ -146,6 +146,19 @@ def test_a_draft_that_left_early_is_taken_out_of_the_first_layers(family: str) -
         fed.same(said, start)
 
 
+def test_layers_of_unequal_length_go_back_to_the_mark() -> None:
+    """Two layers ran three tokens more than the third: a recurrent state has no other place to go back to."""
+    fed = Fed(built("qwen3_next", layer_types=["full_attention", "linear_attention", "full_attention"]))
+    config = fed.model.config
+    start = fed.cache.mark()
+    fed.feed(fed.text[:, start : start + 1])
+    config.num_hidden_layers = 2
+    fed.feed(4100 - fed.text[:, start + 1 : start + 4])
+    config.num_hidden_layers = 3
+    assert fed.cache.roll_back(start + 1) == start
+    fed.same(fed.feed(fed.text[:, start : start + 2]), start)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_next", "lfm2_moe", "minimax"])
 def test_an_empty_cache_is_a_mark_too(family: str) -> None:
     fed = Fed(built(family))

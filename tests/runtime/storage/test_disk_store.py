@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from transformers import PreTrainedModel
 from expertcast import offload
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
+from expertcast.predictors.artefacts import digest
 from expertcast.runtime.storage import expert_file
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import (
@@ -408,6 +410,19 @@ def test_a_changed_header_is_refused(change: Callable[[Any], None], path: Path) 
     with pytest.raises(ExpertcastError, match=r"is damaged: .*; remove it, and the next load packs") as caught:
         verify_store(path.parent)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(("row", "value"), [(0, 0), (0, 1 << 40), (1, 0), (1, 1 << 40)])
+def test_an_index_of_other_places_or_sizes_is_refused(row: int, value: int, path: Path) -> None:
+    """Also with a digest that fits: no part is empty, or outside the parts' room."""
+    header, content = read_header(path), bytearray(path.read_bytes())
+    begin = header.room + header.nbytes
+    place = begin + header.index_nbytes // 3 * row
+    content[place : place + 8] = value.to_bytes(8, "little")
+    content[: header.room] = replace(header, index=digest(content[begin:])).encoded()
+    path.write_bytes(content)
+    with pytest.raises(StaleFileError, match="its index is damaged"):
+        ExpertFile(path)
 
 
 def test_all_of_it_is_verified(path: Path) -> None:
