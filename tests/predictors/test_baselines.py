@@ -51,6 +51,12 @@ def test_router_input_and_next_norm_go_through_the_target_router(view: MoEView, 
     assert_router_of(view, 1, view[1].norm(state.residual_TD), forecast)
 
 
+def test_a_predictor_says_for_which_models_it_is(view: MoEView) -> None:
+    """In one line, without the tensors that it learned."""
+    said = repr(NextNorm(PredictorConfig(), view.shape))
+    assert said == "NextNorm(layers=4, experts=8, top_k=2, hidden=32, ahead=[1])"
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe_lite"])
 def test_quasi_hidden_is_the_sum_over_experts(family: str) -> None:
     """Also where weights do not add up to one (olmoe) and shared experts add to the block (qwen2, glm4)."""
