@@ -99,7 +99,7 @@ class OffloadedModel:
         self._reloadable = not next(self.view[0].experts.parameters()).is_meta
         self._closed = False
         self._stack = ExitStack()
-        link.observer = Observers(observers)
+        link.observer = Observers(observers) if observers else None
         with torch.inference_mode(False), ExitStack() as undo:  # slots and weights outlive an inference_mode
             policies = self._take_experts(undo, slots)
             self._engine = Engine(

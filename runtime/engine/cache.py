@@ -299,7 +299,8 @@ class ExpertCache:
             return
         self._collect_arrived(keys)
         slots, layer = self._slots, keys[0] // self.experts
-        self.observer.requested(layer, keys)
+        if self.observer is not None:
+            self.observer.requested(layer, keys)
         policy = self._policies[layer]
         held = [key for key in keys if key in slots]
         self._forecast_keys.update(held)

@@ -39,7 +39,7 @@ from expertcast.runtime.policies.miss import Lookup, MissDecision
 from expertcast.runtime.policies.prefetch import Candidates, NoPrefetch, by_rank
 from expertcast.runtime.policies.routing import RouterOutput, Standard
 from expertcast.runtime.policies.settings import ALWAYS, AUTO, PolicySet
-from expertcast.runtime.recording.recorder import RunStatistics, State, listener
+from expertcast.runtime.recording.recorder import RunStatistics, State
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.transfer import Sent
@@ -317,7 +317,8 @@ class LayerFlow:
         The first chunk is requested; the caller requests chunk i + 1 before it waits for chunk i (:meth:`request`), or
         with a single slot after it has released chunk i. In steps that decode the host may compute some (:attr:`left`).
         """
-        self.residency.observer.needed(layer, keys)
+        if self.residency.observer is not None:
+            self.residency.observer.needed(layer, keys)
         self.residency.start_layer(layer, keys)
         if self._pace is not None and self._weighs:
             self._pace.reached(layer)
@@ -480,7 +481,7 @@ class Stage(Protocol):
 
 
 def _ignore(_state: State, _layer: int) -> None:
-    """Do nothing; used if no observer listens to `enter`."""
+    """Do nothing; used without an observer."""
 
 
 _FEW_IDS = 512
@@ -516,7 +517,7 @@ class Engine:
     ) -> None:  # fmt: skip
         shape = speculator.view.shape
         self.speculator, self.kernel, self.pool, self.view = speculator, kernel, pool, speculator.view
-        self._enter: Callable[[State, int], None] = listener(link.observer, "enter") or _ignore
+        self._enter: Callable[[State, int], None] = _ignore if link.observer is None else link.observer.enter
         """Reports the compute stream's new state and layer to the observer."""
         self._experts = shape.experts
         self._pointers = [
@@ -606,7 +607,8 @@ class Engine:
         self._enter("policy", layer)
         if layer == 0 and call.tokens == 1:
             flow.start_step(call.sequences)
-        self.residency.observer.routed(layer, call.residual_TD, call.logits_TE)
+        if self.residency.observer is not None:
+            self.residency.observer.routed(layer, call.residual_TD, call.logits_TE)
         executed = self.speculator.executed(call) if self._forecasts else None
         ids_TK = call.ids_TK if executed is None else executed[0]
         known, precision = self._known.pop(layer, None), None

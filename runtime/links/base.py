@@ -88,7 +88,8 @@ class Link(ABC):
         """Seconds for which the last request blocked the model's thread, for links that copy in that thread."""
         self.write_back_s = 0.0
         """Link seconds per evicted expert. Zero by default: the store keeps all weights, so nothing is copied back."""
-        self.observer = Observer()
+        self.observer: Observer | None = None
+        """Told of each copy; None: nothing observes."""
         self._queue: TransferQueue[Any] = TransferQueue()
         self._counting = threading.Lock()
 
@@ -148,7 +149,8 @@ class Link(ABC):
         start = time.perf_counter()
         self._pool.expand(copy.slot, self._store.copies(copy.precision))
         self.mark_read([copy.slot])  # the slot may be evicted before any other kernel reads it
-        self.observer.expanded(copy.key, time.perf_counter() - start)
+        if self.observer is not None:
+            self.observer.expanded(copy.key, time.perf_counter() - start)
 
     def unattached_copy(self) -> Link:
         """Return a new, unattached link with the undisturbed speed of this one.
@@ -313,14 +315,12 @@ class Link(ABC):
             self.bytes_moved += self.copy_bytes(copy.key, copy.precision)
             self.copies += 1
             self.busy_s += end - start
-            self._observe(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
-
-    def _observe(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
-        """Report a copy to the observer, in any thread; keep its exception for :meth:`check`."""
-        try:
-            self.observer.copied(key, layer, start, end, urgent)
-        except BaseException as error:
-            self.failure = self.failure or error
+            if self.observer is None:
+                return
+            try:
+                self.observer.copied(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
+            except BaseException as error:  # raised by `check`
+                self.failure = self.failure or error
 
 
 class InstantLink(Link):

@@ -155,7 +155,7 @@ class CudaLink(Link):
             # The clock's numbers have single precision: a short time is exact only between two events close together.
             start, seconds = 0.0, copy.begun.elapsed_time(copy.arrived) / 1e3
             try:
-                start = self.observer.device_time(copy.begun)
+                start = 0.0 if self.observer is None else self.observer.device_time(copy.begun)
             except BaseException as error:  # raised by `check`
                 self.failure = self.failure or error
             self._complete(copy, start, start + seconds)

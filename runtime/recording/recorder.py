@@ -49,7 +49,7 @@ class Observer:
         """A copy has finished.
 
         Args:
-            key: key of the expert; -1 for a call of a link on the device, which moves several.
+            key: key of the expert.
             layer: layer of the expert.
             start: start time in seconds of `time.perf_counter`, or of :meth:`device_time` on CUDA.
             end: time of arrival, on the same clock.
@@ -77,7 +77,8 @@ class Observers(Observer):
     def __init__(self, observers: Iterable[Observer]) -> None:
         self._observers = tuple(observers)
         for event in _EVENTS:
-            listeners = [found for observer in self._observers if (found := listener(observer, event)) is not None]
+            methods = [getattr(observer, event) for observer in self._observers]
+            listeners = [each for each in methods if getattr(each, "__func__", each) is not getattr(Observer, event)]
             if listeners:
                 self.__dict__[event] = listeners[0] if len(listeners) == 1 else _call_all(listeners)
 
@@ -86,12 +87,6 @@ class Observers(Observer):
 
 
 _EVENTS = [name for name, value in vars(Observer).items() if isfunction(value) and name != "device_time"]
-
-
-def listener(observer: Observer, event: str) -> Callable[..., None] | None:
-    """Return the method of an observer for an event, or None if the observer does not override it."""
-    method: Callable[..., None] = getattr(observer, event)
-    return None if getattr(method, "__func__", method) is getattr(Observer, event) else method
 
 
 def _call_all(listeners: Sequence[Callable[..., None]]) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime.benchmarking.bench import without_experts_to
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.driver import CudaDevice, Readback
-from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.recording.recorder import Observer, Recorder
 from expertcast.runtime.storage import slots
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -110,6 +110,7 @@ def test_an_observer_without_a_time() -> None:
     """The copy still arrives, and `check` raises the observer's error."""
     device = SimulatedDevice()
     link, _ = _attached(device)
+    link.observer = Observer()
     link.observer.device_time = RaiseAt(1, ZeroDivisionError())  # type: ignore[method-assign, assignment]
     copy = link.submit(1, 0, urgent=True)
     link.wait(copy)

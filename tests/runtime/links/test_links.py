@@ -179,6 +179,7 @@ def test_blocks_arrive_and_are_counted(name: str, make: Make) -> None:
 def test_urgent_ones_first_then_promoted_ones_and_never_dropped_ones(name: str, make: Make) -> None:
     at = make(name)
     link, begun = at.link, CASES[name].begun
+    link.observer = Observer()
     link.observer.device_time = lambda event: event.record_made.time  # type: ignore[method-assign]
     copies = at.begin(*range(6))
     assert not link.cancel(copies[0]), "it is under way"
