@@ -622,7 +622,8 @@ class Engine:
             executed, ids, precision = self._decide(call, executed)
             ids_TK = call.ids_TK if executed is None else executed[0]
         self._begin(layer, ids_TK, ids, precision, decodes=call.tokens <= _FEW_TOKENS)
-        self._forecast(call, executed)
+        if self._forecasts:
+            self._forecast(call, executed)
         flow.finish(layer)
         self._enter("compute", layer)
         self._inconsistent = False

@@ -223,8 +223,7 @@ class SlotKernel:
         before = own["num_experts"]
         own["num_experts"] = count = len(own["_parameters"]["down_proj"])
         try:
-            between = over_slots(experts, count, slots_TK, slots) if self._grouped else nullcontext()
-            with between:
+            with over_slots(experts, count, slots_TK, slots) if self._grouped else nullcontext():
                 return self.forward(experts, hidden_TD, slots_TK, weights_TK)
         finally:
             own["num_experts"] = before

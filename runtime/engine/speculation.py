@@ -191,12 +191,12 @@ class Speculator:
     def due(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> int | None:
         """Keep a router's results for later forecasts; return the layer for which a forecast is due, if any.
 
+        To be called with a predictor only.
+
         Args:
             call: of the layer.
             executed: result of :meth:`executed`.
         """
-        if self.predictor is None:
-            return None
         logits_TE = self.executed_logits(call, executed)
         self._forecasts.pop(call.layer, None)
         if self._memory is not None:
