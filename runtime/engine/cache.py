@@ -283,7 +283,7 @@ class ExpertCache:
         count.hits += len(keys) - len(moved)
         count.collisions += len(self._evicted.intersection(moved))
         count.prefetched_used += len(first_used)
-        for key in self.link.in_order(missing):
+        for key in self.link.in_order(missing) if missing else ():
             self._make_room(layer)
             self._load(key, True, FULL if precision is None else precision.get(key, FULL))
         return len(missing), len(first_used)

@@ -105,6 +105,8 @@ class Link(ABC):
             )
         self._store = store
         self._pool = pool
+        self._layer_nbytes = list(map(pool.layout.nbytes_of, range(store.layers)))
+        """Bytes of a full expert that a copy moves, by layer."""
         if pool.device.type == "cuda":
             self.driver = CudaDevice(pool.device)
 
@@ -138,8 +140,7 @@ class Link(ABC):
         Raises:
             ExpertcastError: as :meth:`block_bytes`.
         """
-        full = precision == FULL
-        return self._pool.layout.nbytes_of(key // self._store.experts) if full else self.block_bytes(precision)
+        return self._layer_nbytes[key // self._store.experts] if precision == FULL else self.block_bytes(precision)
 
     def expand(self, copy: Transfer) -> None:
         """Expand a packed copy that has arrived in its slot into the block that kernels read.

@@ -206,7 +206,7 @@ class DiskLink(Link):
             self._kept.before_fill(slot, full=precision == FULL)
         copy: Transfer
         if precision == FULL:
-            block = self._pool.block(slot)[: self._file.layout.nbytes_of(key // self._file.experts)]
+            block = self._pool.block(slot)[: self._layer_nbytes[key // self._file.experts]]
             copy = self._file.read(key, block, urgent=urgent, slot=slot, then=self._count_read)
             self._queue.submit(copy)
         else:

@@ -28,7 +28,7 @@ SLOTS = 16
 class _Store:
     """Store whose block k is filled with k."""
 
-    addressable, experts, layout = True, 128, LAYOUT
+    addressable, layers, experts, layout = True, 1, 128, LAYOUT
 
     def block(self, key: int) -> torch.Tensor:
         return torch.full((LAYOUT.block_bytes,), key, dtype=torch.uint8)

@@ -160,7 +160,7 @@ class TestLink:
 class _Store:
     """Store of empty blocks."""
 
-    addressable, experts = True, 128
+    addressable, layers, experts = True, 1, 128
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout, self._block = layout, torch.zeros(layout.block_bytes, dtype=torch.uint8)
