@@ -2,7 +2,8 @@
 
 A packed module holds one parameter in place of each matrix `name` [E, N, I]:
 
-    name_blocks    uint8 [E, bytes]: the matrix's rows [N], one after another, each of whole blocks
+    name_blocks     uint8 [E, bytes]: the matrix's rows [N], one after another, each of whole blocks
+    name_blocks8    the same in the order of the processor's kernels: blocks of eight rows interleaved
 
 Rows may be of several types, such as those of gates and of up projections: then they are pieces, one after another.
 Products are sums in float32 of weights by inputs rounded to 8 bits in blocks, as in llama.cpp. For many rows an
@@ -16,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, groupby
 from types import MethodType
@@ -30,13 +31,15 @@ from expertcast.data.machine import usable_processors
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 
-BLOCKS = "_blocks"
+BLOCKS, INTERLEAVED = "_blocks", "_blocks8"
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 WIDE = torch.bfloat16 if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 """Dtype of products with expanded weights: bf16 where oneDNN multiplies in it, else float32, which rounds less."""
 MANY_ROWS = 16
 """Rows of one expert from which expanding its weights takes less time; fixed, since the choice changes bits. Measured
 for 1,536 x 2,048 weights: 11 to 20 in bf16, 15 to 45 in float32."""
+_MANY_INTERLEAVED = 64
+"""The same for interleaved matrices, which are multiplied with four rows at once."""
 _SLOW = ("F16", "Q2_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ4_NL", "IQ4_XS")
 """Types that ggml expands slowly: from three times as many rows, measured 40 to 71 in bf16."""
 _EXPANDED, _MULTIPLIED = 1 << 19, 1 << 23
@@ -66,6 +69,8 @@ class BlockForm:
     pieces: tuple[Piece, ...]
     inputs: int
     """I"""
+    interleave: bool = False
+    """Whether pieces are interleaved whose products the processor then computes faster."""
 
     def __post_init__(self) -> None:
         for kind, _ in self.pieces:
@@ -96,18 +101,34 @@ class BlockForm:
     @property
     def many_rows(self) -> int:
         """Rows of one expert from which its weights are expanded."""
+        if self.interleaved:
+            return _MANY_INTERLEAVED
         return MANY_ROWS * (3 if any(piece.kind in _SLOW for piece in self.pieces) else 1)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether all pieces are interleaved."""
+        return all(map(self.interleaves, self.pieces))
+
+    @property
+    def suffix(self) -> str:
+        """End of the name of a parameter that holds such matrices."""
+        return INTERLEAVED if any(map(self.interleaves, self.pieces)) else BLOCKS
+
+    def interleaves(self, piece: Piece) -> bool:
+        """Return whether a piece's rows are interleaved."""
+        return self.interleave and ggml.interleaves(*piece)
 
     def nbytes_of(self, piece: Piece) -> int:
         """Return the bytes of a piece of one expert's matrix."""
         return piece.outputs * ggml.row_bytes(piece.kind, self.inputs)
 
-    def split(self, octets: Tensor) -> list[tuple[str, Tensor]]:
-        """Return type and rows, uint8 [..., rows, row bytes], of each piece of uint8 [..., nbytes]."""
+    def split(self, octets: Tensor) -> list[tuple[Piece, Tensor]]:
+        """Return each piece and its rows, uint8 [..., rows, row bytes], of uint8 [..., nbytes]."""
         found, start = [], 0
         for piece in self.pieces:
             end = start + self.nbytes_of(piece)
-            found.append((piece.kind, torch.unflatten(octets[..., start:end], -1, (piece.outputs, -1))))
+            found.append((piece, torch.unflatten(octets[..., start:end], -1, (piece.outputs, -1))))
             start = end
         return found
 
@@ -118,42 +139,67 @@ class BlockForm:
             last = first + own.shape[-2]
             own.copy_(rows[..., first:last, : own.shape[-1]])
             first = last
+        for each in octets.unbind() if octets.dim() > 1 else [octets]:
+            self.order(each)
+
+    def order(self, octets: Tensor) -> None:
+        """Bring rows, uint8 [nbytes], from the order of files to that of memory."""
+        for piece, rows in self.split(octets):
+            if self.interleaves(piece):
+                (given,) = ggml.scratch((rows.shape, torch.uint8))
+                ggml.interleave(piece.kind, given.copy_(rows), rows)
+
+    def separate(self, octets: Tensor) -> None:
+        """Undo :meth:`order`."""
+        for piece, rows in self.split(octets):
+            if self.interleaves(piece):
+                (given,) = ggml.scratch((rows.shape, torch.uint8))
+                ggml.separate(piece.kind, given.copy_(rows), rows)
 
     def expand(self, octets: Tensor) -> Tensor:
         """Return the weights of uint8 [nbytes], float32 [N, I]."""
-        pieces = [_expanded(kind, rows) for kind, rows in self.split(octets)]
+        pieces = [_expanded(piece.kind, rows, self.interleaves(piece)) for piece, rows in self.split(octets)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def multiply(self, rows_PI: Tensor, octets: Tensor) -> Tensor:
         """Multiply rows [P, I] by the expanded weights of uint8 [nbytes], piece by piece; return float32 [P, N]."""
         wide = WIDE if octets.device.type == "cpu" else rows_PI.dtype
-        rows_PI, outputs = rows_PI.to(wide), []
-        for kind, rows in self.split(octets):
-            for some in torch.split(rows, max(1, _MULTIPLIED // self.inputs)):
-                outputs.append(rows_PI @ _widened(kind, some, wide).T)
+        rows_PI, outputs, step = rows_PI.to(wide), [], _whole(_MULTIPLIED // self.inputs)
+        for piece, rows in self.split(octets):
+            for some in torch.split(rows, step):
+                outputs.append(rows_PI @ _widened(piece.kind, some, wide, self.interleaves(piece)).T)
         return torch.cat(outputs, dim=1).float()
 
 
-def _widened(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
+def _widened(kind: str, rows: Tensor, dtype: torch.dtype, interleaved: bool) -> Tensor:
     """Return the weights of rows of blocks, [N, I]; on the CPU in memory that the next call uses again."""
     if rows.device.type != "cpu":
         return _expanded(kind, rows).to(dtype)
     _, elements, nbytes = ggml.TYPES[kind]
     inputs = rows.shape[1] // nbytes * elements
-    step = min(len(rows), max(1, _EXPANDED // inputs))
-    piece, weights = ggml.scratch(((step, inputs), torch.float32), ((len(rows), inputs), dtype))
+    step = min(len(rows), _whole(_EXPANDED // inputs))
+    piece, weights, plain = ggml.scratch(
+        ((step, inputs), torch.float32), ((len(rows), inputs), dtype), ((step, rows.shape[1]), torch.uint8)
+    )
     for some, made in zip(torch.split(rows, step), torch.split(weights, step), strict=True):
+        blocks = ggml.separate(kind, some, plain[: len(some)]) if interleaved else some.contiguous()
         if dtype == torch.float32:
-            ggml.dequantise(kind, some.contiguous(), made)
+            ggml.dequantise(kind, blocks, made)
         else:
-            made.copy_(ggml.dequantise(kind, some.contiguous(), piece[: len(some)]))
+            made.copy_(ggml.dequantise(kind, blocks, piece[: len(some)]))
     return weights
 
 
-def _expanded(kind: str, rows: Tensor) -> Tensor:
+def _whole(rows: int) -> int:
+    """Return a number of rows that are interleaved among themselves."""
+    return max(8, rows // 8 * 8)
+
+
+def _expanded(kind: str, rows: Tensor, interleaved: bool = False) -> Tensor:
     """Return the weights of rows of blocks, float32 [N, I], on their device."""
     if rows.device.type == "cpu":
-        return ggml.dequantise(kind, rows.contiguous())
+        rows = ggml.separate(kind, rows, torch.empty_like(rows)) if interleaved else rows.contiguous()
+        return ggml.dequantise(kind, rows)
     from transformers.integrations.gguf.kernels import dequantize_blocks
 
     number, elements, nbytes = ggml.TYPES[kind]
@@ -169,20 +215,21 @@ def activation_bytes(layer: MoELayer, itemsize: int) -> int:
     return 4 * layer.top_k * sum(sum(shape[1:]) for shape in shapes) + 16 * itemsize * layer.hidden_size
 
 
-def check_device(form: BlockForm, device: str) -> None:
-    """Check that a type of device computes with a form: the CPU by ggml, others by expanding it for each product.
+def for_device(form: BlockForm, device: str) -> BlockForm:
+    """Return a form as a type of device computes with it: the CPU by ggml, others by expanding it for each product.
 
     Raises:
         ExpertcastError: it does not.
     """
     if device == "cpu":
         ggml.check()
-        return
+        return replace(form, interleave=True)
     from transformers.integrations.gguf.dequant import GGML_BLOCK
 
     for kind, _ in form.pieces:
         if ggml.TYPES[kind].number not in GGML_BLOCK:
             raise ExpertcastError(f"experts in {kind} are computed on the CPU only: give experts='expanded'")
+    return form
 
 
 # Experts as groups of rows
@@ -279,13 +326,13 @@ class PackedMatrix:
     ) -> None:
         self._own, self.dtype = own, dtype
         self.form, self.transposed, self.many_rows = form, transposed, form.many_rows
-        self.name = name + BLOCKS
+        self.name = name + form.suffix
         """Name of the parameter that holds the blocks."""
         self.has_one_piece = len(form.pieces) == 1
         self._place, self._matrices = (0, 0, 0), list[ggml.Matrices]()
         ends = list(accumulate(form.nbytes_of(piece) for piece in form.pieces))
         self._pieces = [
-            (piece.kind, start, (piece.outputs, form.inputs))
+            (piece.kind, start, (piece.outputs, form.inputs, form.interleaves(piece)))
             for piece, start in zip(form.pieces, [0, *ends], strict=False)
         ]
 
@@ -318,10 +365,10 @@ class PackedMatrix:
         (own,) = self._places()
         return own
 
-    def by_ggml(self, rows: Tensor, ids: Tensor | None) -> Tensor:
-        """Multiply rows [T, 1, I] or [T, K, I] by the matrices `ids` [T, K] (None: the first one); return float32
+    def by_ggml(self, rows: Tensor, ids: Tensor | None, expert: int = 0) -> Tensor:
+        """Multiply rows [T, 1, I] or [T, K, I] by the matrices `ids` [T, K] (None: that of one expert); return float32
         [T, K, N], which the next product overwrites."""
-        pieces = self._places()
+        pieces = [piece.at(expert) for piece in self._places()] if ids is None else self._places()
         if len(pieces) == 1:
             return ggml.product(pieces[0], rows, ids)
         return torch.cat([ggml.product(piece, rows, ids).clone() for piece in pieces], dim=-1)
@@ -338,11 +385,12 @@ class PackedMatrix:
         """Multiply each group's rows by its expert's matrix; return float32 [P, N], which the next product may
         overwrite."""
         most = self.many_rows if rows_PI.device.type == "cpu" else 1
+        few = ggml.AT_ONCE if self.form.interleaved else most
         ids_P = _repeated([expert for expert, _ in groups], groups)
-        if all(count < most for _, count in groups):
+        if all(count < few for _, count in groups):
             return self.by_ggml(rows_PI.unsqueeze(1), ids_P.unsqueeze(1)).squeeze(1)
         output_PN = rows_PI.new_empty(len(rows_PI), self.form.outputs, dtype=torch.float32)
-        few_F = _repeated([count < most for _, count in groups], groups).nonzero().squeeze(1)
+        few_F = _repeated([count < few for _, count in groups], groups).nonzero().squeeze(1)
         if len(few_F):
             output_PN[few_F] = self.by_ggml(rows_PI[few_F].unsqueeze(1), ids_P[few_F].unsqueeze(1)).squeeze(1)
         start, blocks = 0, self.blocks
@@ -350,6 +398,8 @@ class PackedMatrix:
             own = slice(start, start := start + count)
             if count >= most:
                 output_PN[own] = self.form.multiply(rows_PI[own], blocks[expert])
+            elif count >= few:
+                output_PN[own] = self.by_ggml(rows_PI[own].unsqueeze(1), None, expert).squeeze(1)
         return output_PN
 
 
@@ -392,9 +442,7 @@ def form_for(experts: nn.Module, matrix: Tensor, bits: int, device: str = "cpu",
     outputs, inputs = sizes_of(experts, matrix)
     kinds = ("Q8_0",) if bits == 8 else ("Q4_K", "Q4_0")
     kind = next((kind for kind in kinds if inputs % ggml.TYPES[kind].elements == 0), rest or kinds[-1])
-    form = BlockForm((Piece(kind, outputs),), inputs)
-    check_device(form, device)
-    return form
+    return for_device(BlockForm((Piece(kind, outputs),), inputs), device)
 
 
 def down_projection(experts: nn.Module) -> Tensor | PackedMatrix:
@@ -422,7 +470,7 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
         matrix = experts._parameters.pop(name)
         assert matrix is not None
         empty = torch.empty(count, form.nbytes, dtype=torch.uint8, device=matrix.device)
-        experts.register_parameter(name + BLOCKS, nn.Parameter(empty, requires_grad=False))
+        experts.register_parameter(name + form.suffix, nn.Parameter(empty, requires_grad=False))
         experts.__dict__[name] = PackedMatrix(experts._parameters, name, form, transposed, matrix.dtype)
 
 

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 from expertcast.data import ggml
 from expertcast.data.machine import one_row, without_onednn
 from expertcast.data.packed_attention import fuse_attention
-from expertcast.data.packed_experts import BLOCKS, BlockForm, PackedMatrix, Piece
+from expertcast.data.packed_experts import BlockForm, PackedMatrix, Piece
 from expertcast.data.weights.files import ComputedTensor, TensorFile
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
 
 _OPERATIONS = torch.library.Library("expertcast", "FRAGMENT")  # type: ignore[no-untyped-call]
 _OPERATIONS.define(  # type: ignore[no-untyped-call]
-    "packed_product(Tensor rows, Tensor blocks, str kind) -> Tensor"
+    "packed_product(Tensor rows, Tensor blocks, str kind, bool interleave) -> Tensor"
 )
 
 
@@ -41,7 +41,7 @@ class PackedModule(nn.Module):
         super().__init__()
         self.form = form
         blocks = torch.empty(1, form.nbytes, dtype=torch.uint8)
-        self.register_parameter(f"weight{BLOCKS}", nn.Parameter(blocks, requires_grad=False))
+        self.register_parameter(f"weight{form.suffix}", nn.Parameter(blocks, requires_grad=False))
         self.__dict__["matrix"] = PackedMatrix(self._parameters, "weight", form, transposed=False, dtype=dtype)
 
     @property
@@ -65,8 +65,8 @@ class PackedEmbedding(PackedModule):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of ids, [..., I] in the model's dtype."""
         matrix: PackedMatrix = self.__dict__["matrix"]
-        ((kind, rows),) = self.form.split(matrix.blocks[0])
-        return ggml.dequantise(kind, rows[ids]).to(matrix.dtype)
+        ((piece, rows),) = self.form.split(matrix.blocks[0])
+        return ggml.dequantise(piece.kind, rows[ids]).to(matrix.dtype)
 
 
 class PackedLinear(PackedModule):
@@ -86,21 +86,22 @@ class PackedLinear(PackedModule):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Multiply [..., I] by the weights; return [..., N] in the dtype of the input."""
-        rows_P1I = hidden.reshape(-1, 1, self.in_features)
+        rows_P1I, matrix = hidden.reshape(-1, 1, self.in_features), self.__dict__["matrix"]
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             ((kind, _),) = self.form.pieces
-            output: Tensor = torch.ops.expertcast.packed_product(rows_P1I, self._parameters[f"weight{BLOCKS}"], kind)
+            given = rows_P1I, matrix.blocks, kind, self.form.interleave
+            output: Tensor = torch.ops.expertcast.packed_product(*given)
         else:
-            output = self.__dict__["matrix"].product(rows_P1I)
+            output = matrix.product(rows_P1I)
         if self.bias is not None:
             output = output.add_(self.bias)
         return output.view(*hidden.shape[:-1], self.out_features)
 
 
-def _product(rows_P1I: Tensor, blocks: Tensor, kind: str) -> Tensor:
+def _product(rows_P1I: Tensor, blocks: Tensor, kind: str, interleave: bool) -> Tensor:
     inputs = rows_P1I.shape[2]
-    form = BlockForm((Piece(kind, blocks.shape[1] // ggml.row_bytes(kind, inputs)),), inputs)
-    return PackedMatrix({f"weight{BLOCKS}": blocks}, "weight", form, False, rows_P1I.dtype).product(rows_P1I)
+    form = BlockForm((Piece(kind, blocks.shape[1] // ggml.row_bytes(kind, inputs)),), inputs, interleave)
+    return PackedMatrix({f"weight{form.suffix}": blocks}, "weight", form, False, rows_P1I.dtype).product(rows_P1I)
 
 
 _OPERATIONS.impl("packed_product", _product, "CPU")  # type: ignore[no-untyped-call]
@@ -129,7 +130,7 @@ def linear_forms(model: PreTrainedModel, view: MoEView, weights: Mapping[str, Te
             pieces = file.pieces()
             if pieces is not None and len(pieces) == 1 and pieces[0].kind not in ggml.FLOATS:
                 with suppress(ExpertcastError):  # blocks do not divide the rows
-                    forms[name] = BlockForm(pieces, file.get_shape()[1])
+                    forms[name] = BlockForm(pieces, file.get_shape()[1], interleave=type(module) is nn.Linear)
     return forms
 
 
@@ -156,7 +157,7 @@ def pack_linears(
         else:
             packed = PackedEmbedding(form, module.weight.dtype)  # type: ignore[arg-type, union-attr]
         packed.train(module.training)
-        form.put(file.blocks(...), packed.get_parameter(f"weight{BLOCKS}")[0])
+        form.put(file.blocks(...), packed.__dict__["matrix"].blocks[0])
         model.set_submodule(name, packed)
     fuse_attention(model)
     for name in routers:

@@ -22,7 +22,7 @@ from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 from expertcast.data.machine import torch_device, torch_dtype
 from expertcast.data.models import form_of, meta_model, model_of, one_line, open_weights, put_adapter
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.data.packed_experts import BlockForm, Forms, check_device, form_for, make_packed, matrices
+from expertcast.data.packed_experts import BlockForm, Forms, for_device, form_for, make_packed, matrices
 from expertcast.data.packed_linear import linear_forms, pack_linears
 from expertcast.data.source import MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
@@ -256,9 +256,7 @@ def packed_forms(experts: str, sources: ExpertSources, view: MoEView, device: st
     """
     if experts == PACKED or (experts == BY_FORM and device == "cpu"):
         try:
-            forms = sources.forms()
-            for form in {form for own in forms for form in own.values()}:
-                check_device(form, device)
+            forms = [{name: for_device(form, device) for name, form in own.items()} for own in sources.forms()]
         except ExpertcastError as error:
             if experts == PACKED:
                 raise

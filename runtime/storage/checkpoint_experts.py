@@ -23,6 +23,7 @@ from transformers.quantizers import HfQuantizer
 from expertcast.data import ggml
 from expertcast.data.machine import run_alone, usable_processors
 from expertcast.data.packed_experts import (
+    INTERLEAVED,
     BlockForm,
     Forms,
     Piece,
@@ -37,7 +38,7 @@ from expertcast.data.weights.files import ComputedTensor, Part, TensorFile, Weig
 from expertcast.data.weights.groups import Group, grouped
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.storage.layout import expert_parameters
+from expertcast.runtime.storage.layout import BlockLayout, expert_parameters
 
 _MOST_READERS = 4
 """Maximum number of threads that read and convert experts."""
@@ -143,6 +144,12 @@ class ExpertSources:
                         fused = not group.by_expert and file.get_shape()[:1] == [self._experts]
                         own.append((file, slice(expert, expert + 1) if fused else ...))
         return parts
+
+    def orders(self, layer: int, layout: BlockLayout) -> list[tuple[slice, BlockForm]]:
+        """Return where a layer's block has matrices whose order in memory is not that of files, and their forms."""
+        forms = {own.name: own.form for own in packed_matrices(self._modules[layer]).values()}
+        fields = [field for field in layout.fields_of(layer) if field.name.endswith(INTERLEAVED)]
+        return [(slice(field.offset, field.offset + field.nbytes), forms[field.name]) for field in fields]
 
     def _portions(self, group: Group) -> list[slice | None]:
         """Split a layer into ranges of experts to convert at a time; [None] if the group is inseparable."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertcast.data.packed_experts import BlockForm
 from expertcast.data.weights.files import FileTensor, Part, TensorFile, in_memory
 from expertcast.predictors.artefacts import read_range
 from expertcast.predictors.messages import ExpertcastError
@@ -62,6 +63,8 @@ class ExpertsInPlace:
         self._ranges: list[list[Range]] = []
         """Ranges of each expert, to places in its block in plain layers, else in the memory of its conversion."""
         self._plain = [False] * layers
+        self._orders: list[list[tuple[slice, BlockForm]]] = [[]] * layers
+        """Matrices of a plain layer that are brought into the order of memory once an expert is read."""
         places: dict[object, list[int] | None] = {}
         for layer in range(layers):
             parts = sources.file_parts(layer)
@@ -72,7 +75,7 @@ class ExpertsInPlace:
                 places[form] = self._places(layer)
             found = places[form]
             if found is not None:
-                self._plain[layer] = True
+                self._plain[layer], self._orders[layer] = True, sources.orders(layer, layout)
                 self._ranges[-experts:] = [
                     [each._replace(start=start) for each, start in zip(own, found, strict=True)] for own in ranges
                 ]
@@ -95,8 +98,10 @@ class ExpertsInPlace:
             request: further fields of the request.
         """
         pieces = pieces_of(self._ranges[key])
-        if self._plain[key // self._experts]:
-            return Read(key=key, target=block, pieces=pieces, **request)
+        layer = key // self._experts
+        if self._plain[layer]:
+            order = partial(self._order, layer) if self._orders[layer] else None
+            return Read(key=key, target=block, pieces=pieces, convert=order, **request)
         return ConvertedRead(key=key, target=block, pieces=pieces, convert=partial(self._convert, key), **request)
 
     def fill(self, key: int, block: Tensor) -> None:
@@ -114,8 +119,16 @@ class ExpertsInPlace:
             if len(read) != nbytes or stamp_of(file.handle) != file.stamp:
                 raise file.changed()
             memory[start : start + nbytes] = torch.frombuffer(read, dtype=torch.uint8)
-        if not plain:
+        if plain:
+            self._order(key // self._experts, memory, block)
+        else:
             self._convert(key, memory, block)
+
+    def _order(self, layer: int, memory: Tensor, block: Tensor) -> None:
+        """Bring a plain layer's block, as read, into the order of memory."""
+        assert memory is block
+        for place, form in self._orders[layer]:
+            form.order(block[place])
 
     def _ranges_of(self, parts: Iterable[tuple[TensorFile, Part]]) -> list[Range]:
         """Return the ranges of one expert, to aligned places in memory."""
@@ -147,7 +160,7 @@ class ExpertsInPlace:
     def _places(self, layer: int) -> list[int] | None:
         """Return the first byte of each range in the block of a plain layer's experts; None for other layers.
 
-        Random bytes are converted and then sought in the block, long ranges first.
+        Random bytes are converted and then sought in the block, in the order of files, long ranges first.
         """
         key = (layer + 1) * self._experts - 1
         ranges, block = self._ranges[key], HostMemory(self._layout.block_bytes).bytes
@@ -157,6 +170,8 @@ class ExpertsInPlace:
             memory.random_(1, _FINITE, generator=torch.Generator())
             parts = [memory[each.start : each.start + each.nbytes].numpy().tobytes() for each in ranges]
             self._convert(key, memory, block)
+            for place, form in self._sources.orders(layer, self._layout):
+                form.separate(block[place])
             starts, left = [-1] * len(ranges), bytearray(block.numpy().data)
             for number in sorted(range(len(parts)), key=lambda number: -len(parts[number])):
                 starts[number] = left.index(parts[number])

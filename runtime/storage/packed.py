@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertcast.data.packed_experts import BLOCKS
+from expertcast.data.packed_experts import BLOCKS, INTERLEAVED
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.layout import PRECISIONS, BlockLayout, Field, aligned_bytes
 from expertcast.runtime.storage.memory import HostMemory, PageLock
@@ -64,7 +64,7 @@ class PackedLayout:
         """
         if precision not in _BITS:
             raise ExpertcastError(f"unknown precision {precision!r}: choose from {', '.join(PRECISIONS)}")
-        if any(field.name.endswith(BLOCKS) for field in layout.fields):
+        if any(field.name.endswith((BLOCKS, INTERLEAVED)) for field in layout.fields):
             raise ExpertcastError(f"these experts are packed already: {precision} copies would not make them smaller")
         bits = _BITS[precision]
         quantised = tuple(field for field in layout.fields if _can_quantise(field))

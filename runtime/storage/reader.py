@@ -67,6 +67,8 @@ class Read(Transfer):
     """Number of pieces that a thread has begun."""
     pieces_read: int = 0
     """Number of pieces read."""
+    convert: Callable[[Tensor, Tensor], None] | None = None
+    """Called in the reader's thread with the memory of the ranges and `target`, once all are read."""
 
     def __post_init__(self) -> None:
         self.pieces = self.pieces or pieces_of([Range(self.offset, 0, self.target.numel())])
@@ -94,6 +96,16 @@ class Read(Transfer):
         self.started = True
         self.pieces_begun += 1
 
+    def finish(self, end: float, error: BaseException | None = None) -> None:
+        error = self.error or error
+        if error is None and self.convert is not None:
+            try:
+                self.convert(self.memory, self.target)
+                end = time.perf_counter()
+            except BaseException as raised:  # raised in the threads that wait for the expert
+                error = raised
+        Transfer.finish(self, end, error)
+
     def aligned(self, piece: Range) -> bool:
         """Whether offset, size and memory of a piece are aligned, so that a direct read can fill the memory."""
         return not (piece.offset % SECTOR or piece.nbytes % SECTOR or (self.memory.data_ptr() + piece.start) % SECTOR)
@@ -101,10 +113,8 @@ class Read(Transfer):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ConvertedRead(Read):
-    """Request that reads ranges into memory of its own, and converts them to `target` in the reader's thread."""
+    """Request that reads ranges into memory of its own, from which `convert` fills `target`."""
 
-    convert: Callable[[Tensor, Tensor], None]
-    """Called with the ranges' bytes and `target`."""
     own: Tensor | None = None
 
     @property
@@ -118,16 +128,10 @@ class ConvertedRead(Read):
             self.own = HostMemory(max(piece.start + piece.nbytes for piece in self.pieces)).bytes
 
     def finish(self, end: float, error: BaseException | None = None) -> None:
-        error = self.error or error
         try:
-            if error is None:
-                self.convert(self.memory, self.target)
-                end = time.perf_counter()
-        except BaseException as raised:  # raised in the threads that wait for the expert
-            error = raised
+            Read.finish(self, end, error)
         finally:
             self.own = None
-            Read.finish(self, end, error)
 
 
 def stamp_of(file: int) -> tuple[int, int]:

@@ -198,14 +198,86 @@ def test_another_library(files: list[str], line: str, tmp_path: Path, monkeypatc
         ggml.check()
 
 
-# Forms of several pieces, and many rows
-
-
 _MIXED = BlockForm((Piece("Q4_0", 16), Piece("Q6_K", 40)), 512)
 
 
 def _octets(form: BlockForm) -> Tensor:
     return torch.cat([_random(kind, outputs).flatten(1) for kind, outputs in form.pieces], dim=1)
+
+
+# Interleaved rows
+
+
+def _interleaving(kind: str) -> None:
+    if not ggml.interleaves(kind, 8):
+        pytest.skip(f"ggml has no kernel for interleaved rows of {kind} on this processor")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "IQ4_NL", "MXFP4"])
+def test_interleaved_rows(kind: str) -> None:
+    """Products are those of the dequantised weights, and a row's bits the same alone, among others and with ids."""
+    _interleaving(kind)
+    blocks = _random(kind, outputs=40)
+    weights = _weights(kind, blocks)
+    pool = torch.zeros(_EXPERTS, blocks[0].numel() + 999, dtype=torch.uint8)
+    for rows, own in zip(blocks, pool, strict=True):
+        place = own[7 : 7 + rows.numel()].view_as(rows)
+        ggml.interleave(kind, rows, place)
+        assert not torch.equal(place, rows)
+        assert torch.equal(ggml.separate(kind, place, torch.empty_like(rows)), rows)
+        assert torch.equal(ggml.separate(kind, place[8:24], torch.empty_like(rows[8:24])), rows[8:24])
+    matrices = ggml.Matrices.of(kind, pool, 7, 40, 512, interleaved=True)
+    rows = torch.randn(67, 1, 512, generator=torch.Generator().manual_seed(0))
+    together = ggml.product(matrices.at(2), rows).clone()
+    expected = rows.double() @ weights[2].double().T
+    assert (together - expected).norm() <= 0.012 * expected.norm()
+    for first, last in ((0, 1), (1, 4), (3, 8), (60, 67)):
+        some, ids = slice(first, last), torch.full((last - first, 1), 2)
+        assert torch.equal(ggml.product(matrices.at(2), rows[some]), together[some])
+        assert torch.equal(ggml.product(matrices, rows[some], ids), together[some])
+
+
+def test_sizes_that_are_not_interleaved() -> None:
+    assert not ggml.interleaves("Q4_0", 12)
+    assert not ggml.interleaves("Q6_K", 16)
+    assert BlockForm((Piece("Q4_0", 12), Piece("Q6_K", 16)), 512, interleave=True).suffix == packed_experts.BLOCKS
+
+
+def test_interleaved_pieces() -> None:
+    """Written, expanded and multiplied as the plain ones are; their parameters have another name."""
+    _interleaving("Q4_0")
+    plain, octets = _MIXED, _octets(_MIXED)
+    form = packed_experts.for_device(plain, "cpu")
+    assert (plain.suffix, form.suffix) == (packed_experts.BLOCKS, packed_experts.INTERLEAVED)
+    rows = torch.zeros(_EXPERTS, 56, form.row_bytes, dtype=torch.uint8)
+    for (_, own), place in zip(plain.split(octets), (slice(16), slice(16, 56)), strict=True):
+        rows[:, place, : own.shape[-1]] = own
+    made = torch.zeros_like(octets)
+    form.put(rows, made)
+    assert not torch.equal(made, octets)
+    given = torch.randn(100, 512)
+    for own, expected in zip(made, octets, strict=True):
+        assert torch.equal(form.expand(own), plain.expand(expected))
+        assert torch.equal(form.multiply(given, own), plain.multiply(given, expected))
+        form.separate(own)
+        assert torch.equal(own, expected)
+
+
+def test_groups_of_rows_by_interleaved_matrices() -> None:
+    """One row, some and many of an expert: the first two have the bits of rows alone."""
+    _interleaving("Q4_0")
+    form = packed_experts.for_device(BlockForm((Piece("Q4_0", 48),), 512), "cpu")
+    blocks = torch.stack([torch.empty(form.nbytes, dtype=torch.uint8) for _ in range(_EXPERTS)])
+    form.put(_random("Q4_0"), blocks)
+    matrix = packed_experts.PackedMatrix({"up_blocks8": blocks}, "up", form, False, torch.float32)
+    rows, groups = torch.randn(101, 512), [(1, 1), (2, 20), (0, 80)]
+    found = matrix.products(rows, groups).clone()
+    alone = [matrix.by_ggml(rows[i : i + 1, None], None, 1 if i == 0 else 2)[0].clone() for i in range(21)]
+    assert torch.equal(found[:21], torch.cat(alone))
+    assert torch.equal(found[21:], form.multiply(rows[21:], blocks[0]))
+
+
+# Forms of several pieces, and many rows
 
 
 def test_pieces() -> None:
@@ -242,9 +314,9 @@ def test_expanded_on_other_devices(kind: str) -> None:
     found = dequantize_blocks(rows, ggml.TYPES[kind].number, 48, 512, torch.float32)
     assert torch.allclose(found, ggml.dequantise(kind, rows), rtol=1e-5, atol=1e-6)
     form = BlockForm((Piece(kind, 48),), 512)
-    packed_experts.check_device(form, "cuda")
+    assert packed_experts.for_device(form, "cuda") == form
     with pytest.raises(ExpertcastError, match="MXFP4 are computed on the CPU only: give experts='expanded'"):
-        packed_experts.check_device(BlockForm((Piece("MXFP4", 48),), 512), "cuda")
+        packed_experts.for_device(BlockForm((Piece("MXFP4", 48),), 512), "cuda")
 
 
 # Blocks of other formats
