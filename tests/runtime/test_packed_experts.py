@@ -28,6 +28,7 @@ from expertcast.data.weights.packed import join_packed
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime import loading
+from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout, ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore
@@ -507,3 +508,26 @@ def test_weights_of_another_model(experts: str, tmp_path: Path) -> None:
     save_file({"x.weight": torch.zeros(2)}, Path(path) / "model.safetensors")
     with pytest.raises(ExpertcastError, match=rf"{tmp_path.name}.* has no weights for .*: it is incomplete"):
         load_offloaded(path, device="cpu", slots=6, experts=experts)
+
+
+def test_experts_in_slots_run_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's other experts wait; the bits are those of all experts at once, and each is counted once."""
+    path, late = FORMS["Q4_0"][0](tmp_path), list[int]()
+    run = Engine._run_late
+
+    def seen(self: Engine, *args: Any) -> Tensor:
+        late.append(len(args[-1]))
+        return run(self, *args)
+
+    monkeypatch.setattr(Engine, "_run_late", seen)
+    with load_offloaded(path, device="cpu", experts="packed", slots=32, dtype="bf16", link="instant") as resident:
+        expected = greedy(resident, IDS, 8)
+        requests = resident.stats.as_dict()["requests"]
+    assert not late
+    for options in ({"link": "emulated", "bandwidth": 1e6}, {"store": "disk", "bandwidth": 1e6, "in_place": True}):
+        late.clear()
+        with load_offloaded(path, device="cpu", experts="packed", slots=6, dtype="bf16", **options) as offloaded:
+            assert_same(greedy(offloaded, IDS, 8), expected)
+            stats = offloaded.stats.as_dict()
+        assert stats["hits"] + stats["misses"] == stats["requests"] == requests
+        assert late
