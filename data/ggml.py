@@ -227,7 +227,7 @@ def check() -> None:
 
 # Interleaved rows
 
-_TOGETHER = 8
+TOGETHER = 8
 """Rows whose blocks lie side by side."""
 _ORDERS = {"Q4_0": ("<u2", 0x88), "IQ4_NL": ("<u2", 0), "MXFP4": ("u1", 0)}
 """Types that are interleaved as fast as they are copied: the scale of a block, and what its codes are xored with. Q4_K
@@ -246,7 +246,7 @@ def _interleaved() -> dict[str, tuple[int, int]]:
     for memory in takewhile(bool, kinds):
         for kind in _ORDERS if library.backend_buft_name(memory) == b"CPU_REPACK" else ():
             graph = Graph(kind, 0, 1)
-            tensor = graph.record(kind, 8 * TYPES[kind].elements, _TOGETHER)
+            tensor = graph.record(kind, 8 * TYPES[kind].elements, TOGETHER)
             buffer = library.backend_buft_alloc_buffer(memory, 1 << 14)
             start = library.backend_buffer_get_base(buffer)
             library.backend_tensor_alloc(buffer, ctypes.addressof(tensor), start)
@@ -260,7 +260,7 @@ def _is_known(kind: str) -> bool:
     """Return whether ggml has kernels for interleaved rows of a type on this processor, in the order known here."""
     if kind not in _ORDERS or kind not in _interleaved():
         return False
-    rows = torch.randint(256, (_TOGETHER, 3 * TYPES[kind].nbytes), dtype=torch.uint8, generator=torch.Generator())
+    rows = torch.randint(256, (TOGETHER, 3 * TYPES[kind].nbytes), dtype=torch.uint8, generator=torch.Generator())
     given = torch.empty_like(rows)
     interleave(kind, rows, given)
     return torch.equal(separate(kind, given, torch.empty_like(rows)), rows)
@@ -268,7 +268,7 @@ def _is_known(kind: str) -> bool:
 
 def interleaves(kind: str, outputs: int) -> bool:
     """Return whether N rows of a type lie interleaved on this processor."""
-    return outputs % _TOGETHER == 0 and _is_known(kind)
+    return outputs % TOGETHER == 0 and _is_known(kind)
 
 
 def interleave(kind: str, rows: Tensor, octets: Tensor) -> None:
@@ -288,8 +288,8 @@ def separate(kind: str, octets: Tensor, rows: Tensor) -> Tensor:
     assert rows.is_contiguous()
     scale, mask = _ORDERS[kind]
     fields = [("scale", scale), ("low", "<u8"), ("high", "<u8")]
-    groups = octets.view(len(octets) // _TOGETHER, -1).numpy().view([(*each, _TOGETHER) for each in fields])
-    blocks = rows.view(len(groups), _TOGETHER, -1).numpy().view(fields)
+    groups = octets.view(len(octets) // TOGETHER, -1).numpy().view([(*each, TOGETHER) for each in fields])
+    blocks = rows.view(len(groups), TOGETHER, -1).numpy().view(fields)
     for (name, _), code in zip(fields, (0, mask, mask), strict=True):
         number = blocks[name].dtype.type(code * 0x0101010101010101)
         np.bitwise_xor(groups[name].transpose(0, 2, 1), number, out=blocks[name])

@@ -58,6 +58,30 @@ class Piece(NamedTuple):
     """Number of rows."""
 
 
+class OrderedRows(NamedTuple):
+    """Rows of one type that are interleaved in memory."""
+
+    kind: str
+    start: int
+    """First byte."""
+    end: int
+    row_bytes: int
+
+    @property
+    def unit(self) -> int:
+        """Bytes of rows that are interleaved among themselves."""
+        return ggml.TOGETHER * self.row_bytes
+
+    def write(self, given: Tensor, octets: Tensor) -> None:
+        """Write some units, uint8 in the order of files, to other memory in the order of memory."""
+        ggml.interleave(self.kind, given.view(-1, self.row_bytes), octets.view(-1, self.row_bytes))
+
+    def separate(self, octets: Tensor) -> None:
+        """Bring all rows in uint8 [bytes] back into the order of files."""
+        rows = octets[self.start : self.end].view(-1, self.row_bytes)
+        ggml.separate(self.kind, rows.clone(), rows)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockForm:
     """One matrix of every expert as rows of blocks.
@@ -140,21 +164,20 @@ class BlockForm:
             own.copy_(rows[..., first:last, : own.shape[-1]])
             first = last
         for each in octets.unbind() if octets.dim() > 1 else [octets]:
-            self.order(each)
+            for some in self.ordered():
+                place = each[some.start : some.end]
+                (given,) = ggml.scratch((place.shape, torch.uint8))
+                some.write(given.copy_(place), place)
 
-    def order(self, octets: Tensor) -> None:
-        """Bring rows, uint8 [nbytes], from the order of files to that of memory."""
-        for piece, rows in self.split(octets):
-            if self.interleaves(piece):
-                (given,) = ggml.scratch((rows.shape, torch.uint8))
-                ggml.interleave(piece.kind, given.copy_(rows), rows)
-
-    def separate(self, octets: Tensor) -> None:
-        """Undo :meth:`order`."""
-        for piece, rows in self.split(octets):
-            if self.interleaves(piece):
-                (given,) = ggml.scratch((rows.shape, torch.uint8))
-                ggml.separate(piece.kind, given.copy_(rows), rows)
+    def ordered(self, first: int = 0) -> list[OrderedRows]:
+        """Return the rows of uint8 [nbytes] that are interleaved; `first` is added to their places."""
+        ends = accumulate(map(self.nbytes_of, self.pieces), initial=first)
+        return [
+            OrderedRows(kind, start, start + self.nbytes_of(piece), ggml.row_bytes(kind, self.inputs))
+            for start, piece in zip(ends, self.pieces, strict=False)
+            for kind in [piece.kind]
+            if self.interleaves(piece)
+        ]
 
     def expand(self, octets: Tensor) -> Tensor:
         """Return the weights of uint8 [nbytes], float32 [N, I]."""
@@ -192,7 +215,7 @@ def _widened(kind: str, rows: Tensor, dtype: torch.dtype, interleaved: bool) -> 
 
 def _whole(rows: int) -> int:
     """Return a number of rows that are interleaved among themselves."""
-    return max(8, rows // 8 * 8)
+    return max(1, rows // ggml.TOGETHER) * ggml.TOGETHER
 
 
 def _expanded(kind: str, rows: Tensor, interleaved: bool = False) -> Tensor:

@@ -23,9 +23,9 @@ from transformers.quantizers import HfQuantizer
 from expertcast.data import ggml
 from expertcast.data.machine import run_alone, usable_processors
 from expertcast.data.packed_experts import (
-    INTERLEAVED,
     BlockForm,
     Forms,
+    OrderedRows,
     Piece,
     at_once,
     matrices,
@@ -145,11 +145,11 @@ class ExpertSources:
                         own.append((file, slice(expert, expert + 1) if fused else ...))
         return parts
 
-    def orders(self, layer: int, layout: BlockLayout) -> list[tuple[slice, BlockForm]]:
-        """Return where a layer's block has matrices whose order in memory is not that of files, and their forms."""
+    def ordered(self, layer: int, layout: BlockLayout) -> list[OrderedRows]:
+        """Return the rows of a layer's block whose order in memory is not that of files."""
         forms = {own.name: own.form for own in packed_matrices(self._modules[layer]).values()}
-        fields = [field for field in layout.fields_of(layer) if field.name.endswith(INTERLEAVED)]
-        return [(slice(field.offset, field.offset + field.nbytes), forms[field.name]) for field in fields]
+        fields = [field for field in layout.fields_of(layer) if field.name in forms]
+        return [rows for field in fields for rows in forms[field.name].ordered(field.offset)]
 
     def _portions(self, group: Group) -> list[slice | None]:
         """Split a layer into ranges of experts to convert at a time; [None] if the group is inseparable."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertcast.data.packed_experts import BlockForm
+from expertcast.data.packed_experts import OrderedRows
 from expertcast.data.weights.files import FileTensor, Part, TensorFile, in_memory
 from expertcast.predictors.artefacts import read_range
 from expertcast.predictors.messages import ExpertcastError
@@ -28,6 +28,7 @@ from expertcast.runtime.storage.checkpoint_experts import ExpertSources
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.reader import (
+    PIECE,
     ConvertedRead,
     OpenFile,
     Range,
@@ -63,9 +64,7 @@ class ExpertsInPlace:
         self._ranges: list[list[Range]] = []
         """Ranges of each expert, to places in its block in plain layers, else in the memory of its conversion."""
         self._plain = [False] * layers
-        self._orders: list[list[tuple[slice, BlockForm]]] = [[]] * layers
-        """Matrices of a plain layer that are brought into the order of memory once an expert is read."""
-        places: dict[object, list[int] | None] = {}
+        places: dict[object, list[Range] | None] = {}
         for layer in range(layers):
             parts = sources.file_parts(layer)
             ranges = [self._ranges_of(own) for own in parts]
@@ -75,9 +74,10 @@ class ExpertsInPlace:
                 places[form] = self._places(layer)
             found = places[form]
             if found is not None:
-                self._plain[layer], self._orders[layer] = True, sources.orders(layer, layout)
+                self._plain[layer] = True
                 self._ranges[-experts:] = [
-                    [each._replace(start=start) for each, start in zip(own, found, strict=True)] for own in ranges
+                    [place._replace(offset=each.offset, file=each.file) for each, place in zip(own, found, strict=True)]
+                    for own in ranges
                 ]
 
     @property
@@ -98,10 +98,8 @@ class ExpertsInPlace:
             request: further fields of the request.
         """
         pieces = pieces_of(self._ranges[key])
-        layer = key // self._experts
-        if self._plain[layer]:
-            order = partial(self._order, layer) if self._orders[layer] else None
-            return Read(key=key, target=block, pieces=pieces, convert=order, **request)
+        if self._plain[key // self._experts]:
+            return Read(key=key, target=block, pieces=pieces, **request)
         return ConvertedRead(key=key, target=block, pieces=pieces, convert=partial(self._convert, key), **request)
 
     def fill(self, key: int, block: Tensor) -> None:
@@ -112,23 +110,19 @@ class ExpertsInPlace:
         """
         plain, ranges = self._plain[key // self._experts], self._ranges[key]
         memory = block if plain else _memory(ranges)
-        for offset, start, nbytes, number in ranges:
+        for offset, start, nbytes, number, _, write in ranges:
             file = self.files[number]
             assert file.handle is not None
             read = read_range(file.handle, offset, nbytes)
             if len(read) != nbytes or stamp_of(file.handle) != file.stamp:
                 raise file.changed()
-            memory[start : start + nbytes] = torch.frombuffer(read, dtype=torch.uint8)
-        if plain:
-            self._order(key // self._experts, memory, block)
-        else:
+            given, place = torch.frombuffer(read, dtype=torch.uint8), memory[start : start + nbytes]
+            if write is None:
+                place.copy_(given)
+            else:
+                write(given, place)
+        if not plain:
             self._convert(key, memory, block)
-
-    def _order(self, layer: int, memory: Tensor, block: Tensor) -> None:
-        """Bring a plain layer's block, as read, into the order of memory."""
-        assert memory is block
-        for place, form in self._orders[layer]:
-            form.order(block[place])
 
     def _ranges_of(self, parts: Iterable[tuple[TensorFile, Part]]) -> list[Range]:
         """Return the ranges of one expert, to aligned places in memory."""
@@ -157,8 +151,8 @@ class ExpertsInPlace:
             self.files.append(OpenFile(Path(name), handle, stamp_of(handle)))
         return self._numbers[name]
 
-    def _places(self, layer: int) -> list[int] | None:
-        """Return the first byte of each range in the block of a plain layer's experts; None for other layers.
+    def _places(self, layer: int) -> list[Range] | None:
+        """Return the ranges of a plain layer's last expert, to their places in its block; None for other layers.
 
         Random bytes are converted and then sought in the block, in the order of files, long ranges first.
         """
@@ -170,14 +164,15 @@ class ExpertsInPlace:
             memory.random_(1, _FINITE, generator=torch.Generator())
             parts = [memory[each.start : each.start + each.nbytes].numpy().tobytes() for each in ranges]
             self._convert(key, memory, block)
-            for place, form in self._sources.orders(layer, self._layout):
-                form.separate(block[place])
+            ordered = self._sources.ordered(layer, self._layout)
+            for rows in ordered:
+                rows.separate(block)
             starts, left = [-1] * len(ranges), bytearray(block.numpy().data)
             for number in sorted(range(len(parts)), key=lambda number: -len(parts[number])):
                 starts[number] = left.index(parts[number])
                 left[starts[number] : starts[number] + len(parts[number])] = bytes(len(parts[number]))
             if not any(left) and len(set(parts)) == len(parts) and sizes[1] - sizes[0] < _ALIGNED * len(parts):
-                return starts
+                return [_placed(each, start, ordered) for each, start in zip(ranges, starts, strict=True)]
         self.fill(key, block)  # raises if this form cannot be converted from the ranges alone
         return None
 
@@ -186,7 +181,7 @@ class ExpertsInPlace:
         layer, expert = divmod(key, self._experts)
         ranges = {
             (str(self.files[number].path), offset): memory[start : start + nbytes]
-            for offset, start, nbytes, number in self._ranges[key]
+            for offset, start, nbytes, number, *_ in self._ranges[key]
         }
         views = self._layout.views(block, layer).items()
         with torch.no_grad(), in_memory(ranges):
@@ -194,6 +189,17 @@ class ExpertsInPlace:
             self._sources.read_expert(
                 layer, expert, {name: view.expand(self._experts, *view.shape[1:]) for name, view in views}
             )
+
+
+def _placed(given: Range, start: int, ordered: list[OrderedRows]) -> Range:
+    """Return a range to a place in a block, where rows may lie in another order."""
+    for rows in ordered:
+        if rows.start <= start < rows.end:
+            assert not (start - rows.start) % rows.unit
+            assert not given.nbytes % rows.unit
+            assert rows.unit <= PIECE
+            return given._replace(start=start, unit=rows.unit, write=rows.write)
+    return given._replace(start=start)
 
 
 def _memory(ranges: list[Range]) -> Tensor:

@@ -42,15 +42,21 @@ class Range(NamedTuple):
     nbytes: int
     file: int = 0
     """Number of the file among those of the reader."""
+    unit: int = 1
+    """Bytes of which a piece has a multiple, at most `PIECE`."""
+    write: Callable[[Tensor, Tensor], None] | None = None
+    """Writes a piece's bytes, uint8, to its place in memory, in another order; None: they are copied."""
 
 
 def pieces_of(ranges: Iterable[Range]) -> list[Range]:
     """Divide ranges into pieces of at most `PIECE` bytes."""
-    return [
-        Range(offset + done, start + done, min(PIECE, nbytes - done), file)
-        for offset, start, nbytes, file in ranges
-        for done in range(0, nbytes, PIECE)
-    ]
+    pieces = []
+    for each in ranges:
+        step = PIECE // each.unit * each.unit
+        for done in range(0, each.nbytes, step):
+            left = min(step, each.nbytes - done)
+            pieces.append(each._replace(offset=each.offset + done, start=each.start + done, nbytes=left))
+    return pieces
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -67,8 +73,6 @@ class Read(Transfer):
     """Number of pieces that a thread has begun."""
     pieces_read: int = 0
     """Number of pieces read."""
-    convert: Callable[[Tensor, Tensor], None] | None = None
-    """Called in the reader's thread with the memory of the ranges and `target`, once all are read."""
 
     def __post_init__(self) -> None:
         self.pieces = self.pieces or pieces_of([Range(self.offset, 0, self.target.numel())])
@@ -96,25 +100,19 @@ class Read(Transfer):
         self.started = True
         self.pieces_begun += 1
 
-    def finish(self, end: float, error: BaseException | None = None) -> None:
-        error = self.error or error
-        if error is None and self.convert is not None:
-            try:
-                self.convert(self.memory, self.target)
-                end = time.perf_counter()
-            except BaseException as raised:  # raised in the threads that wait for the expert
-                error = raised
-        Transfer.finish(self, end, error)
-
     def aligned(self, piece: Range) -> bool:
         """Whether offset, size and memory of a piece are aligned, so that a direct read can fill the memory."""
-        return not (piece.offset % SECTOR or piece.nbytes % SECTOR or (self.memory.data_ptr() + piece.start) % SECTOR)
+        return piece.write is None and not (
+            piece.offset % SECTOR or piece.nbytes % SECTOR or (self.memory.data_ptr() + piece.start) % SECTOR
+        )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ConvertedRead(Read):
-    """Request that reads ranges into memory of its own, from which `convert` fills `target`."""
+    """Request that reads ranges into memory of its own, and converts them to `target` in the reader's thread."""
 
+    convert: Callable[[Tensor, Tensor], None]
+    """Called with the ranges' bytes and `target`."""
     own: Tensor | None = None
 
     @property
@@ -128,10 +126,16 @@ class ConvertedRead(Read):
             self.own = HostMemory(max(piece.start + piece.nbytes for piece in self.pieces)).bytes
 
     def finish(self, end: float, error: BaseException | None = None) -> None:
+        error = self.error or error
         try:
-            Read.finish(self, end, error)
+            if error is None:
+                self.convert(self.memory, self.target)
+                end = time.perf_counter()
+        except BaseException as raised:  # raised in the threads that wait for the expert
+            error = raised
         finally:
             self.own = None
+            Read.finish(self, end, error)
 
 
 def stamp_of(file: int) -> tuple[int, int]:
@@ -285,7 +289,11 @@ class DirectReader(TransferQueue[Read]):
             low = offset - offset % SECTOR
             whole = sectors(offset + size - low)
             self._read(file, [staging.numpy().data[:whole]], low, offset + size - low)
-            ctypes.memmove(first.memory.data_ptr() + piece.start, staging.data_ptr() + offset - low, size)
+            given, place = staging[offset - low :][:size], first.memory[piece.start :][:size]
+            if piece.write is None:
+                ctypes.memmove(place.data_ptr(), given.data_ptr(), size)
+            else:
+                piece.write(given, place)
         if self._pace is not None:
             self._keep_pace(size, self._pace)
         return size

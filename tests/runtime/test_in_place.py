@@ -16,7 +16,8 @@ import torch
 
 from expertcast import OffloadConfig, load_offloaded, offload
 from expertcast.cli import main
-from expertcast.runtime.storage import expert_file
+from expertcast.data import ggml
+from expertcast.runtime.storage import expert_file, reader
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.in_place import ExpertsInPlace
 from tests.families.models import tiny_model
@@ -81,6 +82,20 @@ def test_same_bits_as_a_packed_store(form: str, tmp_path: Path) -> None:
                 assert all(torch.equal(view, there[name]) for name, view in own.store.views(layer).items())
             found = set(in_place(own)._plain)
     assert found == {plain}
+
+
+def test_interleaved_rows_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of whole groups of rows, by threads at once."""
+    if not ggml.interleaves("Q4_0", 8):
+        pytest.skip("ggml has no kernel for interleaved rows of Q4_0 on this processor")
+    monkeypatch.setattr(reader, "PIECE", 400)
+    given = {"device": "cpu", "slots": 6, "store": "disk", **PACKED}
+    path = gguf("Q4_0", tmp_path)
+    with load_offloaded(path, **given) as offloaded, load_offloaded(path, in_place=True, **given) as own:
+        pieces = in_place(own).read(0, own.store.block(0)).pieces
+        assert len(pieces) > 3
+        assert all(piece.nbytes <= 400 and piece.nbytes % piece.unit == 0 and piece.write for piece in pieces)
+        assert_same(greedy(own, IDS, 4), greedy(offloaded, IDS, 4))
 
 
 @pytest.mark.parametrize("plain", [True, False])
