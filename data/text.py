@@ -7,13 +7,11 @@ cut into documents of about `TXT_DOCUMENT_CHARS` characters.
 from __future__ import annotations
 
 import codecs
-import glob
 import hashlib
 import json
 import math
 import re
 import sys
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ from expertcast.checkpoints.bundled import BUNDLED, is_bundled
 from expertcast.predictors.messages import ExpertcastError, Json, first_line
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
 TEXT_COLUMN = "text"
@@ -44,7 +41,7 @@ FEWEST_CHARS = 10**6
 ROWS_WITHOUT = 100_000
 """Number of rows without text after which reading stops."""
 PARQUET_BATCH = 1000
-"""Rows per read; the default of `datasets`, a file's first row group, may be empty."""
+"""Rows per read."""
 _ENDS = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s"))
 """Places to cut a long text, in order of preference: blank lines, ends of lines, white space."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -189,12 +186,14 @@ def _file_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
 
 
 def _parquet_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
-    with _reading(path):
-        names = _local("parquet", path).column_names
+    from pyarrow.parquet import ParquetFile  # slow to import
+
+    with _reading(path), ParquetFile(path) as file:
+        names = file.schema_arrow.names
         if column not in names:
             raise _no_text(str(path), column, names)
         columns = [name for name in (column, DOMAIN_COLUMN) if name in names]
-        rows = _local("parquet", path, columns=columns, batch_size=PARQUET_BATCH)
+        rows = (row for batch in file.iter_batches(PARQUET_BATCH, columns=columns) for row in batch.to_pylist())
         yield from _with_text(str(path), ((str(path), row) for row in rows), column)
 
 
@@ -253,33 +252,15 @@ def cut_text(text: str) -> list[str]:
     return [*documents, text[begin:]] if begin < len(text) or not documents else documents
 
 
-def _local(kind: str, path: Path, **options: object) -> IterableDataset:
-    """Read a local file in place; the lock files of `datasets` go into a temporary folder."""
-    from datasets import load_dataset  # slow to import
-
-    with tempfile.TemporaryDirectory(prefix="expertcast-") as locks:
-        return load_dataset(
-            kind, data_files=glob.escape(str(path)), split="train", streaming=True, cache_dir=locks, **options
-        )
-
-
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Convert errors of `datasets` to one line, silence its log and disable its download counter."""
-    from datasets import config, logging
-
-    counts, verbosity = config.HF_UPDATE_DOWNLOAD_COUNTS, logging.get_verbosity()
-    config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    logging.set_verbosity(logging.CRITICAL)
+    """Convert errors of reading to one line."""
     try:
         yield
     except ExpertcastError:
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ExpertcastError(f"cannot read {path}: {first_line(error)}") from error
-    finally:
-        config.HF_UPDATE_DOWNLOAD_COUNTS = counts
-        logging.set_verbosity(verbosity)
 
 
 def _hub_rows(name: str, tokens: int | None, column: str) -> Iterator[tuple[str, str]]:
