@@ -170,7 +170,7 @@ class ByPriority(EvictionPolicy):
 
     @abstractmethod
     def _priority(self, key: int) -> float:
-        """Return the priority of an expert at its access; the lowest is evicted first."""
+        """Return the priority of an expert now; the lowest is evicted first."""
 
     def insert(self, key: int, full: bool = True) -> None:
         self._access(key)
@@ -187,15 +187,23 @@ class ByPriority(EvictionPolicy):
         self._valid.clear()
 
     def victim(self, protected: Container[int]) -> int | None:
-        seen: list[_Entry] = []
+        """Raise outdated entries at the top of the heap first: a priority may rise between two accesses."""
+        heap, passed = self._heap, list[_Entry]()
         found = None
-        while self._heap and found is None:
-            entry = heapq.heappop(self._heap)
-            if self._valid.get(entry[2]) is entry:
-                seen.append(entry)
-                found = None if entry[2] in protected else entry[2]
-        for entry in seen:
-            heapq.heappush(self._heap, entry)
+        while heap and found is None:
+            entry = heap[0]
+            key, now = entry[2], self._priority(entry[2])
+            if self._valid.get(key) is not entry:
+                heapq.heappop(heap)
+            elif now > entry[0]:
+                self._valid[key] = (now, entry[1], key)
+                heapq.heapreplace(heap, self._valid[key])
+            elif key in protected:
+                passed.append(heapq.heappop(heap))
+            else:
+                found = key
+        for entry in passed:
+            heapq.heappush(heap, entry)
         return found
 
     def _access(self, key: int) -> None:
@@ -485,26 +493,6 @@ class LRFU(ByPriority):
         uses, now = self._uses, self._now
         for key in keys:
             uses[key] = now + math.log2(1.0 + 2.0 ** (uses[key] - now)) if key in uses else now
-
-    def victim(self, protected: Container[int]) -> int | None:
-        """Raise outdated entries at the top of the heap first: uses since their access only raise a priority."""
-        heap, passed = self._heap, list[_Entry]()
-        found = None
-        while heap and found is None:
-            entry = heap[0]
-            key, uses = entry[2], self._priority(entry[2])
-            if self._valid.get(key) is not entry:
-                heapq.heappop(heap)
-            elif uses > entry[0]:
-                self._valid[key] = (uses, entry[1], key)
-                heapq.heapreplace(heap, self._valid[key])
-            elif key in protected:
-                passed.append(heapq.heappop(heap))
-            else:
-                found = key
-        for entry in passed:
-            heapq.heappush(heap, entry)
-        return found
 
 
 class LHU(LFU):
