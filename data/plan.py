@@ -21,7 +21,7 @@ from torch import Tensor
 from expertcast.checkpoints.provenance import fingerprints, provenance, without_folders
 from expertcast.data.text import Document, token_ids
 from expertcast.predictors.messages import ExpertcastError, Json
-from expertcast.predictors.options import validate
+from expertcast.predictors.options import Validated
 from expertcast.predictors.view import MoEView
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions:
+class TextOptions(Validated):
     """Amount of text and batching, for collection and online training."""
 
     tokens: Annotated[int, Field(ge=1)] | None = None
@@ -57,9 +57,6 @@ class TextOptions:
     early_rank: Annotated[int, Field(ge=0)] | Literal["auto"] | None = "auto"
     """Rank of the stand-in for each expert in early attention; 0: default vectors; none: no early attention; auto: 32,
     or 8 if the hidden size is above 1024."""
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,15 @@ def validate(config: DataclassInstance, *names: str) -> None:
             raise ExpertcastError(f"{name}={reprlib.repr(value)}: {expected}") from None
 
 
+class Validated:
+    """Base of dataclasses whose fields are checked when they are created, as by :func:`validate`."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        validate(self)  # type: ignore[arg-type]
+
+
 def settable(cls: type) -> dict[str, object]:
     """Return the types of the fields that can be parsed from text, by name."""
     hints = typing.get_type_hints(cls)

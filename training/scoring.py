@@ -20,7 +20,7 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import Json, with_token_progress
-from expertcast.predictors.options import validate
+from expertcast.predictors.options import Validated
 from expertcast.training.metrics import Recall
 
 NO_TRAINING = "the train split is empty: collect more text"
@@ -28,7 +28,7 @@ NO_VALIDATION = "the validation split is empty: collect more text, in more docum
 
 
 @dataclass(kw_only=True)
-class FitOptions:
+class FitOptions(Validated):
     """Options of a fit: data, seed, logging and resuming. The predictor's own options are its config."""
 
     tokens: Annotated[int, Field(ge=1)] | None = None
@@ -46,9 +46,6 @@ class FitOptions:
     """Folder for training states, so that a killed training can resume; default: none are saved."""
     earlier_s: float = field(default=0.0, init=False, repr=False)
     """Seconds that killed trainings spent on states which were resumed with these options."""
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 @dataclass(kw_only=True)

@@ -27,7 +27,7 @@ from expertcast.data.machine import with_index
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.predictors import MoEView, Predictor
 from expertcast.predictors.messages import Json, Progress
-from expertcast.predictors.options import validate
+from expertcast.predictors.options import Validated
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.engine.kernels import kernel_name
 from expertcast.runtime.links.base import Link
@@ -443,7 +443,7 @@ on GPUs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchSettings:
+class BenchSettings(Validated):
     """Size of a measurement.
 
     Raises:
@@ -454,9 +454,6 @@ class BenchSettings:
     """Tokens decoded per run; the prefill gives the first one."""
     repetitions: Annotated[int, Field(ge=1)] = 3
     """Repetitions of each run."""
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 @dataclass(slots=True)

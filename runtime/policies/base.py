@@ -8,7 +8,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from expertcast.predictors.base import Registry
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.options import options_text, parse_options, validate
+from expertcast.predictors.options import Validated, options_text, parse_options
 from expertcast.runtime.storage.layout import Region
 
 
@@ -31,7 +31,7 @@ class CacheShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
+class PolicyConfig(Validated):
     """Base class of policy configurations.
 
     Subclasses add fields with limits, such as `Annotated[float, Field(ge=0, lt=1)]`. The docstring of a field is its
@@ -40,9 +40,6 @@ class PolicyConfig:
     Raises:
         ExpertcastError: a value is not of its field's type or outside its limits.
     """
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 class Policy(ABC):

@@ -18,7 +18,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.base import Forecast, Predictor
 from expertcast.predictors.messages import ExpertcastError, with_token_progress
-from expertcast.predictors.options import validate
+from expertcast.predictors.options import Validated
 from expertcast.predictors.view import ModelShape, MoEView, route_all
 from expertcast.runtime.engine.engine import LayerFlow
 
@@ -177,7 +177,7 @@ _COLUMNS = ("logits", "ids", "weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSelection:
+class SequenceSelection(Validated):
     """Selection of documents of a trace dataset, and how they are decoded."""
 
     split: str = "test"
@@ -188,9 +188,6 @@ class SequenceSelection:
     """Number of tokens of each document in its prefill; half of a shorter document."""
     batch: Annotated[int, Field(ge=1)] = 1
     """Number of documents decoded together, until the shortest ends."""
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 def load_trace(
