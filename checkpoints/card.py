@@ -8,6 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.hub import HubName
 from expertcast.checkpoints.results import RECALL, layer_table
 from expertcast.predictors.messages import Json
@@ -33,8 +34,6 @@ def recall_part(name: str, metrics: Json) -> str:
     return replace(table, headings=["layer", *table.headings[1:]]).markdown(turned=True)
 
 
-BUNDLED = "reference"
-"""The bundled model, which has no repository."""
 BUNDLED_LICENSE = "apache-2.0"
 
 TEMPLATE = """---
@@ -106,7 +105,7 @@ def _metadata(config: Json) -> ModelCardData:
     # the hub rejects cards whose base model is a path
     is_hub_id = HubName.of(model_id) is not None and not Path(model_id).exists()
     return ModelCardData(
-        license=BUNDLED_LICENSE if model_id == BUNDLED else None,
+        license=BUNDLED_LICENSE if model_id == REFERENCE else None,
         library_name="expertcast",
         base_model=model_id if is_hub_id else None,
         tags=["mixture-of-experts", "expert-prediction", "expertcast", name],
@@ -115,7 +114,7 @@ def _metadata(config: Json) -> ModelCardData:
 
 def _loading(model_id: str) -> str:
     """Return Python lines that load `model` and `tokenizer`."""
-    if model_id == BUNDLED:
+    if model_id == REFERENCE:
         return (
             "from expertcast.data.models import load_model, load_tokenizer\n\n"
             f'model, tokenizer = load_model("{model_id}"), load_tokenizer("{model_id}")'

@@ -44,8 +44,7 @@ class Moments:
 
     def __init__(self) -> None:
         self.count = 0
-        self.sum_D: Tensor | float = 0.0
-        self.product_DD: Tensor | float = 0.0
+        self.sum_D = self.product_DD = torch.zeros(())
 
     def add(self, hidden_TD: Tensor) -> None:
         """Add the layer's inputs of one batch."""
@@ -56,8 +55,6 @@ class Moments:
 
     def principal(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return the mean [D] and the `rank` orthonormal directions [D, R] of the largest variance."""
-        assert isinstance(self.sum_D, Tensor)
-        assert isinstance(self.product_DD, Tensor)
         mean_D = self.sum_D.double() / self.count
         covariance_DD = self.product_DD.double() / self.count - torch.outer(mean_D, mean_D)
         return mean_D.float(), largest(covariance_DD, rank).float()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -146,23 +146,16 @@ class Forecast:
 
     def __getitem__(self, rows: slice | Tensor) -> Forecast:
         """Return the forecast of a subset of the tokens."""
-        return Forecast(
-            layer=self.layer,
-            logits_TE=self.logits_TE[rows],
-            topk_ids_TK=self.topk_ids_TK[rows],
-            topk_weights_TK=self.topk_weights_TK[rows],
-            log_odds=self.log_odds,
-        )
+        return Forecast.join([self], lambda tensors: tensors[0][rows])
 
     @staticmethod
-    def join(parts: Sequence[Forecast]) -> Forecast:
+    def join(parts: Sequence[Forecast], join: Callable[[list[Tensor]], Tensor] = torch.cat) -> Forecast:
         """Concatenate forecasts of one layer by one predictor along the tokens."""
-        return Forecast(
-            layer=parts[0].layer,
-            logits_TE=torch.cat([part.logits_TE for part in parts]),
-            topk_ids_TK=torch.cat([part.topk_ids_TK for part in parts]),
-            topk_weights_TK=torch.cat([part.topk_weights_TK for part in parts]),
-            log_odds=parts[0].log_odds,
+        return replace(
+            parts[0],
+            logits_TE=join([part.logits_TE for part in parts]),
+            topk_ids_TK=join([part.topk_ids_TK for part in parts]),
+            topk_weights_TK=join([part.topk_weights_TK for part in parts]),
         )
 
 
@@ -406,7 +399,7 @@ class Registry(Generic[R]):
 
 
 PREDICTORS: Registry[Predictor] = Registry("predictor")
-predictor_class = PREDICTORS.get
+predictor_class, names = PREDICTORS.get, PREDICTORS.names
 
 
 def register(cls: type[P]) -> type[P]:
@@ -434,8 +427,3 @@ def register(cls: type[P]) -> type[P]:
     """
     PREDICTORS.register(cls)
     return cls
-
-
-def names() -> list[str]:
-    """Return registered names of predictors, in order of registration."""
-    return [cls.name for cls in PREDICTORS.classes()]

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -276,7 +276,8 @@ class OffloadConfig:
         """
         if not isinstance(config, cls | None):
             raise ExpertcastError(f"config is a {type(config).__name__}: give an OffloadConfig, or its fields by name")
-        _check_names(fields, [field.name for field in dataclasses.fields(cls)])
+        for name in fields:
+            _check_choice("option", name, tuple(field.name for field in dataclasses.fields(cls)))
         return dataclasses.replace(config or cls(), **fields)  # type: ignore[arg-type]
 
     @classmethod
@@ -400,12 +401,6 @@ OffloadConfig.__doc__ = f"{OffloadConfig.__doc__}\n    Fields:\n" + "".join(
 )  # so that help() shows them
 
 
-def _check_names(given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise ExpertcastError(f"unknown option {name!r}: choose from {', '.join(known)}")
-
-
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     if not isinstance(value, Link | ExpertStore) and value not in known:
         raise ExpertcastError(f"unknown {name} {value!r}: choose from {', '.join(known)}")
@@ -485,16 +480,18 @@ def pack_experts(view: MoEView, form: str, device: str = "cpu") -> None:
 
 def draft_bytes(config: OffloadConfig, view: MoEView) -> int:
     """Return the bytes that the configured draft needs on the device."""
-    if config.draft not in QUANTISED:
-        return 0
     from expertcast.runtime.drafts.kinds import expected_bytes
 
-    return expected_bytes(view, config.draft)
+    return expected_bytes(view, config.draft) if config.draft in QUANTISED else 0
 
 
 def memory_beside(config: OffloadConfig, store: ExpertStore, beside: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes beside the slots, each with its name: `beside`, decoding and pools."""
-    own = {"decoding": _decoding_bytes(store), f"pools={config.pools!r}": sum(pool_bytes(config.pools).values())}
+    own = {"decoding": 0, f"pools={config.pools!r}": sum(pool_bytes(config.pools).values())}
+    if store.codec is not None and store.device.type == "cpu":
+        from expertcast.runtime.storage.coded_reader import decoding_bytes
+
+        own["decoding"] = decoding_bytes(store.codec)
     return {name: nbytes for name, nbytes in {**beside, **own}.items() if nbytes}
 
 
@@ -542,15 +539,6 @@ def slots_for(
             f"slots={slots} is fewer than the {top_k} experts one token needs: give slots={top_k} or more"
         )
     return min(slots, everything)
-
-
-def _decoding_bytes(store: ExpertStore) -> int:
-    codec = store.codec
-    if codec is None or store.device.type != "cpu":
-        return 0
-    from expertcast.runtime.storage.coded_reader import decoding_bytes
-
-    return decoding_bytes(codec)
 
 
 def make_link(config: OffloadConfig, device: str) -> Link:

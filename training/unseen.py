@@ -54,8 +54,7 @@ def unseen_traces(
     chosen = traces.chosen(split)
     known = {name: each.predictor.learned_from or frozenset() for name, each in fitted.items()}
     what = f"split {split!r}: score another split, or collect other text"
-    left_out = _left_out([document.hash for document in chosen], known, what)
-    learned = frozenset[str]().union(*known.values())
+    left_out, learned = _left_out([document.hash for document in chosen], known, what)
     left_out.tokens = sum(document.tokens for document in chosen if document.hash in learned)
     return traces.without({document.index for document in traces.documents if document.hash in learned}), left_out
 
@@ -75,13 +74,15 @@ def unseen_documents(
     """
     known = {name: each.learned_from or frozenset() for name, each in predictors.items()}
     known["hybrid execution"] = chosen_by.difference(*known.values())
-    left_out = _left_out([document.hash for document in documents], known, "the text: use other --data")
-    learned = frozenset[str]().union(*known.values())
+    left_out, learned = _left_out([document.hash for document in documents], known, "the text: use other --data")
     return [document for document in documents if document.hash not in learned], left_out
 
 
-def _left_out(hashes: Sequence[str], known: Mapping[str, frozenset[str]], what: str) -> ExcludedDocuments:
-    """Summarise the documents that were learned from; raise an error about `what` if no other is left."""
+def _left_out(
+    hashes: Sequence[str], known: Mapping[str, frozenset[str]], what: str
+) -> tuple[ExcludedDocuments, frozenset[str]]:
+    """Summarise the documents that were learned from, whose hashes come second; raise an error about `what` if no other
+    is left."""
     learned = frozenset[str]().union(*known.values())
     left_out = ExcludedDocuments(
         documents=sum(each in learned for each in hashes),
@@ -89,4 +90,4 @@ def _left_out(hashes: Sequence[str], known: Mapping[str, frozenset[str]], what: 
     )
     if hashes and left_out.documents == len(hashes):
         raise ExpertcastError(f"{', '.join(left_out.by)} learned from every document of {what}")
-    return left_out
+    return left_out, learned

@@ -277,8 +277,6 @@ class SafetensorsFiles(WeightFiles):
 
     def _tensors_of(self, file: BinaryIO, opened: Any) -> dict[str, TensorFile]:
         """Return the tensors of a file that `safe_open` has checked; its slices are slow to make and to read."""
-        if not hasattr(os, "preadv"):
-            return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)

@@ -149,10 +149,12 @@ class Recorder(Observer):
 
     def step_end(self) -> None:
         """Mark the end of a step, after its last kernels are launched."""
-        self._mark("", -1)
+        self.enter("", -1)
 
-    def enter(self, state: State, layer: int) -> None:
-        self._mark(state, layer)
+    def enter(self, state: State | Literal[""], layer: int) -> None:
+        if self._cuda:
+            self._base()
+        self._marks.append((state, layer, self._step, self._event_now() if self._cuda else time.perf_counter()))
 
     def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
         self._copies.append(Span("copy", layer, start, end, -1))
@@ -182,11 +184,6 @@ class Recorder(Observer):
             start, _ = bounds.get(span.step, (span.start, span.end))
             bounds[span.step] = (start, span.end)
         return list(bounds.values())
-
-    def _mark(self, state: str, layer: int) -> None:
-        if self._cuda:
-            self._base()
-        self._marks.append((state, layer, self._step, self._event_now() if self._cuda else time.perf_counter()))
 
     def _base(self) -> torch.cuda.Event:
         if self._origin is None:

@@ -72,7 +72,7 @@ class VirtualRuntime:
     def run(self, forward: Forward) -> float:
         """Run one step and return its seconds."""
         link, flow, times, top_k = self.link, self.flow, self._times, self.trace.shape.top_k
-        start = link.now
+        start, hints = link.now, self._forecasts
         if forward.fresh:
             self.residency.abandon()
         flow.start_pass(forward.fresh)
@@ -86,8 +86,9 @@ class VirtualRuntime:
                 rows_TK = self.trace.require_routes().ids[layer][forward.rows]
                 self.policies.eviction.by_layer[layer].see_routing(layer, rows_TK[-PROMPT_ROWS:].tolist())
             chunks = flow.begin(layer, keys, precision, decodes=not forward.fresh)
-            if self._forecasts is not None and not forward.fresh:
-                self._prefetch(self._forecasts, layer, forward, times.forecast_s[layer])
+            if hints is not None and not forward.fresh and hints.due(layer, forward):
+                link.spend(times.forecast_s[layer])
+                hints.submit(layer, forward, flow)
             flow.finish(layer)
             self._compute(layer, times.experts_s[layer] / top_k, chunks, precision)
         return link.now - start
@@ -132,12 +133,6 @@ class VirtualRuntime:
         precision = {key: name if name in self._smaller else FULL for key, name in decision.precision.items()}
         return request_order([first + expert for row in decision.ids for expert in row]), precision
 
-    def _prefetch(self, forecasts: Hints, layer: int, forward: Forward, forecast_s: float) -> None:
-        """Spend the time of a forecast, and prefetch the forecast experts."""
-        if forecasts.due(layer, forward):
-            self.link.spend(forecast_s)
-            forecasts.submit(layer, forward, self.flow)
-
 
 def simulate(trace: Trace, case: Case) -> Simulation:
     """Simulate a trace in virtual time.
@@ -179,8 +174,7 @@ def simulate(trace: Trace, case: Case) -> Simulation:
     done = Simulation(decode=RunStatistics(layers), prefill=RunStatistics(layers))
     for forward in trace.forwards:
         stats = done.prefill if forward.fresh else done.decode
-        if runtime.residency.stats is not stats:
-            runtime.residency.stats = stats
+        runtime.residency.stats = stats
         if forward.fresh:
             done.prefills_s.append(runtime.run(forward))
         else:

@@ -221,10 +221,6 @@ class ExpertSources:
         names = [name for group in groups for own in group.sources.values() for name in own]
         return any(group.mxfp4 for group in groups) or any(map(self._files.quantised, names))
 
-    def local(self, layer: int) -> dict[str, str]:
-        """Map the full names of one layer's parameters to their names in the experts module."""
-        return self._local[layer]
-
     def groups(self, layer: int) -> list[Group]:
         """Return the groups of one layer's parameters."""
         return [self._groups[name] for name in self._local[layer] if name in self._groups]

@@ -172,7 +172,11 @@ class Codec(ABC):
         Raises:
             ExpertcastError: the codec cannot hold this block.
         """
-        return self._parts(self.split(block))
+        planes, coded = self.split(block), []
+        for shard in self.shards:
+            data = shard.of(planes[shard.plane])
+            coded.append(Part.of(compress(data) if self.planes[shard.plane].compressed else data))
+        return tuple(coded)
 
     def expand(self, index: int, part: Part, planes: Sequence[Tensor]) -> None:
         """Verify a part and write its shard into its plane, unless the part already shares the plane's memory.
@@ -211,13 +215,6 @@ class Codec(ABC):
                 planes[shard.plane] = part.data  # a plain part is its plane, without a copy
             self.expand(index, part, planes)
         self.recover(planes, block)
-
-    def _parts(self, planes: Sequence[Tensor]) -> tuple[Part, ...]:
-        coded = []
-        for shard in self.shards:
-            data = shard.of(planes[shard.plane])
-            coded.append(Part.of(compress(data) if self.planes[shard.plane].compressed else data))
-        return tuple(coded)
 
     def _damaged(self, index: int, how: str) -> ExpertcastError:
         plane = self.planes[self.shards[index].plane].name

@@ -18,12 +18,6 @@ _ENDING = threading.Lock()
 """Guards `done` and `_awaited` of all transfers, so that a thread that begins to wait misses no end."""
 
 
-def _acquired_lock() -> _thread.LockType:
-    lock = _thread.allocate_lock()
-    lock.acquire()
-    return lock
-
-
 @dataclass(slots=True, eq=False)
 class Transfer:
     """Copy of one expert into a slot, or of bytes of a file into memory.
@@ -95,7 +89,8 @@ class Transfer:
             BaseException: the error that the transfer failed with.
         """
         if not self.done:
-            awaited = _acquired_lock()
+            awaited = _thread.allocate_lock()
+            awaited.acquire()
             with _ENDING:
                 over = self.done
                 self._awaited = awaited = self._awaited or awaited

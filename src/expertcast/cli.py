@@ -13,7 +13,6 @@ import gc
 import importlib
 import io
 import json
-import logging
 import os
 import re
 import signal
@@ -313,8 +312,6 @@ def _set_quiet() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_MININTERVAL", "0.5")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ class Options(TargetOptions):
         BenchSettings(new_tokens=self.new_tokens)
         if self.save is not None:
             replace(self.offload, predictor=self.predictor).as_dict()  # refused before the runs
-        if self.store_folder is not None:
-            self._check_disk()
+        if self.store_folder is not None and self.device_name != "cpu":
+            raise ExpertcastError("--store-folder needs a model on the CPU: give --device cpu, or leave it out")
 
     @property
     def form(self) -> Form:
@@ -93,10 +93,6 @@ class Options(TargetOptions):
         config, ratio = self.offload, self.copy_over_compute
         given = config.bandwidth is not None or config.latency or ratio is not None or config.link == "emulated"
         return super().emulated and bool(given)
-
-    def _check_disk(self) -> None:
-        if self.device_name != "cpu":
-            raise ExpertcastError("--store-folder needs a model on the CPU: give --device cpu, or leave it out")
 
 
 def run(options: Options) -> Outcome:

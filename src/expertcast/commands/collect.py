@@ -63,7 +63,10 @@ def run(options: Options) -> Outcome:
     documents = load_documents(options.data, column=options.text_column, tokens=options.tokens)
     checkpoint = None if options.stand_in is None else PredictorCheckpoint.open(options.stand_in)
     stand_in = None if checkpoint is None else _stand_in(checkpoint)
-    _refuse_full_disk(options)
+    least = columns_of(find_moe_layers(meta_model(options.source_of(options.model))).shape, torch.float16)
+    check_disk(
+        options.out, options.tokens, row_bytes(least)
+    )  # of residuals and logits alone, before the model is loaded
     model, tokenizer = options.load(options.model)
     if checkpoint is not None:
         checkpoint.verify(experts_of(model_of(model)).view)
@@ -72,12 +75,6 @@ def run(options: Options) -> Outcome:
             model, tokenizer, documents, options.out, options.text, tokens=options.tokens, stand_in=stand_in
         )
     return dict(traces.info), describe_traces(traces)
-
-
-def _refuse_full_disk(options: Options) -> None:
-    """Refuse tokens whose residuals and logits alone are too large for the disk, before the model is loaded."""
-    least = columns_of(find_moe_layers(meta_model(options.source_of(options.model))).shape, torch.float16)
-    check_disk(options.out, options.tokens, row_bytes(least))
 
 
 def _stand_in(checkpoint: PredictorCheckpoint) -> StandIn:

@@ -198,7 +198,6 @@ def held(offloaded: OffloadedModel) -> Json:
     weight of the experts, bytes of the other weights, `store` with its bytes, and the link with the bytes that it read
     from a disk."""
     store, pool, link = offloaded.store, offloaded.pool, offloaded.link
-    drafts = 0 if offloaded.drafting is None else sum(offloaded.drafting.memory.values())
     return {
         "slots": pool.count,
         "experts": store.layers * store.experts,
@@ -207,9 +206,9 @@ def held(offloaded: OffloadedModel) -> Json:
         "device": str(next(offloaded.view[0].router.parameters()).device),
         "other_bytes": other_bytes(offloaded.model, offloaded.view),
         "device_bytes": pool.nbytes,
-        "draft_bytes": drafts,
+        "draft_bytes": sum(offloaded.drafting.memory.values()),
         "store": store.name,
-        "store_bytes": getattr(store, "stored_nbytes", store.nbytes),
+        "store_bytes": store.stored_nbytes,
         "link": link.name,
         "bytes_read": link.bytes_read,
         "bandwidth": getattr(link, "bandwidth", None),

@@ -419,12 +419,7 @@ def scores_ahead(
             result.setdefault("further", {})[str(distance)] = shown
         else:
             result = dict(shown)
-    return result, "\n\n".join([*tables, *_notes(source)])
-
-
-def _notes(source: TraceSource) -> list[str]:
-    """Return remarks on the scored tokens."""
-    return [SHARED] if is_live(source.info) else []
+    return result, "\n\n".join([*tables, *([SHARED] if is_live(source.info) else [])])
 
 
 # Expected time per token: short simulations of decoding with each predictor and each of its rungs.
@@ -528,11 +523,8 @@ def _machine(options: LinkOptions, view: MoEView, forecast_s: float) -> Machine:
 
 def _recall(trace: Trace, name: str) -> float:
     """Return the mean recall@k of a trace's hints over their target layers."""
-    from expertcast.runtime.simulation.trace import Hints
-
-    hints, recall = trace.hints[name], Recall(1)
-    assert isinstance(hints, Hints)
-    for layer, forecast in hints.forecasts.items():
+    recall = Recall(1)
+    for layer, forecast in trace.hints[name].forecasts.items():
         recall.update(0, forecast.topk_ids_TK, trace.require_routes().ids[layer])
     return float(recall.per_row())
 

@@ -31,10 +31,7 @@ def routing_policies() -> list[str]:
     """Return the eviction policies that need only the routing so far."""
     from expertcast.runtime.policies import EVICTION
 
-    found = [EVICTION.choose(name) for name in EVICTION.names()]
-    return [
-        each.name for each in found if not (each.cls.offline or each.cls.reads_scores)
-    ]  # fmt: skip
+    return [cls.name for cls in EVICTION.classes() if not (cls.offline or cls.reads_scores)]
 
 
 def open_routing(path: Path | str, experts: int | None, expert_bytes: str | int | None) -> tuple[Routing, int]:

@@ -118,14 +118,6 @@ class PolicyOptions:
             yield Chosen(Policies(**{kind: str(word) for kind, word in zip(kinds, words, strict=True)}), predictor)
 
 
-def swept_evictions() -> list[str]:
-    """Return the eviction policies of a sweep: all but those that need the future."""
-    from expertcast.runtime.policies import EVICTION
-    from expertcast.runtime.simulation.sweep import BELADY
-
-    return [name for name in EVICTION.names() if name != BELADY]
-
-
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
     """Options of the link and of computing."""
@@ -288,16 +280,17 @@ def _pack(options: Options, view: MoEView) -> None:
 def run(options: Options) -> Outcome:
     """Simulate every case that can run; the result names the others with a reason."""
     from expertcast.runtime.config import size_bytes
-    from expertcast.runtime.policies import Policies
+    from expertcast.runtime.policies import EVICTION, Policies
     from expertcast.runtime.simulation.figures import write_figures
-    from expertcast.runtime.simulation.sweep import CAPACITIES, refusal, sweep, with_bounds
+    from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES, refusal, sweep, with_bounds
     from expertcast.runtime.simulation.trace import load_trace
     from expertcast.runtime.storage.layout import BlockLayout
 
     _check(options)
     if is_routing_file(options.traces):
         return _simulate_routing(options)
-    evictions = swept_evictions() if options.sweep else [Policies.eviction]
+    online = [name for name in EVICTION.names() if name != BELADY]  # the bound of a sweep comes beside them
+    evictions = online if options.sweep else [Policies.eviction]
     chosen = list(options.policies.chosen(options.predictor, evictions))
     traces = TraceDataset.open(options.traces)
     if options.model:
@@ -398,8 +391,6 @@ def _measured_model(options: Options, traces: TraceDataset, cases: Sequence[Case
 def _fitted(options: Options, traces: TraceDataset, chosen: Sequence[Chosen]) -> dict[str, Fitted]:
     """Load checkpoints, and fit named predictors on the train split; by their words on the command line."""
     wanted = list(dict.fromkeys(each.predictor for each in chosen if each.predictor is not None))
-    if not wanted:
-        return {}
     found = evaluated(wanted, traces, [options.ahead])
     return dict(zip(wanted, found.values(), strict=True))
 
