@@ -28,6 +28,7 @@ from expertcast.predictors.view import overfetched
 from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft, keeps_copies
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
 from expertcast.runtime.policies import Choice, Policies
+from expertcast.runtime.policies.base import check_slots
 from expertcast.runtime.policies.settings import AUTO, FORECASTS, parse_policies, preset
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.store import ExpertStore
@@ -534,10 +535,7 @@ def slots_for(
             slots = min(slots, least)
     elif slots is None:
         slots = max(least, everything // 4) if config.cache else least
-    if slots < top_k:
-        raise ExpertcastError(
-            f"slots={slots} is fewer than the {top_k} experts one token needs: give slots={top_k} or more"
-        )
+    check_slots(slots, top_k)
     return min(slots, everything)
 
 

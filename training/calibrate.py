@@ -8,13 +8,10 @@ step halving.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import Predictor
 from expertcast.predictors.base import LogOdds, margin, signed_root
@@ -40,8 +37,9 @@ def calibrate(predictor: Predictor, source: TraceSource, options: FitOptions) ->
     layers = predictor.shape.layers
     margins: dict[tuple[int, int], list[Tensor]] = {}
     members: dict[int, list[Tensor]] = {}
-    for batch in _spread(source, options):
-        states = states_of(source.view, batch)
+    every = max(1, -(-validation_tokens(source, options) // TOKENS))
+    for batch in validation_pass(source, options, "calibrating"):
+        states = states_of(source.view, batch if every == 1 else batch[torch.arange(0, len(batch), every)])
         for state in states:
             members.setdefault(state.layer, []).append(
                 torch.zeros_like(state.logits_TE, dtype=torch.bool).scatter_(1, state.topk_ids_TK, True)
@@ -90,10 +88,3 @@ def fit_log_odds(margin_TE: Tensor, member_TE: Tensor) -> LogOdds:
         if gained <= _TOLERANCE * nats.abs():
             break
     return LogOdds(*fit_3.tolist())
-
-
-def _spread(source: TraceSource, options: FitOptions) -> Iterator[TraceBatch]:
-    """Yield every n-th token of the validation split, about `TOKENS` in total."""
-    every = max(1, -(-validation_tokens(source, options) // TOKENS))
-    for batch in validation_pass(source, options, "calibrating"):
-        yield batch if every == 1 else batch[torch.arange(0, len(batch), every)]

@@ -26,7 +26,7 @@ from expertcast.predictors import predictor_class
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.baselines import Frequency, PreviousToken
 from expertcast.predictors.messages import ExpertcastError, Json
-from expertcast.predictors.view import ModelShape, MoEView
+from expertcast.predictors.view import ModelShape, MoEView, overfetched
 from expertcast.training.fit import fit_counts
 from expertcast.training.metrics import (
     BUDGETS,
@@ -34,7 +34,6 @@ from expertcast.training.metrics import (
     ExpertRecall,
     RankedRouting,
     RoutingMeans,
-    budget,
     chance_levels,
     compare,
     rank_routing,
@@ -209,7 +208,11 @@ def _score_chunk(
     executed: dict[int, RouterState] = {}
     for source, target in zip(range(len(states) - ahead), range(ahead, len(states)), strict=True):
         forecast = predictor.forecast(states[source], ahead)
-        plain.add(forecast, truths[target], _cosine(predictor, states[source], states[target], ahead))
+        vector_TD, cosine_T = predictor.input_vector(states[source], ahead), None
+        if vector_TD is not None:
+            input_TD = states[target].router_input_TD
+            cosine_T = functional.cosine_similarity(vector_TD.float(), input_TD.float(), dim=1)
+        plain.add(forecast, truths[target], cosine_T)
         if chain is None:
             continue
         if source in executed:
@@ -221,13 +224,6 @@ def _score_chunk(
             topk_ids_TK=forecast.topk_ids_TK,
             topk_weights_TK=forecast.topk_weights_TK,
         )
-
-
-def _cosine(predictor: Predictor, state: RouterState, target: RouterState, ahead: int) -> Tensor | None:
-    vector_TD = predictor.input_vector(state, ahead)
-    if vector_TD is None:
-        return None
-    return functional.cosine_similarity(vector_TD.float(), target.router_input_TD.float(), dim=1)
 
 
 def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelShape, ahead: int) -> Json:
@@ -248,7 +244,7 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
         "k": shape.top_k,
         "experts": shape.experts,
         "layers": shape.layers,
-        "budgets": {name: budget(factor, shape) for name, factor in BUDGETS.items()},
+        "budgets": {name: overfetched(factor, shape.top_k, shape.experts) for name, factor in BUDGETS.items()},
     }
 
 

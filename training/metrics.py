@@ -326,11 +326,6 @@ def calibration_error(count_F: Tensor, confidence_F: Tensor, hits_F: Tensor, gro
 BUDGETS = {"recall_at_k": 1.0, "recall_at_1.5k": 1.5, "recall_at_2k": 2.0}
 
 
-def budget(factor: float, shape: ModelShape) -> int:
-    """Return the experts that the runtime fetches at an overfetch factor (:func:`overfetched`)."""
-    return overfetched(factor, shape.top_k, shape.experts)
-
-
 Score = Callable[[RoutingComparison], Tensor | None]
 """Scores each token of a layer, [T] or [T, R]; None if the predictor lacks the input."""
 RANK_ALIGNMENT = "rank_alignment"
@@ -354,7 +349,7 @@ def routing_scores(shape: ModelShape) -> dict[str, Score]:
     expert of each rank is the true one; and the cosine between the predictor's input vector and the true router input.
     """
     return {
-        **{name: recall_at(budget(factor, shape)) for name, factor in BUDGETS.items()},
+        **{name: recall_at(overfetched(factor, shape.top_k, shape.experts)) for name, factor in BUDGETS.items()},
         "exact_set": lambda comparison: comparison.hit_TK.all(dim=1),
         "weight_covered": weight_covered,
         RANK_ALIGNMENT: lambda comparison: comparison.forecast.ids_TK == comparison.truth.ids_TK,
@@ -397,7 +392,7 @@ class RoutingMeans:
 
 def chance_levels(shape: ModelShape) -> dict[str, float]:
     """Return the expected scores of K random experts, by metric."""
-    levels = {name: budget(factor, shape) / shape.experts for name, factor in BUDGETS.items()}
+    levels = {name: overfetched(factor, shape.top_k, shape.experts) / shape.experts for name, factor in BUDGETS.items()}
     return levels | {
         "exact_set": 1.0 / math.comb(shape.experts, shape.top_k),
         "weight_covered": shape.top_k / shape.experts,

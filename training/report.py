@@ -435,6 +435,30 @@ def write_report(
     return folder / PAGE
 
 
+def report_on(
+    folder: Path, evaluation: Json, source: TraceSource, fitted: Mapping[str, Fitted], chosen: str, quality: Json | None
+) -> Path:
+    """Write the report of fitted predictors that were scored on traces, with examples of their text.
+
+    Args:
+        folder: see :func:`write_report`.
+        evaluation: the scores, with the `split`.
+        source: traces.
+        fitted: predictors by name.
+        chosen, quality: see :func:`write_report`.
+    """
+    predictors = {name: fitted[name].predictor for name in evaluation["recall_at_k"]}
+    return write_report(
+        folder,
+        evaluation,
+        chosen=chosen,
+        quality=quality,
+        examples=example_text(predictors, source, evaluation["split"], ahead=evaluation["ahead"]),
+        title=f"Forecasts for {source.view.model_id}",
+        provenance=report_sources(source, fitted),
+    )
+
+
 def figures_of(evaluation: Json, chosen: str, quality: Json | None = None) -> dict[str, Figure]:
     """Draw the report's figures, by file name; `chosen` is the predictor of the figure of experts."""
     drawn = {

@@ -195,11 +195,6 @@ class DiskOption:
     hit_rate: float
 
     @property
-    def name(self) -> str:
-        """The option's name in a sentence."""
-        return f"codec {self.codec}" + (f" with pools {self.pools}" if self.pools else "")
-
-    @property
     def cells(self) -> list[str]:
         times = [f"{1e3 * seconds:.2f}" for seconds in (self.tpot_s, self.wait_s)]
         return [self.codec, self.pools or "-", str(self.slots), *times, f"{self.hit_rate:.3f}"]
@@ -262,7 +257,9 @@ class Advice:
 
     def text(self) -> str:
         """Return the advice as text for the terminal."""
-        headline = f"advice: {self.chosen.name}; expect {milliseconds(self.chosen.tpot_s)} per token on demand"
+        pools = f" with pools {self.chosen.pools}" if self.chosen.pools else ""
+        expected = f"expect {milliseconds(self.chosen.tpot_s)} per token on demand"
+        headline = f"advice: codec {self.chosen.codec}{pools}; {expected}"
         reasons = "\n".join(f"- {reason}" for reason in self.reasons)
         headings = ["codec", "pools", "slots", "ms/token", "waiting", "hit rate"]
         table = aligned([headings, *(option.cells for option in self.options)], left=2)
@@ -303,11 +300,6 @@ class DiskFindings:
     """Reason why the codec cannot hold them."""
 
     @property
-    def raw(self) -> StoredExperts:
-        """Stored form of uncoded experts."""
-        return StoredExperts(plain=self.block_bytes)
-
-    @property
     def experts(self) -> int:
         """Number of experts of all layers."""
         return self.routing.layers * self.routing.experts
@@ -340,7 +332,7 @@ class DiskFindings:
 
 def advise_disk(found: DiskFindings) -> Advice:
     """Choose the fastest option on demand; a compressed one only if it saves at least `COMPRESS`."""
-    options = [found.option(found.raw)]
+    options = [found.option(StoredExperts(plain=found.block_bytes))]
     if found.stored is not None:
         options += [found.option(found.stored), *_pooled(found, found.stored)]
     best, chosen = min(options, key=attrgetter("tpot_s")), options[0]

@@ -85,7 +85,9 @@ class EmulatedLink(Link):
     def start(self, copy: Transfer) -> None:
         # The copy starts when it was submitted, not when this thread wakes up: a late wake-up costs no bandwidth.
         start = max(copy.start, self._free_at)
-        self._free_at = start + self._duration(copy)
+        extra = self._random.random() * self._jitter if self._jitter else 0.0
+        seconds = self.latency + self.copy_bytes(copy.key, copy.precision) / self.bandwidth + extra
+        self._free_at = start + seconds
         self._transfer(copy, self._free_at)
         self._complete(copy, start, self._free_at)
 
@@ -127,10 +129,6 @@ class EmulatedLink(Link):
                 time.sleep(left - _SPIN_S)
             else:
                 time.sleep(0 if self._awaited else left)
-
-    def _duration(self, copy: Transfer) -> float:
-        extra = self._random.random() * self._jitter if self._jitter else 0.0
-        return self.latency + self.copy_bytes(copy.key, copy.precision) / self.bandwidth + extra
 
 
 def _fine_timer() -> None:

@@ -30,6 +30,18 @@ class CacheShape:
     """Parts of the slots that some of the layers share; empty: all layers share all."""
 
 
+def check_slots(slots: int, top_k: int) -> None:
+    """Check that the slots hold the experts of one token.
+
+    Raises:
+        ExpertcastError: they do not.
+    """
+    if slots < top_k:
+        raise ExpertcastError(
+            f"slots={slots} is fewer than the {top_k} experts one token needs: give slots={top_k} or more"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig(Validated):
     """Base class of policy configurations.

@@ -178,18 +178,14 @@ class Cascade(MissPolicy):
     config: CascadeConfig
 
     def decide(self, lookup: Lookup) -> MissDecision:
-        wanted = {}
+        config, wanted = self.config, {}
         for expert, share in lookup.shares().items():
-            level = self._level(share)
+            below = (share < config.important) + (share < config.minor)
+            level = config.levels[min(below, len(config.levels) - 1)]
             held = lookup.held.get(expert)
             if held is None or is_better(level, held):
                 wanted[expert] = level
         return MissDecision(precision=wanted)
-
-    def _level(self, share: float) -> str:
-        config = self.config
-        below = (share < config.important) + (share < config.minor)
-        return config.levels[min(below, len(config.levels) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,13 +117,10 @@ class TopK(PrefetchPolicy):
     def experts(self, candidates: Candidates) -> list[int]:
         experts = by_weight(candidates.ids, candidates.weights)
         if self._budget > self.shape.top_k:
-            experts += self._further(candidates, set(experts))
+            probability_E = candidates.probability_TE.sum(dim=0).tolist()
+            ranked = candidates.probability_TE.topk(self._budget, dim=-1).indices.reshape(-1).tolist()
+            experts += sorted(set(ranked).difference(experts), key=lambda expert: -probability_E[expert])
         return experts
-
-    def _further(self, candidates: Candidates, chosen: set[int]) -> list[int]:
-        probability_E = candidates.probability_TE.sum(dim=0).tolist()
-        ranked = candidates.probability_TE.topk(self._budget, dim=-1).indices.reshape(-1).tolist()
-        return sorted(set(ranked) - chosen, key=lambda expert: -probability_E[expert])
 
 
 def by_weight(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> list[int]:

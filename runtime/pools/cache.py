@@ -116,7 +116,10 @@ class PoolCache:
             self._take_out(expert)
         self._ranking.use(experts)
         for expert in sorted(experts, key=self._ranking.entry):
-            pool = self._dispatch(expert, found[expert])
+            rank = self._ranking.rank(expert)
+            pool = next((pool for pool, limit in self._limits if rank < limit), None)
+            if found[expert] is State.F and pool in (_C, _E):
+                pool = _F
             if pool is not None:
                 self._put(expert, pool, POOLS[pool])
                 self._drive_out(pool, found, before)
@@ -130,11 +133,6 @@ class PoolCache:
         """Remove all experts; keep the counts."""
         for expert in range(len(self._state)):
             self._take_out(expert)
-
-    def _dispatch(self, expert: int, found: State) -> int | None:
-        rank = self._ranking.rank(expert)
-        pool = next((pool for pool, limit in self._limits if rank < limit), None)
-        return _F if found is State.F and pool in (_C, _E) else pool
 
     def _put(self, expert: int, pool: int, state: State) -> None:
         self._state[expert], self._pool[expert] = state, pool

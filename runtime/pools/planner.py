@@ -107,16 +107,10 @@ class RankModel:
     """Probability that a step uses an expert, by its rank after its last use (R + 1 rows, the last for no use) and its
     current rank (R columns)."""
 
-    @property
-    def inclusion_R(self) -> Floats:
-        """Probability f that a step uses the expert of a rank."""
-        inclusion_R: Floats = self.moved_RR.sum(axis=0)
-        return inclusion_R
-
     @cached_property
     def selection_R(self) -> Floats:
         """Selection probabilities q of independent draws (:func:`fit_selection`)."""
-        return fit_selection(self.inclusion_R, self.sizes_M)
+        return fit_selection(self.moved_RR.sum(axis=0), self.sizes_M)
 
     def hit_rate(self, count: int) -> float:
         """Return the share of uses that find their expert among the first `count` ranks, and found it there before."""

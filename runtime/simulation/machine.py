@@ -94,18 +94,6 @@ class Simulation:
         return statistics.median(self.prefills_s)
 
 
-def check_slots(slots: int, top_k: int) -> None:
-    """Check that the slots hold the experts of one token at one layer.
-
-    Raises:
-        ExpertcastError: there are fewer slots than one token needs.
-    """
-    if slots < top_k:
-        raise ExpertcastError(
-            f"slots={slots} is fewer than the {top_k} experts one token needs: give slots={top_k} or more"
-        )
-
-
 def constant_times(layers: int, layer_s: float | Sequence[float]) -> LayerTimes:
     """Return layer times from the total seconds of each layer: half before the routing is known, half in the experts.
 

@@ -17,14 +17,14 @@ import torch
 
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
-from expertcast.runtime.policies.base import CacheShape
+from expertcast.runtime.policies.base import CacheShape, check_slots
 from expertcast.runtime.policies.eviction import (
     PROMPT_ROWS,
     Belady,
     Eviction,
 )
 from expertcast.runtime.recording.recorder import RunStatistics
-from expertcast.runtime.simulation.machine import Case, Simulation, check_slots
+from expertcast.runtime.simulation.machine import Case, Simulation
 from expertcast.runtime.simulation.trace import Forward, Hints, Trace, request_order
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool

@@ -16,9 +16,9 @@ import torch
 from expertcast.data.machine import usable_processors
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.policies.base import CacheShape
+from expertcast.runtime.policies.base import CacheShape, check_slots
 from expertcast.runtime.policies.settings import Policies
-from expertcast.runtime.simulation.machine import Case, check_slots, summary
+from expertcast.runtime.simulation.machine import Case, summary
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Trace
 

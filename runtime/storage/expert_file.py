@@ -108,11 +108,6 @@ class Header:
         known = {"nbytes": _MOST, "index": "f" * 100, "changed": 10**12 - 1}
         return sectors(8 + len(replace(self, **known)._text()))  # type: ignore[arg-type]
 
-    @property
-    def file_nbytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.room + self.nbytes + self.index_nbytes
-
     def encoded(self) -> bytes:
         """Encode as length and JSON, padded with spaces to `room` bytes. Equal contents give equal bytes."""
         size = self.room - 8
@@ -164,9 +159,9 @@ def read_header(path: Path) -> Header:
         raise StaleFileError("its header is damaged") from None
     if not begin.startswith(header.encoded()):
         raise StaleFileError("its header is damaged")
-    found = path.stat().st_size
-    if found != header.file_nbytes:
-        raise StaleFileError(f"it has {found} bytes instead of {header.file_nbytes}")
+    found, expected = path.stat().st_size, header.room + header.nbytes + header.index_nbytes
+    if found != expected:
+        raise StaleFileError(f"it has {found} bytes instead of {expected}")
     return header
 
 

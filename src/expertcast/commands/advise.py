@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
+from expertcast.commands.bench_target import DEFAULT_PREDICTOR, Target, TargetOptions, say_if_busy
 from expertcast.commands.options import Count, Form, Option, StoredOptions, read_by
 from expertcast.commands.output import Outcome, new_file, runs_table, say
 from expertcast.data.models import form_of, load_config, load_tokenizer
@@ -117,7 +117,7 @@ def _advise_memory(options: Options) -> tuple[Json, str, OffloadConfig]:
 
     target = Target.load(options)
     prompt_ids = target.prompt(options.prompt_tokens)
-    link, name = target.link(prompt_ids, options.new_tokens), target.forecaster
+    link, name = target.link(prompt_ids, options.new_tokens), options.predictor or DEFAULT_PREDICTOR
     runs = {ON_DEMAND: target.config(link)}
     predictor, _ = resolve_predictor(name, target.view)
     assert predictor is not None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 
-from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
+from expertcast.commands.bench_target import DEFAULT_PREDICTOR, Target, TargetOptions, say_if_busy
 from expertcast.commands.options import COUNT, POLICIES_HELP, Count, Fields, Option, policies_of
 from expertcast.commands.output import Outcome, forecast_lines, runs_table, say
 from expertcast.commands.predictors import is_checkpoint
@@ -141,7 +141,7 @@ def ways(options: Options, target: Target, link: Json) -> dict[str, OffloadConfi
     trained = options.predictor is not None and is_checkpoint(options.predictor)
     # without a checkpoint recall is unknown: every second layer executes a forecast
     layers, on_demand = None if trained else range(options.ahead, len(target.view), 2), target.config(link)
-    runs = usual_runs(replace(on_demand, ahead=options.ahead), target.forecaster, layers)
+    runs = usual_runs(replace(on_demand, ahead=options.ahead), options.predictor or DEFAULT_PREDICTOR, layers)
     modes = {name: options.forecasting(config) for name, config in runs.items()} | {"on_demand": on_demand}
     return {
         f"{mode}_cache" if cache else mode: replace(modes[mode], cache=cache)

@@ -128,11 +128,6 @@ class Target:
         tokenizer = load_tokenizer(self.options.target, **self.options.passed_on(self.options.target))
         return torch.tensor([bundled_ids(tokenizer, tokens, known)], device=self.store.device)
 
-    @property
-    def forecaster(self) -> str:
-        """Predictor of the runs with forecasts."""
-        return self.options.predictor or DEFAULT_PREDICTOR
-
     def link(self, prompt_ids: Tensor, new_tokens: int) -> Json:
         """Return name and speed of the link; measure a layer's time for an emulated link without --bandwidth.
 

@@ -64,9 +64,7 @@ def run(options: Options) -> Outcome:
     checkpoint = None if options.stand_in is None else PredictorCheckpoint.open(options.stand_in)
     stand_in = None if checkpoint is None else _stand_in(checkpoint)
     least = columns_of(find_moe_layers(meta_model(options.source_of(options.model))).shape, torch.float16)
-    check_disk(
-        options.out, options.tokens, row_bytes(least)
-    )  # of residuals and logits alone, before the model is loaded
+    check_disk(options.out, options.tokens, row_bytes(least))  # before the model is loaded
     model, tokenizer = options.load(options.model)
     if checkpoint is not None:
         checkpoint.verify(experts_of(model_of(model)).view)

@@ -34,7 +34,7 @@ from expertcast.predictors.linear import LinearConfig, default_inputs
 from expertcast.predictors.messages import Json
 from expertcast.training.evaluation import Evaluation, evaluate
 from expertcast.training.fit import fit_many, forecast_seconds
-from expertcast.training.report import PAGE, example_text, report_sources, write_report
+from expertcast.training.report import PAGE, report_on
 from expertcast.training.scoring import scored_batches
 
 # Last stage: a model decodes with its experts behind a slow link, in every mode
@@ -155,15 +155,7 @@ def _stages(options: Options, model: PreTrainedModel, tokenizer: PreTrainedToken
     texts = [document.text for document in documents if document.index in unseen]
     deployed = deploy(model, tokenizer, texts, predictors[best], layers)
     scored = {**evaluation.as_dict(), "split": "test", "ledger": ledger}
-    write_report(
-        options.out / REPORT,
-        scored,
-        chosen=best,
-        quality=deployed["quality"],
-        examples=example_text(predictors, traces, "test"),
-        title=f"Forecasts for {REFERENCE}",
-        provenance=report_sources(traces, fitted),
-    )
+    report_on(options.out / REPORT, scored, traces, fitted, best, deployed["quality"])
     return evaluation, {
         **scored,
         **deployed,

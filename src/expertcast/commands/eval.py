@@ -4,7 +4,6 @@ and measure what executing the forecasts costs a model."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -35,8 +34,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.training.evaluation import evaluate_routing
 from expertcast.training.fit import forecast_seconds
-from expertcast.training.report import example_text, report_sources, write_report
-from expertcast.training.scoring import Fitted
+from expertcast.training.report import report_on
 from expertcast.training.unseen import unseen_traces
 
 
@@ -104,7 +102,8 @@ def run(options: Options) -> Outcome:
         result["quality"] = forecast_quality(options, options.model, predictors, ahead[0], traces, chosen, texts)
         tables.append(quality_table(result["quality"]))
     if options.report:
-        tables.append(f"wrote {_write_report(options.report, result, unseen, fitted, chosen[0])}")
+        page = report_on(options.report, result, unseen, fitted, chosen[0], result.get("quality"))
+        tables.append(f"wrote {page}")
     return {**result, **provenance()}, "\n\n".join(tables)
 
 
@@ -126,16 +125,3 @@ def _save(options: Options, result: Json) -> None:
     """Write the results so far."""
     if options.json is not None and os.environ.get("RANK", "0") == "0":
         write_json(options.json, {**result, **provenance()})
-
-
-def _write_report(out: Path, result: Json, traces: TraceDataset, fitted: Mapping[str, Fitted], chosen: str) -> Path:
-    predictors = {name: fitted[name].predictor for name in result["recall_at_k"]}
-    return write_report(
-        out,
-        result,
-        chosen=chosen,
-        quality=result.get("quality"),
-        examples=example_text(predictors, traces, result["split"], ahead=result["ahead"]),
-        title=f"Forecasts for {traces.view.model_id}",
-        provenance=report_sources(traces, fitted),
-    )

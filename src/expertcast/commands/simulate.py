@@ -242,18 +242,13 @@ class Options(QualityOptions):
         sizes = {"traces", "sweep", "slots", "capacity", "memory", "out"}
         if is_routing_file(self.traces):
             return Form("a routing file", sizes | of_file | {"policy", "scope", "bandwidth", "latency"})
-        if self.measures:
+        chosen = self.policies.chosen(self.predictor, ("lru",))
+        if not self.no_quality and (self.model is not None or any(each.policies.lossy for each in chosen)):
             return Form("a traces folder", read_by(Options, but=of_file))
         of_model = {"dtype", "device", "store_folder", "in_place", "data", "text_column", "quality_tokens"}
         if not self.model:
             of_model |= read_by(ModelOptions)
         return Form("a simulation that measures no quality", read_by(Options, but=of_file | of_model))
-
-    @property
-    def measures(self) -> bool:
-        """Whether the quality of policies is measured."""
-        chosen = self.policies.chosen(self.predictor, ("lru",))
-        return not self.no_quality and (self.model is not None or any(each.policies.lossy for each in chosen))
 
 
 def _pack(options: Options, view: MoEView) -> None:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expertcast.predictors.base import Forecast
-from expertcast.predictors.view import ModelShape, overfetched
+from expertcast.predictors.view import overfetched
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.prefetch import PREFETCH, Candidates, Percentile, RunningQuantile
-from expertcast.training.metrics import budget
 
 # Forecasts made by hand
 
@@ -46,8 +45,6 @@ def test_runtime_and_evaluation_round_up(factor: str, top_k: int) -> None:
     )
     one = wanted(torch.arange(EXPERTS).flip(0)[None].float(), top_k)
     assert len(policy.experts(one)) == expected
-    shape = ModelShape(layers=2, experts=EXPERTS, top_k=top_k, hidden=4)
-    assert budget(float(factor), shape) == expected
     assert overfetched(float(factor), top_k, EXPERTS) == expected
 
 

@@ -59,7 +59,7 @@ def test_ranks_by_hand() -> None:
     and 0: ranks 1 and 3. 2 had rank 1 behind its use before, then 3; 3 and 0 had none at first.
     """
     model = rank_model(routing([[[1, 2]], [[2, 3]], [[3, 0]]], experts=4, prompt=1))
-    assert model.inclusion_R.tolist() == [0, 1, 0, 1]
+    assert model.moved_RR.sum(axis=0).tolist() == [0, 1, 0, 1]
     assert model.sizes_M.tolist() == [0, 0, 1]
     moved = {(1, 1): 1, (4, 3): 1}
     assert {place: model.moved_RR[place] for place in moved} == moved
