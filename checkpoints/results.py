@@ -142,12 +142,12 @@ def ledger_table(ledger: Mapping[str, Json]) -> Table:
 
 
 def ladder_table(config: Json) -> Table:
-    """Build the table of a hybrid's rungs by rising cost, with recall@k on validation; empty for other predictors.
+    """Build the table of a hybrid's rungs by rising cost, with recall@k on validation.
 
     Args:
-        config: contents of config.json.
+        config: contents of its config.json.
     """
-    own = config["predictor_config"] if config["predictor"] == Hybrid.name else {"choices": [], "cost_ms": {}}
+    own = config["predictor_config"]
     recall, cost_ms = member_recall(own["choices"]), own["cost_ms"]
     names = sorted(cost_ms, key=lambda name: float(cost_ms[name]))
     several = len({choice["predictor"] for choice in own["choices"]}) > 1

@@ -95,7 +95,6 @@ class ResidentExperts:
         self.view = find_moe_layers(model) if view is None else view
 
     def windows(self, window: int, beside: int = 0) -> int:
-        del window, beside
         return WINDOWS
 
     @contextmanager

@@ -259,14 +259,13 @@ def check_token_ids(ids: Any, config: PretrainedConfig, tokenizer: PreTrainedTok
     )
 
 
-def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
+def load_config(source: ModelSource) -> PretrainedConfig:
     """Load a model's configuration from a folder, the hub or a GGUF file, without reading weights.
 
     Raises:
         ExpertcastError: there is no configuration, or transformers is too old.
     """
     check_release("loading")
-    source = model if isinstance(model, ModelSource) else ModelSource.of(model)
     paths = source.gguf()
     if paths:
         check_package(source.name)
@@ -285,21 +284,19 @@ def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
 
 
 def meta_model(
-    model: str | ModelSource | PretrainedConfig, dtype: torch.dtype | None = None, *, source: ModelSource | None = None
+    model: ModelSource | PretrainedConfig, dtype: torch.dtype | None = None, *, source: ModelSource | None = None
 ) -> PreTrainedModel:
     """Build a model's modules without weights (meta device) from its configuration.
 
     Args:
-        model: configuration, or the folder, hub id or source to load it from.
+        model: configuration, or the source to load it from.
         dtype: dtype of the parameters; default: the configuration's.
         source: location of the model, whose options apply if `model` is a configuration.
 
     Raises:
         ExpertcastError: there is no configuration, or no model can be built from it.
     """
-    if not isinstance(model, PretrainedConfig):
-        source = model if isinstance(model, ModelSource) else ModelSource.of(model)
-    config = model if isinstance(model, PretrainedConfig) else load_config(source or model)
+    config, source = (load_config(model), model) if isinstance(model, ModelSource) else (model, source)
     name = str(model) if source is None else source.name
     try:
         with torch.device("meta"):

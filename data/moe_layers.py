@@ -456,7 +456,6 @@ def _layer(index: int, seen: Probed) -> MoELayer:
     num_experts = _number_of_experts(experts)
     return MoELayer(
         index=index,
-        block_name=block_name,
         norm_name=norm_name,
         router_name=router_name,
         experts_name=experts_name,

@@ -74,9 +74,10 @@ def load_skeleton(folder: Path, model_id: str, device: torch.device | str = "cpu
     """
     from expertcast.data.models import meta_model
     from expertcast.data.moe_layers import find_moe_layers
+    from expertcast.data.source import ModelSource
 
     try:
-        view = replace(find_moe_layers(meta_model(str(folder))), model_id=model_id)
+        view = replace(find_moe_layers(meta_model(ModelSource.of(folder))), model_id=model_id)
     except ExpertcastError as error:
         raise ExpertcastError(f"{folder} is not a valid router skeleton: {error}; {REMEDY}") from error
     tensors, _ = read_tensors(folder / WEIGHTS, _tensors(view), REMEDY)

@@ -224,7 +224,6 @@ def _json_object(where: str, line: bytes) -> Json:
 
 
 def _txt_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
-    del column
     with _reading(path):
         text = path.read_text(encoding="utf-8").removeprefix("\ufeff")
     documents = cut_text(text)

@@ -111,11 +111,6 @@ class Column:
         value = {"dtype": _name(self.dtype), "_type": "Value"}
         return {"feature": value, "length": self.width, "_type": "List"} if self.shape else value
 
-    @property
-    def note(self) -> Json:
-        """Description in trace.json."""
-        return {"dtype": _name(self.dtype), "shape": list(self.shape)}
-
     def array(self, values: Tensor) -> pa.Array:
         """Convert rows on the CPU to an Arrow array."""
         array = pa.array(values.to(self.dtype).reshape(-1).numpy())
@@ -213,7 +208,7 @@ def row_bytes(columns: Columns) -> int:
 
 def column_notes(columns: Columns) -> Json:
     """Return the description of the columns for trace.json."""
-    return {name: column.note for name, column in columns.items() if column.shape}
+    return {name: {"dtype": _name(own.dtype), "shape": list(own.shape)} for name, own in columns.items() if own.shape}
 
 
 def write_dataset_files(folder: Path, columns: Columns, shards: list[str], mark: str) -> None:

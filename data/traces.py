@@ -464,7 +464,13 @@ def with_default_vectors(source: Source, given: str | Path) -> Source:
     defaults, learned = found.defaults, frozenset(document.hash for document in found.chosen("train"))
     result = copy.copy(source)
     result.defaults, result.defaults_learned_from = defaults, learned
-    result.documents = _held_out(source, learned, str(given))
+    rest = [document for document in source.documents if document.split != "test" or document.hash not in learned]
+    if not any(document.split == "test" for document in rest) and source.chosen("test"):
+        raise ExpertcastError(
+            f"the default vectors of {given} come from every document of the test split, so none is left to score: use "
+            "default vectors from other text"
+        )
+    result.documents = rest
     result.info = {
         **source.info,
         DEFAULTS_NOTE: {
@@ -474,14 +480,3 @@ def with_default_vectors(source: Source, given: str | Path) -> Source:
         },
     }
     return result
-
-
-def _held_out(source: TraceSource, learned: frozenset[str], given: str) -> list[PlannedDocument]:
-    """Return the source's documents without test documents that contributed to the default vectors."""
-    rest = [document for document in source.documents if document.split != "test" or document.hash not in learned]
-    if not any(document.split == "test" for document in rest) and source.chosen("test"):
-        raise ExpertcastError(
-            f"the default vectors of {given} come from every document of the test split, so none is left to score: use "
-            "default vectors from other text"
-        )
-    return rest

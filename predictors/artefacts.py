@@ -19,6 +19,7 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -45,7 +46,6 @@ _SHOWN = 60
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Escaped surrogate: unpaired, it yields a string that can be neither printed nor encoded."""
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -297,11 +297,9 @@ def _seal_of(values: Mapping[str, object]) -> str:
     return digest(json.dumps(own, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
 
 
-def _adapter(schema: type[T]) -> TypeAdapter[T]:
-    # building an adapter takes milliseconds
-    if schema not in _ADAPTERS:
-        _ADAPTERS[schema] = TypeAdapter(schema)
-    return _ADAPTERS[schema]
+@cache
+def _adapter(schema: type) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)  # takes milliseconds
 
 
 def _first(error: ValidationError) -> str:

@@ -60,8 +60,6 @@ class MoELayer:
 
     index: int
     """MoE layer index, 0..L-1 (dense layers are not counted)."""
-    block_name: str
-    """Path of the MoE block in the model."""
     norm_name: str
     """Path of the norm whose output is the router's input. Empty if the router reads the residual directly; `norm` is
     then an identity."""

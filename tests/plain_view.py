@@ -31,7 +31,6 @@ def plain_view(shape: ModelShape, routers: Sequence[nn.Module], norms: Sequence[
     layers = [
         MoELayer(
             index=index,
-            block_name=f"layers.{index}",
             norm_name=f"layers.{index}.norm",
             router_name=f"layers.{index}.router",
             experts_name=f"layers.{index}.experts",

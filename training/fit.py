@@ -63,7 +63,6 @@ def fit_counts(cls: type[Frequency], source: TraceSource, config: PredictorConfi
 
 def fit_quasi_hidden(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
     """Copy the source's default vectors, which are means over the whole train split; `options` has no effect."""
-    del options
     predictor = QuasiHidden(config, source.view.shape)
     predictor.set_defaults(source.defaults)
     return Fitted(predictor=predictor)
@@ -76,7 +75,6 @@ def fit_early_attention(source: TraceSource, config: PredictorConfig, options: F
         ExpertcastError: the source has no early attention.
     """
     assert isinstance(config, EarlyConfig)
-    del options
     stand_in = require_stand_in(source, EarlyAttention.name)
     predictor = EarlyAttention(replace(config, stand_in_rank=stand_in.rank), source.view.shape)
     predictor.set_stand_in(stand_in)

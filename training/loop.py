@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import signal
 import threading
 import time
@@ -52,11 +51,6 @@ log = logging.getLogger(__name__)
 def resume_folder(out: Path) -> Path:
     """Return the folder for training states of the checkpoint `out`: a sibling of it."""
     return out.with_name(out.name + ".partial")
-
-
-def forget(out: Path) -> None:
-    """Remove the training states of the checkpoint `out`, which is complete."""
-    shutil.rmtree(resume_folder(out), ignore_errors=True)
 
 
 def usable_state(path: Path, fingerprint: str) -> Json | None:

@@ -16,8 +16,7 @@ import ctypes
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -221,17 +220,6 @@ class TimedDevice(CudaDevice):
     def new_event(self, *, timing: bool = False) -> TimedEvent:
         del timing
         return TimedEvent(self)
-
-    def use(self, stream: TimedStream) -> AbstractContextManager[None]:
-        @contextmanager
-        def within() -> Iterator[None]:
-            before, self._current = self._current, stream
-            try:
-                yield
-            finally:
-                self._current = before
-
-        return within()
 
     def synchronize(self) -> None:
         self.wait_until(lambda: not any(stream.queue for stream in self._streams))

@@ -126,7 +126,6 @@ class QuantisedStage:
         self._experts, self._schedule, self._link = experts, schedule, link
 
     def on_start(self, fresh: bool) -> None:
-        del fresh
         self._link.follow()
 
     def on_router(self, call: RouterCall) -> None:

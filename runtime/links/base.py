@@ -244,7 +244,6 @@ class Link(ABC):
 
     def mark_read(self, slots: list[int]) -> None:
         """Record that kernels reading these slots have been launched; later copies into the slots wait for them."""
-        del slots
 
     def check(self) -> None:
         """Raise an exception of the observer in the model's thread.
@@ -277,7 +276,6 @@ class Link(ABC):
 
     def _may_start(self, copy: Transfer) -> bool:
         """Return whether the first transfer of the queue may start now."""
-        del copy
         return True
 
     def _run(self, copy: Transfer) -> None:

@@ -69,18 +69,14 @@ class CudaLink(Link):
         assert self.driver is not None, "this link needs slots on a CUDA device"
         device = self._device = self.driver
         self._size = store.layout.block_bytes
-        self._window = self._window_given or window_of(self._size)
+        self.window = self._window_given or window_of(self._size)
+        """Prefetches in flight below which another one is issued."""
         self._stream = device.new_stream()
         # The pool was zeroed on the current stream: no copy may run before that.
         self._last = device.current_stream()
         self._stream.wait_stream(self._last)
         self._read: dict[int, torch.cuda.Event] = {}
         """Event after the last kernels that read a slot, by slot."""
-
-    @property
-    def window(self) -> int:
-        """Prefetches in flight below which another one is issued. Known once attached."""
-        return self._window
 
     def send(self, values: Sequence[int]) -> Sent:
         device = self._device
@@ -130,7 +126,7 @@ class CudaLink(Link):
         super()._pump()
 
     def _may_start(self, copy: Transfer) -> bool:
-        return copy.urgent or sum(not other.urgent for other in self._issued) < self._window
+        return copy.urgent or sum(not other.urgent for other in self._issued) < self.window
 
     def start(self, copy: Transfer) -> None:
         """Queue the copy on the stream after all issued ones."""

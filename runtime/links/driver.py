@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,10 +38,6 @@ class CudaDevice:
         event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
-
-    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-        """Return a context in which a stream is current."""
-        return torch.cuda.stream(stream)
 
     def synchronize(self) -> None:
         """Block the host until all work on the device is done."""

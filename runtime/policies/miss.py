@@ -266,7 +266,11 @@ class Substitute(MissPolicy):
     config: SubstituteConfig
 
     def decide(self, lookup: Lookup) -> MissDecision:
-        tokens = _tokens_of_missing(lookup)
+        tokens: dict[int, dict[int, float]] = {expert: {} for expert in lookup.missing()}
+        for t, (row, weights) in enumerate(zip(lookup.ids, lookup.weights, strict=True)):
+            for expert, weight in zip(row, weights, strict=True):
+                if expert in tokens:
+                    tokens[expert][t] = weight
         if not tokens:
             return MissDecision()
         probabilities = lookup.probabilities()
@@ -291,16 +295,6 @@ class Substitute(MissPolicy):
         if best is None or score(best) < (1 - self.config.tolerance) * score(missing):
             return None
         return best
-
-
-def _tokens_of_missing(lookup: Lookup) -> dict[int, dict[int, float]]:
-    """Return, for each missing expert, its weight in each token (row) that chose it."""
-    tokens: dict[int, dict[int, float]] = {expert: {} for expert in lookup.missing()}
-    for t, (row, weights) in enumerate(zip(lookup.ids, lookup.weights, strict=True)):
-        for expert, weight in zip(row, weights, strict=True):
-            if expert in tokens:
-                tokens[expert][t] = weight
-    return tokens
 
 
 MISS: PolicyRegistry[MissPolicy] = PolicyRegistry(

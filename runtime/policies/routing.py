@@ -107,7 +107,10 @@ class CacheAware(RoutingPolicy):
     def route(self, routed: RouterOutput) -> tuple[Tensor, Tensor]:
         logits_TE = routed.logits_TE.float()
         guard_TJ = routed.ids_TK.gather(-1, routed.weights_TK.topk(self.config.keep, dim=-1).indices)
-        biased_TE = self._biased(logits_TE, routed.cached_E(), routed.layer.index)
+        range_T1 = logits_TE.amax(dim=-1, keepdim=True) - logits_TE.amin(dim=-1, keepdim=True)
+        bonus = self.config.strength * self._mean_range(routed.layer.index, range_T1)
+        # a bonus above the token's own range already ranks every resident expert first; a larger one loses precision
+        biased_TE = logits_TE + torch.minimum(bonus, range_T1 + 1.0) * routed.cached_E()
         first_T1 = biased_TE.amax(dim=-1, keepdim=True) + 1.0
         chosen_TK, _ = routed.layer.route(biased_TE.scatter(-1, guard_TJ, first_T1.expand(-1, self.config.keep)))
         chosen_TK = _with_guard(chosen_TK, guard_TJ, biased_TE)
@@ -115,12 +118,6 @@ class CacheAware(RoutingPolicy):
         ids_TK = torch.where(same_T1, routed.ids_TK, chosen_TK)
         weights_TK = weights_over(routed.layer, routed.logits_TE, ids_TK).to(routed.weights_TK.dtype)
         return ids_TK, torch.where(same_T1, routed.weights_TK, weights_TK)
-
-    def _biased(self, logits_TE: Tensor, cached_E: Tensor, layer: int) -> Tensor:
-        range_T1 = logits_TE.amax(dim=-1, keepdim=True) - logits_TE.amin(dim=-1, keepdim=True)
-        bonus = self.config.strength * self._mean_range(layer, range_T1)
-        # a bonus above the token's own range already ranks every resident expert first; a larger one loses precision
-        return logits_TE + torch.minimum(bonus, range_T1 + 1.0) * cached_E
 
     def _mean_range(self, layer: int, range_T1: Tensor) -> Tensor:
         self._tokens[layer] = self._tokens.get(layer, 0) + len(range_T1)

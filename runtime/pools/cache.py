@@ -36,7 +36,8 @@ class Ranking:
         """Count one step of the layer that uses these distinct experts."""
         self._gain /= self._fade
         if self._gain > _LARGEST:
-            self._rescale()
+            self._entries = [(score / self._gain, expert) for score, expert in self._entries]
+            self._order, self._gain = sorted(self._entries), 1.0
         for expert in experts:
             entry = self._entries[expert]
             del self._order[bisect_left(self._order, entry)]
@@ -50,11 +51,6 @@ class Ranking:
     def entry(self, expert: int) -> tuple[float, int]:
         """Return the sort key of an expert; the most used has the smallest."""
         return self._entries[expert]
-
-    def _rescale(self) -> None:
-        self._entries = [(score / self._gain, expert) for score, expert in self._entries]
-        self._order = sorted(self._entries)
-        self._gain = 1.0
 
 
 MARGIN = 1

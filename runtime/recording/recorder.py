@@ -61,7 +61,6 @@ class Observer:
 
     def device_time(self, event: torch.cuda.Event) -> float:
         """Return the seconds of a finished CUDA event on this observer's clock; 0 without a clock."""
-        del event
         return 0.0
 
 

@@ -376,11 +376,6 @@ class Served:
     since: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
-    def vocabulary(self) -> int:
-        """Number of tokens of the model's embedding."""
-        return int(self.model.model.get_input_embeddings().num_embeddings)
-
-    @cached_property
     def most_characters(self) -> int:
         """Characters of a prompt; a longer one cannot fit the model's positions."""
         positions = _positions(self.model)
@@ -482,7 +477,8 @@ class CheckedHandler(BaseHandler):  # type: ignore[misc]
         Raises:
             HTTPException: the request is invalid.
         """
-        name, vocabulary = self._served.name, self._served.vocabulary
+        name, model = self._served.name, self._served.model.model
+        vocabulary = int(model.get_input_embeddings().num_embeddings)
         if self._templated and self._served.tokenizer.chat_template is None:
             raise HTTPException(400, f"{name!r} has no chat template: send a prompt to /v1/completions")
         try:

@@ -21,21 +21,12 @@ from expertcast.runtime.policies.base import CacheShape, check_slots
 from expertcast.runtime.policies.eviction import (
     PROMPT_ROWS,
     Belady,
-    Eviction,
 )
 from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.simulation.machine import Case, Simulation
 from expertcast.runtime.simulation.trace import Forward, Hints, Trace, request_order
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
-
-
-def set_future(trace: Trace, eviction: Eviction) -> None:
-    """Pass all future events to offline policies; a policy of one layer receives the events of its layer."""
-    events = [keys for forward in trace.forwards for keys in forward.keys]
-    for index, policy in enumerate(eviction.policies):
-        if isinstance(policy, Belady):
-            policy.set_future(events[index :: len(eviction.policies)])
 
 
 class VirtualRuntime:
@@ -55,7 +46,10 @@ class VirtualRuntime:
         cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
         self.policies = policies = case.policies.make(cache)
         self.link = machine.link()
-        pool = SlotPool(_layout(machine.block_bytes[FULL]), slots, torch.device("meta"))  # allocates no memory
+        full = machine.block_bytes[FULL]
+        block = Field(name="block", shape=(full,), dtype=torch.uint8, offset=0)
+        layout = BlockLayout(fields=(block,), block_bytes=full)
+        pool = SlotPool(layout, slots, torch.device("meta"))  # allocates no memory
         self.residency = ExpertCache(
             pool, self.link, policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=case.cache
         )
@@ -65,7 +59,6 @@ class VirtualRuntime:
         early = case.policies.prefetch.name != "none" or policies.pre_eviction.active
         self._forecasts = source if early or policies.eviction.reads_forecasts else None
         self._times = machine.times
-        full = machine.block_bytes[FULL]
         self._smaller = frozenset(name for name, size in machine.block_bytes.items() if size < full)
         """Precisions below that of the stored experts; copies in another are copies of the stored experts."""
 
@@ -169,7 +162,10 @@ def simulate(trace: Trace, case: Case) -> Simulation:
     """
     check_slots(case.slots, trace.shape.top_k)
     runtime = VirtualRuntime(trace, case)
-    set_future(trace, runtime.policies.eviction)
+    events, policies = [keys for forward in trace.forwards for keys in forward.keys], runtime.policies.eviction.policies
+    for index, policy in enumerate(policies):
+        if isinstance(policy, Belady):
+            policy.set_future(events[index :: len(policies)])  # a policy of one layer receives the events of its layer
     layers = trace.shape.layers
     done = Simulation(decode=RunStatistics(layers), prefill=RunStatistics(layers))
     for forward in trace.forwards:
@@ -182,8 +178,3 @@ def simulate(trace: Trace, case: Case) -> Simulation:
             done.steps_s.append(runtime.run(forward))
             done.policy_s.append(time.process_time() - began)
     return done
-
-
-def _layout(block_bytes: int) -> BlockLayout:
-    block = Field(name="block", shape=(block_bytes,), dtype=torch.uint8, offset=0)
-    return BlockLayout(fields=(block,), block_bytes=block_bytes)

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
-from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import torch
@@ -110,18 +109,11 @@ def _rows(trace: Trace, cases: Sequence[Case], processes: int) -> Iterator[Json]
         path = Path(folder) / "trace"
         torch.save(trace, path)
         ignoring = signal.SIGINT, signal.SIG_IGN  # a terminal sends Ctrl-C to all processes; this one stops the others
-        with ProcessPoolExecutor(processes, _context(), signal.signal, ignoring) as pool:
+        # not forked from this process, since its libraries have threads; the fork server imports them once for all
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        with ProcessPoolExecutor(processes, context, signal.signal, ignoring) as pool:
             yield from pool.map(partial(_run_saved, path), cases)
-
-
-def _context() -> BaseContext:
-    """Return a context whose processes are not forked from this one, since its libraries have threads.
-
-    A fork server imports the libraries once for all processes.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 def _run_saved(path: Path, case: Case) -> Json:

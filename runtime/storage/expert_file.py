@@ -33,14 +33,13 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from expertcast.predictors.artefacts import digest, open_file, read_range
+from expertcast.predictors.artefacts import PARTIAL, digest, open_file, read_range
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import Part
 from expertcast.runtime.storage.layout import SECTOR, BlockLayout, sectors
 from expertcast.runtime.storage.reader import stamp_of
 
 FILE_NAME = "experts.safetensors"
-PARTIAL = ".partial"
 REMEDY = "remove it or give another store_folder"
 _FORMAT = "expertcast-experts-1"
 _BEGIN = f'{{"__metadata__": {{"format": "{_FORMAT}'.encode()

@@ -295,7 +295,10 @@ class DirectReader(TransferQueue[Read]):
             else:
                 piece.write(given, place)
         if self._pace is not None:
-            self._keep_pace(size, self._pace)
+            seconds = size / self._pace
+            with self.lock:
+                self._paced_until = until = max(self._paced_until, time.perf_counter() - seconds) + seconds
+            time.sleep(max(0.0, until - time.perf_counter()))
         return size
 
     def _read(self, file: OpenFile, views: list[memoryview], offset: int, least: int) -> None:
@@ -311,11 +314,6 @@ class DirectReader(TransferQueue[Read]):
             if done + count >= least:
                 return
             done += count - count % unit  # network file systems may return less than requested
-
-    def _keep_pace(self, size: int, pace: float) -> None:
-        with self.lock:
-            self._paced_until = until = max(self._paced_until, time.perf_counter() - size / pace) + size / pace
-        time.sleep(max(0.0, until - time.perf_counter()))
 
     def _arrive(self, reads: list[Read], start: float, end: float) -> None:
         for read in reads:

@@ -18,6 +18,7 @@ from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.cli import main
 from expertcast.commands import inspect
 from expertcast.data.models import load_config, load_tokenizer
+from expertcast.data.source import ModelSource
 from expertcast.data.traces import TraceDataset
 from tests.families.models import tiny_model
 from tests.package.conftest import RUN
@@ -59,7 +60,7 @@ def test_a_token_beyond_the_embedding(
     model: Path, reference_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Refused before weights are read."""
-    tokenizer, known = load_tokenizer(model), load_config(model).vocab_size
+    tokenizer, known = load_tokenizer(model), load_config(ModelSource.of(model)).vocab_size
     tokenizer.add_tokens([f"<|{number}|>" for number in range(known - len(tokenizer) + 1)])
     tokenizer.save_pretrained(model)
     last = tokenizer.convert_ids_to_tokens(known)

@@ -29,6 +29,7 @@ from expertcast import OffloadedModel, offload
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.source import ModelSource
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.runtime import offloading as offloading_module
@@ -727,7 +728,7 @@ def test_wrong_models_and_predictors(reference_model: PreTrainedModel, tmp_path:
     with offload(tiny, predictor=str(tmp_path / "p"), slots=2) as offloaded:
         offloaded(input_ids=torch.tensor([[1]]))
     with pytest.raises(ExpertcastError, match="no weights"):
-        offload(meta_model("reference"))
+        offload(meta_model(ModelSource.of("reference")))
 
 
 def test_defaults_and_memory(reference_model: PreTrainedModel) -> None:

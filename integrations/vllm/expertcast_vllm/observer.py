@@ -435,7 +435,7 @@ def _layers_view(offload: WorkerOffload) -> MoEView:
     shape = offload.shape
     layers = [
         MoELayer(
-            index=index, block_name=layer.layer_name, norm_name="", router_name="", experts_name=layer.layer_name,
+            index=index, norm_name="", router_name="", experts_name=layer.layer_name,
             decoder=nn.Module(), block=nn.Module(), norm=nn.Identity(), router=nn.Module(), experts=layer,
             num_experts=shape.experts, top_k=shape.top_k, hidden_size=shape.hidden, has_shared=False,
         )

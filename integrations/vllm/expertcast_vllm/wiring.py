@@ -228,7 +228,7 @@ def _layer(
         raise ExpertcastError(f"the gate of {name} has no unquantised weight: leave predictor and collect out")
     router, block_name = ForecastRouter(name, runner, parameters), name.rpartition(".")[0]
     return MoELayer(
-        index=index, block_name=block_name, norm_name="" if norm is None else f"{block_name}.norm",
+        index=index, norm_name="" if norm is None else f"{block_name}.norm",
         router_name=f"{block_name}.gate", experts_name=name, decoder=decoder, block=block,
         norm=nn.Identity() if norm is None else norm, router=router, experts=runner.routed_experts,
         num_experts=weight.shape[0], top_k=router.top_k, hidden_size=weight.shape[1],

@@ -76,7 +76,7 @@ def collected(
     none = torch.nn.Module()
     layers = [
         MoELayer(
-            index=index, block_name="", norm_name="norm", router_name="", experts_name="", decoder=none, block=none,
+            index=index, norm_name="norm", router_name="", experts_name="", decoder=none, block=none,
             norm=torch.nn.RMSNorm(4), router=torch.nn.Linear(4, SHAPE.experts), experts=none,
             num_experts=SHAPE.experts, top_k=SHAPE.top_k, hidden_size=4, has_shared=False,
         )

@@ -32,18 +32,13 @@ def describe(result: Json) -> str:
         f"{result['weight_bits']:.3g} bits a weight",
     ]
     for prompt in result["prompts"].values():
-        lines += ["", *describe_prompt(prompt)]
+        speed = f"{prompt['bandwidth'] / 1e9:.3g} GB/s emulated" if "bandwidth" in prompt else "the machine's own link"
+        compared = f"identical means as {prompt['compared_with']}"
+        lines += ["", f"prompt of {prompt['prompt_tokens']} tokens, {speed}, {compared}"]
+        lines += [runs_table(prompt["runs"]), *forecast_lines(prompt["runs"])]
+        if prompt["resident"] is not None:
+            lines.append(f"resident model: {prompt['resident']['tpot_s'] * 1e3:.2f} ms per token")
     return "\n".join(lines)
-
-
-def describe_prompt(prompt: Json) -> list[str]:
-    """Return the table of one prompt, and the run that its figures are compared with."""
-    speed = f"{prompt['bandwidth'] / 1e9:.3g} GB/s emulated" if "bandwidth" in prompt else "the machine's own link"
-    lines = [f"prompt of {prompt['prompt_tokens']} tokens, {speed}, identical means as {prompt['compared_with']}"]
-    lines += [runs_table(prompt["runs"]), *forecast_lines(prompt["runs"])]
-    if prompt["resident"] is not None:
-        lines.append(f"resident model: {prompt['resident']['tpot_s'] * 1e3:.2f} ms per token")
-    return lines
 
 
 WAYS = ("on_demand", "exact", "speculate", "hybrid")

@@ -109,9 +109,14 @@ class Target:
         Raises:
             ExpertcastError: no such model, or a form that it does not have.
         """
-        from expertcast.runtime.benchmarking.bench import BorrowedStore, without_experts_to
+        from expertcast.runtime.benchmarking.bench import BorrowedStore, loaded_model, without_experts_to
+        from expertcast.runtime.config import OffloadConfig
 
-        model = _load_model(options)
+        name, form = options.target, options.experts_form
+        if form == _EXPANDED:
+            model = load_model(name, dtype=options.dtype, **options.passed_on(name))
+        else:
+            model = loaded_model(options.offloaded(name, OffloadConfig(experts=form, cache=False)))
         view = find_moe_layers(model)
         device = torch.device(options.device_name)
         return cls(options, without_experts_to(model, device), view, BorrowedStore(view, device))
@@ -187,13 +192,3 @@ def say_if_busy() -> None:
             f"warning: the machine is busy (load {load:.1f}, {processors} processors for this program): times will be "
             "too long"
         )
-
-
-def _load_model(options: TargetOptions) -> PreTrainedModel:
-    from expertcast.runtime.benchmarking.bench import loaded_model
-    from expertcast.runtime.config import OffloadConfig
-
-    name = options.target
-    if options.experts_form != _EXPANDED:
-        return loaded_model(options.offloaded(name, OffloadConfig(experts=options.experts_form, cache=False)))
-    return load_model(name, dtype=options.dtype, **options.passed_on(name))

@@ -97,7 +97,8 @@ def run(options: Options) -> Outcome:
     if options.model or options.report:
         show("\n\n".join(tables) + "\n")  # if a later part fails, these are not lost
         tables.clear()
-        _save(options, result)
+        if options.json is not None and os.environ.get("RANK", "0") == "0":
+            write_json(options.json, {**result, **provenance()})
     if options.model:
         result["quality"] = forecast_quality(options, options.model, predictors, ahead[0], traces, chosen, texts)
         tables.append(quality_table(result["quality"]))
@@ -119,9 +120,3 @@ def _of_routing(options: Options) -> Outcome:
     result = evaluate_routing(options.predictor, routing)
     scored = f"counted {result['counted']} tokens of {routing.source}, scored the {result['tokens']} after them"
     return {"routing": routing.source, **result, **provenance()}, f"{layer_table(result).text()}\n\n{scored}"
-
-
-def _save(options: Options, result: Json) -> None:
-    """Write the results so far."""
-    if options.json is not None and os.environ.get("RANK", "0") == "0":
-        write_json(options.json, {**result, **provenance()})

@@ -125,14 +125,10 @@ def run(options: Options) -> Outcome:
         notes = offload_lines(offloaded, config)
     text = tokenizer.decode(output[0], skip_special_tokens=True)
     result = {"text": text, "tokens": output[0].tolist(), "timing": timing, "memory": memory, "stats": stats}
-    lines = [*account(timing, stats, memory), *forecast_lines({config.mode: result}), *notes, *draft_lines(stats)]
-    return result, "\n".join(["", *lines])
-
-
-def draft_lines(stats: Json) -> list[str]:
-    """Return a line for each governor of drafts with its latest decision."""
     governors = stats.get("drafts", {}).get("by_sequences", {}).values()
-    return [f"draft: {line['reason']}" for governor in governors for line in governor["reasons"][-1:]]
+    drafts = [f"draft: {line['reason']}" for governor in governors for line in governor["reasons"][-1:]]
+    lines = [*account(timing, stats, memory), *forecast_lines({config.mode: result}), *notes, *drafts]
+    return result, "\n".join(["", *lines])
 
 
 class TimedStreamer(TextStreamer):  # type: ignore[misc]

@@ -61,7 +61,11 @@ def run(options: Options) -> Outcome:
         recall = checkpoint.metrics.get("recall_at_k", {}).get(checkpoint.name)
         shown = {key: value for key, value in checkpoint.config.items() if key != "tap_point"}
         text = table({**shown, "recall_at_k": recall})
-        return checkpoint.config, f"{text}\n  reads {checkpoint.config['tap_point']}{_ladder(checkpoint)}"
+        text += f"\n  reads {checkpoint.config['tap_point']}"
+        if checkpoint.name == Hybrid.name:
+            checkpoint.predictor()  # its config is right
+            text += f"\n\n{ladder_table(checkpoint.config).text()}"
+        return checkpoint.config, text
     model = Path(resolve_model(options.target))
     if model.is_dir() and not (model / files.CONFIG).is_file():
         raise ExpertcastError(
@@ -96,14 +100,6 @@ def _forms(opened: OpenModel, memory: str | None) -> tuple[Json, str]:
     text = "\n".join([f"forms of the experts (--experts){given}", shown.text(), *notes])
     values = [{name: value for name, value in asdict(form).items() if value is not None} for form in forms]
     return {"memory": room, "forms": values}, text
-
-
-def _ladder(checkpoint: PredictorCheckpoint) -> str:
-    """Return the table of a hybrid's rungs; empty for other predictors."""
-    if checkpoint.name != Hybrid.name:
-        return ""
-    checkpoint.predictor()  # its config is right
-    return f"\n\n{ladder_table(checkpoint.config).text()}"
 
 
 def _verify(folder: Path) -> list[str]:

@@ -110,7 +110,7 @@ def runs_table(runs: Json) -> str:
                 f"{run['bytes_per_token'] / 1e6:.2f}",
                 f"{run['hit_rate']:.3f}",
                 *(
-                    "~" if key in run["not_given"] else figure(run[key])
+                    "~" if key in run["not_given"] else "" if run[key] is None else f"{run[key]:.3f}"
                     for key in ("overlap_efficiency", "link_utilisation", "tpot_over_bound")
                 ),
                 "yes" if run["identical"] else "no",
@@ -120,11 +120,6 @@ def runs_table(runs: Json) -> str:
     if any(run["not_given"] for run in runs.values()):
         legend += "; ~: too noisy, give more --repetitions"
     return f"{aligned(rows)}\n{legend}"
-
-
-def figure(value: float | None) -> str:
-    """Return a number as text; empty for None."""
-    return "" if value is None else f"{value:.3f}"
 
 
 def forecast_lines(runs: Json) -> list[str]:

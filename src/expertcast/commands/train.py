@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ from expertcast.predictors.messages import Json
 from expertcast.predictors.options import settable
 from expertcast.training.evaluation import baseline_recall
 from expertcast.training.fit import fit, fit_early_attention, forecast_seconds
-from expertcast.training.loop import forget, resume_folder
+from expertcast.training.loop import resume_folder
 from expertcast.training.scoring import FitOptions, device_of
 
 _FIT = Fields(tokens=COUNT, seed=SEED, log_folder=Option(flag="--log", metavar="DIR", read=Path))
@@ -139,7 +140,7 @@ def _train(options: Options, name: str, config: PredictorConfig) -> Outcome:
         metrics["baselines"] = baseline_recall(source, "test", ahead)
     if training_share().rank == 0:
         save_predictor(predictor, options.out, view=source.view, metrics=metrics, training=fitted.report)
-        forget(options.out)
+        shutil.rmtree(resume_folder(options.out), ignore_errors=True)
     times = _use(options, predictor.name, waiting(options, ways, forecast_s, source, "test", ahead))
     scored = f"scored on split {metrics['split']!r}, {metrics['tokens']} tokens"
     fitted_in = f"fitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"

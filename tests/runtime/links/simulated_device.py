@@ -11,7 +11,6 @@ import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -99,10 +98,6 @@ class SimulatedDevice(CudaDevice):
         event = SimulatedEvent(self)
         event.record(stream)
         return event
-
-    def use(self, stream: SimulatedStream) -> AbstractContextManager[None]:
-        del stream
-        return nullcontext()
 
     def synchronize(self) -> None:
         self.run_until(lambda: not any(stream.queue for stream in self.streams))
