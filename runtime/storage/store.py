@@ -156,10 +156,7 @@ class ExpertStore:
         """
         memory = HostMemory(self.layer_nbytes, self._lock)
         self._memory[layer] = memory
-        self._layer_bytes[layer] = memory.bytes
-        first = layer * self.experts
-        used = memory.bytes.view(self.experts, -1)[:, : self.layout.nbytes_of(layer)]
-        self._blocks[first : first + self.experts] = used.unbind(0)
+        self._hold(layer, memory.bytes)
         return self.views(layer)
 
     def fill(self, layer: int, write: Write) -> None:
@@ -254,6 +251,13 @@ class ExpertStore:
         self._free_copies()
         for layer in range(self.layers):
             self._free(layer)
+
+    def _hold(self, layer: int, blocks: Tensor) -> None:
+        """Register `blocks`, uint8 [E * block_bytes], as the layer's blocks."""
+        self._layer_bytes[layer] = blocks
+        first = layer * self.experts
+        used = blocks.view(self.experts, -1)[:, : self.layout.nbytes_of(layer)]
+        self._blocks[first : first + self.experts] = used.unbind(0)
 
     def _free_copies(self) -> None:
         while self.packed:
