@@ -138,7 +138,7 @@ _Item = Annotated[
     Discriminator(lambda item: isinstance(item, dict) and ("message" if "role" in item else item.get("type"))),
 ]
 _Flag = Annotated[bool, "true or false"]
-_Off = Annotated[Literal[False], "false or no value: this option is not supported"]
+_Off = Annotated[bool, Field(le=False), "false or no value: this option is not supported"]
 _NewTokens = Annotated[int, Field(ge=1, lt=2**31), "a whole number of 1 or more"]
 _One = Annotated[int, Field(ge=1, le=1), "1: each request has one answer"]
 _Penalty = Annotated[float, Field(ge=-2, le=2), "a number from -2 to 2"]
@@ -163,7 +163,7 @@ class Parameters(TypedDict, total=False):
     frequency_penalty: _Penalty
     stream: _Flag
     stream_options: _Object
-    parallel_tool_calls: Annotated[Literal[True], "true or no value: one call only is not supported"]
+    parallel_tool_calls: Annotated[bool, Field(ge=True), "true or no value: one call only is not supported"]
     echo: _Off
     background: _Off
     suffix: _Text
@@ -184,7 +184,7 @@ class Parameters(TypedDict, total=False):
         BeforeValidator(_few),
         f"an object of up to {MOST_BIASES} numbers from -100 to 100 by token",
     ]
-    logprobs: Annotated[Literal[False], "no value: log probabilities are not supported"]
+    logprobs: Annotated[bool, Field(le=False), "no value: log probabilities are not supported"]
     top_logprobs: Annotated[int, Field(ge=0, le=0), "0: log probabilities are not supported"]
     include: Annotated[
         list[Any], AfterValidator(_without_probabilities), "a list without logprobs: they are not supported"
