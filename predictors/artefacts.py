@@ -113,7 +113,7 @@ def parse_json(data: bytes | str, schema: type[T], what: str, remedy: str) -> T:
     """
     values = _object(data, what, remedy)
     try:
-        parsed: T = _adapter(schema).validate_python(values)
+        parsed: T = _adapter(schema).validate_python(values)  # type: ignore[arg-type]  # a class is hashable
     except ValidationError as error:
         raise ExpertcastError(f"{what}: {_first(error)}; {remedy}") from None
     sealed = values.get(SEAL)
