@@ -18,10 +18,7 @@ import torch
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.policies.base import CacheShape, check_slots
-from expertcast.runtime.policies.eviction import (
-    PROMPT_ROWS,
-    Belady,
-)
+from expertcast.runtime.policies.eviction import PROMPT_ROWS, Belady
 from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.simulation.machine import Case, Simulation
 from expertcast.runtime.simulation.trace import Forward, Hints, Trace, request_order
