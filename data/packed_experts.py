@@ -46,6 +46,9 @@ _EXPANDED, _MULTIPLIED = 1 << 19, 1 << 23
 """Weights that are expanded at once to float32, in 2 MB, and multiplied at once, in at most 16 MB of bf16. With 32 rows
 and 1,536 x 2,048 weights one product takes .65 ms and six take 1.09."""
 
+_REORDERED = 1 << 19
+"""Bytes that are interleaved at once: each thread keeps a copy of them."""
+
 # Blocks of one matrix
 
 
@@ -165,9 +168,9 @@ class BlockForm:
             first = last
         for each in octets.unbind() if octets.dim() > 1 else [octets]:
             for some in self.ordered():
-                place = each[some.start : some.end]
-                (given,) = ggml.scratch((place.shape, torch.uint8))
-                some.write(given.copy_(place), place)
+                for place in torch.split(each[some.start : some.end], max(1, _REORDERED // some.unit) * some.unit):
+                    (given,) = ggml.scratch((place.shape, torch.uint8))
+                    some.write(given.copy_(place), place)
 
     def ordered(self, first: int = 0) -> list[OrderedRows]:
         """Return the rows of uint8 [nbytes] that are interleaved; `first` is added to their places."""
@@ -197,7 +200,7 @@ class BlockForm:
 def _widened(kind: str, rows: Tensor, dtype: torch.dtype, interleaved: bool) -> Tensor:
     """Return the weights of rows of blocks, [N, I]; on the CPU in memory that the next call uses again."""
     if rows.device.type != "cpu":
-        return _expanded(kind, rows).to(dtype)
+        return _expanded(kind, rows, interleaved).to(dtype)
     _, elements, nbytes = ggml.TYPES[kind]
     inputs = rows.shape[1] // nbytes * elements
     step = min(len(rows), _whole(_EXPANDED // inputs))
@@ -223,6 +226,9 @@ def _expanded(kind: str, rows: Tensor, interleaved: bool = False) -> Tensor:
     if rows.device.type == "cpu":
         rows = ggml.separate(kind, rows, torch.empty_like(rows)) if interleaved else rows.contiguous()
         return ggml.dequantise(kind, rows)
+    if interleaved:  # of a model that was packed on the CPU, and moved
+        own = rows.cpu()
+        rows = rows.clone().copy_(ggml.separate(kind, own, torch.empty_like(own)))
     from transformers.integrations.gguf.kernels import dequantize_blocks
 
     number, elements, nbytes = ggml.TYPES[kind]
@@ -408,7 +414,7 @@ class PackedMatrix:
         """Multiply each group's rows by its expert's matrix; return float32 [P, N], which the next product may
         overwrite."""
         most = self.many_rows if rows_PI.device.type == "cpu" else 1
-        few = ggml.AT_ONCE if self.form.interleaved else most
+        few = min(most, ggml.AT_ONCE) if self.form.interleaved else most
         ids_P = _repeated([expert for expert, _ in groups], groups)
         if all(count < few for _, count in groups):
             return self.by_ggml(rows_PI.unsqueeze(1), ids_P.unsqueeze(1)).squeeze(1)

@@ -278,6 +278,45 @@ def test_groups_of_rows_by_interleaved_matrices() -> None:
     assert torch.equal(found[21:], form.multiply(rows[21:], blocks[0]))
 
 
+def test_a_large_matrix_is_interleaved_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no thread keeps a copy of all of it; the bytes are those of one write."""
+    _interleaving("Q4_0")
+    form = packed_experts.for_device(BlockForm((Piece("Q4_0", 48),), 512), "cpu")
+    blocks, sizes = _random("Q4_0")[0], list[int]()
+    whole, found = torch.empty(form.nbytes, dtype=torch.uint8), torch.empty(form.nbytes, dtype=torch.uint8)
+    form.put(blocks, whole)
+    write = packed_experts.OrderedRows.write
+    monkeypatch.setattr(
+        packed_experts.OrderedRows, "write", lambda *given: (sizes.append(given[1].numel()), write(*given))
+    )
+    for most, expected in ((20 * 288, [16 * 288] * 3), (1, [8 * 288] * 6)):
+        monkeypatch.setattr(packed_experts, "_REORDERED", most)
+        form.put(blocks, found)
+        assert torch.equal(found, whole)
+        assert sizes == expected
+        sizes.clear()
+
+
+class _Moved(Tensor):
+    """Says that it is on another device."""
+
+    device = property(lambda _self: torch.device("cuda"))  # type: ignore[assignment]
+
+
+def test_interleaved_rows_on_other_devices() -> None:
+    """A model that was packed on the CPU and is moved has the weights that it had."""
+    _interleaving("Q4_0")
+    form = packed_experts.for_device(BlockForm((Piece("Q4_0", 48),), 512), "cpu")
+    blocks = torch.empty(_EXPERTS, form.nbytes, dtype=torch.uint8)
+    form.put(_random("Q4_0"), blocks)
+    weights, rows = form.expand(blocks[1]), torch.randn(6, 512)
+    moved, given = blocks.as_subclass(_Moved), rows.as_subclass(_Moved)
+    assert torch.allclose(form.expand(moved[1]).as_subclass(Tensor), weights, rtol=1e-5, atol=1e-6)
+    matrix = packed_experts.PackedMatrix({"up_blocks8": moved}, "up", form, False, torch.float32)
+    found = matrix.products(given, [(1, 1), (1, 5)]).as_subclass(Tensor)
+    assert torch.allclose(found, rows @ weights.T, rtol=1e-4, atol=1e-3)
+
+
 # Forms of several pieces, and many rows
 
 
