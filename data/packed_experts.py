@@ -226,9 +226,10 @@ def _expanded(kind: str, rows: Tensor, interleaved: bool = False) -> Tensor:
     if rows.device.type == "cpu":
         rows = ggml.separate(kind, rows, torch.empty_like(rows)) if interleaved else rows.contiguous()
         return ggml.dequantise(kind, rows)
-    if interleaved:  # of a model that was packed on the CPU, and moved
-        own = rows.cpu()
-        rows = rows.clone().copy_(ggml.separate(kind, own, torch.empty_like(own)))
+    if interleaved:
+        raise ExpertcastError(
+            f"a model that was packed for the CPU cannot run on {rows.device}: load it for that device"
+        )
     from transformers.integrations.gguf.kernels import dequantize_blocks
 
     number, elements, nbytes = ggml.TYPES[kind]
@@ -414,7 +415,7 @@ class PackedMatrix:
         """Multiply each group's rows by its expert's matrix; return float32 [P, N], which the next product may
         overwrite."""
         most = self.many_rows if rows_PI.device.type == "cpu" else 1
-        few = min(most, ggml.AT_ONCE) if self.form.interleaved else most
+        few = ggml.AT_ONCE if most > 1 and self.form.interleaved else most
         ids_P = _repeated([expert for expert, _ in groups], groups)
         if all(count < few for _, count in groups):
             return self.by_ggml(rows_PI.unsqueeze(1), ids_P.unsqueeze(1)).squeeze(1)
