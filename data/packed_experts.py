@@ -142,6 +142,11 @@ class BlockForm:
         """End of the name of a parameter that holds such matrices."""
         return INTERLEAVED if any(map(self.interleaves, self.pieces)) else BLOCKS
 
+    @property
+    def order(self) -> str:
+        """The types, and which of them are interleaved: stores in different orders differ in it."""
+        return " and ".join(f"{piece.kind}{' x 8' if self.interleaves(piece) else ''}" for piece in self.pieces)
+
     def interleaves(self, piece: Piece) -> bool:
         """Return whether a piece's rows are interleaved."""
         return self.interleave and ggml.interleaves(*piece)
@@ -356,6 +361,8 @@ class PackedMatrix:
     ) -> None:
         self._own, self.dtype = own, dtype
         self.form, self.transposed, self.many_rows = form, transposed, form.many_rows
+        self.few_tokens = MANY_ROWS if form.interleaved else form.many_rows
+        """Tokens from which rows are grouped by their experts."""
         self.name = name + form.suffix
         """Name of the parameter that holds the blocks."""
         self.has_one_piece = len(form.pieces) == 1
@@ -539,7 +546,7 @@ def run_experts(
 
     up, down = packed
     apart = up is None or grouped or hidden_TD.device.type != "cpu"
-    if not apart and 0 < len(hidden_TD) < min(up.many_rows, down.many_rows):
+    if not apart and 0 < len(hidden_TD) < min(up.few_tokens, down.few_tokens):
         ids_P = ids_TK.reshape(-1)
         if not experts.has_bias and up.has_one_piece and down.has_one_piece and _has_swiglu(experts):
             made_TKD = ggml.product(up.single(), hidden_TD.unsqueeze(1), ids_TK, down.single())

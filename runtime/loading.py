@@ -110,7 +110,7 @@ def load_offloaded(
         known = files.fingerprint() if config.store_folder is not None else ""
         fingerprint = f"{known} {skeleton.dtype} transformers {transformers.__version__}"
         if forms[0]:
-            by_layer = [", ".join(f"{name} {each}" for name, each in own.items()) for own in forms]
+            by_layer = [", ".join(f"{name} {each.order}" for name, each in own.items()) for own in forms]
             fingerprint += f" {config.experts} {'; '.join(dict.fromkeys(by_layer))}"
         with one_line(source.name):
             experts_form = ExpertsForm.of(view)

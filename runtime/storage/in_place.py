@@ -192,12 +192,15 @@ class ExpertsInPlace:
 
 
 def _placed(given: Range, start: int, ordered: list[OrderedRows]) -> Range:
-    """Return a range to a place in a block, where rows may lie in another order."""
+    """Return a range to a place in a block, where rows may lie in another order.
+
+    Raises:
+        ExpertcastError: the order of memory needs the rows of several ranges.
+    """
     for rows in ordered:
         if rows.start <= start < rows.end:
-            assert not (start - rows.start) % rows.unit
-            assert not given.nbytes % rows.unit
-            assert rows.unit <= PIECE
+            if (start - rows.start) % rows.unit or given.nbytes % rows.unit or rows.unit > PIECE:
+                raise ExpertcastError("rows that are interleaved with those of another range")
             return given._replace(start=start, unit=rows.unit, write=rows.write)
     return given._replace(start=start)
 

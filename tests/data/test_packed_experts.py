@@ -249,6 +249,7 @@ def test_interleaved_pieces() -> None:
     plain, octets = _MIXED, _octets(_MIXED)
     form = packed_experts.for_device(plain, "cpu")
     assert (plain.suffix, form.suffix) == (packed_experts.BLOCKS, packed_experts.INTERLEAVED)
+    assert (plain.order, form.order) == ("Q4_0 and Q6_K", "Q4_0 x 8 and Q6_K")
     rows = torch.zeros(_EXPERTS, 56, form.row_bytes, dtype=torch.uint8)
     for (_, own), place in zip(plain.split(octets), (slice(16), slice(16, 56)), strict=True):
         rows[:, place, : own.shape[-1]] = own

@@ -17,9 +17,12 @@ import torch
 from expertcast import OffloadConfig, load_offloaded, offload
 from expertcast.cli import main
 from expertcast.data import ggml
+from expertcast.data.packed_experts import OrderedRows
+from expertcast.predictors import ExpertcastError
 from expertcast.runtime.storage import expert_file, reader
 from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.in_place import ExpertsInPlace
+from expertcast.runtime.storage.in_place import ExpertsInPlace, _placed
+from expertcast.runtime.storage.reader import Range
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.gguf_files import tiny, write
@@ -96,6 +99,15 @@ def test_interleaved_rows_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest
         assert len(pieces) > 3
         assert all(piece.nbytes <= 400 and piece.nbytes % piece.unit == 0 and piece.write for piece in pieces)
         assert_same(greedy(own, IDS, 4), greedy(offloaded, IDS, 4))
+
+
+def test_ranges_that_share_interleaved_rows_are_converted() -> None:
+    """Gates of 12 rows and ups of 12: eight rows of both lie side by side."""
+    rows, given = OrderedRows("Q4_0", 256, 256 + 24 * 18, 18), Range(0, 0, 12 * 18)
+    for start in (256, 256 + 12 * 18):
+        with pytest.raises(ExpertcastError, match="another range"):
+            _placed(given, start, [rows])
+    assert _placed(given, 1024, [rows]) == given._replace(start=1024)
 
 
 @pytest.mark.parametrize("plain", [True, False])
