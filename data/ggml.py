@@ -20,7 +20,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
@@ -85,7 +85,7 @@ class _InitParams(Structure):
 
 class _PoolParams(Structure):
     _fields_ = (
-        ("cpumask", c_bool * _MOST_THREADS), ("n_threads", c_int), ("prio", c_int), ("poll", c_int),
+        ("cpumask", c_bool * _MOST_THREADS), ("n_threads", c_int), ("prio", c_int), ("poll", c_uint32),
         ("strict_cpu", c_bool), ("paused", c_bool),
     )  # fmt: skip
 

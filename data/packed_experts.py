@@ -157,12 +157,14 @@ class BlockForm:
 
     def split(self, octets: Tensor) -> list[tuple[Piece, Tensor]]:
         """Return each piece and its rows, uint8 [..., rows, row bytes], of uint8 [..., nbytes]."""
-        found, start = [], 0
-        for piece in self.pieces:
-            end = start + self.nbytes_of(piece)
-            found.append((piece, torch.unflatten(octets[..., start:end], -1, (piece.outputs, -1))))
-            start = end
-        return found
+        return [
+            (piece, torch.unflatten(octets[..., start : start + self.nbytes_of(piece)], -1, (piece.outputs, -1)))
+            for piece, start in self.starts()
+        ]
+
+    def starts(self) -> list[tuple[Piece, int]]:
+        """Return each piece and its first byte in one expert's matrix."""
+        return list(zip(self.pieces, accumulate(map(self.nbytes_of, self.pieces), initial=0), strict=False))
 
     def put(self, rows: Tensor, octets: Tensor) -> None:
         """Write rows, uint8 [..., N, bytes of the longest], to uint8 [..., nbytes]."""
@@ -179,11 +181,9 @@ class BlockForm:
 
     def ordered(self, first: int = 0) -> list[OrderedRows]:
         """Return the rows of uint8 [nbytes] that are interleaved; `first` is added to their places."""
-        ends = accumulate(map(self.nbytes_of, self.pieces), initial=first)
         return [
-            OrderedRows(kind, start, start + self.nbytes_of(piece), ggml.row_bytes(kind, self.inputs))
-            for start, piece in zip(ends, self.pieces, strict=False)
-            for kind in [piece.kind]
+            OrderedRows(piece.kind, start, start + self.nbytes_of(piece), ggml.row_bytes(piece.kind, self.inputs))
+            for piece, start in ((piece, first + start) for piece, start in self.starts())
             if self.interleaves(piece)
         ]
 
@@ -367,10 +367,8 @@ class PackedMatrix:
         """Name of the parameter that holds the blocks."""
         self.has_one_piece = len(form.pieces) == 1
         self._place, self._matrices = (0, 0, 0), list[ggml.Matrices]()
-        ends = list(accumulate(form.nbytes_of(piece) for piece in form.pieces))
         self._pieces = [
-            (piece.kind, start, (piece.outputs, form.inputs, form.interleaves(piece)))
-            for piece, start in zip(form.pieces, [0, *ends], strict=False)
+            (piece.kind, start, (piece.outputs, form.inputs, form.interleaves(piece))) for piece, start in form.starts()
         ]
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
@@ -146,16 +146,21 @@ class Forecast:
 
     def __getitem__(self, rows: slice | Tensor) -> Forecast:
         """Return the forecast of a subset of the tokens."""
-        return Forecast.join([self], lambda tensors: tensors[0][rows])
+        return replace(
+            self,
+            logits_TE=self.logits_TE[rows],
+            topk_ids_TK=self.topk_ids_TK[rows],
+            topk_weights_TK=self.topk_weights_TK[rows],
+        )
 
     @staticmethod
-    def join(parts: Sequence[Forecast], join: Callable[[list[Tensor]], Tensor] = torch.cat) -> Forecast:
+    def join(parts: Sequence[Forecast]) -> Forecast:
         """Concatenate forecasts of one layer by one predictor along the tokens."""
         return replace(
             parts[0],
-            logits_TE=join([part.logits_TE for part in parts]),
-            topk_ids_TK=join([part.topk_ids_TK for part in parts]),
-            topk_weights_TK=join([part.topk_weights_TK for part in parts]),
+            logits_TE=torch.cat([part.logits_TE for part in parts]),
+            topk_ids_TK=torch.cat([part.topk_ids_TK for part in parts]),
+            topk_weights_TK=torch.cat([part.topk_weights_TK for part in parts]),
         )
 
 

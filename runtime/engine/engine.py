@@ -711,7 +711,7 @@ class Engine:
         if plan.on_host:
             output_TD = self._run_beside(layer, plan, hidden_TD, weights_TK)
         elif late := self._late(layer, plan):
-            output_TD = self._run_late(layer, plan, hidden_TD, weights_TK, late)
+            output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._late_last(plan, late))
         elif len(plan.chunks) == 1:
             output_TD = self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
         else:
@@ -822,28 +822,27 @@ class Engine:
 
     def _late(self, layer: MoELayer, plan: Plan) -> list[int]:
         """Return the pairs of one token whose experts are still being read, if packed experts can run without them."""
-        copies, first, link = self.residency.copies, layer.index * self._experts, self.residency.link
-        few = plan.slots is not None and len(plan.ids_TK) == 1 and plan.ids_TK.device.type == "cpu"
-        if not copies or not few or self.flow.host is not None:
+        copies, ids, first = self.residency.copies, plan.ids, layer.index * self._experts
+        if not copies or plan.slots is None or ids is None or len(plan.ids_TK) > 1 or self.flow.host is not None:
             return []
-        assert plan.ids is not None
-        found = [(pair, copies.get(first + expert)) for pair, expert in enumerate(plan.ids)]
-        late = [pair for pair, copy in found if copy is not None and not link.poll(copy)]
-        return late if len(late) < len(plan.ids) and is_packed(layer.experts) else []
+        if plan.ids_TK.device.type != "cpu" or not is_packed(layer.experts):
+            return []
+        found = [(pair, copies.get(first + expert)) for pair, expert in enumerate(ids)]
+        late = [pair for pair, copy in found if copy is not None and not self.residency.link.poll(copy)]
+        return late if len(late) < len(ids) else []
 
-    def _run_late(self, layer: MoELayer, plan: Plan, hidden_TD: Tensor, weights_TK: Tensor, late: list[int]) -> Tensor:
-        """Run a layer whose other experts are computed while some are read; rows do not depend on each other."""
+    def _late_last(self, plan: Plan, late: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the pairs whose experts are in slots, with these, and the late ones once they are read."""
         assert plan.sent is not None
         (keys,), slots = plan.chunks, plan.sent.take()
-        output_PD = hidden_TD.new_empty(len(slots), hidden_TD.shape[1])
         for some in (sorted(set(range(len(slots))).difference(late)), late):
             if some is late:
-                self._wait(layer.index, keys)
+                self._wait(plan.layer, keys)
+            else:
+                self._enter("compute", plan.layer)
             pairs = torch.tensor(some)
-            output_PD[pairs] = self.kernel.run_pairs(layer.experts, hidden_TD, len(slots), pairs, slots[pairs])
-        self._enter("policy", layer.index)
+            yield pairs, slots[pairs]
         self.residency.release(keys)
-        return combine(output_PD, weights_TK, hidden_TD.dtype)
 
     def _chunks(self, plan: Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each chunk's pairs with their slots, after its copies have arrived.

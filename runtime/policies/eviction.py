@@ -192,10 +192,10 @@ class ByPriority(EvictionPolicy):
         found = None
         while heap and found is None:
             entry = heap[0]
-            key, now = entry[2], self._priority(entry[2])
+            key = entry[2]
             if self._valid.get(key) is not entry:
                 heapq.heappop(heap)
-            elif now > entry[0]:
+            elif (now := self._priority(key)) > entry[0]:
                 self._valid[key] = (now, entry[1], key)
                 heapq.heapreplace(heap, self._valid[key])
             elif key in protected:

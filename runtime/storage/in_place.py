@@ -110,17 +110,13 @@ class ExpertsInPlace:
         """
         plain, ranges = self._plain[key // self._experts], self._ranges[key]
         memory = block if plain else _memory(ranges)
-        for offset, start, nbytes, number, _, write in ranges:
-            file = self.files[number]
+        for each in ranges:
+            file = self.files[each.file]
             assert file.handle is not None
-            read = read_range(file.handle, offset, nbytes)
-            if len(read) != nbytes or stamp_of(file.handle) != file.stamp:
+            read = read_range(file.handle, each.offset, each.nbytes)
+            if len(read) != each.nbytes or stamp_of(file.handle) != file.stamp:
                 raise file.changed()
-            given, place = torch.frombuffer(read, dtype=torch.uint8), memory[start : start + nbytes]
-            if write is None:
-                place.copy_(given)
-            else:
-                write(given, place)
+            each.put(torch.frombuffer(read, dtype=torch.uint8), memory)
         if not plain:
             self._convert(key, memory, block)
 
@@ -180,8 +176,8 @@ class ExpertsInPlace:
         """Write a block from the bytes of its ranges."""
         layer, expert = divmod(key, self._experts)
         ranges = {
-            (str(self.files[number].path), offset): memory[start : start + nbytes]
-            for offset, start, nbytes, number, *_ in self._ranges[key]
+            (str(self.files[each.file].path), each.offset): memory[each.start : each.start + each.nbytes]
+            for each in self._ranges[key]
         }
         views = self._layout.views(block, layer).items()
         with torch.no_grad(), in_memory(ranges):

@@ -47,6 +47,14 @@ class Range(NamedTuple):
     write: Callable[[Tensor, Tensor], None] | None = None
     """Writes a piece's bytes, uint8, to its place in memory, in another order; None: they are copied."""
 
+    def put(self, given: Tensor, memory: Tensor) -> None:
+        """Write the range's bytes, contiguous uint8, to their place in memory."""
+        place = memory[self.start : self.start + self.nbytes]
+        if self.write is None:
+            ctypes.memmove(place.data_ptr(), given.data_ptr(), self.nbytes)
+        else:
+            self.write(given, place)
+
 
 def pieces_of(ranges: Iterable[Range]) -> list[Range]:
     """Divide ranges into pieces of at most `PIECE` bytes."""
@@ -289,11 +297,7 @@ class DirectReader(TransferQueue[Read]):
             low = offset - offset % SECTOR
             whole = sectors(offset + size - low)
             self._read(file, [staging.numpy().data[:whole]], low, offset + size - low)
-            given, place = staging[offset - low :][:size], first.memory[piece.start :][:size]
-            if piece.write is None:
-                ctypes.memmove(place.data_ptr(), given.data_ptr(), size)
-            else:
-                piece.write(given, place)
+            piece.put(staging[offset - low :][:size], first.memory)
         if self._pace is not None:
             seconds = size / self._pace
             with self.lock:
