@@ -196,6 +196,13 @@ def test_offloaded_is_resident(form: str, dtype: str, tmp_path: Path) -> None:
         _near(offloaded, plain)
     with load_offloaded(path, device="cpu", slots=5, experts="auto", dtype=dtype, store="disk") as offloaded:
         assert_same(greedy(offloaded, IDS, 4), expected)
+    batch = {name: each.repeat(17, 1) for name, each in IDS.items()}
+    batch["input_ids"] += torch.arange(17)[:, None]
+    options: dict[str, Any] = {"link": "emulated", "misses": "host"}
+    with load_offloaded(path, device="cpu", slots=10, experts="packed", dtype=dtype, **options) as offloaded:
+        for inputs in (IDS, batch):
+            assert_same(greedy(offloaded, inputs, 4), greedy(packed, inputs, 4))
+        assert offloaded.stats.total.on_host > 0
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])

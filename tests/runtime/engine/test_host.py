@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from expertcast import offload
 from expertcast.runtime.policies import Policies
 from tests.runtime.conftest import assert_same, greedy
-from tests.runtime.drafts.loops import prompt, tiny
+from tests.runtime.drafts.loops import SLOTS, prompt
+from tests.runtime.drafts.test_identity import EACH, FAMILIES, unlimited
 
 WAYS: list[dict[str, Any]] = [
     {"slots": 64, "misses": "host"},
@@ -51,17 +52,18 @@ def test_the_models_own_kernel(kernel: str, reference_fp32: PreTrainedModel, fou
         reference_fp32.set_experts_implementation(before)
 
 
-@pytest.mark.parametrize("misses", ["host", "auto"])
-@pytest.mark.parametrize("draft", ["int4", "resident", "speculate"])
-def test_drafts(draft: str, misses: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts(family: str) -> None:
     ids_BS = prompt()
-    model = tiny("qwen3_moe")
+    model = unlimited(family)
     expected = model.generate(ids_BS, max_new_tokens=10, do_sample=False)
-    with offload(model, slots=8, predictor="next_norm", forecasts="always", bandwidth=1e7, misses=misses) as offloaded:
-        for _ in range(2):
-            got = offloaded.generate(ids_BS, max_new_tokens=10, do_sample=False, draft=draft, draft_length=3)
-            assert torch.equal(got, expected)
-        assert offloaded.stats.total.on_host > 0
+    for misses in ("host", "auto") if family == "qwen3_moe" else ("host",):
+        options: dict[str, Any] = {"predictor": "next_norm", "forecasts": "always", "misses": misses}
+        with offload(model, slots=SLOTS, bandwidth=1e7, **options) as offloaded:
+            for draft in EACH:
+                got = offloaded.generate(ids_BS, max_new_tokens=10, do_sample=False, draft=draft)
+                assert torch.equal(got, expected), (misses, draft)
+            assert offloaded.stats.total.on_host > 0
 
 
 def test_an_error_of_the_host_ends_the_forward(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
