@@ -342,6 +342,8 @@ _NUMBERS = {
     torch.int32: 26,
 }  # fmt: skip
 """Values of `ggml_type` of torch's types."""
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""Names of torch's types of floats."""
 _NODES = 12
 """Most tensors of a product's graph."""
 _LARGE = 1 << 27

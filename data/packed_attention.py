@@ -8,10 +8,10 @@ H heads, G heads of keys and values, C numbers of a head, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ def fuse_attention(model: nn.Module) -> None:
     """
     agree: dict[tuple[object, ...], bool] = {}
     for module in model.modules():
-        if not _is_packed(getattr(module, "o_proj", None)):
+        if not is_packed(getattr(module, "o_proj", None)):
             continue
         kind = _kind(module)
         if kind is not None and kind not in agree:
@@ -51,7 +51,8 @@ def fuse_attention(model: nn.Module) -> None:
             module.register_forward_pre_hook(_masked, with_kwargs=True)
 
 
-def _is_packed(layer: object) -> bool:
+def is_packed(layer: object) -> bool:
+    """Whether a layer is a packed linear one."""
     return isinstance(layer, nn.Module) and isinstance(layer.__dict__.get("matrix"), PackedMatrix)
 
 
@@ -64,7 +65,7 @@ def _kind(module: nn.Module) -> tuple[object, ...] | None:
     forms = []
     for name in _PROJECTIONS:
         layer = children[name]
-        if not _is_packed(layer) or not layer.__dict__["matrix"].has_one_piece:
+        if not is_packed(layer) or not layer.__dict__["matrix"].has_one_piece:
             return None
         forms.append((layer.__dict__["matrix"].form, layer.bias is not None))
     own = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
@@ -104,29 +105,69 @@ def _agrees(module: Any) -> bool:
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Run an attention module."""
-    hidden, positions = kwargs.get("hidden_states"), kwargs.get("position_embeddings")
-    cache = kwargs.get("past_key_values")
-    if (
-        args or cache is None or positions is None or positions[0].shape != (1, 1, module.head_dim)
-        or not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, 1) or hidden.device.type != "cpu"
-        or kwargs.get("attention_mask") is not None or module.config._attn_implementation != "sdpa"
-        or module.training or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        or not _untouched(module)
-    ):  # fmt: skip
+    if args or not takes(module, kwargs.get("hidden_states"), kwargs) or not is_plain(module):
         given = _masked(module, args, kwargs) if getattr(module, "num_key_value_groups", 1) > 1 else None
         args, kwargs = given or (args, kwargs)
         own: tuple[Tensor, Tensor | None] = type(module).forward(module, *args, **kwargs)
         return own
-    matrices = tuple(module._modules[name].__dict__["matrix"].single() for name in _PROJECTIONS)
-    attention = ggml.kept(matrices, lambda: _Attention(module, matrices))
-    return module.o_proj(attention.run(module, hidden, positions, cache)), None
+    matrices = projections(module)
+    return module.o_proj(attended(module, kwargs["hidden_states"], kwargs, matrices, matrices)), None
 
 
-def _untouched(module: nn.Module) -> bool:
+def is_fused(module: nn.Module | None) -> bool:
+    """Whether a module is attention that runs one token by ggml."""
+    return module is not None and getattr(module.__dict__.get("forward"), "__func__", None) is _forward
+
+
+def takes(module: Any, hidden: object, arguments: Mapping[str, Any]) -> bool:
+    """Return whether ggml can run a call: one token, without a mask.
+
+    Args:
+        module: the attention module.
+        hidden: its input.
+        arguments: its other arguments, by name.
+    """
+    positions = arguments.get("position_embeddings")
+    return (
+        isinstance(hidden, Tensor) and hidden.shape[:2] == (1, 1) and hidden.device.type == "cpu"
+        and arguments.get("past_key_values") is not None and arguments.get("attention_mask") is None
+        and positions is not None and positions[0].shape == (1, 1, module.head_dim)
+        and module.config._attn_implementation == "sdpa" and not module.training
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    )  # fmt: skip
+
+
+def is_plain(module: nn.Module) -> bool:
     """Whether the layers that the graph replaces are packed and without hooks."""
-    replaced = [cast(nn.Module, each) for name, each in module._modules.items() if name != "o_proj"]
-    observed = any(each._forward_hooks or each._forward_pre_hooks for each in replaced)
-    return not observed and all(_is_packed(module._modules[name]) for name in _PROJECTIONS)
+    own = module._modules
+    replaced = [each for name, each in own.items() if each is not None and name != "o_proj"]
+    return all(is_packed(own[name]) for name in _PROJECTIONS) and not any(map(observed, replaced))
+
+
+def observed(module: nn.Module) -> bool:
+    """Whether a module has hooks on its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def projections(module: nn.Module) -> tuple[ggml.Matrices, ...]:
+    """Return the matrices of queries, keys and values where they lie now."""
+    return tuple(module._modules[name].__dict__["matrix"].single() for name in _PROJECTIONS)
+
+
+def attended(
+    module: Any, hidden: Tensor, arguments: Mapping[str, Any], matrices: tuple[ggml.Matrices, ...],
+    key: tuple[object, ...], norm: Any = None,
+) -> Tensor:  # fmt: skip
+    """Return what a token's heads attend to, [1, 1, H x C]; the cache takes its keys and values.
+
+    Args:
+        module, hidden, arguments: those of :func:`takes`.
+        matrices: result of :func:`projections`.
+        key: that of the graph (:func:`ggml.kept`).
+        norm: RMSNorm of the input; None: the input is normalised.
+    """
+    attention = ggml.kept(key, lambda: _Attention(module, matrices, norm))
+    return attention.run(module, hidden, arguments["position_embeddings"], arguments["past_key_values"], norm)
 
 
 class _Turn:
@@ -152,22 +193,26 @@ class _Attention:
     Args:
         module: the attention module.
         matrices: of its projections of queries, keys and values.
+        norm: RMSNorm of the input; None: there is none.
     """
 
-    def __init__(self, module: Any, matrices: tuple[ggml.Matrices, ...]) -> None:
+    def __init__(self, module: Any, matrices: tuple[ggml.Matrices, ...], norm: Any = None) -> None:
         size, hidden = module.head_dim, matrices[0].inputs
         self._heads = [own.outputs // size for own in matrices]
         heads, pairs, _ = self._heads
         memory = ggml.scratch(
             ((1, hidden), torch.float32), ((heads + 2 * pairs, 1, size), torch.float32),
-            ((5, heads * size), torch.float32), (((heads + pairs) * size * _STEPS * 4,), torch.uint8),
+            ((5, heads * size), torch.float32), (((heads + pairs) * size * _STEPS * 4 + 8 * hidden,), torch.uint8),
+            ((1, hidden), torch.float32),
         )  # fmt: skip
-        self._input, self._made, self._vectors, between = memory
+        self._input, self._made, self._vectors, between, self._norm = memory
         self._turn = ggml.kept(("turn", size), lambda: _Turn(size))
         self._copied: list[tuple[Tensor, str, str]] = []
         work = sum(own.outputs * own.inputs for own in matrices)
         self._graph = graph = ggml.Graph("attention", work, _NODES, between)
         row, cos, sin = graph.tensor(self._input), graph.tensor(self._turn.cos), graph.tensor(self._turn.sin)
+        if norm is not None:
+            row = graph.apply("mul", graph.apply("rms_norm", row, norm.variance_epsilon), graph.tensor(self._norm))
         projected: list[int] = []
         *turned, values = torch.split(self._made, self._heads)
         for own, name, out in zip(matrices, _PROJECTIONS, (None, None, values), strict=True):
@@ -192,9 +237,11 @@ class _Attention:
         return self._graph.tensor(memory)
 
     @torch.no_grad()
-    def run(self, module: Any, hidden: Tensor, positions: tuple[Tensor, Tensor], cache: Any) -> Tensor:
-        """Return what a token's heads attend to, [1, 1, H x C]; the cache takes its keys and values."""
+    def run(self, module: Any, hidden: Tensor, positions: tuple[Tensor, Tensor], cache: Any, norm: Any) -> Tensor:
+        """Run :func:`attended`."""
         heads, pairs, _ = self._heads
+        if norm is not None:
+            self._norm.copy_(norm._parameters["weight"])
         for memory, owner, name in self._copied:
             memory.copy_(module._modules[owner]._parameters[name])
         self._input.copy_(hidden[0])

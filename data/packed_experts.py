@@ -359,7 +359,7 @@ class PackedMatrix:
     def __init__(
         self, own: Mapping[str, Tensor | None], name: str, form: BlockForm, transposed: bool, dtype: torch.dtype
     ) -> None:
-        self._own, self.dtype = own, dtype
+        self.parameters, self.dtype = own, dtype
         self.form, self.transposed, self.many_rows = form, transposed, form.many_rows
         self.few_tokens = MANY_ROWS if form.interleaved else form.many_rows
         """Tokens from which rows are grouped by their experts."""
@@ -374,7 +374,7 @@ class PackedMatrix:
     @property
     def blocks(self) -> Tensor:
         """The parameter, uint8 [E, bytes]."""
-        return cast(Tensor, self._own[self.name])
+        return cast(Tensor, self.parameters[self.name])
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -582,7 +582,7 @@ def over_parts(experts: nn.Module, parts: Mapping[str, Tensor]) -> nn.Module:
     made.__dict__.update(experts.__dict__, _parameters=parameters, _modules=children)
     for name, matrix in packed_matrices(experts).items():
         made.__dict__[name] = own = copy.copy(matrix)
-        own._own = parameters
+        own.parameters = parameters
     return made
 
 

@@ -5,20 +5,16 @@ The blocks are those of :mod:`expertcast.data.packed_experts`, for one matrix in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import wraps
-from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data import ggml
-from expertcast.data.machine import one_row, without_onednn
-from expertcast.data.packed_attention import fuse_attention
 from expertcast.data.packed_experts import BlockForm, PackedMatrix, Piece
+from expertcast.data.packed_layer import fuse_layers
 from expertcast.data.weights.files import ComputedTensor, TensorFile
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
@@ -145,7 +141,7 @@ def pack_linears(
         model: the model, whose layers' own weights are not read.
         forms: result of :func:`linear_forms`.
         weights: its argument.
-        routers: names of the routers, which run without oneDNN for one token (:func:`_narrow`).
+        routers: names of the routers.
     """
     for name, form in forms.items():
         module, file = model.get_submodule(name), weights[f"{name}.weight"]
@@ -159,22 +155,7 @@ def pack_linears(
         packed.train(module.training)
         form.put(file.blocks(...), packed.__dict__["matrix"].blocks[0])
         model.set_submodule(name, packed)
-    fuse_attention(model)
-    for name in routers:
-        router = model.get_submodule(name)
-        router.forward = MethodType(_narrow(type(router).forward), router)  # type: ignore[method-assign]
-
-
-def _narrow(own: Callable[..., object]) -> Callable[..., object]:
-    """Return a router's forward that runs without oneDNN for one token: its product of a row by 128 x 2,048 bf16
-    weights takes 158 us in a model, where torch's own takes 82."""
-
-    @wraps(own)
-    def forward(router: nn.Module, *args: Any, **kwargs: Any) -> object:
-        one = args and one_row(args[0])
-        return without_onednn(own, router, *args, **kwargs) if one else own(router, *args, **kwargs)
-
-    return forward
+    fuse_layers(model, routers)
 
 
 def other_bytes(model: nn.Module, view: MoEView) -> int:

@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from expertcast.data.batch import RouterCall, RouterOutput
+from expertcast.data.packed_layer import OBSERVES
 from expertcast.predictors.view import MoELayer, MoEView
 
 # Outputs that transformers gathers by hooks: forecasts run modules unrecorded
@@ -81,6 +82,7 @@ class RouterTaps:
             if not self._muted:  # a router's flat input does not show the number of sequences
                 self._residuals[layer.index] = args[0] if args else kwargs["hidden_states"]
 
+        setattr(before_norm, OBSERVES, True)
         if layer.norm_name:
             self._stack.callback(layer.norm.register_forward_pre_hook(before_norm).remove)
         else:

@@ -27,12 +27,13 @@ _PACKED = ("q_proj", "k_proj", "v_proj", "o_proj")
 def _packed(family: str = "qwen3_moe", kind: str = "Q8_0") -> PreTrainedModel:
     """A tiny model whose attention is packed."""
     model = tiny_model(family, **_SIZES)
-    _pack(model, kind)
+    pack_attention(model, kind)
     pack_linears(model, {}, {})
     return model
 
 
-def _pack(model: nn.Module, kind: str) -> None:
+def pack_attention(model: nn.Module, kind: str) -> None:
+    """Replace the projections of attention by packed ones."""
     for module in list(model.modules()):
         for name in _PACKED:
             linear = getattr(module, name, None)
@@ -104,7 +105,7 @@ def test_outputs(family: str, kind: str, runs: _Runs) -> None:
     """Those of the module's own code up to rounding, and so are keys and values, in order."""
     for dtype, bound in ((torch.bfloat16, 0.02), (torch.float32, 0.003)):
         model = tiny_model(family, dtype, **_SIZES)
-        _pack(model, kind)
+        pack_attention(model, kind)
         pack_linears(model, {}, {})
         module, before = _attention(model)[1], runs.count
         (expected, held), (found, cache) = _steps(module, own=True), _steps(module)
@@ -240,7 +241,7 @@ def test_unknown_structures_are_left(runs: _Runs) -> None:
         model = tiny_model("qwen3_moe", **_SIZES)
         for module in _attention(model):
             change(module)
-        _pack(model, "Q8_0")
+        pack_attention(model, "Q8_0")
         pack_linears(model, {}, {})
         runs.count = 0
         assert _decoded(model).isfinite().all()
@@ -269,6 +270,7 @@ def test_a_router_of_one_token_runs_without_onednn() -> None:
     router.__class__ = type("Router", (type(router),), {"forward": forward})
     pack_linears(model, {}, {}, [name])
     assert [*inspect.signature(router.forward).parameters] == ["hidden"]
+    seen.clear()
     hidden = torch.randn(3, 64).bfloat16()
     many, one = router(hidden)[0], router(hidden[:1])[0]
     assert torch.allclose(one.float(), many[:1].float(), atol=0.1)

@@ -1,0 +1,308 @@
+"""A decoder layer's step of one token, with its norms and the router's product in the graphs of ggml around attention.
+
+    ggml     norm, queries, keys, values (:mod:`expertcast.data.packed_attention`)
+    torch    attention
+    ggml     output matrix, residual, norm, the router's product
+    own      the router's choice, and the rest of the layer
+
+D hidden size, E routed experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import update_wrapper
+from threading import local
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from expertcast.data import ggml
+from expertcast.data.machine import one_row, without_onednn
+from expertcast.data.packed_attention import attended, fuse_attention, is_fused, is_packed, is_plain, projections, takes
+
+OBSERVES = "expertcast_observes"
+"""Attribute of a hook before a norm that only reads what the norm takes."""
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_NODES = 16
+"""Most tensors of a graph."""
+_TRIED, _NEAR = 5, 0.02
+"""Tokens of a trial, and the largest difference of its outputs, relative to their norm."""
+_STEP = "_step"
+"""Attribute of a layer."""
+_GIVEN = "_product"
+"""Attribute of a router: the hidden state with which it runs next, and its product, float32 [1, E]."""
+
+
+def fuse_layers(model: nn.Module, routers: Iterable[str]) -> None:
+    """Let decoder layers with packed attention run one token by ggml, where that gives their own outputs.
+
+    Args:
+        model: the model, on the CPU.
+        routers: names of its routers.
+    """
+    fuse_attention(model)
+    forwards: dict[object, _Router] = {}
+    places = {}
+    for name in routers:
+        router = model.get_submodule(name)
+        if type(router) not in forwards:
+            forwards[type(router)] = _Router(router)
+        router.forward = MethodType(forwards[type(router)], router)  # type: ignore[method-assign]
+        if forwards[type(router)].takes_products:
+            places[name] = router
+    agree: dict[object, bool] = {}
+    for name, layer in model.named_modules():
+        norms = [layer._modules.get(norm) for norm in _NORMS]
+        if len(layer._modules) != 4 or not is_fused(layer._modules.get("self_attn")) or not all(map(_is_norm, norms)):
+            continue
+        (rest,) = layer._modules.keys() - {"self_attn", *_NORMS}
+        kind = type(layer), type(layer.self_attn), *map(type, norms)
+        if kind not in agree:
+            agree[kind] = _agrees(layer, rest)
+        if agree[kind]:
+            own = [path.removeprefix(f"{name}.").split(".") for path in places if path.startswith(f"{name}.")]
+            forward = _Layer(type(layer).forward, rest, own[0] if len(own) == 1 else None)
+            layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
+
+
+def _is_norm(module: Any) -> bool:
+    return hasattr(module, "variance_epsilon") and [*module._parameters] == ["weight"]
+
+
+# Routers
+
+
+class _Router:
+    """The forward of routers of one class, which take one token's product where their layer has computed it.
+
+    Else they run one token without oneDNN: a product of a row by 128 x 2,048 bf16 weights takes 158 us in a model with
+    it, 82 without.
+
+    Args:
+        router: one of them.
+    """
+
+    def __init__(self, router: Any) -> None:
+        self._own, self._now = type(router).forward, local()
+        update_wrapper(self, self._own)
+        self._choose = _with_linear(self._own, self._linear)
+        self.takes_products = self._agrees(router)
+
+    def __call__(self, router: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a router."""
+        hidden = args[0] if len(args) == 1 else None
+        if hidden is None or not one_row(hidden):
+            return self._own(router, *args, **kwargs)
+        given = router.__dict__.pop(_GIVEN, None)
+        if given is None or given[0].data_ptr() != hidden.data_ptr():
+            return without_onednn(self._own, router, hidden, **kwargs)
+        self._now.product = given[1]
+        return self._choose(router, hidden, **kwargs)
+
+    def _linear(self, hidden: Tensor, _weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        product: Tensor = self._now.product.to(hidden.dtype)
+        self._now.product = None  # there is one
+        return product if bias is None else product + bias
+
+    @torch.no_grad()
+    def _agrees(self, router: Any) -> bool:
+        """Return whether a router's only use of its input is one product with its weights."""
+        if weights_of(router) is None:
+            return False
+        weight = router.weight
+        hidden = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        self._now.product = hidden.float() @ weight.float().t()
+        try:
+            expected, found = self._own(router, hidden), self._choose(router, torch.full_like(hidden, torch.nan))
+            pairs = list(zip(expected, found, strict=True))
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False
+        return all((made.float() - own.float()).norm() <= _NEAR * own.float().norm() for own, made in pairs)
+
+
+def weights_of(router: Any) -> ggml.Matrices | None:
+    """Return a router's weights [E, D], if ggml can multiply by them where they lie."""
+    weight = router._parameters.get("weight")
+    kind = None if weight is None else ggml.KINDS.get(weight.dtype)
+    if kind is None or weight.dim() != 2 or weight.device.type != "cpu" or not weight.is_contiguous():
+        return None
+    return ggml.Matrices(kind, weight.data_ptr(), 1, weight.nbytes, *weight.shape)
+
+
+def _with_linear(function: Any, linear: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a function for which `torch.nn.functional.linear` is another one."""
+    functional = SimpleNamespace(**{**vars(nn.functional), "linear": linear})
+    layers = SimpleNamespace(**{**vars(nn), "functional": functional})
+    others = {nn.functional: functional, nn: layers, torch: SimpleNamespace(**{**vars(torch), "nn": layers})}
+    scope = {
+        name: others.get(value, value) if isinstance(value, ModuleType) else value
+        for name, value in function.__globals__.items()
+    }
+    return FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+
+
+# Layers
+
+
+class _Layer:
+    """The forward of a decoder layer.
+
+    Args:
+        own: the forward of its class.
+        rest: name of the part behind the second norm.
+        router: place of its router in the layer; None: it multiplies for itself.
+    """
+
+    def __init__(self, own: Callable[..., Any], rest: str, router: list[str] | None) -> None:
+        self._own, self._rest, self._router = own, rest, router
+        update_wrapper(self, own)
+
+    def __call__(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        parts = layer._modules
+        attention, before, after = parts["self_attn"], *(parts[name] for name in _NORMS)
+        if len(args) != 1 or not takes(attention, args[0], kwargs):
+            return self._own(layer, *args, **kwargs)
+        step: _Step | None = layer.__dict__.get(_STEP)
+        if step is None or not step.holds():
+            step = layer.__dict__[_STEP] = _Step.of(layer, self._router)
+        if step is None or not all(getattr(hook, OBSERVES, False) for hook in after._forward_pre_hooks.values()):
+            return self._own(layer, *args, **kwargs)
+        seen = attended(attention, args[0], kwargs, step.projections, (step.key, True), before)
+        graph = ggml.kept((step.key, False), lambda: _After(step.output, step.weights, after))
+        residual, hidden, product = graph.run(seen, args[0], after)
+        for hook in after._forward_pre_hooks.values():
+            hook(after, (residual,))
+        if step.weights is not None:
+            step.router.__dict__[_GIVEN] = hidden, product
+        return residual + parts[self._rest](hidden)
+
+
+class _Step(NamedTuple):
+    """What a layer's graphs are built for. That it holds is seen in a tenth of the time of finding it."""
+
+    hooks: list[dict[Any, Any]]
+    """Hooks of the parts that the graphs replace: there are none."""
+    parts: list[tuple[Mapping[str, Any], str, object]]
+    """Modules, and the forward of attention, by owner and name."""
+    places: list[tuple[Mapping[str, Any], str, int]]
+    """Addresses of parameters, by owner and name."""
+    projections: tuple[ggml.Matrices, ...]
+    output: ggml.Matrices
+    """The output matrix of attention."""
+    router: nn.Module | None
+    weights: ggml.Matrices | None
+    """The router's, if it takes products."""
+    key: object
+    """That of its graphs."""
+
+    @classmethod
+    def of(cls, layer: Any, router: list[str] | None) -> _Step | None:
+        """Return a layer's; None: it runs its own code."""
+        attention, before, after = layer.self_attn, *(layer._modules[name] for name in _NORMS)
+        output = attention.o_proj
+        replaced = [before, *filter(None, attention._modules.values())]
+        if (
+            not is_fused(attention) or not is_plain(attention) or not is_packed(output) or output.bias is not None
+            or any("forward" in own.__dict__ for own in (after, *replaced))
+        ):  # fmt: skip
+            return None
+        hooks = [each for own in (attention, *replaced) for each in (own._forward_hooks, own._forward_pre_hooks)]
+        hooks.append(after._forward_hooks)
+        owners = [(layer, name) for name in ("self_attn", *_NORMS)] + [(attention, name) for name in attention._modules]
+        inner = layer if router else None
+        for name in router or ():
+            owners.append((inner, name))
+            inner = inner._modules[name]
+        weights = None if inner is None else weights_of(inner)
+        packed = [own.__dict__["matrix"] for own in replaced if is_packed(own)]
+        places = [(own.parameters, own.name, own.blocks.data_ptr()) for own in packed]
+        if weights is not None:
+            places.append((inner._parameters, "weight", weights.address))
+        parts: list[tuple[Mapping[str, Any], str, object]]
+        parts = [(owner._modules, name, owner._modules[name]) for owner, name in owners]
+        parts.append((attention.__dict__, "forward", attention.forward))
+        matrix = output.__dict__["matrix"].single()
+        found = cls(hooks, parts, places, projections(attention), matrix, inner, weights, object())
+        return found if found.holds() else None
+
+    def holds(self) -> bool:
+        """Return whether nothing has changed."""
+        return (
+            not any(self.hooks)
+            and all(own.get(name) is each for own, name, each in self.parts)
+            and all(own[name].data_ptr() == address for own, name, address in self.places)
+        )
+
+
+class _After:
+    """The graph of a layer behind its attention.
+
+    Args:
+        matrix: the output matrix of attention.
+        weights: the router's; None: there is no product with them.
+        norm: the norm of what is behind.
+    """
+
+    def __init__(self, matrix: ggml.Matrices, weights: ggml.Matrices | None, norm: Any) -> None:
+        row = (1, matrix.outputs), torch.float32
+        product = (1, 0 if weights is None else weights.outputs), torch.float32
+        between = (8 * matrix.outputs + 64,), torch.uint8
+        memory = ggml.scratch(((1, matrix.inputs), torch.float32), row, row, row, row, product, between)
+        self._seen, self._before, self._norm, self._residual, self._normed, self._product, space = memory
+        self._graph = graph = ggml.Graph("attention", matrix.outputs * matrix.inputs, _NODES, space)
+        made = graph.apply("mul_mat", graph.weights(matrix), graph.tensor(self._seen))
+        made = graph.apply("add", made, graph.tensor(self._before), out=self._residual)
+        made = graph.apply("rms_norm", made, norm.variance_epsilon)
+        made = graph.apply("mul", made, graph.tensor(self._norm), out=self._normed)
+        if weights is not None:
+            graph.apply("mul_mat", graph.weights(weights), made, out=self._product)
+
+    @torch.no_grad()
+    def run(self, seen: Tensor, hidden: Tensor, norm: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the residual and what the norm makes of it, [1, 1, D] each, and the product [1, E]."""
+        self._seen.copy_(seen[0])
+        self._before.copy_(hidden[0])
+        self._norm.copy_(norm._parameters["weight"])
+        self._graph.run()
+        residual, normed = (each.unsqueeze(0).to(hidden.dtype, copy=True) for each in (self._residual, self._normed))
+        return residual, normed, self._product.clone()
+
+
+@torch.no_grad()
+def _agrees(layer: Any, rest: str) -> bool:
+    """Return whether the fused code gives a layer's own outputs, behind some tokens."""
+    attention, random = layer.self_attn, torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, _TRIED, attention.o_proj.out_features, generator=random)
+    hidden = hidden.to(attention.o_proj.__dict__["matrix"].dtype)
+    angles = torch.rand(1, _TRIED, attention.head_dim // 2, generator=random).repeat(1, 1, 2) * 6
+    positions = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+
+    def last(forward: Callable[..., Any]) -> Tensor:
+        """Return the output of the last token, of which `forward` computes only that one."""
+        cache, found = DynamicCache(), hidden
+        for some, call in ((slice(0, -1), own), (slice(-1, None), forward)):
+            turned = tuple(each[:, some] for each in positions)
+            found = call(layer, hidden[:, some], position_embeddings=turned, attention_mask=None, past_key_values=cache)
+        return found.float()
+
+    class Half(nn.Module):
+        """Stands for the rest of the layer."""
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden * 0.5 + 1
+
+    behind, layer._modules[rest] = layer._modules[rest], Half()
+    own = type(layer).forward
+    try:
+        expected, found = last(own), last(_Layer(own, rest, None))
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False  # it takes other arguments, or returns more
+    finally:
+        layer._modules[rest] = behind
+        layer.__dict__.pop(_STEP, None)
+    return bool((found - expected).norm() <= _NEAR * expected.norm())
