@@ -23,9 +23,8 @@ from transformers import DynamicCache
 from expertcast.data import ggml
 from expertcast.data.machine import one_row, without_onednn
 from expertcast.data.packed_attention import attended, fuse_attention, is_fused, is_packed, is_plain, projections, takes
+from expertcast.data.taps import OBSERVES
 
-OBSERVES = "expertcast_observes"
-"""Attribute of a hook before a norm that only reads what the norm takes."""
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _NODES = 16
 """Most tensors of a graph."""
@@ -183,7 +182,7 @@ class _Layer:
 
 
 class _Step(NamedTuple):
-    """What a layer's graphs are built for. That it holds is seen in a tenth of the time of finding it."""
+    """The parts of a layer as its graphs take them. To check them takes a tenth of the time of finding them."""
 
     hooks: list[dict[Any, Any]]
     """Hooks of the parts that the graphs replace: there are none."""
@@ -198,7 +197,7 @@ class _Step(NamedTuple):
     weights: ggml.Matrices | None
     """The router's, if it takes products."""
     key: object
-    """That of its graphs."""
+    """Key of the graphs."""
 
     @classmethod
     def of(cls, layer: Any, router: list[str] | None) -> _Step | None:
@@ -214,7 +213,7 @@ class _Step(NamedTuple):
         hooks = [each for own in (attention, *replaced) for each in (own._forward_hooks, own._forward_pre_hooks)]
         hooks.append(after._forward_hooks)
         owners = [(layer, name) for name in ("self_attn", *_NORMS)] + [(attention, name) for name in attention._modules]
-        inner = layer if router else None
+        inner: Any = layer if router else None
         for name in router or ():
             owners.append((inner, name))
             inner = inner._modules[name]

@@ -16,8 +16,10 @@ from transformers import Cache, PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from expertcast.data.batch import RouterCall, RouterOutput
-from expertcast.data.packed_layer import OBSERVES
 from expertcast.predictors.view import MoELayer, MoEView
+
+OBSERVES = "expertcast_observes"
+"""Attribute of a hook before a norm that only reads what the norm takes."""
 
 # Outputs that transformers gathers by hooks: forecasts run modules unrecorded
 
