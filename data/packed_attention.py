@@ -68,39 +68,52 @@ def _kind(module: nn.Module) -> tuple[object, ...] | None:
         if not is_packed(layer) or not layer.__dict__["matrix"].has_one_piece:
             return None
         forms.append((layer.__dict__["matrix"].form, layer.bias is not None))
-    own = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
-    own.pop("layer_idx", None)
+    own = settings(module)
     size, heads = own.get("head_dim", 0), forms[0][0].outputs
     if not size or heads % size or any(norm.weight.numel() != size for norm in norms.values()):  # type: ignore[operator, union-attr]
         return None
     return type(module), *forms, *norms, *own.items()
 
 
-@torch.no_grad()
-def _agrees(module: Any) -> bool:
-    """Return whether the fused code gives a module's own outputs, behind some tokens."""
-    random = torch.Generator().manual_seed(0)
-    matrix: PackedMatrix = module.o_proj.__dict__["matrix"]
-    hidden = torch.randn(1, _TRIED, module.q_proj.in_features, generator=random).to(matrix.dtype)
-    angles = torch.rand(1, _TRIED, module.head_dim // 2, generator=random).repeat(1, 1, 2) * 6
-    cos, sin = angles.cos().to(matrix.dtype), angles.sin().to(matrix.dtype)
-    own = partial(type(module).forward, module)
+def settings(module: nn.Module) -> dict[str, object]:
+    """Return a module's own numbers and words, but for its place in the model."""
+    found = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
+    return {name: value for name, value in found.items() if name != "layer_idx"}
 
-    def last(forward: Callable[..., Any]) -> Tensor:
-        """Return the output of the last token, of which `forward` computes only that one."""
+
+@torch.no_grad()
+def agrees(attention: Any, own: Callable[..., Tensor], fused: Callable[..., Tensor]) -> bool:
+    """Return whether two forwards have equal outputs for a token behind some others, up to rounding.
+
+    Args:
+        attention: the attention module within.
+        own, fused: of an attention module or its layer; the first one runs the other tokens.
+    """
+    dtype, random = attention.o_proj.__dict__["matrix"].dtype, torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, _TRIED, attention.q_proj.in_features, generator=random).to(dtype)
+    angles = torch.rand(1, _TRIED, attention.head_dim // 2, generator=random).repeat(1, 1, 2) * 6
+    positions = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def last(forward: Callable[..., Tensor]) -> Tensor:
         cache, found = DynamicCache(), hidden
         for some, call in ((slice(0, -1), own), (slice(-1, None), forward)):
-            found = call(
-                hidden_states=hidden[:, some], position_embeddings=(cos[:, some], sin[:, some]), attention_mask=None,
-                past_key_values=cache,
-            )[0]  # fmt: skip
+            turned = tuple(each[:, some] for each in positions)
+            found = call(hidden[:, some], position_embeddings=turned, attention_mask=None, past_key_values=cache)
         return found.float()
 
     try:
-        expected, found = last(own), last(partial(_forward, module))
+        expected, found = last(own), last(fused)
     except (TypeError, ValueError, RuntimeError, AttributeError):
-        return False  # it takes other arguments
+        return False  # it takes other arguments, or returns more
     return bool((found - expected).norm() <= _NEAR * expected.norm())
+
+
+def _agrees(module: Any) -> bool:
+    def named(forward: Callable[..., Any], hidden: Tensor, **others: Any) -> Tensor:
+        found: Tensor = forward(module, hidden_states=hidden, **others)[0]
+        return found
+
+    return agrees(module, partial(named, type(module).forward), partial(named, _forward))
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

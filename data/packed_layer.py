@@ -11,25 +11,23 @@ D hidden size, E routed experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from threading import local
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
-from expertcast.data import ggml
+from expertcast.data import ggml, packed_attention
 from expertcast.data.machine import one_row, without_onednn
-from expertcast.data.packed_attention import attended, fuse_attention, is_fused, is_packed, is_plain, projections, takes
 from expertcast.data.taps import OBSERVES
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _NODES = 16
 """Most tensors of a graph."""
-_TRIED, _NEAR = 5, 0.02
-"""Tokens of a trial, and the largest difference of its outputs, relative to their norm."""
+_NEAR = 0.02
+"""Largest difference of a router's outputs in a trial, relative to their norm."""
 _STEP = "_step"
 """Attribute of a layer."""
 _GIVEN = "_product"
@@ -43,7 +41,7 @@ def fuse_layers(model: nn.Module, routers: Iterable[str]) -> None:
         model: the model, on the CPU.
         routers: names of its routers.
     """
-    fuse_attention(model)
+    packed_attention.fuse_attention(model)
     forwards: dict[object, _Router] = {}
     places = {}
     for name in routers:
@@ -56,10 +54,11 @@ def fuse_layers(model: nn.Module, routers: Iterable[str]) -> None:
     agree: dict[object, bool] = {}
     for name, layer in model.named_modules():
         norms = [layer._modules.get(norm) for norm in _NORMS]
-        if len(layer._modules) != 4 or not is_fused(layer._modules.get("self_attn")) or not all(map(_is_norm, norms)):
+        fused = packed_attention.is_fused(layer._modules.get("self_attn"))
+        if not fused or len(layer._modules) != 4 or not all(map(_is_norm, norms)):
             continue
         (rest,) = layer._modules.keys() - {"self_attn", *_NORMS}
-        kind = type(layer), type(layer.self_attn), *map(type, norms)
+        kind = type(layer), type(layer.self_attn), *map(type, norms), *packed_attention.settings(layer).items()
         if kind not in agree:
             agree[kind] = _agrees(layer, rest)
         if agree[kind]:
@@ -164,14 +163,14 @@ class _Layer:
         """Run the layer."""
         parts = layer._modules
         attention, before, after = parts["self_attn"], *(parts[name] for name in _NORMS)
-        if len(args) != 1 or not takes(attention, args[0], kwargs):
+        if len(args) != 1 or not packed_attention.takes(attention, args[0], kwargs):
             return self._own(layer, *args, **kwargs)
         step: _Step | None = layer.__dict__.get(_STEP)
         if step is None or not step.holds():
             step = layer.__dict__[_STEP] = _Step.of(layer, self._router)
         if step is None or not all(getattr(hook, OBSERVES, False) for hook in after._forward_pre_hooks.values()):
             return self._own(layer, *args, **kwargs)
-        seen = attended(attention, args[0], kwargs, step.projections, (step.key, True), before)
+        seen = packed_attention.attended(attention, args[0], kwargs, step.projections, (step.key, True), before)
         graph = ggml.kept((step.key, False), lambda: _After(step.output, step.weights, after))
         residual, hidden, product = graph.run(seen, args[0], after)
         for hook in after._forward_pre_hooks.values():
@@ -203,12 +202,11 @@ class _Step(NamedTuple):
     def of(cls, layer: Any, router: list[str] | None) -> _Step | None:
         """Return a layer's; None: it runs its own code."""
         attention, before, after = layer.self_attn, *(layer._modules[name] for name in _NORMS)
-        output = attention.o_proj
-        replaced = [before, *filter(None, attention._modules.values())]
-        if (
-            not is_fused(attention) or not is_plain(attention) or not is_packed(output) or output.bias is not None
-            or any("forward" in own.__dict__ for own in (after, *replaced))
-        ):  # fmt: skip
+        output, replaced = attention.o_proj, [before, *filter(None, attention._modules.values())]
+        if not packed_attention.is_fused(attention) or not packed_attention.is_plain(attention):
+            return None
+        patched = any("forward" in own.__dict__ for own in (after, *replaced))
+        if patched or not packed_attention.is_packed(output) or output.bias is not None:
             return None
         hooks = [each for own in (attention, *replaced) for each in (own._forward_hooks, own._forward_pre_hooks)]
         hooks.append(after._forward_hooks)
@@ -218,7 +216,7 @@ class _Step(NamedTuple):
             owners.append((inner, name))
             inner = inner._modules[name]
         weights = None if inner is None else weights_of(inner)
-        packed = [own.__dict__["matrix"] for own in replaced if is_packed(own)]
+        packed = [own.__dict__["matrix"] for own in replaced if packed_attention.is_packed(own)]
         places = [(own.parameters, own.name, own.blocks.data_ptr()) for own in packed]
         if weights is not None:
             places.append((inner._parameters, "weight", weights.address))
@@ -226,7 +224,7 @@ class _Step(NamedTuple):
         parts = [(owner._modules, name, owner._modules[name]) for owner, name in owners]
         parts.append((attention.__dict__, "forward", attention.forward))
         matrix = output.__dict__["matrix"].single()
-        found = cls(hooks, parts, places, projections(attention), matrix, inner, weights, object())
+        found = cls(hooks, parts, places, packed_attention.projections(attention), matrix, inner, weights, object())
         return found if found.holds() else None
 
     def holds(self) -> bool:
@@ -272,36 +270,19 @@ class _After:
         return residual, normed, self._product.clone()
 
 
-@torch.no_grad()
+class _Half(nn.Module):
+    """Stands for the rest of a layer in a trial."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * 0.5 + 1
+
+
 def _agrees(layer: Any, rest: str) -> bool:
-    """Return whether the fused code gives a layer's own outputs, behind some tokens."""
-    attention, random = layer.self_attn, torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _TRIED, attention.o_proj.out_features, generator=random)
-    hidden = hidden.to(attention.o_proj.__dict__["matrix"].dtype)
-    angles = torch.rand(1, _TRIED, attention.head_dim // 2, generator=random).repeat(1, 1, 2) * 6
-    positions = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
-
-    def last(forward: Callable[..., Any]) -> Tensor:
-        """Return the output of the last token, of which `forward` computes only that one."""
-        cache, found = DynamicCache(), hidden
-        for some, call in ((slice(0, -1), own), (slice(-1, None), forward)):
-            turned = tuple(each[:, some] for each in positions)
-            found = call(layer, hidden[:, some], position_embeddings=turned, attention_mask=None, past_key_values=cache)
-        return found.float()
-
-    class Half(nn.Module):
-        """Stands for the rest of the layer."""
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return hidden * 0.5 + 1
-
-    behind, layer._modules[rest] = layer._modules[rest], Half()
+    """Return whether the fused code gives a layer's own outputs."""
+    behind, layer._modules[rest] = layer._modules[rest], _Half()
     own = type(layer).forward
     try:
-        expected, found = last(own), last(_Layer(own, rest, None))
-    except (TypeError, ValueError, RuntimeError, AttributeError):
-        return False  # it takes other arguments, or returns more
+        return packed_attention.agrees(layer.self_attn, partial(own, layer), partial(_Layer(own, rest, None), layer))
     finally:
         layer._modules[rest] = behind
         layer.__dict__.pop(_STEP, None)
-    return bool((found - expected).norm() <= _NEAR * expected.norm())
