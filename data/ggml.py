@@ -19,7 +19,7 @@ import importlib.util
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache, partial
 from itertools import takewhile
@@ -573,7 +573,7 @@ class Product(Graph):
         each = matrices.outputs * matrices.inputs + (0 if down is None else down.outputs * down.inputs)
         super().__init__(matrices.kind, ids.numel() * each, _NODES, between)
         self._rows, self._ids, self._output, self._count = rows, ids, output, matrices.experts
-        self._numbers = ids.numpy().view(np.uint32)
+        self._numbers = ids.view(-1).numpy().view(np.uint32)
         numbers = self.tensor(ids)
         first = self.weights(matrices), self.tensor(rows), numbers
         if down is None:
@@ -582,12 +582,17 @@ class Product(Graph):
             inner = self.apply("swiglu", self.apply("mul_mat_id", *first))
             self.apply("mul_mat_id", self.weights(down), inner, numbers, out=output)
 
-    def multiply(self, rows: Tensor, ids: Tensor | None) -> Tensor:
-        """Return the output for some rows, and other ids unless they are None."""
+    def multiply(self, rows: Tensor, ids: Tensor | None, numbers: Sequence[int] | None = None) -> Tensor:
+        """Return the output for some rows, and other ids unless they are None; `numbers`: the ids, if known."""
         self._rows.copy_(rows)
         if ids is not None:
-            self._ids.copy_(ids)
-            if self._numbers.max() >= self._count:  # negative ones are large
+            if numbers is None:
+                self._ids.copy_(ids)
+                inside = self._numbers.max() < self._count  # negative ones are large
+            else:
+                inside = min(numbers) >= 0 and max(numbers) < self._count
+                self._numbers[:] = numbers if inside else 0
+            if not inside:
                 raise ExpertcastError(f"an expert's number is out of range: there are {self._count}")
         self.run()
         return self._output
@@ -664,7 +669,10 @@ def kept(key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
     return cast(_Made, found)
 
 
-def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None, down: Matrices | None = None) -> Tensor:
+def product(
+    matrices: Matrices, rows: Tensor, ids: Tensor | None = None, down: Matrices | None = None,
+    numbers: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """Multiply rows by matrices; a row's result does not depend on the other rows, or on the number of threads.
 
     Args:
@@ -672,6 +680,7 @@ def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None, down: M
         rows: [T, A, I] of any float dtype, on the CPU.
         ids: numbers of the matrices of each token, [T, K]; None: the first one, K = 1.
         down: matrices by which :func:`swiglu` of the products is multiplied; None: there are none.
+        numbers: `ids`, flat, where they are known.
 
     Returns:
         float32 [T, K, N], in memory that this thread's next product overwrites.
@@ -706,7 +715,7 @@ def product(matrices: Matrices, rows: Tensor, ids: Tensor | None = None, down: M
         key = "rows", *matrices._replace(address=0, experts=1, stride=0), len(rows)
         many = kept(key, lambda: _Rows(matrices.at(0), len(rows)))
         return many.multiply(matrices.address, rows.detach().squeeze(1)).unsqueeze(1)
-    return kept((matrices, down, rows.shape, top_k, ids is None), made).multiply(rows.detach(), ids)
+    return kept((matrices, down, rows.shape, top_k, ids is None), made).multiply(rows.detach(), ids, numbers)
 
 
 class _Gate(Graph):

@@ -74,9 +74,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             keys, values = _wider(self.keys, key_states, capacity), _wider(self.values, value_states, capacity)
             room = self._room = _Room(keys, values, held)
         end = room.written = held + key_states.shape[-2]
-        room.keys[..., held:end, :] = key_states
-        room.values[..., held:end, :] = value_states
-        self.keys, self.values = room.keys[..., :end, :], room.values[..., :end, :]
+        for memory, new in ((room.keys, key_states), (room.values, value_states)):
+            memory.narrow(-2, held, end - held).copy_(new)
+        self.keys, self.values = room.keys.narrow(-2, 0, end), room.values.narrow(-2, 0, end)
         return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
