@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from tests.runtime.gguf_files import write
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.results import ResultFile, markdown, result_parser
 from expertcast import load_offloaded
@@ -26,17 +26,23 @@ from expertcast.data.packed_experts import iterate_plain, pack_module
 from expertcast.data.text import bundled_ids
 from expertcast.predictors.messages import Json
 
-_PAIRS = (("packed", "packed", "expanded"), ("rounded", "expanded", "bf16"), ("kernel", "eager", "expanded"))
+_PAIRS = (
+    ("packed", "packed", "expanded"),
+    ("steps", "steps", "expanded"),
+    ("rounded", "expanded", "bf16"),
+    ("kernel", "eager", "expanded"),
+)
 """Comparison, side, reference side."""
 FORMS = ("int4", "int8", "Q4_0", "Q8_0", "MXFP4")
 """Two that round the experts, and types of GGUF files; blocks of 256, as in Q4_K, do not divide the model's rows."""
+_STEPS = "steps"
 WINDOW = 256
 """Tokens of a text that are read at once."""
 
 
 @torch.no_grad()
 def fidelity(name: str, tokens: int, form: str) -> Json:
-    """Three comparisons over a model's bundled text.
+    """Four comparisons over a model's bundled text.
 
     Args:
         name: of the model.
@@ -44,8 +50,8 @@ def fidelity(name: str, tokens: int, form: str) -> Json:
         form: `int4` or `int8`, its experts rounded; else the type of all matrices of a GGUF file.
 
     Returns:
-        `packed` (against expanded), `rounded` (expanded against bf16) and `kernel` (expanded, grouped against eager),
-        each with `kl` (nats per token) and `agreement`.
+        `packed` (against expanded), `steps` (the same, packed token by token), `rounded` (expanded against bf16) and
+        `kernel` (expanded, grouped against eager), each with `kl` (nats per token) and `agreement`.
     """
     model = load_model(name)
     text = bundled_ids(load_tokenizer(name), tokens)
@@ -56,7 +62,8 @@ def fidelity(name: str, tokens: int, form: str) -> Json:
         packed, expanded = (
             _rounded(model, int(form[3:])) if "int" in form else stack.enter_context(_of_gguf(model, form))
         )
-        sides = {"bf16": (model, "grouped_mm"), "packed": (packed, None), "expanded": (expanded, "grouped_mm"),
+        sides = {"bf16": (model, "grouped_mm"), "packed": (packed, None), "steps": (packed, _STEPS),
+                 "expanded": (expanded, "grouped_mm"),
                  "eager": (expanded, "eager")}  # fmt: skip
         for window in windows:
             logits = {side: _logits(*given, window) for side, given in sides.items()}
@@ -102,13 +109,18 @@ def _expanded(model: PreTrainedModel, packed: PreTrainedModel) -> PreTrainedMode
 
 
 def _logits(model: PreTrainedModel, implementation: str | None, window_T: Tensor) -> Tensor:
-    """Log-probabilities float32 [T, V]; without an implementation by the model's own."""
+    """Log-probabilities float32 [T, V], without an implementation by the model's own, token by token with `_STEPS`."""
+    if implementation == _STEPS:
+        past = DynamicCache(config=model.config)
+        steps = [model(input_ids=token[None, None], past_key_values=past).logits[0] for token in window_T]
+        return torch.cat(steps).float().log_softmax(-1)
     with nullcontext() if implementation is None else experts_implementation(model, implementation):
         found: Tensor = model(input_ids=window_T[None]).logits[0].float().log_softmax(-1)
     return found
 
 
-_WORDS = {"packed": "packed against the same weights expanded", "rounded": "rounded and expanded against bf16",
+_WORDS = {"packed": "packed against the same weights expanded", "steps": "the same, packed token by token",
+          "rounded": "rounded and expanded against bf16",
           "kernel": "expanded, eager against grouped kernels"}  # fmt: skip
 
 
