@@ -7,6 +7,7 @@ folder.
 from __future__ import annotations
 
 import copy
+import mmap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -140,9 +141,10 @@ class Shard:
 
         self._path, self._digest, self._checked = path, digest, False
         try:
-            # copy-on-write: a stray in-place operation on a batch neither crashes nor reaches the file
+            # copy-on-write: torch rejects read-only buffers
             with open_file(path) as file:
-                self._content: npt.NDArray[np.uint8] = np.memmap(file, dtype=np.uint8, mode="c")
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._content: npt.NDArray[np.uint8] = np.frombuffer(self._mapped, dtype=np.uint8)
             table = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(self._content))).read_all()
             if table.column_names != list(columns):
                 raise ExpertcastError(f"{path} has other columns than {', '.join(columns)}; {REMEDY}")
@@ -165,7 +167,7 @@ class Shard:
         array = column.chunk(0)
         buffer = (array.values if wanted.shape else array).buffers()[1]
         nbytes = len(array) * wanted.width * wanted.dtype.itemsize
-        # through numpy: torch rejects Arrow's read-only buffers
+        # through numpy: Arrow's buffers are read-only
         begin = 0 if buffer is None else buffer.address - self._content.ctypes.data
         held = 0 if buffer is None else min(buffer.size, self._content.size - begin)
         if begin < 0 or begin % wanted.dtype.itemsize or held < nbytes or array.offset:
@@ -186,7 +188,10 @@ class Shard:
         self._checked = True
 
     def rows(self, index: slice | Tensor, *, residuals: bool = True) -> TraceBatch:
-        """Return rows by number, optionally without residuals; the first call checks the digest."""
+        """Return copies of rows by number, optionally without residuals; the first call checks the digest.
+
+        The process keeps no page of the file: a pass over the traces would leave all of them in its memory.
+        """
         self.check()
         found = {}
         for field, column in self._columns.items():
@@ -196,9 +201,11 @@ class Shard:
                     found[field] = decoded(column[index], scale[index])
             elif not field.endswith(SCALE):
                 taken = column[index]
-                found[field] = taken if taken.is_floating_point() else taken.long()
+                found[field] = taken.clone() if taken.is_floating_point() else taken.long()
         if not residuals:
             found["residual_TLD"] = torch.empty(len(found["document_T"]), 0, 0, dtype=torch.bfloat16)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapped.madvise(mmap.MADV_DONTNEED)
         return TraceBatch(**found)
 
 
@@ -416,7 +423,6 @@ class TraceDataset(TraceSource):
     def _batches(
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
-        # in order, batches within one shard are private views of the file: writing to them never reaches the disk
         spans, left = list[range](), tokens
         for document in own:
             first = self._first[document.index]

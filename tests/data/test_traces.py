@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,24 @@ def test_shuffle_is_a_permutation_drawn_from_the_seed(dataset: TraceDataset) -> 
     assert sorted(rows.tolist()) == list(range(len(plain)))
     assert torch.equal(first.residual_TLD, plain.residual_TLD[rows])
     assert torch.equal(first.logits_TLE, plain.logits_TLE[rows])
+
+
+def resident(folder: Path) -> int:
+    """kB of the folder's files in this process."""
+    maps = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    return sum(int(each.split("Rss:")[1].split()[0]) for each in maps if str(folder) in each)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_pass_leaves_no_pages_of_the_files_in_the_process(dataset: TraceDataset, shuffle: bool) -> None:
+    traces = TraceDataset.open(dataset.folder)
+    before = resident(dataset.folder)
+    for batch in traces.batches("train", 700, shuffle=shuffle):
+        batch.logits_TLE.fill_(9.0)
+    assert before > 0
+    assert resident(dataset.folder) <= before
+    assert not whole(traces, "train").logits_TLE.eq(9.0).any(), "batches are copies"
 
 
 def test_batches_are_full_but_the_last(dataset: TraceDataset) -> None:
