@@ -80,9 +80,11 @@ def tutorials() -> list[str]:
 
 
 def main() -> None:
+    pages = {}
     for name in sys.argv[1:] or tutorials():
         with tempfile.TemporaryDirectory() as folder:
-            page = run_tutorial(name, Path(folder))
+            pages[name] = run_tutorial(name, Path(folder))
+    for name, page in pages.items():  # after all runs: outputs name a clean revision
         (TUTORIALS / f"{name}.md").write_text(page)
 
 
