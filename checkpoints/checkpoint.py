@@ -321,9 +321,10 @@ class PredictorCheckpoint:
 
     @classmethod
     def _read(cls, folder: Path) -> PredictorCheckpoint:
-        if not folder.is_dir():
+        needed = (CONFIG, WEIGHTS, METRICS)
+        missing = [name for name in needed if not (folder / name).is_file()]
+        if len(missing) == len(needed):
             raise ExpertcastError(f"no predictor checkpoint at {folder}: use a folder written by `expertcast train`")
-        missing = [name for name in (CONFIG, WEIGHTS, METRICS) if not (folder / name).is_file()]
         if missing:
             raise ExpertcastError(f"{folder} is an incomplete checkpoint without {', '.join(missing)}: {REMEDY}")
         config = read_config(folder / CONFIG)

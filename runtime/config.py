@@ -498,7 +498,7 @@ def memory_beside(config: OffloadConfig, store: ExpertStore, beside: Mapping[str
 
 def listed(parts: Mapping[str, int]) -> str:
     """Return named numbers of bytes in words."""
-    return ", ".join(f"{nbytes} bytes for {name}" for name, nbytes in parts.items() if nbytes)
+    return ", ".join(f"{format_bytes(nbytes)} for {name}" for name, nbytes in parts.items() if nbytes)
 
 
 def slots_for(
@@ -524,11 +524,13 @@ def slots_for(
         slots = store.slots_in(budget - sum(parts.values()))
         if slots < top_k:
             given = (
-                f"{budget} bytes of free memory hold" if config.memory is None else f"memory={config.memory!r} holds"
+                f"{format_bytes(budget)} of free memory hold"
+                if config.memory is None
+                else f"memory={config.memory!r} holds"
             )
             words = f" beside {listed(parts)}" if parts else ""
             raise ExpertcastError(
-                f"{given} {slots} experts of {block_bytes} bytes{words}; one token "
+                f"{given} {slots} experts of {format_bytes(block_bytes)}{words}; one token "
                 f"needs {top_k}: give {sum(parts.values()) + top_k * block_bytes} bytes or more"
             )
         if config.memory is None and not config.cache:

@@ -38,7 +38,7 @@ def test_inspect_shows_the_forms(quantised: str, capsys: pytest.CaptureFixture[s
     assert rows["packed"]["all_experts_bytes"] == 16 * PACKED_BYTES
     assert rows["packed"]["weight_bits"] == 5
     said = capsys.readouterr().out
-    assert "slots in 40 kB of memory" in said
+    assert "slots in 40 kB for experts alone" in said
     assert "int4: rounded, which changes the model's output" in said
     assert ran(tmp_path, f"inspect {quantised}")["memory"] > 1e6  # what is available
 

@@ -696,7 +696,7 @@ def test_experts_function_outside_an_offload() -> None:
     ("arguments", "line"),
     [
         ({"slots": 3}, "slots=3 is fewer than the 4 experts one token needs: give slots=4"),
-        ({"memory": "100KB"}, "memory='100KB' holds 0 experts of 36864 bytes beside "),
+        ({"memory": "100KB"}, "memory='100KB' holds 0 experts of 36.9 kB beside "),
         ({"mode": "speculate"}, "mode 'speculate' executes forecasts: give a predictor"),
         ({"mode": "hybrid", "predictor": "next_norm"}, r"give layers=\[...\], or a checkpoint"),
         ({"mode": "hybrid", "predictor": "next_norm", "layers": [12]}, r"layers=\[12\] do not exist"),

@@ -365,7 +365,7 @@ def test_more_experts_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr("expertcast.runtime.loading._load_others", None)
         line = refusal(1_000_000)
-        assert "1000000 bytes of free memory hold 0 experts of 36864 bytes beside " in line
+        assert "1 MB of free memory hold 0 experts of 36.9 kB beside " in line
         least = int(re.findall(r"give (\d+) bytes or more", line)[0])
         assert f"give {least} bytes or more" in refusal(least - 1)
         assert f"it takes {least} or more" in refusal(least - 1, slots=4)

@@ -57,7 +57,7 @@ class Options(TargetOptions):
     policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
     """Policies of the runs with forecasts; runs on demand keep lru."""
     forecasts: Annotated[str, Option(choices=FORECASTS)] = "auto"
-    """Forecasts of the runs: auto (the fastest rung, or none), always, never."""
+    """Forecasts of the runs: auto (the fastest, or none), always, never."""
     prompt_tokens: tuple[Count, ...] = (1024,)
     """Lengths of the prompts in tokens."""
     settings: Annotated[BenchSettings, Fields(new_tokens=COUNT, repetitions=COUNT)]

@@ -42,11 +42,11 @@ DEFAULT_PREDICTOR = "next_norm"
 """It needs no training."""
 _OFFLOAD = Fields(
     slots=COUNT,
-    memory=Option(metavar="BYTES", help="here for slots alone"),
+    memory=Option(metavar="BYTES", help="bench and advise count slots alone"),
     bandwidth=BANDWIDTH,
     latency=Option(metavar="S", read=not_negative),
     misses=Option(metavar="WAY"),
-    link=Option(metavar="NAME", help="auto is cuda on a GPU; on the CPU emulated, by advise only with a speed"),
+    link=Option(metavar="NAME", help="on the CPU bench emulates a link, and advise does with a speed"),
 )
 
 

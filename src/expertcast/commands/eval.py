@@ -48,7 +48,7 @@ class Options(OffloadedOptions, QualityOptions, LinkOptions):
     """Predictors to score. Names are fitted on the train split and scored on the test split, checkpoints are scored on
     all splits; documents that a predictor learned from are left out. word=CKPT renames a checkpoint's predictor."""
     split: Annotated[str | None, Option(choices=(*SPLITS, ALL))] = None
-    """Split to score on."""
+    """Split to score on (default: test; all with checkpoints alone)."""
     ahead: tuple[Count, ...] = (1,)
     """Distances in layers between a forecast and its target; each is scored."""
     report: Annotated[Path | None, Option(metavar="DIR", read=folder)] = None

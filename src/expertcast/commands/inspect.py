@@ -27,7 +27,7 @@ class Options:
     """Options of `expertcast inspect`."""
 
     target: Annotated[str, Option(positional=True, metavar="MODEL|TRACES|CKPT|STORE", read=own_code)]
-    """Folder or hub id to describe."""
+    """Folder, GGUF file or hub id to describe."""
     memory: Annotated[str | None, Option(metavar="BYTES")] = None
     """Memory for the experts of a model, such as 8GB, in which slots are counted (default: what is available)."""
     verify: bool = False
@@ -92,7 +92,7 @@ def _forms(opened: OpenModel, memory: str | None) -> tuple[Json, str]:
 
     room = available_memory() if memory is None else size_bytes(memory)
     forms = form_sizes(opened, room)
-    given = "" if room is None else f", slots in {format_bytes(room)} of memory"
+    given = "" if room is None else f", slots in {format_bytes(room)} for experts alone"
     notes = [f"  {form.form}: {form.note}" for form in forms if form.note]
     shown = Table(
         headings=("experts", "bits/weight", "bytes/expert", "all experts", "slots"), rows=[form.cells for form in forms]

@@ -291,7 +291,7 @@ EARLY = Option(
     metavar="R|auto|none",
     read=lambda text: {"auto": "auto", "none": None}[text] if text in ("auto", "none") else not_negative_whole(text),
 )
-MODEL_HELP = "local folder or hub id of a transformers model, or `reference` (the bundled model)"
+MODEL_HELP = "folder or hub id of a transformers model, a GGUF file, or `reference` (the bundled model)"
 DATA_HELP = (
     "hub data set id, .parquet or .jsonl files with a column `text`, .txt files (split at blank lines into documents "
     "of about 4000 characters), or `reference` (bundled text)"

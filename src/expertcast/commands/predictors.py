@@ -133,15 +133,18 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] 
                 f"unknown predictor {given!r}: give a checkpoint folder, user/repo of the hub, or one of "
                 f"{', '.join(known)}"
             )
+    named: dict[str, str] = {}
+    for given in wanted:
+        own = found[given].predictor.name if given in found else given
+        name = given.removesuffix(_folder(given)).rstrip("=") or own
+        if name in named:
+            both = [each for each in (given, named[name]) if each in found]
+            remedy = f"rename one, as in --predictor other={both[0]}" if both else "give it once"
+            raise ExpertcastError(f"two predictors named {name!r}: {remedy}")
+        named[name] = given
     configs = {given: predictor_config(given, ahead) for given in wanted if given not in found}
     found |= fit_many(list(configs), traces, configs, options=FitOptions())
-    fitted: dict[str, Fitted] = {}
-    for given in wanted:
-        name = given.removesuffix(_folder(given)).rstrip("=") or found[given].predictor.name
-        if name in fitted:
-            raise ExpertcastError(f"two predictors named {name!r}: rename one, as in --predictor other={given}")
-        fitted[name] = found[given]
-    return fitted
+    return {name: found[given] for name, given in named.items()}
 
 
 def loaded(folder: str, view: MoEView) -> Fitted:

@@ -322,7 +322,7 @@ def test_memory_is_for_slots_and_draft_together(model: PreTrainedModel) -> None:
 
     assert slots(memory=9 * block + draft, draft="int4") == 9
     assert slots(memory=9 * block) == 9
-    with pytest.raises(ExpertcastError, match=r"beside .* bytes for draft='int4'"):
+    with pytest.raises(ExpertcastError, match=r"beside .* for draft='int4'"):
         slots(memory=block + draft, draft="int4")
 
 

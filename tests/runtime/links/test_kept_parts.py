@@ -151,7 +151,7 @@ def test_memory_is_for_slots_and_for_decoding(shards: int, tmp_path: Path, monke
     with offload(model, store="disk", store_folder=tmp_path, codec="bitsplit") as offloaded:
         slots = slots_for(OffloadConfig(memory=memory), offloaded.store)
         assert slots * block == memory - -(-decoding // block) * block
-        with pytest.raises(ExpertcastError, match=f"memory={2 * block} holds .* beside {decoding} bytes for decoding"):
+        with pytest.raises(ExpertcastError, match=f"memory={2 * block} holds .* beside .* for decoding"):
             slots_for(OffloadConfig(memory=2 * block), offloaded.store)
 
 
@@ -191,7 +191,7 @@ def test_refusals() -> None:
         offload(model, store="disk", codec="bitsplit", pools="C=1GB", link="instant")
     with pytest.raises(ExpertcastError, match="pool C has 9 bytes, but one expert takes"):
         offload(model, store="disk", codec="bitsplit", pools="C=9")
-    with pytest.raises(ExpertcastError, match="bytes for pools='C=1GB'"):
+    with pytest.raises(ExpertcastError, match="1 GB for pools='C=1GB'"):
         offload(model, store="disk", codec="bitsplit", pools="C=1GB", memory="1GB")
     with offload(model, store="disk", codec="bitsplit", link=InstantLink()) as offloaded:
         assert offloaded.link.pools is None
