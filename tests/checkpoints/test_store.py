@@ -209,5 +209,6 @@ def test_a_folder_of_something_else_is_left_alone(
     with pytest.raises(ExpertcastError, match="not empty"):
         save_predictor(fitted_predictors["linear"].predictor, tmp_path, view=reference_traces.view)
     assert (tmp_path / "notes.txt").read_text() == "mine"
-    with pytest.raises(ExpertcastError, match="no predictor checkpoint at"):
-        load_predictor(tmp_path / "nowhere")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ExpertcastError, match="no predictor checkpoint at"):
+            load_predictor(folder)

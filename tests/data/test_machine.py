@@ -163,7 +163,7 @@ def test_more_than_memory_is_one_line(
     command = ["collect", REFERENCE, "--data", REFERENCE, "--tokens", "400", "--out", str(tmp_path / "traces")]
     assert main(command) == 2
     lines = capsys.readouterr().err.strip().splitlines()
-    assert lines[-1].startswith("expertcast: 1000 bytes of free memory hold 0 experts"), "not even offloaded"
+    assert lines[-1].startswith("expertcast: 1 kB of free memory hold 0 experts"), "not even offloaded"
     assert re.search(r"give \d+ bytes or more$", lines[-1])
 
 
