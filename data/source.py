@@ -258,7 +258,9 @@ class ModelSource:
             if "gguf_file" in chosen:
                 raise ExpertcastError(f"{name} and gguf_file both name a file: use its folder or hub id with gguf_file")
             if not file.is_file():
-                raise ExpertcastError(f"no such file: {name}; for a file of a hub repository, use gguf_file=")
+                raise ExpertcastError(
+                    f"no such file: {name}; download a file of a hub repository, or name it in Python by gguf_file="
+                )
             return cls(str(name), str(file.parent), {**chosen, "gguf_file": file.name})
         return cls(str(name), resolve_model(str(name)), chosen)
 
