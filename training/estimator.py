@@ -195,10 +195,6 @@ def suited_loss(layer: MoELayer) -> str:
     return "kl" if same and same_T.float().mean() >= 0.9 else "sigmoid_kl"
 
 
-MARGIN = 5e-4
-"""Minimum gain in validation recall for which a layer pair uses the network."""
-
-
 def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
     """Fit the maps of every distance: ridge regression, then distillation where it gains on validation."""
     assert isinstance(config, LinearConfig)
@@ -222,7 +218,7 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
     for ahead in config.ahead:
         scales = _scales(predictor, first, ahead)
         linear = _fit_maps(predictor, source, ahead, config.linear(), options, scales)
-        report[str(ahead)] = {**_fit_network(predictor, source, ahead, options, scales), "linear": linear}
+        report[str(ahead)] = {**_fit_network(predictor, source, ahead, options, scales, linear), "linear": linear}
     return Fitted(predictor=predictor, report={"distances": report})
 
 
@@ -331,9 +327,7 @@ def _fit_maps(
         return report
     weight_PFE, bias_PE = predictor.map_of(ahead)
     change = MapChange(*weight_PFE.shape).to(weight_PFE.device)
-    trained, factor_P = _distil(
-        predictor, change, source, ahead, config, options, scales, name=f"maps{ahead}", margin=0.0
-    )
+    trained, factor_P = _distil(predictor, change, source, ahead, config, options, scales, report, f"maps{ahead}")
     _, mean_PF, spread_PF = scales
     change_PFE = change.weight_PFE * factor_P[:, None, None] / spread_PF[:, :, None]
     weight_PFE += change_PFE
@@ -341,11 +335,13 @@ def _fit_maps(
     return report | {"validation_recall": trained["validation_recall"], "distillation": trained}
 
 
-def _fit_network(predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, scales: Scales) -> Json:
+def _fit_network(
+    predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, scales: Scales, linear: Json
+) -> Json:
     """Train the network of one distance, fold the standardisation into it, and return the report."""
     network = predictor.network(ahead)
     report, factor_P = _distil(
-        predictor, network, source, ahead, predictor.config, options, scales, name=f"ahead{ahead}", margin=MARGIN
+        predictor, network, source, ahead, predictor.config, options, scales, linear, f"ahead{ahead}"
     )
     _, mean_PF, spread_PF = scales
     network.projection_PFW.div_(spread_PF[:, :, None])
@@ -356,7 +352,7 @@ def _fit_network(predictor: Estimator, source: TraceSource, ahead: int, options:
 
 def _distil(
     predictor: Linear, network: Network, source: TraceSource, ahead: int, config: LinearConfig, options: FitOptions,
-    scales: Scales, *, name: str, margin: float,
+    scales: Scales, maps: Json, name: str,
 ) -> tuple[Json, Tensor]:  # fmt: skip
     """Train what is added to the maps, and choose its gate of each pair on validation.
 
@@ -365,8 +361,8 @@ def _distil(
         source: traces, or a running model.
         options: number of tokens, and the folder for training states.
         scales: result of :func:`_scales`.
+        maps: report of the ridge regression.
         name: name of the training.
-        margin: minimum gain for which a pair uses it.
 
     Returns:
         The report, and the factor of each pair (its gate times the spread of its logits).
@@ -378,9 +374,7 @@ def _distil(
     run(module, TrainingData(source, options, config.step_tokens), source, options, name)
     report = {"loss": module.loss, **module.finish()}
     recall_GP = torch.tensor(module.best.recall_GP, dtype=torch.float64)
-    score_GP = pooled(recall_GP, source, options)
-    score_GP[1:] -= margin
-    best_P = score_GP.argmax(dim=0)
+    best_P = pooled(recall_GP, source, options, torch.tensor(maps["strengths"]).isinf()).argmax(dim=0)
     gates_P, recall_P = torch.tensor(GATES)[best_P], recall_GP.gather(0, best_P[None])[0]
     report |= {"gates": gates_P.tolist(), "validation_recall": recall_P.tolist()}
     return report, gates_P.to(scales[0]) * scales[0]

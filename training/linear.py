@@ -60,8 +60,7 @@ def fit_ridge(predictor: Linear, source: TraceSource, ahead: int, config: Linear
         ExpertcastError: a split is empty, or has numbers that are not finite.
     """
     share, start, maps = training_share(), time.perf_counter(), predictor.map_of(ahead)
-    about = {"ridge": config.inputs, "strengths": config.strengths, "ahead": ahead}
-    mark = fingerprint(about, source, options)
+    mark = fingerprint({"ridge": config.inputs, "strengths": config.strengths, "ahead": ahead}, source, options)
     path = options.resume_folder and options.resume_folder / f"ridge{ahead}-{share.rank}.ckpt"
     state = usable_state(path, mark) if path else None
     wait_for_all(share)
@@ -98,33 +97,27 @@ def _fit_pairs(
         for pair in pairs:
             x_TF = predictor.features(batch.state(view, pair), ahead)
             sums[pair].update(x_TF, batch.logits_TLE[:, pair + ahead])
-    candidates: dict[int, tuple[Tensor, Tensor, list[float]]] = {}
+    strengths = sorted(config.strengths, reverse=True)
+    candidates: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for pair in pairs:
         router = _router(view[pair + ahead], sum(predictor.sizes))
-        weight_SFE, bias_SE = sums.pop(pair).solve(config.strengths, None if router is None else router[0])
-        strengths = list(config.strengths)
+        weight_SFE, bias_SE = sums.pop(pair).solve(strengths, None if router is None else router[0])
         if router is not None:
             weight_SFE, bias_SE = torch.cat([router[0][None], weight_SFE]), torch.cat([router[1][None], bias_SE])
-            strengths.insert(0, float("inf"))
-        candidates[pair] = weight_SFE, bias_SE, strengths
+        candidates[pair] = weight_SFE, bias_SE, torch.tensor([float("inf")] * (router is not None) + strengths)
 
     def forecasts(state: RouterState) -> Iterable[Tensor]:
         x_TF, layer = predictor.features(state, ahead), view[state.layer + ahead]
         for weight_FE, bias_E in zip(*candidates[state.layer][:2], strict=True):
             yield layer.route(torch.addmm(bias_E, x_TF, weight_FE))[0]
 
-    count = len(candidates[pairs[0]][2])
-    recall_SP = candidate_recall(
-        source, ahead, options, count, forecasts, f"{name}: choosing strengths, {ahead} ahead", pairs
-    )
+    what, count = f"{name}: choosing strengths, {ahead} ahead", len(candidates[pairs[0]][2])
+    recall_SP = candidate_recall(source, ahead, options, count, forecasts, what, pairs)
     best_P = pooled(recall_SP, source, options).argmax(dim=0).tolist()
-    found = {}
-    for column, (pair, best) in enumerate(zip(pairs, best_P, strict=True)):
-        weight_SFE, bias_SE, strengths = candidates[pair]
-        found[pair] = [
-            weight_SFE[best].clone(), bias_SE[best].clone(), torch.tensor(strengths[best]), recall_SP[best, column]
-        ]  # fmt: skip
-    return found
+    return {
+        pair: [*(each[best].clone() for each in candidates[pair]), recall_SP[best, column]]
+        for column, (pair, best) in enumerate(zip(pairs, best_P, strict=True))
+    }
 
 
 def _router(layer: MoELayer, features: int) -> tuple[Tensor, Tensor] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
@@ -198,12 +199,25 @@ def candidate_recall(
 
 POOLED = 1000
 """Validation tokens that the mean over layer pairs counts for in a choice for one pair."""
+MARGIN = 5e-4
+"""Minimum gain in validation recall for which a layer pair uses what was trained."""
+ONE_DOCUMENT = 1e-2
+"""More of it for a pair that is untrained so far, over the number of training documents: validation text may be like a
+few documents by chance."""
 
 
-def pooled(recall_CP: Tensor, source: TraceSource, options: FitOptions) -> Tensor:
-    """Return each candidate's recall [C, P], drawn towards its mean over pairs the fewer tokens were scored."""
+def pooled(recall_CP: Tensor, source: TraceSource, options: FitOptions, untrained_P: Tensor | float = 1.0) -> Tensor:
+    """Return a score of each candidate [C, P]: recall, drawn towards its mean over pairs the fewer tokens were scored.
+
+    It is lower by the minimum gain for all candidates but the first, which adds no training; `untrained_P` is 0 for the
+    pairs that were trained before.
+    """
     own = validation_tokens(source, options) / (validation_tokens(source, options) + POOLED)
-    return own * recall_CP + (1 - own) * recall_CP.mean(dim=1, keepdim=True)
+    score_CP = own * recall_CP + (1 - own) * recall_CP.mean(dim=1, keepdim=True)
+    begins = accumulate((document.tokens for document in source.chosen("train")), initial=0)
+    documents = sum(begin < train_tokens(source, options) for begin in begins)
+    score_CP[1:] -= MARGIN + ONE_DOCUMENT * untrained_P / documents
+    return score_CP
 
 
 def validation_recall(

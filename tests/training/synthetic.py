@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.plan import PlannedDocument
 from expertcast.data.processes import Share
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.baselines import DefaultVectors
@@ -62,6 +63,11 @@ class Rows:
 
     def learned_from(self) -> frozenset[str]:
         return frozenset()
+
+    def chosen(self, split: str) -> list[PlannedDocument]:
+        found = self.batch.document_T[self.rows[split]].unique(return_counts=True)
+        notes = zip(*(each.tolist() for each in found), strict=True)
+        return [PlannedDocument(index=own, domain="", tokens=tokens, split=split, hash="") for own, tokens in notes]
 
     def token_count(self, split: str) -> int:
         return len(self.batch[self.rows[split]])

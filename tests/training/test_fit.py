@@ -58,7 +58,8 @@ def test_estimator_is_nowhere_far_below_linear(recall: dict[str, Any]) -> None:
 def test_strength_is_the_best_on_validation_and_never_worse_than_the_router_itself(
     rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("expertcast.training.scoring.POOLED", 0)
+    for name in ("POOLED", "MARGIN", "ONE_DOCUMENT"):
+        monkeypatch.setattr(f"expertcast.training.scoring.{name}", 0)
     several, *single = (
         fit("linear", rows, config=LinearConfig(strengths=strengths, inputs=["quasi_hidden"], steps=0)).report
         for strengths in ([1e-4, 1e2], [1e-4], [1e2])
@@ -72,10 +73,17 @@ def test_strength_is_the_best_on_validation_and_never_worse_than_the_router_itse
 def test_few_validation_tokens_choose_for_all_layers_together() -> None:
     view = tiny_view()
     recall_CP = torch.tensor([[0.9, 0.9, 0.9], [0.91, 0.7, 0.7]])
+    source = Rows(view, random_batch(view, 180_000))
     for tokens, best in ((60, [0, 0, 0]), (60_000, [1, 0, 0])):
-        source = Rows(view, random_batch(view, 3))
-        source.token_count = lambda split, tokens=tokens: tokens  # type: ignore[method-assign, misc]
-        assert pooled(recall_CP, source, FitOptions()).argmax(dim=0).tolist() == best
+        assert pooled(recall_CP, source, FitOptions(validation_tokens=tokens)).argmax(dim=0).tolist() == best
+
+
+@pytest.mark.parametrize(("document_tokens", "best"), [(600, [1, 1, 1]), (120_000, [0, 0, 0])])
+def test_what_one_document_taught_must_gain_more(document_tokens: int, best: list[int]) -> None:
+    view = tiny_view()
+    recall_CP = torch.tensor([[0.9, 0.9, 0.9], [0.902, 0.902, 0.902]])
+    source = Rows(view, random_batch(view, 180_000, document_tokens=document_tokens))
+    assert pooled(recall_CP, source, FitOptions()).argmax(dim=0).tolist() == best
 
 
 def test_fewer_tokens_are_the_first_ones(rows: Rows) -> None:
@@ -104,9 +112,10 @@ def test_network_that_does_not_pay_leaves_plain_ridge(rows: Rows) -> None:
 
 def test_network_is_kept_where_it_gains_more_than_the_margin(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EstimatorConfig(inputs=["quasi_hidden"], strengths=[1e3], width=16, steps=40, step_tokens=128)
-    monkeypatch.setattr("expertcast.training.scoring.POOLED", 0)
+    for name in ("POOLED", "MARGIN", "ONE_DOCUMENT"):
+        monkeypatch.setattr(f"expertcast.training.scoring.{name}", 0)
     for margin in (0.0, 0.5):
-        monkeypatch.setattr("expertcast.training.estimator.MARGIN", margin)
+        monkeypatch.setattr("expertcast.training.scoring.MARGIN", margin)
         fitted = fit("estimator", rows, config=config)
         report = fitted.report["distances"]["1"]
         before = report["linear"]["validation_recall"]
@@ -245,7 +254,7 @@ class TestHybrid:
             sufficient = [name for name in order if choice["recall"][name] >= SUFFICIENT]
             assert used == (sufficient[0] if sufficient else choice["predictor"])
             assert hybrid.chosen[1, choice["layer"]] == choice["predictor"]
-        assert set(executed.chosen.values()) != set(hybrid.chosen.values())
+        assert executed.chosen != hybrid.chosen
         moved = copy.deepcopy(hybrid).double()
         assert {each.dtype for each in moved.buffers() if each.is_floating_point()} == {torch.float64}
 
