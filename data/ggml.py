@@ -231,7 +231,7 @@ TOGETHER = 8
 """Rows whose blocks lie side by side."""
 _ORDERS = {"Q4_0": ("<u2", 0x88), "IQ4_NL": ("<u2", 0), "MXFP4": ("u1", 0)}
 """Types that are interleaved as fast as they are copied: the scale of a block, and what its codes are xored with. Q4_K
-takes seven times as long, and gains 3%."""
+takes seven times as long, more than its products gain where experts are read: they take .81 of the time."""
 
 
 @cache
