@@ -57,7 +57,7 @@ def over_slots(
         return nullcontext()
     if not has_persistent_grouped_mm(next(experts.parameters(recurse=False))):
         return _SlotProducts(slots_TK.reshape(-1).tolist() if slots is None else slots)
-    return nullcontext() if count <= _MOST_GROUPS else _SlotRanges(slots)
+    return nullcontext() if count <= _MOST_GROUPS else _SlotRanges()
 
 
 def has_persistent_grouped_mm(weight: Tensor) -> bool:
@@ -93,28 +93,13 @@ class _SlotProducts(TorchFunctionMode):
 class _SlotRanges(TorchFunctionMode):
     """On CUDA, `grouped_mm` over more groups than its kernel takes: range by range. Rows are sorted by slot."""
 
-    def __init__(self, slots: Sequence[int] | None) -> None:
-        super().__init__()
-        self._rows_of: list[tuple[int, int]] | None = None
-        """(range, its rows) of the ranges that have any, where the host knows."""
-        if slots is not None:
-            self._rows_of = sorted(Counter(slot // _MOST_GROUPS for slot in slots).items())
-
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
     ) -> object:
         if func not in _GROUPED_MM:
             return func(*args, **(kwargs or {}))
         rows_PD, weight = args[:2]
-        ends_S = args[2] if len(args) > 2 else (kwargs or {})["offs"]
-        if self._rows_of is None:
-            return _ranges(func, rows_PD, weight, ends_S)
-        parts, start = [], 0
-        for index, count in self._rows_of:
-            within = slice(index * _MOST_GROUPS, (index + 1) * _MOST_GROUPS)
-            parts.append(func(rows_PD[start : start + count], weight[within], offs=ends_S[within] - start))
-            start += count
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _ranges(func, rows_PD, weight, args[2] if len(args) > 2 else (kwargs or {})["offs"])
 
 
 def _ranges(multiply: Callable[..., Tensor], rows_PD: Tensor, weight: Tensor, ends_S: Tensor) -> Tensor:
