@@ -296,35 +296,13 @@ class Rescored(EvictionPolicy):
         self._lowest[layer] = self._scores[layer].of(ranking[0]) if ranking else math.inf
 
 
-class LRU(EvictionPolicy):
-    """Evicts the least recently used expert. Every operation is O(1)."""
+class LRU(ByRecency):
+    """Evicts the least recently accessed expert. Every operation is O(1)."""
 
     name = "lru"
 
-    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._order: OrderedDict[int, None] = OrderedDict()
-        """Residents in the order of eviction."""
-
-    def insert(self, key: int, full: bool = True) -> None:
-        self._order[key] = None
-
-    def use(self, keys: Sequence[int]) -> None:
-        move = self._order.move_to_end
-        for key in keys:
-            move(key)
-
-    def remove(self, key: int) -> None:
-        del self._order[key]
-
-    def clear(self) -> None:
-        self._order.clear()
-
-    def victim(self, protected: Container[int]) -> int | None:
-        for key in self._order:
-            if key not in protected:
-                return key
-        return None
+    def _group(self, key: int) -> int:
+        return 0
 
 
 class FIFO(LRU):
@@ -359,57 +337,6 @@ class LFU(ByRecency):
             self.remove(key)
             self._uses[key] += 1
             self._access(key)
-
-
-class ClassLRU(LFU):
-    """Evicts the expert with the greatest age over 2^class, where the class is that of its number of uses.
-
-    Class c holds experts with 2^c to 2^(c+1) - 1 uses, the last class all with more; every 128 passes all numbers are
-    halved. The age counts runs of layers since the last access. A decision looks at one expert per class.
-
-    Source: expert cache of llama.cpp.
-    """
-
-    name = "class_lru"
-    _HALVED_AFTER = 128
-    """Passes."""
-    _LAST = 7
-    """Number of the last of eight classes."""
-
-    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._pass = 0
-
-    def _group(self, key: int) -> int:
-        return 1 << min(self._LAST, max(0, self._uses[key].bit_length() - 1))
-
-    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        self._clock += 1
-
-    def insert(self, key: int, full: bool = True) -> None:
-        self._access(key)
-
-    def victim(self, protected: Container[int]) -> int | None:
-        lowest: tuple[float, int] | None = None
-        found = None
-        for weight, order in self._groups.items():
-            for key, last in order.items():
-                if key not in protected:
-                    score = (weight / (self._clock - last + 1), weight)
-                    if lowest is None or score < lowest:
-                        lowest, found = score, key
-                    break
-        return found
-
-    def start_pass(self, fresh: bool) -> None:
-        self._pass += 1
-        if self._pass % self._HALVED_AFTER:
-            return
-        residents = [item for order in self._groups.values() for item in order.items()]
-        self._groups.clear()
-        self._uses.update({key: uses // 2 for key, uses in self._uses.items()})
-        for key, last in sorted(residents, key=lambda item: item[1]):
-            self._groups[self._group(key)][key] = last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1060,40 +987,30 @@ _NEAREST = 64
 """Number of experts that are put in order at a time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NextUseConfig(PolicyConfig):
-    """Options of :class:`NextUse`."""
-
-    horizon: Annotated[int, Field(ge=1)] | None = None
-    """Number of visits of its layer within which an expert must be used (none: 1.5 times the number of tokens whose
-    experts fit the cache, 1 to 8)."""
-    prior: Annotated[float, Field(gt=0)] = 3.0
-    """Strength of the prior, which is an average of recent use, in visits."""
-    lead: Annotated[float, Field(ge=0)] = 0.5
-    """Reduction of the log-odds of an expert whose layer runs one token later."""
+_PRIOR = 3.0
+"""Strength of the prior, which is an average of recent use, in visits."""
+_LEAD = 0.5
+"""Reduction of the log-odds of an expert whose layer runs one token later."""
 
 
 class NextUse(EvictionPolicy):
     """Evicts the expert that is least likely to be used soon, by an online model of use.
 
     The score is the log-odds of a use within the horizon (:class:`UsageModel`), reduced for layers that run later. The
-    model learns from the tokens of the prompt on. Eight times per pass, all layers that ran since are scored at once;
-    until then the experts that they used are evicted last. A pass takes O(R E F^2), and memory is constant.
+    horizon is 1.5 times the number of tokens whose experts fit the cache, from 1 to 8 visits of a layer. The model
+    learns from the tokens of the prompt on. Eight times per pass, all layers that ran since are scored at once; until
+    then the experts that they used are evicted last. A pass takes O(R E F^2), and memory is constant.
     """
 
     name = "next_use"
-    config_class = NextUseConfig
-    config: NextUseConfig
     reads_routing = True
 
-    def __init__(self, config: NextUseConfig, shape: CacheShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         layers = shape.sharing or shape.layers
         tokens = shape.slots / (layers * shape.top_k)
-        horizon = config.horizon or min(_MAX_HORIZON, max(1, round(1.5 * tokens)))
-        self._model = UsageModel(
-            layers=layers, experts=shape.experts, top_k=shape.top_k, horizon=horizon, prior=config.prior
-        )
+        horizon = min(_MAX_HORIZON, max(1, round(1.5 * tokens)))
+        self._model = UsageModel(layers=layers, experts=shape.experts, top_k=shape.top_k, horizon=horizon, prior=_PRIOR)
         self._rows: dict[int, int] = {}
         """Number of each layer among those that share the slots."""
         self._layers: list[int] = []
@@ -1189,7 +1106,7 @@ class NextUse(EvictionPolicy):
             rows = sorted(row for row, visits in self._waiting.items() if number < len(visits))
             odds_NE = self._model.visit(rows, [self._waiting[row][number] for row in rows])
             due_N1 = self._pass + np.array(rows)[:, None] / len(self._held_RE)
-            self._score_RE[rows] = odds_NE - self.config.lead * due_N1
+            self._score_RE[rows] = odds_NE - _LEAD * due_N1
         self._waiting.clear()
         self._unscored.clear()
         self._order.clear()

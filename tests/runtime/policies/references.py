@@ -49,8 +49,6 @@ class History:
     """Time of the last insertion."""
     accessed: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Time and forward of the last insertion or use."""
-    event_of: dict[int, int] = field(default_factory=dict)
-    """Number of events started by the last insertion or use."""
     wanted: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Time and forward of the last forecast for a resident."""
     uses: list[tuple[int, int, bool]] = field(default_factory=list)
@@ -69,7 +67,6 @@ class History:
         self.residents[key] = full
         self.inserted[key] = self.time
         self.accessed[key] = (self.time, self.forward)
-        self.event_of[key] = self.event
         self.wanted.pop(key, None)
         held = sum(other // self.experts == key // self.experts for other in self.residents)
         full = held > self.slots / self.layers or len(self.residents) >= self.slots
@@ -81,7 +78,6 @@ class History:
         for key in keys:
             self.time += 1
             self.accessed[key] = (self.time, self.forward)
-            self.event_of[key] = self.event
             self.uses.append((key, self.steps[key // self.experts], self.residents[key]))
             self.used_at.setdefault(key, []).append(self.forward + key // self.experts / self.layers)
             self.learnt.append(key // self.experts)
@@ -124,13 +120,6 @@ def fifo(history: History, key: int) -> tuple[float, ...]:
 
 def lfu(history: History, key: int) -> tuple[float, ...]:
     return (sum(used == key for used, _, _ in history.uses), history.accessed[key][0])
-
-
-def class_lru(history: History, key: int) -> tuple[float, ...]:
-    """Fewer than 128 passes: no count is halved."""
-    uses, last = lfu(history, key)
-    weight = next(2**c for c in range(7, -1, -1) if uses >= 2**c or not c)
-    return (weight / (history.event - history.event_of[key] + 1), weight, last)
 
 
 def lrfu(history: History, key: int) -> tuple[float, ...]:
@@ -190,7 +179,6 @@ ORDERS: dict[str, Order] = {
     "lru": lru,
     "fifo": fifo,
     "lfu": lfu,
-    "class_lru": class_lru,
     "lrfu:half_life=2": lrfu,
     "lhu": lhu,
     "least_stale": least_stale,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertcast.runtime.policies import EVICTION, CacheShape, EvictionPolicy
-from expertcast.runtime.policies.eviction import PRE_EVICTION, Belady, ClassLRU, PreEviction
+from expertcast.runtime.policies.eviction import PRE_EVICTION, Belady, PreEviction
 from tests.runtime.policies import references
 from tests.runtime.policies.references import BLOCK, LOW, ORDERS, History, Visit, cache, run, step, tell
 
@@ -52,14 +52,6 @@ LFU = """
     a0 a1 > b0 b1 | b0* b2 > c0 c2 | c0* c2* > b2 a0
     a2 > b0     | b0* b2 > a2 c0 | c0* c1 > c2 b2
     a0 a2 > c1 a1 | b2 > a2       | c1* c2 > c0 a0
-"""
-# 3: as LFU until c: a1 b0 b2 c2 were used two or three times, class 1, and c2, then a1, is the oldest.
-# 4: c1 once, b0 the oldest of class 1; at b c0, the oldest; at c a0, then a2, older than b0 b2.
-CLASS_LRU = """
-    a0 a1       | b0 b1         | c0 c2 > a0 a1
-    a0 a1 > b0 b1 | b0* b2 > c0 c2 | c0* c2* > a0 b2
-    a2 > b0     | b0* b2 > a2 c0 | c0* c1 > a1 c2
-    a0 a2 > b0 c1 | b0* > c0      | c1* c2 > a0 a2
 """
 # Half-life 1: in forward p a use at a is worth 2^p, at b 1.26 and at c 1.59 times as much. In units of forward 1:
 # 1: a's 1, b's 1.26. 2: at a b0 b1 1.26, c0 c2 1.59: the b's. At b c0 c2. At c: b2 2.52, a0 a1 3, b0 3.78: b2 a0.
@@ -125,7 +117,6 @@ TRIALS = {
     "lru": (LRU, 0, 24, 9, 24 * BLOCK),
     "fifo": (LRU, 0, 24, 9, 24 * BLOCK),
     "lfu": (LFU, 2, 22, 6, 22 * BLOCK),
-    "class_lru": (CLASS_LRU, 2, 22, 7, 22 * BLOCK),
     "lrfu:half_life=1": (LRFU, 2, 22, 7, 22 * BLOCK),
     "lhu": (LHU, 7, 17, 2, 10 * BLOCK + 7 * LOW),
     "score": (SCORE, 6, 18, 3, 18 * BLOCK),
@@ -448,21 +439,6 @@ def test_importance_after_many_steps(steps: int) -> None:
         policy.start_layer(0, [expert])
         policy.use([expert])
     assert policy.victim(()) == 1
-
-
-def test_class_lru_halves_after_128_passes() -> None:
-    policy = EVICTION.choose("class_lru").make(CacheShape(layers=1, experts=3, top_k=1, slots=2))
-    for key, uses in ((0, 16), (1, 8)):
-        policy.insert(key)
-        for _ in range(uses):
-            policy.use([key])
-    assert isinstance(policy, ClassLRU)
-    assert [policy._group(key) for key in (0, 1)] == [16, 8]
-    for _ in range(128):
-        policy.start_pass(False)
-    assert [policy._group(key) for key in (0, 1)] == [8, 4]
-    assert policy.victim(()) == 1
-    assert policy.victim({1}) == 0
 
 
 # How many slots should be free: equations 14 to 17

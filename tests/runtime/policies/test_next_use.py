@@ -60,7 +60,7 @@ def test_what_follows_what_is_learnt() -> None:
 
 def test_it_is_not_worse_than_frequency_where_that_is_all_there_is() -> None:
     routing = made(1, 400, cycle=False)
-    best = max(hits(routing, policy, 0.3) for policy in ("lru", "lfu", "class_lru"))
+    best = max(hits(routing, policy, 0.3) for policy in ("lru", "lfu", "lrfu"))
     assert hits(routing, "next_use", 0.3) > best - 0.02
 
 

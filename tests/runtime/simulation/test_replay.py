@@ -115,7 +115,7 @@ def test_the_runtimes_simulator_counts_the_same_where_slots_are_equal() -> None:
     ids_TLK = np.stack([ids.numpy() for ids in trace.require_routes().ids], axis=1)
     prompt_T = np.arange(80) < 4
     routing = Routing(source="made", ids_TLK=ids_TLK, prompt_T=prompt_T, experts=6)
-    for policy in ("lru", "lfu", "class_lru", "importance", "next_use", "belady"):
+    for policy in ("lru", "lfu", "lrfu", "importance", "next_use", "belady"):
         for scope, slots in (("global", 12), ("layer", 15)):
             simulated = made.simulate(
                 trace, Policies(eviction=policy, scope=scope, prefetch="none"), slots, made.machine(3)
