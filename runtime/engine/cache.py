@@ -456,8 +456,6 @@ class ExpertCache:
         """Free an expert's slot for another expert, and count the eviction."""
         self._evicted.add(key)
         self.stats.layers[key // self.experts].evicted += 1
-        if self.link.write_back_s:
-            self.link.write_back()
         self._free_slot(key)
 
     def _collect_arrived(self, needed: Container[int] = ()) -> None:

@@ -86,8 +86,6 @@ class Link(ABC):
         """Bytes and seconds of the latest copies; `bytes_moved` and `busy_s` up to which they are counted."""
         self.blocked_s = 0.0
         """Seconds for which the last request blocked the model's thread, for links that copy in that thread."""
-        self.write_back_s = 0.0
-        """Link seconds per evicted expert. Zero by default: the store keeps all weights, so nothing is copied back."""
         self.observer: Observer | None = None
         """Told of each copy; None: nothing observes."""
         self._queue: TransferQueue[Any] = TransferQueue()
@@ -160,9 +158,6 @@ class Link(ABC):
             ExpertcastError: the speed of this link is unknown.
         """
         raise ExpertcastError(f"link {self.name!r} cannot be measured: use 'emulated', 'instant' or a CUDA device")
-
-    def write_back(self) -> None:
-        """Account for the write-back of one evicted expert; only links in virtual time do."""
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
         """Queue a transfer and start as many queued transfers as the link allows.

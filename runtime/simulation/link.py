@@ -21,7 +21,6 @@ class VirtualLink(Link):
         latency: seconds per copy.
         window: prefetches in flight; these can no longer be overtaken or cancelled.
         expand_s: seconds of the model's thread per expansion of a packed copy.
-        write_back: link time per eviction, as a share of one full copy; it delays later copies.
 
     Raises:
         ExpertcastError: the bandwidth is not positive and finite, or the latency is negative.
@@ -31,7 +30,7 @@ class VirtualLink(Link):
 
     def __init__(
         self, block_bytes: Mapping[str, int], bandwidth: float, latency: float = 0.0, *, window: int = 1,
-        expand_s: float = 0.0, write_back: float = 0.0,
+        expand_s: float = 0.0,
     ) -> None:  # fmt: skip
         if not 0 < bandwidth < math.inf:
             raise ExpertcastError(f"bandwidth={bandwidth:g} is out of range: use a finite value above 0, such as 4e9")
@@ -43,7 +42,6 @@ class VirtualLink(Link):
         self._block_bytes = block_bytes
         self._seconds = {name: latency + count / bandwidth for name, count in block_bytes.items()}
         self._window, self._expand_s = window, expand_s
-        self.write_back_s = write_back * self._seconds[FULL]
         self._free_at = 0.0
         """Time at which the last issued copy arrives."""
         self._issued: deque[tuple[float, float, Transfer]] = deque()
@@ -76,10 +74,6 @@ class VirtualLink(Link):
     def expand(self, copy: Transfer) -> None:
         """Advance the time by one expansion."""
         self.spend(self._expand_s)
-
-    def write_back(self) -> None:
-        """Occupy the link with the evicted expert's copy back to the host."""
-        self._free_at = max(self._free_at, self.now) + self.write_back_s
 
     def restart(self) -> None:
         self._issued.clear()

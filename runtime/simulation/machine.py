@@ -40,8 +40,6 @@ class Machine:
     """Seconds per copy."""
     expand_s: float = 0.0
     """Seconds to expand a copy of lower precision, in the thread that runs the model."""
-    write_back: float = 0.0
-    """Time of an eviction on the link, as a share of a copy; 0 if the host keeps all weights, as the store does."""
 
     def link(self) -> VirtualLink:
         """Return a new idle link.
@@ -49,9 +47,7 @@ class Machine:
         Raises:
             ExpertcastError: the bandwidth is not positive, or the latency is negative.
         """
-        return VirtualLink(
-            self.block_bytes, self.bandwidth, self.latency, expand_s=self.expand_s, write_back=self.write_back
-        )
+        return VirtualLink(self.block_bytes, self.bandwidth, self.latency, expand_s=self.expand_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

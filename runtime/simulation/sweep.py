@@ -151,5 +151,4 @@ def _heading(case: Case, shape: ModelShape) -> Json:
         "capacity": case.slots / (shape.layers * shape.experts),
         "bandwidth": case.machine.bandwidth,
         "latency": case.machine.latency,
-        "write_back": case.machine.write_back,
     }

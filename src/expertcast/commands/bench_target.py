@@ -136,7 +136,7 @@ class Target:
     def link(self, prompt_ids: Tensor, new_tokens: int) -> Json:
         """Return name and speed of the link; measure a layer's time for an emulated link without --bandwidth.
 
-        On CUDA `auto` is the link `cuda`, which times every copy; the link `kernel` cannot. On the CPU it is `instant`
+        On CUDA `auto` is the link `cuda`, which times every copy. On the CPU it is `instant`
         where no link is emulated.
 
         Returns:

@@ -28,19 +28,10 @@ from expertcast.commands.options import (
 )
 from expertcast.commands.output import Outcome, folder, say, write_json
 from expertcast.commands.predictors import QualityOptions, check_shape, evaluated, policy_quality
-from expertcast.commands.routing_file import (
-    CAPACITY,
-    described,
-    heading,
-    memories,
-    open_routing,
-    replayed_rows,
-    routing_policies,
-)
 from expertcast.data.inspection import OpenModel
 from expertcast.data.packed_experts import make_packed
 from expertcast.data.plan import ALL, SPLITS
-from expertcast.data.routing_file import is_routing_file
+from expertcast.data.routing_file import Ids, Routing, is_routing_file, read_routing
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.artefacts import write_atomically
@@ -55,6 +46,8 @@ if TYPE_CHECKING:
     from expertcast.runtime.simulation.trace import SequenceSelection
 
 TABLE, RESULT = "table.txt", "results.json"
+CAPACITY = 0.25
+"""Default share of all experts that fit the cache."""
 
 
 class Chosen(NamedTuple):
@@ -126,8 +119,6 @@ class MachineOptions:
     """Speed of the link in bytes per second (default: pcie4)."""
     latency: Annotated[float, Option(metavar="S", read=not_negative)] = 0.0
     """Latency of the link per copy, in seconds."""
-    write_back: Annotated[float, Option(metavar="F", read=not_negative)] = 0.0
-    """Time of an eviction on the link as a share of a copy's, for hosts that keep no weights (default: 0)."""
     layer_time: Annotated[tuple[float, ...], Option(metavar="S", read=positive_number)] = ()
     """Seconds of computing of every layer, or of each layer in order."""
 
@@ -157,12 +148,8 @@ class MachineOptions:
         copies_s = shape.top_k * (self.latency + layout.block_bytes / bandwidths[0])
         times = constant_times(shape.layers, self.layer_time or copies_s / COPY_OVER_COMPUTE)
         return [
-            Machine(
-                times=times, block_bytes=block_bytes, bandwidth=speed, latency=self.latency,
-                write_back=self.write_back,
-            )
-            for speed in bandwidths
-        ]  # fmt: skip
+            Machine(times=times, block_bytes=block_bytes, bandwidth=speed, latency=self.latency) for speed in bandwidths
+        ]
 
 
 def cases_of(
@@ -432,7 +419,20 @@ def _write_results(out: Path, result: Json, text: str) -> list[Path]:
     return [out / RESULT, out / TABLE]
 
 
-# A routing file in place of a traces folder
+# A routing file in place of a traces folder: no model, a cache in bytes, the runtime's eviction policies
+
+_MIB = 2**20
+ROUTING_COLUMNS = (
+    ("policy", "policy", "{}", 1),
+    ("scope", "scope", "{}", 1),
+    ("memory_bytes", "MiB", "{:.0f}", _MIB),
+    ("capacity", "capacity", "{:.1%}", 1),
+    ("hits", "hits", "{:.1%}", 1),
+    ("misses", "misses", "{}", 1),
+    ("bytes_per_step", "MB/token", "{:.2f}", 1e6),
+    ("copy_s", "copies ms/token", "{:.2f}", 1e-3),
+    ("policy_s", "policy ms/token", "{:.2f}", 1e-3),
+)
 
 
 def _simulate_routing(options: Options) -> Outcome:
@@ -441,25 +441,109 @@ def _simulate_routing(options: Options) -> Outcome:
     Raises:
         ExpertcastError: options that need a traces folder, a damaged file, or what a replay refuses.
     """
-    from expertcast.runtime.policies import Policies
+    from expertcast.runtime.policies import EVICTION, Policies
+    from expertcast.runtime.simulation.byte_cache import forwards_of, replay
     from expertcast.runtime.simulation.figures import write_hits
-    from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES
+    from expertcast.runtime.simulation.sweep import BELADY
 
-    routing, total = open_routing(options.traces, options.experts_per_layer, options.expert_bytes)
-    shares: Sequence[float] = options.capacity
-    if not (options.capacity or options.memory or options.slots):
-        shares = CAPACITIES if options.sweep else (CAPACITY,)
-    sizes = memories(routing, total, options.memory, shares, options.slots)
-    policies = list(map(own_policy, options.policies.policy)) or (
-        [*routing_policies(), BELADY] if options.sweep else [Policies.eviction]
-    )
-    cases = list(itertools.product(policies, options.policies.scope))
-    rows = []
-    for bandwidth in options.machine.bandwidth or (BANDWIDTHS["pcie4"],):
-        rows += replayed_rows(routing, total, cases, sizes, bandwidth=bandwidth, latency=options.machine.latency)
-    result = {**heading(routing, total), "results": rows}
-    text = described(result)
+    routing, bytes_LE = _sized_routing(options)
+    total, forwards, rows = int(bytes_LE.sum()), forwards_of(routing), []
+    policies = list(map(own_policy, options.policies.policy)) or [Policies.eviction]
+    if options.sweep and not options.policies.policy:
+        online = (cls for cls in EVICTION.classes() if not (cls.offline or cls.reads_scores))
+        policies = [*(cls.name for cls in online), BELADY]
+    bandwidths, latency = options.machine.bandwidth or (BANDWIDTHS["pcie4"],), options.machine.latency
+    cases = itertools.product(bandwidths, _cache_sizes(options, bytes_LE), policies, options.policies.scope)
+    for bandwidth, memory, policy, scope in cases:
+        choice = Policies(eviction=policy, scope=scope).eviction
+        done = replay(forwards, choice, bytes_LE=bytes_LE, top_k=routing.top_k, memory=memory, scope=scope)
+        decode, prompt = done.decode, done.prompt
+        moved = decode.bytes_moved / decode.steps
+        rows.append(
+            {
+                "policy": str(choice),
+                "scope": scope,
+                "memory_bytes": memory,
+                "capacity": memory / total,
+                **{name: getattr(decode, name) for name in ("hits", "requests", "misses", "bytes_moved", "steps")},
+                "bytes_per_step": moved,
+                "copy_s": moved / bandwidth + latency * decode.misses / decode.steps,
+                "policy_s": done.policy_s,
+                "bandwidth": bandwidth,
+                "latency": latency,
+                "per_layer": {"requests": decode.requests_L, "misses": decode.misses_L},
+                "prompt": {name: getattr(prompt, name) for name in ("steps", "requests", "misses", "bytes_moved")},
+            }
+        )
+    result = {
+        "routing": routing.source,
+        "shape": {"L": routing.layers, "E": routing.experts, "K": routing.top_k},
+        "tokens": {"prompt": int(routing.prompt_T.sum()), "decoded": int((~routing.prompt_T).sum())},
+        "experts_bytes": total,
+        "expert_bytes": sorted(map(int, set(bytes_LE.ravel().tolist()))),
+        **provenance(),
+        "results": rows,
+    }
+    text = _describe_routing(result)
     if options.out is not None:
         paths = [*_write_results(options.out, result, text), write_hits(rows, options.out)]
         text += "\n\nwrote " + ", ".join(map(str, paths))
     return result, text
+
+
+def _sized_routing(options: Options) -> tuple[Routing, Ids]:
+    """Read the routing file; return the routing, and the bytes of each expert [L, E].
+
+    Raises:
+        ExpertcastError: a damaged file, or the size of an expert is unknown.
+    """
+    from expertcast.runtime.config import size_bytes
+
+    path, text = options.traces, options.expert_bytes
+    routing = read_routing(path, experts=options.experts_per_layer)
+    if text is not None and routing.bytes_LE is not None:
+        raise ExpertcastError(f"{path} has a column expert_bytes: leave --expert-bytes out")
+    given = None if text is None else size_bytes(text)
+    if given is not None and given < 1:
+        raise ExpertcastError(f"--expert-bytes {text}: give 1 byte or more")
+    return routing, routing.sized(given)
+
+
+def _cache_sizes(options: Options, bytes_LE: Ids) -> list[int]:
+    """Return the cache sizes in bytes; one slot has the size of the largest expert.
+
+    Raises:
+        ExpertcastError: a malformed size, or a share outside (0, 1].
+    """
+    from expertcast.runtime.config import size_bytes
+    from expertcast.runtime.simulation.sweep import CAPACITIES
+
+    if options.slots or options.memory:
+        return [*map(size_bytes, options.memory), *(count * int(bytes_LE.max()) for count in options.slots)]
+    shares = options.capacity or (CAPACITIES if options.sweep else (CAPACITY,))
+    for share in shares:
+        if not 0 < share <= 1:
+            raise ExpertcastError(f"--capacity {share:g}: give a share of all experts' bytes, above 0 and up to 1")
+    return [int(share * int(bytes_LE.sum())) for share in shares]
+
+
+def _describe_routing(result: Json) -> str:
+    """Return a line about the file, and a table of the rows."""
+    from expertcast.runtime.simulation.sweep import BELADY
+
+    shape, tokens, sizes = result["shape"], result["tokens"], result["expert_bytes"]
+    cells = [tuple(title for _, title, _, _ in ROUTING_COLUMNS)]
+    for row in result["results"]:
+        cells.append(
+            tuple(form.format(row[key] if unit == 1 else row[key] / unit) for key, _, form, unit in ROUTING_COLUMNS)
+        )
+    bound = ""
+    if len(sizes) > 1 and any(row["policy"] == BELADY for row in result["results"]):
+        bound = "\n\nbelady considers only the next use: with experts of several sizes it is a reference, not a bound"
+    shown = " or ".join(f"{size / _MIB:.2f}" for size in sizes)
+    return (
+        f"{result['routing']}: {shape['L']} layers x {shape['E']} experts, {shape['K']} per token; "
+        f"{tokens['prompt']} prompt and {tokens['decoded']} decoded tokens; an expert is {shown} MiB, all "
+        f"{result['experts_bytes'] / _MIB:.0f} MiB\n\n"
+        f"{aligned(cells, left=2)}{bound}"
+    )

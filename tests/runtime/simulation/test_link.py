@@ -55,16 +55,6 @@ def test_a_forecast_is_waited_for_behind_what_is_before_it() -> None:
     assert (link.now, [copy.done for copy in copies]) == (3.0, [True, True, True])
 
 
-def test_an_evicted_expert_goes_back_behind_the_copies_under_way() -> None:
-    """Two copies arrive after 2 seconds. The eviction takes half a second more, before the next copy."""
-    link = VirtualLink(FULL_ONLY, 1.0, write_back=0.5)
-    for key in range(2):
-        link.submit(key, key, urgent=True)
-    link.write_back()
-    link.wait(link.submit(2, 2, urgent=True))
-    assert link.now == 3.5
-
-
 def test_precisions_have_their_own_bytes_and_seconds() -> None:
     """0.5 + 4 / 2 = 2.5 s in full, 0.5 + 1 / 2 = 1 s packed."""
     link = VirtualLink({"full": 4, "int4": 1}, 2.0, 0.5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -149,15 +148,6 @@ def test_against_a_second_lru(seed: int, slots: int) -> None:
     total = done.decode.total
     assert (total.hits, total.misses, total.collisions) == counts
     assert done.steps_s == pytest.approx(steps_s)
-
-
-def test_evictions_go_back_over_the_link() -> None:
-    """One layer, two slots, K = 1, copies of 3 s. t1 misses into the free slot: 1 + 3 + 1 s. t2 evicts, and its miss
-    goes behind the 1.5 s that this takes; t3 hits."""
-    trace = made.trace([[[0]], [[1]], [[2]], [[2]]], experts=3)
-    machine = replace(made.machine(1), write_back=0.5)
-    assert simulate(trace, Policies(), 2, machine).steps_s == [5.0, 6.5, 2.0]
-    assert simulate(trace, Policies(), 2, made.machine(1)).steps_s == [5.0, 5.0, 2.0]
 
 
 def _lru(trace: Trace, slots: int, *, copy_s: float, layer_s: float) -> tuple[tuple[int, int, int], list[float]]:
