@@ -24,7 +24,6 @@ from expertcast.predictors.artefacts import read_json, write_user_file
 from expertcast.predictors.base import PREDICTORS
 from expertcast.predictors.messages import Json, Progress, format_bytes
 from expertcast.predictors.options import field_docs, validate
-from expertcast.predictors.view import overfetched
 from expertcast.runtime.drafts.names import NONE, QUANTISED, check_draft, keeps_copies
 from expertcast.runtime.links.base import InstantLink, Link, check_rate
 from expertcast.runtime.policies import Choice, Policies
@@ -159,8 +158,6 @@ class OffloadConfig:
     policies: InstanceOf[Policies] | str | None = None
     """Cache policies, text such as `eviction=lfu scope=layer`, or the name of a preset (default: lrfu, prefetch of the
     forecast experts, every miss loaded)."""
-    overfetch: float = 1.0
-    """Experts to prefetch per token as a multiple of K; with `policies`, set it there."""
     forecasts: str = AUTO
     """auto: time the predictor's methods, and use the fastest, or none; always; never. Modes speculate and hybrid
     always forecast."""
@@ -373,14 +370,10 @@ class OffloadConfig:
         """Return the policies, those of a preset, or the default ones.
 
         Raises:
-            ExpertcastError: unknown preset, or `overfetch` beside `policies`.
+            ExpertcastError: unknown preset, or an eviction that needs the future routing.
         """
         if self.policies is None:
-            return Policies(prefetch=f"top_k:overfetch={self.overfetch}")
-        if self.overfetch != 1.0:
-            raise ExpertcastError(
-                "overfetch and policies exclude each other: give Policies(prefetch='top_k:overfetch=1.5')"
-            )
+            return Policies()
         if isinstance(self.policies, Policies):
             if self.policies.eviction.cls.offline:
                 raise ExpertcastError(
@@ -446,9 +439,7 @@ def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iter
         of_policies = {"prefetch": policies.prefetch, "pre_eviction": policies.pre_eviction}
         usual = (Policies.prefetch, "none")
         named = [f"{kind} {str(own)!r}" for kind, own in of_policies.items() if str(own) not in usual]
-        named = named if config.policies is not None else []  # otherwise it comes from `overfetch`
-        overfetch = changed("overfetch") if config.cache else []  # without a cache it sets the default number of slots
-        yield "without a predictor", [*changed("ahead", "forecasts"), *overfetch, *named]
+        yield "without a predictor", [*changed("ahead", "forecasts"), *named]
 
 
 # Link, store and slots of one device
@@ -504,7 +495,7 @@ def listed(parts: Mapping[str, int]) -> str:
 def slots_for(
     config: OffloadConfig, store: ExpertStore, beside: Mapping[str, int] = MappingProxyType({}), room: int | None = None
 ) -> int:
-    """Return the number of slots by `slots`, `memory`, `room`, or else `cache` and `overfetch`; at most one per expert.
+    """Return the number of slots by `slots`, `memory`, `room`, or else `cache`; at most one per expert.
 
     Args:
         config: the options.
@@ -517,8 +508,7 @@ def slots_for(
     """
     slots, top_k, everything = config.slots, store.top_k, store.layers * store.experts
     budget = room if config.memory is None else size_bytes(config.memory)
-    # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
-    least = top_k + 2 * overfetched(config.overfetch, top_k, store.experts)
+    least = 3 * top_k  # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
     if slots is None and budget is not None:
         block_bytes, parts = store.layout.block_bytes, memory_beside(config, store, beside)
         slots = store.slots_in(budget - sum(parts.values()))

@@ -182,7 +182,6 @@ def draw(choose: Random, world: World) -> Case:
     pools = options.pop("pools", {})
     if pools and choose.random() < 0.9:
         options |= {"policies": {"prefetch": _named(choose, choose.choice(PREFETCH.names()))}, "cache": True}
-        options.pop("overfetch", None)
     most = shape.layers * shape.experts
     slots = min(most, int(shape.top_k * (most / shape.top_k) ** choose.random()) + choose.randrange(2))
     chosen = options.get("policies", {})
@@ -223,8 +222,6 @@ def _forecasts(choose: Random) -> dict[str, Any]:
             "routing": choose.choice([cls.name for cls in ROUTING.classes() if not cls.lossy]),
             "scope": choose.choice(("global", "global", "layer")),
         }
-    elif choose.random() < 0.3:
-        options["overfetch"] = choose.choice((1.5, 2.0))
     if choose.random() < 0.7:
         predictor = options["predictor"] = choose.choice(names())
         if choose.random() < 0.3 and predictor not in FREE:

@@ -222,9 +222,9 @@ def test_bad_configurations_are_one_line(capsys: pytest.CaptureFixture[str], tmp
     assert "cannot read" in fails(capsys, *generate)
     saved.write_text('{"predictor": "nobody"}')
     assert "unknown predictor 'nobody'" in fails(capsys, *generate)
-    OffloadConfig(overfetch=1.5).save(saved)
-    line = fails(capsys, *generate, "--policies", "eviction=lfu")
-    assert "overfetch" in line
+    OffloadConfig(store="disk", codec="bitsplit").save(saved)
+    line = fails(capsys, *generate, "--experts", "int8")
+    assert "codec" in line
     assert str(saved) in line
     assert "give slots or memory, not both" in fails(capsys, *generate, "--slots", "9", "--memory", "4MB")
 

@@ -86,7 +86,6 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
         "memory": None,
         room: draw(st.none() | sizes),
         "policies": policies,
-        "overfetch": draw(st.floats(1.0, 9.0)) if policies is None else 1.0,
         "store": store,
         "store_folder": draw(_PLACES.filter(lambda place: place != "")) if store == "disk" and not in_place else None,
         "in_place": in_place,
@@ -163,7 +162,7 @@ def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
         (b'{"slots": 9} {"slots": 8}', "is not valid JSON"),
         (b'{"slots": 9, "slots": 8}', "duplicate key 'slots'"),
         (b'{"bandwidth": NaN}', "NaN is not a number"),
-        (b'{"overfetch": 1e308}', r"overfetch=.1e\+308.: must be less than"),
+        (b'{"min_recall": 1e308}', r"min_recall=.1e\+308.: must be less than"),
         (b'{"store": "disk", "store_folder": "a\\u0000"}', "NUL in a text"),
         (b'{"latency": 1e999}', "1e999 overflows"),
         (b"[]", "is not a JSON object"),
@@ -288,7 +287,7 @@ def test_a_preset_with_a_predictor_is_not_on_demand() -> None:
 
 LINES: list[tuple[dict[str, Any], list[str]]] = [
     ({}, []),
-    ({"predictor": "next_norm", "ahead": 2, "overfetch": 1.5, "forecasts": "always"}, []),
+    ({"predictor": "next_norm", "ahead": 2, "forecasts": "always"}, []),
     ({"mode": "speculate", "predictor": "next_norm", "policies": Policies(miss="drop")}, []),
     ({"mode": "hybrid", "predictor": "next_norm", "min_recall": 0.5}, []),
     ({"policies": "on_demand"}, []),
@@ -305,8 +304,7 @@ LINES: list[tuple[dict[str, Any], list[str]]] = [
         {"policies": Policies(prefetch="top_k:overfetch=2.0", pre_eviction="gap"), "ahead": 2},
         ["ahead, prefetch 'top_k:overfetch=2.0', pre_eviction 'gap' have no effect without a predictor"],
     ),
-    ({"overfetch": 2.0, "forecasts": "never"}, ["forecasts, overfetch have no effect without a predictor"]),
-    ({"overfetch": 2.0, "cache": False}, []),
+    ({"forecasts": "never"}, ["forecasts has no effect without a predictor"]),
     ({"cache": False, "predictor": "next_norm", "forecasts": "never"}, []),
     (
         {"policies": Policies(miss="cascade", routing="cache_aware:strength=0.1")},

@@ -24,7 +24,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"slots": 4},
     {"slots": 8, "cache": False},
     {"slots": 8, "cache": False, "predictor": "next_norm", "bandwidth": 2e9, "latency": 1e-5},
-    {"slots": 16, "predictor": "router_input", "overfetch": 2.0, "bandwidth": 1e9},
+    {"slots": 16, "predictor": "router_input", "policies": "prefetch=top_k:overfetch=2.0", "bandwidth": 1e9},
     {"slots": 200, "predictor": "next_norm", "link": "emulated"},
     {"slots": 5000, "predictor": "router_input"},
 ]

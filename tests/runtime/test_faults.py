@@ -424,7 +424,8 @@ def test_closed_with_prefetches_under_way(model: PreTrainedModel, expected: Resu
     """A slow link is still busy with forecasts when the offload is closed."""
     link = EmulatedLink(1e9, 5e-3)
     facts, threads = facts_of(model), threading.active_count()
-    offloaded = offload(model, slots=16, predictor="next_norm", forecasts="always", link=link, overfetch=4.0)
+    policies = "prefetch=top_k:overfetch=4.0"
+    offloaded = offload(model, slots=16, predictor="next_norm", forecasts="always", link=link, policies=policies)
     handle = offloaded.view[2].block.register_forward_pre_hook(RaiseAt(2, KeyError()))
     with pytest.raises(KeyError), offloaded:
         greedy(offloaded, INPUTS)
@@ -703,7 +704,7 @@ def test_experts_function_outside_an_offload() -> None:
         ({"predictor": "quasi_hidden"}, "'quasi_hidden' must be trained"),
         ({"predictor": "oracle"}, "unknown predictor 'oracle'"),
         ({"predictor": "next_norm", "ahead": 2}, "layers ahead, not 2"),
-        ({"predictor": "next_norm", "overfetch": 0.5}, "overfetch='0.5': must be greater than or equal to 1"),
+        ({"predictor": "next_norm", "ahead": 0}, "ahead='0': must be greater than or equal to 1"),
         ({"link": "telepathy"}, "unknown link 'telepathy'"),
         ({"link": "cuda"}, "link 'cuda' needs a model on CUDA"),
         ({"link": "instant", "bandwidth": 1e9}, "bandwidth"),
@@ -734,8 +735,8 @@ def test_wrong_models_and_predictors(reference_model: PreTrainedModel, tmp_path:
 def test_defaults_and_memory(reference_model: PreTrainedModel) -> None:
     with offload(reference_model) as offloaded:
         assert offloaded.pool.count == 12 * 64 // 4
-    with offload(reference_model, cache=False, overfetch=1.5) as offloaded:
-        assert offloaded.pool.count == 4 + 2 * 6
+    with offload(reference_model, cache=False) as offloaded:
+        assert offloaded.pool.count == 3 * 4
     with offload(reference_model, memory="20GB") as offloaded:
         assert offloaded.pool.count == 12 * 64
         assert isinstance(offloaded.link, InstantLink)

@@ -37,8 +37,8 @@ KEY = "expertcast"
 SWITCHES = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 _OFFLOAD = (
-    "predictor", "slots", "memory", "cache", "bandwidth", "latency", "link", "policies", "overfetch", "forecasts",
-    "ahead", "store", "store_folder",
+    "predictor", "slots", "memory", "cache", "bandwidth", "latency", "link", "policies", "forecasts", "ahead",
+    "store", "store_folder",
 )  # fmt: skip
 """Supported fields of an OffloadConfig."""
 _OWN = ("collect", "collect_tokens", "collect_window")

@@ -24,14 +24,14 @@ LINKS = ["cuda", "auto"]
 CONFIGURATIONS: list[dict[str, Any]] = [
     {"slots": 2},
     {"slots": 5, "predictor": "next_norm"},
-    {"slots": 12, "predictor": "next_norm", "overfetch": 2.0},
+    {"slots": 12, "predictor": "next_norm", "policies": "prefetch=top_k:overfetch=2.0"},
     {"cache": False},
     {"cache": False, "predictor": "next_norm"},
 ]
 WATCHED: list[dict[str, Any]] = [
     {"slots": 2},
     {"slots": 5, "predictor": "next_norm", "forecasts": "always"},
-    {"slots": 9, "predictor": "next_norm", "overfetch": 2.0, "forecasts": "always"},
+    {"slots": 9, "predictor": "next_norm", "policies": "prefetch=top_k:overfetch=2.0", "forecasts": "always"},
     {"slots": 6, "predictor": "router_input", "cache": False, "forecasts": "always"},
     {"slots": 7, "predictor": "next_norm", "mode": "speculate"},
 ]

@@ -15,11 +15,12 @@ from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.drafts.loops import SLOTS, prompt
 from tests.runtime.drafts.test_identity import EACH, FAMILIES, unlimited
 
+OVERFETCH = Policies(prefetch="top_k:overfetch=2.0")
 WAYS: list[dict[str, Any]] = [
     {"slots": 64, "misses": "host"},
     {"slots": 64, "misses": "auto"},
     {"slots": 64, "misses": "host", "predictor": "next_norm", "forecasts": "always"},
-    {"slots": 64, "misses": "auto", "predictor": "router_input", "forecasts": "always", "overfetch": 2.0},
+    {"slots": 64, "misses": "auto", "predictor": "router_input", "forecasts": "always", "policies": OVERFETCH},
     {"slots": 96, "misses": "auto", "cache": False},
     {"slots": 96, "misses": "host", "policies": Policies(scope="layer")},
 ]

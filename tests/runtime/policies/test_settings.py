@@ -50,8 +50,7 @@ SHAPE = CacheShape(layers=4, experts=8, top_k=2, slots=16)
 
 BAD = {
     "eviction": """
-        next_use:horizon=0 next_use:prior=0 next_use:lead=-1 next_use:hedge=true
-        importance:alpha=2 importance:gamma=0 least_stale:order=layer""",
+        next_use:hedge=true importance:alpha=2 importance:gamma=0 least_stale:order=layer""",
     "pre": "gap:tau=2 gap:r_max=-1 gap:rmax=1",
     "prefetch": """
         percentile:percentile=100 percentile:percentile=0 percentile:share=2
@@ -251,7 +250,6 @@ def test_presets_run(model: PreTrainedModel, expected: Any, name: str) -> None:
     ("arguments", "message"),
     [
         ({"policies": "specmd_9"}, "unknown preset 'specmd_9': choose from on_demand, moe_offloading, "),
-        ({"policies": Policies(), "overfetch": 2.0}, "give Policies(prefetch='top_k:overfetch=1.5')"),
         ({"policies": Policies(eviction="belady")}, "eviction 'belady' needs"),
         ({"policies": Policies(scope="layer"), "slots": 7}, "give slots=8 or more, or scope='global'"),
     ],
