@@ -9,7 +9,7 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.links.base import Link, check_rate
 from expertcast.runtime.pools.cache import Pools
-from expertcast.runtime.pools.states import Costs, ExpertBytes, State, schedule
+from expertcast.runtime.pools.states import ExpertBytes, State
 from expertcast.runtime.storage.codecs import Codec
 from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN, CodedRead, CodedReader, Kinds
 from expertcast.runtime.storage.disk_store import DiskStore
@@ -25,7 +25,8 @@ from expertcast.runtime.storage.transfer import Transfer
 _KINDS: dict[State, Kinds] = {
     State.F: NOTHING, State.C: EVERYTHING, State.S: frozenset({PLAIN}), State.E: frozenset({PACKED}), State.M: NOTHING,
 }  # fmt: skip
-_STATES = {kinds: state for state, kinds in _KINDS.items() if state is not State.F} | {NOTHING: State.M}
+_LEAST_READ = [_KINDS[state] for state in (State.C, State.S, State.E, State.M)]
+"""Parts that may be held of a missing expert, those that leave least to read first."""
 
 
 class KeptParts:
@@ -51,21 +52,21 @@ class KeptParts:
         memory: Mapping[State, int], *, passing: int, open_reader: Callable[..., CodedReader],
     ) -> None:  # fmt: skip
         plain, packed = part_nbytes
-        self._size = ExpertBytes(plane=plain, exponents=packed)
-        self._codec, self._slots, self._open_reader = codec, slots, open_reader
+        size = ExpertBytes(plane=plain, exponents=packed)
+        self._slots, self._open_reader = slots, open_reader
         if not packed and memory.keys() - {State.C}:
             raise ExpertcastError(f"codec {codec.name!r} supports pool C only: give pools='C=...'")
-        room = {state: nbytes // self._size.held(state) for state, nbytes in memory.items()}
+        room = {state: nbytes // size.held(state) for state, nbytes in memory.items()}
         for state, count in room.items():
             if not count:
                 raise ExpertcastError(
-                    f"pool {state.name} has {memory[state]} bytes, but one expert takes {self._size.held(state)}: "
+                    f"pool {state.name} has {memory[state]} bytes, but one expert takes {size.held(state)}: "
                     "give more, or leave it out"
                 )
         self.pools = Pools(
             layers=shape.layers,
             experts=shape.experts,
-            size=self._size,
+            size=size,
             room=room | {State.F: max(0, slots.count - passing * shape.top_k)},
         )
         self.reader = self._open()
@@ -114,26 +115,9 @@ class KeptParts:
         (self._full_slots.add if full else self._full_slots.discard)(slot)
 
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
-        """Order a layer's misses so that disk and processors stay busy."""
-        if len(keys) < 2:
-            return keys
+        """Order a layer's misses so that threads decode what is held while the disk reads the rest."""
         self.apply_changes()
-        states = {key: _STATES[self.reader.held(key)] for key in sorted(keys)}
-        if len(set(states.values())) < 2:
-            return keys
-        ordered = list(states)
-        return [ordered[place] for block in schedule(list(states.values()), self._costs()) for place in block]
-
-    def _costs(self) -> Costs:
-        rates, codec = self.reader.rates(), self._codec
-        shards = sum(codec.planes[shard.plane].compressed for shard in codec.shards)
-        return Costs(
-            read_s=self._size.plane / rates.disk,
-            ratio=self._size.exponents / self._size.plane,
-            decode_s=codec.layout.block_bytes / max(1, shards) / rates.decoding,
-            shards=max(1, shards),
-            threads=rates.threads,
-        )
+        return sorted(keys, key=lambda key: _LEAST_READ.index(self.reader.held(key)))
 
 
 class DiskLink(Link):

@@ -306,24 +306,10 @@ class CodedRead(Transfer):
         self.ready.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Rates of reading and decoding, in bytes per second."""
-
-    disk: float
-    """Bytes of the file per second in which any request was under way."""
-    decoding: float
-    """Bytes of experts' blocks per second of one thread."""
-    threads: int
-    """Number of decoding threads."""
-
-
 UNDER_WAY = 4
 """Maximum number of experts that are read or decoded at a time."""
 SPARE = 2
 """Number of these places that forecasts leave free for urgent experts."""
-_COMMON_DISK, _COMMON_DECODING = 1e9, 1e9
-"""Rates assumed before any was measured, in bytes per second."""
 
 
 def decoders_of(plan: DecodePlan) -> int:
@@ -376,8 +362,6 @@ class CodedReader(TransferQueue[CodedRead]):
         self._processors, self._team, self._awaited = usable_processors(), 1, 0
         """Number of usable processors, of threads that the model computes with, and of threads that wait for an expert
         and so leave a processor idle."""
-        self._decoded, self._decoding_s = 0.0, 0.0
-        """Bytes of blocks decoded, and the thread seconds that this took."""
         self._decoders = [
             threading.Thread(target=self._run, args=(own,), name=f"expertcast-decode-{number}", daemon=True)
             for number, own in enumerate(scratch)
@@ -428,15 +412,6 @@ class CodedReader(TransferQueue[CodedRead]):
         if buffer is not None:
             (plain,) = (shard for shard in self._codec.shards if not self._codec.planes[shard.plane].compressed)
             self._codec.take_plain(block, buffer[: plain.nbytes])
-
-    def rates(self) -> Rates:
-        """Return the rates measured so far; 1 GB/s where none was measured."""
-        came = self._disk.bytes_read
-        return Rates(
-            disk=came / self._disk.busy_s if came else _COMMON_DISK,
-            decoding=self._decoded / self._decoding_s if self._decoded else _COMMON_DECODING,
-            threads=len(self._decoders),
-        )
 
     def close(self) -> None:
         """Empty the queue, and wait for requests and jobs that have begun."""
@@ -517,7 +492,7 @@ class CodedReader(TransferQueue[CodedRead]):
         run_alone()
         while (following := self._next()) is not None:
             read, job = following
-            error, start = None, time.perf_counter()
+            error = None
             try:
                 self._plan.run(job, read.parts, scratch, read.target)
             except BaseException as caught:  # raised in the threads that wait for the expert
@@ -525,10 +500,7 @@ class CodedReader(TransferQueue[CodedRead]):
             with self.lock:
                 read.running -= 1
                 read.jobs_left -= 1
-                if error is None:
-                    self._decoding_s += time.perf_counter() - start  # before `_decoded`: other threads read the rates
-                    self._decoded += read.target.numel() / len(self._plan.jobs)
-                else:
+                if error is not None:
                     read.fail(error)
                 over = read.over
             if over:

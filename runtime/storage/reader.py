@@ -198,9 +198,6 @@ class DirectReader(TransferQueue[Read]):
         """Submitted reads of one range by its offset; :meth:`_joined` skips those that have begun. Emptied when no read
         is queued."""
         self._paced_until = 0.0
-        self.bytes_read, self.busy_s = 0, 0.0
-        """Bytes read so far, and the seconds in which any request was under way."""
-        self._under_way, self._busy_since = 0, 0.0
         self._threads = [
             threading.Thread(target=self._run, args=(memory,), name=f"expertcast-disk-{number}", daemon=True)
             for number, memory in enumerate(staging)
@@ -244,27 +241,16 @@ class DirectReader(TransferQueue[Read]):
         run_alone()
         while (request := self._next()) is not None:
             reads, piece = request
-            start, nbytes = self._count(1, 0), 0
+            start = time.perf_counter()
             try:
-                nbytes = self._request(reads, piece, staging)
+                self._request(reads, piece, staging)
             except BaseException as error:  # raised in the threads that wait for the ranges
                 if isinstance(error, OSError):
                     path = self._files[reads[0].pieces[piece].file].path
                     error = ExpertcastError(f"{str(path)!r} cannot be read: {error.strerror or error}")
                 for read in reads:
                     read.error = error
-            self._arrive(reads, start, self._count(-1, nbytes))
-
-    def _count(self, requests: int, nbytes: int) -> float:
-        """Change the number of requests under way by `requests` and add `nbytes` read. Returns the clock time."""
-        now = time.perf_counter()
-        with self.lock:
-            if self._under_way:
-                self.busy_s += now - self._busy_since
-            self._under_way += requests
-            self._busy_since = now
-            self.bytes_read += nbytes
-        return now
+            self._arrive(reads, start, time.perf_counter())
 
     def _next(self) -> tuple[list[Read], int] | None:
         """Wait for the next request: adjacent small ranges, or one range and the number of its piece."""
@@ -285,8 +271,8 @@ class DirectReader(TransferQueue[Read]):
             reads.append(following)
         return reads
 
-    def _request(self, reads: list[Read], number: int, staging: Tensor) -> int:
-        """Read one request and return its bytes."""
+    def _request(self, reads: list[Read], number: int, staging: Tensor) -> None:
+        """Read one request."""
         first, piece = reads[0], reads[0].pieces[number]
         size = sum(read.nbytes for read in reads) if len(reads) > 1 else piece.nbytes
         file, offset = self._files[piece.file], piece.offset
@@ -303,7 +289,6 @@ class DirectReader(TransferQueue[Read]):
             with self.lock:
                 self._paced_until = until = max(self._paced_until, time.perf_counter() - seconds) + seconds
             time.sleep(max(0.0, until - time.perf_counter()))
-        return size
 
     def _read(self, file: OpenFile, views: list[memoryview], offset: int, least: int) -> None:
         """Fill the views from `offset` of the file on. The file must have `least` bytes there."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from expertcast.data.routing_file import Routing, read_routing
 from expertcast.runtime.pools.cache import PoolCache
-from expertcast.runtime.pools.states import Costs, ExpertBytes, State, schedule
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State
 
 RECORDED = Path(__file__).resolve().parents[3] / "benchmarks" / "routing"
 
@@ -65,24 +65,23 @@ def replay_pools(routing: Routing, *, size: ExpertBytes, memory: Mapping[State, 
     return found
 
 
-def makespan(states: Sequence[State], blocks: Sequence[Sequence[int]], costs: Costs) -> float:
+def makespan(states: Sequence[State], costs: Costs) -> float:
     """Return the seconds until all experts are ready, with one disk and L decoding threads.
 
-    The disk reads block after block without a pause, shards before planes. A free thread takes any shard that has been
-    read (ZipMoE, appendix A).
+    The disk reads one expert after another without a pause, shards before the plane. A free thread takes any shard that
+    has been read (ZipMoE, appendix A).
 
     Args:
-        states: states of the layer's experts.
-        blocks: indices in `states` of all experts that are not full.
+        states: states of the layer's experts, in the order of their reads.
         costs: seconds per operation.
     """
     clock, arrivals = 0.0, list[float]()
-    for block in blocks:
-        for state in (states[place] for place in block):
-            for _ in range(costs.shards):
-                clock += costs.shard_s * state.reads_exponents
-                arrivals.append(clock if state.reads_exponents else 0.0)
-        clock += costs.read_s * sum(states[place].reads_mantissas for place in block)
+    for state in states:
+        for _ in range(costs.shards if state is not State.F else 0):
+            absent = state in (State.S, State.M)
+            clock += costs.shard_s * absent
+            arrivals.append(clock if absent else 0.0)
+        clock += costs.read_s * (state in (State.E, State.M))
     free = [0.0] * costs.threads
     for arrival in sorted(arrivals):
         heapq.heapreplace(free, max(free[0], arrival) + costs.decode_s)
@@ -90,9 +89,9 @@ def makespan(states: Sequence[State], blocks: Sequence[Sequence[int]], costs: Co
 
 
 def mean_makespan(found: Mapping[Found, int], costs: Costs) -> float:
-    """Mean seconds until a layer's experts are ready, scheduled as :func:`schedule` does."""
+    """Mean seconds until a layer's experts are ready, those that leave least to read first."""
     total = 0.0
     for counts, times in found.items():
         states = [state for state, count in zip(State, counts, strict=True) for _ in range(count)]
-        total += times * makespan(states, schedule(states, costs), costs)
+        total += times * makespan(states, costs)
     return total / sum(found.values())
