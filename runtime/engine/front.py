@@ -336,7 +336,6 @@ def speculate(
     layers: Sequence[int] | None = None,
     prefill: bool = True,
     ahead: int = 1,
-    execute: bool = True,
     observe: Callable[[RouterCall, Tensor], object] | None = None,
 ) -> Iterator[Speculator]:
     """Execute forecasts at the MoE layers of a model, resident or offloaded, by hooks.
@@ -346,7 +345,6 @@ def speculate(
         view, predictor, ahead: as for :class:`Speculator`.
         layers: layers that execute their forecast; None: all layers with a forecast.
         prefill: also speculate in steps of several tokens per sequence (teacher-forced evaluation).
-        execute: False: forecast without executing, so that routing stays exact.
         observe: called after each router with the call and the ids [T, K] of the executed (or forecast) experts.
 
     Raises:
@@ -362,7 +360,7 @@ def speculate(
             speculator.forecast(call)
         if observe is not None:
             observe(call, call.ids_TK if executed is None else executed[0])
-        return executed if execute else None
+        return executed
 
     taps = RouterTaps(model, view, on_router, speculator.start)
     with closing(taps), speculator.following():
