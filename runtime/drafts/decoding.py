@@ -25,7 +25,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Sto
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.drafts.cache import SharedCache
 from expertcast.runtime.drafts.costs import Choice, Cycle
-from expertcast.runtime.drafts.governor import Governor, Tally
+from expertcast.runtime.drafts.governor import DraftCount, Governor
 from expertcast.runtime.drafts.kinds import PassDraft
 from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.drafts.sequences import Feed, Sequences
@@ -235,18 +235,19 @@ class DraftedDecoding:
         schedule: loads the experts that drafts are routed to.
         drafts: drafts by name; exactly one if there is a `length`.
         governor: chooses the draft and its length, and learns from every cycle.
-        tally: counts every cycle.
+        counts: counts by draft, which every cycle changes.
         length: number of tokens drafted per cycle; None: the governor chooses.
         optional: decode without drafts, instead of raising, if the model cannot be verified.
         streamer: receives every settled token.
     """
 
     def __init__(
-        self, engine: Engine, schedule: Schedule, drafts: Mapping[str, PassDraft], governor: Governor, tally: Tally, *,
+        self, engine: Engine, schedule: Schedule, drafts: Mapping[str, PassDraft], governor: Governor,
+        counts: dict[str, DraftCount], *,
         length: int | None, optional: bool, streamer: BaseStreamer | None,
     ) -> None:  # fmt: skip
         self._engine, self._schedule, self._drafts = engine, schedule, drafts
-        self._governor, self._tally, self._length, self._optional = governor, tally, length, optional
+        self._governor, self._counts, self._length, self._optional = governor, counts, length, optional
         self._streamer = streamer
         self._residency = engine.flow.residency
         self.verifiable = False
@@ -345,7 +346,8 @@ class DraftedDecoding:
         rows = [row for row, length in enumerate(before) if length < sequences.most]
         cycle.emitted = sum(sequences.known[row] - before[row] for row in rows) / max(1, len(rows))
         self._governor.observe(cycle)
-        self._tally.observe(cycle)
+        if cycle.draft is not None:
+            self._counts.setdefault(cycle.draft, DraftCount()).observe(cycle)
 
     def _requests(self) -> tuple[int, int, int]:
         """Return the requests, hits and misses of all layers so far."""

@@ -13,7 +13,7 @@ from expertcast.data.packed_experts import packed_matrices
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.drafts import names
 from expertcast.runtime.drafts.decoding import DraftedDecoding, extract_stop_strings
-from expertcast.runtime.drafts.governor import Governor, Tally
+from expertcast.runtime.drafts.governor import DraftCount, Governor
 from expertcast.runtime.drafts.kinds import PassDraft, PolicyStage, QuantisedExperts, QuantisedStage, forecast_draft
 from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.engine.engine import Engine
@@ -38,8 +38,8 @@ class Drafter:
         """Created drafts, by name."""
         self.governors: dict[int, Governor] = {}
         """Governors by number of sequences; benchmarks replace them between runs."""
-        self.tally = Tally()
-        """Counts of drafted and accepted tokens."""
+        self.counts: dict[str, DraftCount] = {}
+        """Counts by draft since the offload began."""
         self._verifiable = False
 
     @property
@@ -87,7 +87,7 @@ class Drafter:
                 self.schedule,
                 {each.name: each for each in candidates},
                 self._governor(limits, len(input_ids)),
-                self.tally,
+                self.counts,
                 length=length,
                 optional=is_auto,
                 streamer=kwargs.get("streamer"),
@@ -110,7 +110,7 @@ class Drafter:
         if not self.governors:
             return {}
         reports = {str(batch): governor.report() for batch, governor in self.governors.items()}
-        counts = {name: count.as_dict() for name, count in self.tally.by_draft.items()}
+        counts = {name: count.as_dict() for name, count in self.counts.items()}
         return {"drafts": {"memory_bytes": sum(self.memory.values()), "by_sequences": reports, "by_draft": counts}}
 
     def close(self) -> None:

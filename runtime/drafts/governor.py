@@ -36,6 +36,17 @@ class DraftCount:
     """Routing of draft and verification: pairs of a position and a layer with the same experts in the same order, with
     the same set, and all."""
 
+    def observe(self, cycle: Cycle) -> None:
+        """Count a cycle of this draft."""
+        self.cycles += 1
+        self.needed += cycle.needed
+        self.covered += cycle.covered
+        self.waited_bytes += cycle.waited_bytes
+        self.matches = [a + b for a, b in zip(self.matches, cycle.matches, strict=True)]
+        for known, kept in cycle.judged:
+            self.drafted += cycle.drafted - known
+            self.accepted += kept - known
+
     def as_dict(self) -> Json:
         """Return the counts with `acceptance`, `coverage` (covered / needed) and `accepted_per_waited_byte`.
 
@@ -54,27 +65,6 @@ class DraftCount:
             "soft": share(exact - hard, pairs),
             "mismatch": share(pairs - exact, pairs),
         }
-
-
-class Tally:
-    """Counts by draft since the offload began."""
-
-    def __init__(self) -> None:
-        self.by_draft: dict[str, DraftCount] = {}
-
-    def observe(self, cycle: Cycle) -> None:
-        """Count a cycle; plain steps are ignored."""
-        if cycle.draft is None:
-            return
-        count = self.by_draft.setdefault(cycle.draft, DraftCount())
-        count.cycles += 1
-        count.needed += cycle.needed
-        count.covered += cycle.covered
-        count.waited_bytes += cycle.waited_bytes
-        count.matches = [a + b for a, b in zip(count.matches, cycle.matches, strict=True)]
-        for known, kept in cycle.judged:
-            count.drafted += cycle.drafted - known
-            count.accepted += kept - known
 
 
 PLAIN_STEPS, FIRST_CYCLES, FIRST_LENGTH = 3, 2, 2

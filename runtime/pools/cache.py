@@ -109,7 +109,7 @@ class PoolCache:
         found = {expert: self._state[expert] for expert in experts}
         before = dict(found)
         for expert in experts:
-            self._take_out(expert)
+            self.lose(expert)
         self._ranking.use(experts)
         for expert in sorted(experts, key=self._ranking.entry):
             rank = self._ranking.rank(expert)
@@ -121,14 +121,10 @@ class PoolCache:
                 self._drive_out(pool, found, before)
         return {expert: self._state[expert] for expert, old in before.items() if self._state[expert] is not old}
 
-    def lose(self, expert: int) -> None:
-        """Remove an expert from its pool."""
-        self._take_out(expert)
-
     def clear(self) -> None:
         """Remove all experts; keep the counts."""
         for expert in range(len(self._state)):
-            self._take_out(expert)
+            self.lose(expert)
 
     def _put(self, expert: int, pool: int, state: State) -> None:
         self._state[expert], self._pool[expert] = state, pool
@@ -148,7 +144,7 @@ class PoolCache:
             victim = self._members[pool][-1]
             has = self._state[victim]
             before.setdefault(victim, has)
-            self._take_out(victim)
+            self.lose(victim)
             if following is None:
                 continue
             if found.get(victim, State.F) is not State.F:
@@ -158,7 +154,8 @@ class PoolCache:
                 self._put(victim, following, lower)
                 self._drive_out(following, found, before)
 
-    def _take_out(self, expert: int) -> None:
+    def lose(self, expert: int) -> None:
+        """Remove an expert from its pool."""
         pool = self._pool[expert]
         if pool is not None:
             self._members[pool].remove(expert)

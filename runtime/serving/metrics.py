@@ -24,7 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 import expertcast
-from expertcast.runtime.drafts.governor import Tally
+from expertcast.runtime.drafts.governor import DraftCount
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.recording.recorder import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
@@ -149,7 +149,7 @@ class MetricSource:
     link: Link
     pool: SlotPool
     store: ExpertStore
-    tally: Tally | None = None
+    drafts: Mapping[str, DraftCount] = field(default_factory=dict)
     draft_bytes: Callable[[], Mapping[str, int]] = field(default=dict)
     """Device memory of drafts in bytes, by name."""
     info: Mapping[str, str] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class MetricSource:
         drafting = offloaded.drafting
         return cls(
             stats=offloaded.stats, link=offloaded.link, pool=offloaded.pool, store=offloaded.store,
-            tally=drafting.tally, draft_bytes=lambda: drafting.memory, info=run_info(offloaded, name),
+            drafts=drafting.counts, draft_bytes=lambda: drafting.memory, info=run_info(offloaded, name),
         )  # fmt: skip
 
 
@@ -223,8 +223,7 @@ class ExpertMetrics(Collector):
     def _drafts(self) -> Iterator[tuple[MetricSpec, Labels, float]]:
         for draft, nbytes in self._source.draft_bytes().items():
             yield DRAFT_BYTES, (draft,), nbytes
-        tally = self._source.tally
-        for draft, count in () if tally is None else list(tally.by_draft.items()):
+        for draft, count in list(self._source.drafts.items()):
             yield CYCLES, (draft,), count.cycles
             yield DRAFTED, (draft,), count.drafted
             yield ACCEPTED, (draft,), count.accepted

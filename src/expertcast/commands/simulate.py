@@ -36,7 +36,6 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.artefacts import write_atomically
 from expertcast.predictors.messages import Json, aligned
-from expertcast.training.scoring import Fitted
 from expertcast.training.unseen import unseen_traces
 
 if TYPE_CHECKING:
@@ -280,7 +279,8 @@ def run(options: Options) -> Outcome:
     _pack(options, traces.view)
     shape = traces.view.shape
     block = BlockLayout.of(traces.view).block_bytes
-    fitted = _fitted(options, traces, chosen)
+    words = list(dict.fromkeys(each.predictor for each in chosen if each.predictor is not None))
+    fitted = dict(zip(words, evaluated(words, traces, [options.ahead]).values(), strict=True))
     predictors = {made.predictor.name: made.predictor for made in fitted.values()}
     cases = cases_of(
         chosen,
@@ -368,13 +368,6 @@ def _measured_model(options: Options, traces: TraceDataset, cases: Sequence[Case
             "measure the change, or --no-quality"
         )
     return options.model
-
-
-def _fitted(options: Options, traces: TraceDataset, chosen: Sequence[Chosen]) -> dict[str, Fitted]:
-    """Load checkpoints, and fit named predictors on the train split; by their words on the command line."""
-    wanted = list(dict.fromkeys(each.predictor for each in chosen if each.predictor is not None))
-    found = evaluated(wanted, traces, [options.ahead])
-    return dict(zip(wanted, found.values(), strict=True))
 
 
 def _runs(

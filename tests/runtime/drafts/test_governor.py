@@ -16,7 +16,7 @@ import pytest
 from expertcast import offload
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.drafts.costs import Choice, Cycle
-from expertcast.runtime.drafts.governor import DraftCount, Governor, Tally
+from expertcast.runtime.drafts.governor import DraftCount, Governor
 from expertcast.runtime.drafts.names import check_draft
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer
 from tests.runtime.drafts.loops import SLOTS, cycles_of, prompt, tiny
@@ -404,19 +404,11 @@ def test_a_report_is_plain_values() -> None:
     assert Governor(4, 1e-3).report()["predicted_over_actual"] is None
 
 
-def test_the_tally_counts_by_draft() -> None:
-    tally = Tally()
-    for cycle in (
-        Cycle(draft=None),
-        Cycle(draft="int4", drafted=4, accepted=(4, 1)),
-        Cycle(draft="int4", drafted=3, accepted=(3, 2), known=(3, 1)),
-        Cycle(draft="resident", drafted=2, accepted=(0,)),
-    ):
-        tally.observe(cycle)
-    assert tally.by_draft == {
-        "int4": DraftCount(cycles=2, drafted=8 + 2, accepted=5 + 1),
-        "resident": DraftCount(cycles=1, drafted=2, accepted=0),
-    }
+def test_counts_of_a_draft() -> None:
+    count = DraftCount()
+    count.observe(Cycle(draft="int4", drafted=4, accepted=(4, 1)))
+    count.observe(Cycle(draft="int4", drafted=3, accepted=(3, 2), known=(3, 1)))
+    assert count == DraftCount(cycles=2, drafted=8 + 2, accepted=5 + 1)
     count = DraftCount()
     assert set(count.as_dict().values()) == {0, None}
     count = DraftCount(drafted=8, accepted=6, needed=40, covered=30, waited_bytes=120, matches=[5, 7, 10])
