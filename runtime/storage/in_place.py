@@ -69,7 +69,8 @@ class ExpertsInPlace:
             parts = sources.file_parts(layer)
             ranges = [self._ranges_of(own) for own in parts]
             self._ranges += ranges
-            form = layout.fields_of(layer), *((tensor.get_dtype(), *tensor.get_shape()) for tensor, _ in parts[0])
+            stored = tuple((tensor.get_dtype(), *tensor.get_shape()) for tensor, _ in parts[0])
+            form = layout.fields_of(layer), tuple(sources.ordered(layer, layout)), stored
             if form not in places:
                 places[form] = self._places(layer)
             found = places[form]

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3_5MoeTextConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from expertcast.data import ggml
 from tests.families.models import CONFIGS
 
 _NAMES = {
@@ -129,9 +130,11 @@ def write(
 
 
 def _quantised(numbers: np.ndarray, kind: Any) -> np.ndarray:
-    """By gguf's own quantisation; random codes and small scales of kinds for which it has none."""
+    """By gguf's own quantisation, or ggml's; random codes and small scales of kinds for which it has none."""
     import gguf
 
+    if kind.name == "IQ4_NL":
+        return ggml.quantise("IQ4_NL", torch.from_numpy(numbers)).numpy()
     if not kind.name.endswith("_K"):
         return gguf.quantize(numbers, kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]

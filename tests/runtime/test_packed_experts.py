@@ -143,6 +143,10 @@ FORMS: dict[str, tuple[Callable[[Path], str], list[tuple[str, str]]]] = {
         _gguf("Q4_0", blk__1__ffn_up_exps__weight="Q5_0"),
         [("Q4_0", "Q4_0"), ("Q4_0 and Q5_0", "Q4_0")],
     ),
+    "layers of two kinds with blocks of one size": (
+        _gguf("Q4_0", **{f"blk__1__ffn_{name}_exps__weight": "IQ4_NL" for name in ("gate", "up", "down")}),
+        [("Q4_0", "Q4_0"), ("IQ4_NL", "IQ4_NL")],
+    ),
     "some experts in floats": (
         _gguf("Q4_0", blk__0__ffn_down_exps__weight="F16", blk__1__ffn_down_exps__weight="BF16"),
         [("Q4_0", "F16"), ("Q4_0", "BF16")],
