@@ -449,7 +449,7 @@ def pack_experts(view: MoEView, form: str, device: str = "cpu") -> None:
     """Round a model's experts in place, for good.
 
     Args:
-        view: its MoE layers; on the meta device they get their shapes.
+        view: its MoE layers.
         form: `experts` of :class:`OffloadConfig`; `expanded` and `auto` change nothing.
         device: type of the device where the model computes.
 

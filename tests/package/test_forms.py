@@ -84,6 +84,14 @@ def test_traces_and_training_of_packed_experts(quantised: str, tmp_path: Path) -
     assert simulated["block_bytes"]["full"] == PACKED_BYTES
 
 
+@pytest.mark.parametrize(("experts", "bits"), [("int8", 8.5), ("int4", 4.5)])
+def test_simulation_of_rounded_experts(experts: str, bits: float, tiny_traces: Any, tmp_path: Path) -> None:
+    """The traces' model has no weights: its experts get the sizes alone."""
+    found = ran(tmp_path, f"simulate {tiny_traces.folder} --experts {experts} --capacity 0.25 --tokens 20")
+    plain = ran(tmp_path, f"simulate {tiny_traces.folder} --capacity 0.25 --tokens 20")
+    assert found["block_bytes"]["full"] / plain["block_bytes"]["full"] == pytest.approx(bits / 16, abs=0.02)
+
+
 def test_packed_sizes_need_the_checkpoint(quantised: str, tiny_traces: Any, capsys: pytest.CaptureFixture[str]) -> None:
     line = fails(capsys, "simulate", str(tiny_traces.folder), "--experts", "packed")
     assert "give --model" in line

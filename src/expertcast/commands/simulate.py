@@ -244,18 +244,18 @@ def _pack(options: Options, view: MoEView) -> None:
         ExpertcastError: experts that cannot be packed, or --experts packed or auto without --model.
     """
     from expertcast.runtime.benchmarking.forms import checkpoint_forms
-    from expertcast.runtime.config import EXPERTS_BITS, pack_experts
+    from expertcast.runtime.config import EXPERTS_BITS
+    from expertcast.runtime.loading import rounded_forms
 
-    if options.experts in EXPERTS_BITS:
-        pack_experts(view, options.experts)
-    elif options.experts != Options.experts:
+    by_layer = rounded_forms(options.experts, view)
+    if options.experts not in (*EXPERTS_BITS, Options.experts):
         if options.model is None:
             raise ExpertcastError(f"--experts {options.experts} needs the checkpoint of the traces: give --model")
         source = options.source_of(options.model)
         with OpenModel(source) as opened:
             by_layer = checkpoint_forms(opened, options.experts)
-        for layer, forms in zip(view, by_layer, strict=True):
-            make_packed(layer.experts, layer.num_experts, forms)
+    for layer, forms in zip(view, by_layer, strict=True):
+        make_packed(layer.experts, layer.num_experts, forms)
 
 
 def run(options: Options) -> Outcome:
