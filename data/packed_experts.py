@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, groupby
-from types import MethodType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -189,7 +188,7 @@ class BlockForm:
 
     def expand(self, octets: Tensor) -> Tensor:
         """Return the weights of uint8 [nbytes], float32 [N, I]."""
-        pieces = [_expanded(piece.kind, rows, self.interleaves(piece)) for piece, rows in self.split(octets)]
+        pieces = [expanded(piece.kind, rows, self.interleaves(piece)) for piece, rows in self.split(octets)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def multiply(self, rows_PI: Tensor, octets: Tensor) -> Tensor:
@@ -205,7 +204,7 @@ class BlockForm:
 def _widened(kind: str, rows: Tensor, dtype: torch.dtype, interleaved: bool) -> Tensor:
     """Return the weights of rows of blocks, [N, I]; on the CPU in memory that the next call uses again."""
     if rows.device.type != "cpu":
-        return _expanded(kind, rows, interleaved).to(dtype)
+        return expanded(kind, rows, interleaved).to(dtype)
     _, elements, nbytes = ggml.TYPES[kind]
     inputs = rows.shape[1] // nbytes * elements
     step = min(len(rows), _whole(_EXPANDED // inputs))
@@ -226,20 +225,22 @@ def _whole(rows: int) -> int:
     return max(1, rows // ggml.TOGETHER) * ggml.TOGETHER
 
 
-def _expanded(kind: str, rows: Tensor, interleaved: bool = False) -> Tensor:
+def expanded(kind: str, rows: Tensor, interleaved: bool = False) -> Tensor:
     """Return the weights of rows of blocks, float32 [N, I], on their device."""
     if rows.device.type == "cpu":
         rows = ggml.separate(kind, rows, torch.empty_like(rows)) if interleaved else rows.contiguous()
         return ggml.dequantise(kind, rows)
     if interleaved:
-        raise ExpertcastError(
-            f"a model that was packed for the CPU cannot run on {rows.device}: load it for that device"
-        )
+        raise _for_the_cpu(rows.device)
     from transformers.integrations.gguf.kernels import dequantize_blocks
 
     number, elements, nbytes = ggml.TYPES[kind]
     weights: Tensor = dequantize_blocks(rows, number, len(rows), rows.shape[1] // nbytes * elements, torch.float32)
     return weights
+
+
+def _for_the_cpu(device: torch.device) -> ExpertcastError:
+    return ExpertcastError(f"a model that was packed for the CPU cannot run on {device}: load it for that device")
 
 
 def activation_bytes(layer: MoELayer, itemsize: int) -> int:
@@ -354,6 +355,9 @@ class PackedMatrix:
         form: the form of the matrices.
         transposed: whether the parameter was [E, I, N].
         dtype: the parameter's dtype.
+
+    Raises:
+        ExpertcastError: the module was packed on another processor, whose kernels take other rows, and then pickled.
     """
 
     def __init__(
@@ -363,13 +367,19 @@ class PackedMatrix:
         self.form, self.transposed, self.many_rows = form, transposed, form.many_rows
         self.few_tokens = MANY_ROWS if form.interleaved else form.many_rows
         """Tokens from which rows are grouped by their experts."""
-        self.name = name + form.suffix
-        """Name of the parameter that holds the blocks."""
+        self._replaced, self.name = name, name + form.suffix
+        """Names of the replaced parameter, and of the one that holds the blocks."""
+        if self.name not in own:
+            raise ExpertcastError("this model was packed on another processor and pickled: load it again here")
         self.has_one_piece = len(form.pieces) == 1
         self._place, self._matrices = (0, 0, 0), list[ggml.Matrices]()
         self._pieces = [
             (piece.kind, start, (piece.outputs, form.inputs, form.interleaves(piece))) for piece, start in form.starts()
         ]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle and copy the arguments, not addresses."""
+        return PackedMatrix, (self.parameters, self._replaced, self.form, self.transposed, self.dtype)
 
     @property
     def blocks(self) -> Tensor:
@@ -391,6 +401,8 @@ class PackedMatrix:
         blocks = self.blocks
         place = blocks.data_ptr(), blocks.shape[0], blocks.stride(0)
         if self._place != place:
+            if blocks.device.type != "cpu":
+                raise _for_the_cpu(blocks.device)
             self._matrices = [ggml.Matrices.of(kind, blocks, start, *size) for kind, start, size in self._pieces]
             self._place = place
         return self._matrices
@@ -499,7 +511,7 @@ def make_packed(experts: nn.Module, count: int, forms: Forms) -> None:
     The module then runs :func:`run_experts` in place of transformers' functions, whichever the model names.
     """
     if forms:
-        experts.forward = MethodType(_run_named, experts)
+        experts.forward = partial(_run_named, experts)
     transposed = bool(getattr(experts, "is_transposed", False))
     for name, form in forms.items():
         matrix = experts._parameters.pop(name)

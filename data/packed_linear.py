@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data import ggml
-from expertcast.data.packed_experts import BlockForm, PackedMatrix, Piece
+from expertcast.data.packed_experts import BlockForm, PackedMatrix, Piece, expanded
 from expertcast.data.packed_layer import fuse_layers
 from expertcast.data.weights.files import ComputedTensor, TensorFile
 from expertcast.predictors.messages import ExpertcastError
@@ -62,7 +62,7 @@ class PackedEmbedding(PackedModule):
         """Return the rows of ids, [..., I] in the model's dtype."""
         matrix: PackedMatrix = self.__dict__["matrix"]
         ((piece, rows),) = self.form.split(matrix.blocks[0])
-        return ggml.dequantise(piece.kind, rows[ids]).to(matrix.dtype)
+        return expanded(piece.kind, rows[ids.reshape(-1)]).view(*ids.shape, -1).to(matrix.dtype)
 
 
 class PackedLinear(PackedModule):

@@ -283,7 +283,8 @@ def _refuse(what: str) -> Callable[..., NoReturn]:
 
 def _apply_in_place(part: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Apply a function that changes nothing; `to`, `cuda`, `half` and `share_memory` all call a module's `_apply`."""
-    sample = next(part.parameters())[:1].detach().clone()
+    parameters = list(part.parameters())  # blocks of packed layers keep their type whatever it is
+    sample = next((each for each in parameters if each.is_floating_point()), parameters[0])[:1].detach().clone()
     pointer = sample.data_ptr()
     if function(sample) is not sample or sample.data_ptr() != pointer:
         raise ExpertcastError(

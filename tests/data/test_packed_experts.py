@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ from torch import Tensor
 from transformers.integrations.gguf.kernels import dequantize_blocks
 
 from expertcast.data import ggml, packed_experts
-from expertcast.data.packed_experts import BlockForm, Piece
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.packed_experts import BlockForm, Piece, pack_module
+from expertcast.data.packed_linear import PackedEmbedding, PackedLinear
 from expertcast.data.weights.blocks import mxfp4_blocks, to_blocks
 from expertcast.predictors import ExpertcastError
+from tests.families.models import tiny_model
 
 _EXPERTS = 3
 _SCALES = {
@@ -307,6 +312,37 @@ def test_interleaved_rows_on_other_devices_are_refused() -> None:
     for run in (lambda: form.expand(blocks[0]), lambda: matrix.products(torch.empty(6, 512, device="meta"), [(1, 6)])):
         with pytest.raises(ExpertcastError, match="packed for the CPU cannot run on meta: load it for that device"):
             run()
+
+
+def test_embeddings_on_other_devices_are_no_memory_of_this_one() -> None:
+    """ggml would read address 0, and end the process."""
+    embedding = PackedEmbedding(BlockForm((Piece("Q8_0", 16),), 64), torch.float32).to("meta")
+    assert embedding(torch.zeros(2, 3, dtype=torch.long, device="meta")).shape == (2, 3, 64)
+    with pytest.raises(ExpertcastError, match="packed for the CPU cannot run on meta"):
+        PackedLinear(BlockForm((Piece("Q8_0", 16),), 64), None, torch.float32).to("meta")(
+            torch.empty(1, 64, device="meta")
+        )
+
+
+def test_packed_modules_are_pickled_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their blocks, in other memory; where the kernels take rows in another order they are refused."""
+    _interleaving("Q4_0")
+    model = tiny_model("qwen3_moe", hidden_size=64, moe_intermediate_size=32)
+    layers, ids = find_moe_layers(model), torch.arange(9)[None]
+    for layer in layers:
+        pack_module(layer.experts, layer.num_experts, 4)
+    with torch.no_grad():
+        expected = model(ids).logits
+        written = pickle.dumps(model)
+        made = pickle.loads(written), copy.deepcopy(model)
+        for layer in layers:
+            for parameter in layer.experts.parameters():
+                parameter.zero_()
+        for own in made:
+            assert torch.equal(own(ids).logits, expected)
+    monkeypatch.setattr(ggml, "interleaves", lambda *_: False)
+    with pytest.raises(ExpertcastError, match="packed on another processor and pickled: load it again here"):
+        pickle.loads(written)
 
 
 # Forms of several pieces, and many rows
