@@ -302,6 +302,7 @@ def separate(kind: str, octets: Tensor, rows: Tensor) -> Tensor:
 def quantise(kind: str, weights: Tensor) -> Tensor:
     """Round weights [..., I] of any float dtype, on the CPU; return uint8 [..., row bytes]."""
     own, inputs = TYPES[kind], weights.shape[-1]
+    assert weights.device.type == "cpu"
     assert inputs % own.elements == 0
     rows = weights.detach().float().contiguous()
     blocks = torch.empty(*rows.shape[:-1], row_bytes(kind, inputs), dtype=torch.uint8)
@@ -319,6 +320,7 @@ def dequantise(kind: str, blocks: Tensor, out: Tensor | None = None) -> Tensor:
         out: contiguous memory for the numbers; None: new memory.
     """
     own = TYPES[kind]
+    assert blocks.device.type == "cpu"
     assert blocks.is_contiguous()
     shape = *blocks.shape[:-1], blocks.shape[-1] // own.nbytes * own.elements
     if out is None:
@@ -710,7 +712,7 @@ def product(
         return Product(matrices, rows_in, numbers, output, down, between)
 
     if not (len(rows) and top_k and last.outputs and matrices.experts):
-        return torch.empty(len(rows), top_k, last.outputs)
+        return torch.empty(len(rows), top_k, last.outputs, dtype=torch.float32)
     if ids is None and matrices.interleaved and len(rows) >= AT_ONCE:
         key = "rows", *matrices._replace(address=0, experts=1, stride=0), len(rows)
         many = kept(key, lambda: _Rows(matrices.at(0), len(rows)))
@@ -735,7 +737,7 @@ def swiglu(rows: Tensor) -> Tensor:
     A row's bits are those between the two products of :func:`product`, however many rows there are.
     """
     inner = rows.shape[1] // 2
-    output = torch.empty(len(rows), inner)
+    output = torch.empty(len(rows), inner, dtype=torch.float32)
     for some, made in zip(torch.split(rows, _ROWS), torch.split(output, _ROWS), strict=True):
         if len(some):
             gate = kept(("swiglu", some.shape), partial(_Gate, len(some), inner))

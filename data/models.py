@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -41,6 +42,9 @@ from expertcast.data.weights.gguf import GgufFile, check_package, complete_confi
 from expertcast.data.weights.groups import grouped
 from expertcast.data.weights.packed import join_bnb, join_packed, join_scales
 from expertcast.predictors.messages import ExpertcastError, first_line
+
+LOADING = threading.RLock()
+"""Held while a model is built or loaded: transformers then sets torch's default dtype, which all threads share."""
 
 # Weights in any format
 
@@ -176,7 +180,7 @@ def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu"
     model = meta_model(config, wanted, source=source)
     wanted = wanted or getattr(config, "dtype", None)
     _check_room(source, model if wanted else model.to(torch.bfloat16), target)
-    with open_weights(source, form, model, wanted) as files:
+    with LOADING, open_weights(source, form, model, wanted) as files:
         options = {"quantization_config": Mxfp4Config(dequantize=True)} if mxfp4 else {}
         with one_line(source.name):
             grouped(model, files)
@@ -299,7 +303,7 @@ def meta_model(
     config, source = (load_config(model), model) if isinstance(model, ModelSource) else (model, source)
     name = str(model) if source is None else source.name
     try:
-        with torch.device("meta"):
+        with LOADING, torch.device("meta"):
             built: PreTrainedModel = auto_class(config).from_config(
                 config, dtype=dtype or config.dtype, **({} if source is None else source.model)
             )

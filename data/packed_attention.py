@@ -90,8 +90,9 @@ def agrees(attention: Any, own: Callable[..., Tensor], fused: Callable[..., Tens
         own, fused: of an attention module or its layer; the first one runs the other tokens.
     """
     dtype, random = attention.o_proj.__dict__["matrix"].dtype, torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _TRIED, attention.q_proj.in_features, generator=random).to(dtype)
-    angles = torch.rand(1, _TRIED, attention.head_dim // 2, generator=random).repeat(1, 1, 2) * 6
+    hidden = torch.randn(1, _TRIED, attention.q_proj.in_features, generator=random, dtype=torch.float32).to(dtype)
+    half = torch.rand(1, _TRIED, attention.head_dim // 2, generator=random, dtype=torch.float32)
+    angles = half.repeat(1, 1, 2) * 6
     positions = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def last(forward: Callable[..., Tensor]) -> Tensor:
@@ -124,7 +125,15 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | N
         own: tuple[Tensor, Tensor | None] = type(module).forward(module, *args, **kwargs)
         return own
     matrices = projections(module)
-    return module.o_proj(attended(module, kwargs["hidden_states"], kwargs, matrices, matrices)), None
+    key = (*matrices, *_parts(module))
+    return module.o_proj(attended(module, kwargs["hidden_states"], kwargs, matrices, key)), None
+
+
+def _parts(module: Any) -> tuple[object, ...]:
+    """Return what a graph depends on beside the matrices: another model's may lie where freed ones lay."""
+    own = module._modules
+    biased = [own[name]._parameters["bias"] is not None for name in _PROJECTIONS]
+    return module.head_dim, *biased, *(getattr(own.get(name), "variance_epsilon", None) for name in _NORMS)
 
 
 def is_fused(module: nn.Module | None) -> bool:
@@ -188,7 +197,7 @@ class _Turn:
 
     def __init__(self, size: int) -> None:
         with torch.inference_mode(False):  # else only steps in that mode may write to it
-            self.cos, self.sin = torch.empty(1, size), torch.empty(1, size)
+            self.cos, self.sin = (torch.empty(1, size, dtype=torch.float32) for _ in range(2))
         self._seen: tuple[Tensor, Tensor] | None = None
 
     def follow(self, cos: Tensor, sin: Tensor) -> None:

@@ -112,7 +112,8 @@ class _Router:
         if weights_of(router) is None:
             return False
         weight = router.weight
-        hidden = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        random = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, weight.shape[1], generator=random, dtype=torch.float32).to(weight.dtype)
         self._now.product = hidden.float() @ weight.float().t()
         try:
             expected, found = self._own(router, hidden), self._choose(router, torch.full_like(hidden, torch.nan))

@@ -20,7 +20,7 @@ from transformers import Mxfp4Config, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
 from expertcast.data.machine import torch_device, torch_dtype
-from expertcast.data.models import form_of, meta_model, model_of, one_line, open_weights, put_adapter
+from expertcast.data.models import LOADING, form_of, meta_model, model_of, one_line, open_weights, put_adapter
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import BlockForm, Forms, for_device, form_for, make_packed, matrices
 from expertcast.data.packed_linear import linear_forms, pack_linears
@@ -31,6 +31,7 @@ from expertcast.predictors.view import MoEView
 from expertcast.runtime.config import BY_FORM, EXPANDED, EXPERTS_BITS, PACKED, OffloadConfig, make_store
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.plan import Plan, context_bytes, fits_memory
+from expertcast.runtime.policies.base import check_slots
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources
 from expertcast.runtime.storage.layout import ExpertsForm
@@ -93,9 +94,11 @@ def load_offloaded(
     form = form_of(skeleton.config, source)
     forget_quantisation(skeleton.config)
     wanted = wanted or getattr(skeleton.config, "dtype", None)
-    with open_weights(source, form, skeleton, wanted) as files:
+    with LOADING, open_weights(source, form, skeleton, wanted) as files:
         skeleton.to(wanted or files.dtype)
         view = find_moe_layers(skeleton)
+        if config.slots is not None:
+            check_slots(config.slots, view.shape.top_k, source.name)
         with one_line(source.name):
             sources = ExpertSources(skeleton, view, files, mxfp4_dequantizer(form))
             forms = packed_forms(config.resolved_experts(), sources, view, target.type)

@@ -88,7 +88,7 @@ class _Parameter:
         shapes = [tensor.rows.get_shape() for tensor in self.stored]
         if any(len(shape) not in (2, 3) for shape in shapes):
             return None
-        probe = torch.arange(2.0 * sum(shape[-2] for shape in shapes)).view(-1, 2)
+        probe = torch.arange(2 * sum(shape[-2] for shape in shapes), dtype=torch.float32).view(-1, 2)
         parts = torch.split(probe, [shape[-2] for shape in shapes])
         try:
             made = self.convert(

@@ -30,15 +30,16 @@ class CacheShape:
     """Parts of the slots that some of the layers share; empty: all layers share all."""
 
 
-def check_slots(slots: int, top_k: int) -> None:
-    """Check that the slots hold the experts of one token.
+def check_slots(slots: int, top_k: int, name: str = "") -> None:
+    """Check that the slots hold the experts of one token; `name`: of the model, for the message.
 
     Raises:
         ExpertcastError: they do not.
     """
     if slots < top_k:
+        of_model = f" of {name!r}" if name else ""
         raise ExpertcastError(
-            f"slots={slots} is fewer than the {top_k} experts one token needs: give slots={top_k} or more"
+            f"slots={slots} is fewer than the {top_k} experts one token{of_model} needs: give slots={top_k} or more"
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,7 +35,7 @@ from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout, ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
-from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.conftest import assert_same, greedy, refused
 from tests.runtime.gguf_files import tensors_of, tiny, write
 from tests.runtime.quantised import IDS, fp8, mxfp4
 from tests.runtime.test_packed import Made, awq, checkpoint, compressed, compressed_fp8, four_bits, gptq, of_modules
@@ -425,6 +427,50 @@ def test_conversion_to_the_models_own_dtype(tmp_path: Path) -> None:
         expected = greedy(offloaded, IDS, 3)
         offloaded.model.to(torch.float32).float()
         assert_same(greedy(offloaded, IDS, 3), expected)
+
+
+def test_conversion_to_another_dtype_is_refused(tmp_path: Path) -> None:
+    """Blocks would stay, norms would change: also where blocks are the first weights."""
+    path = _gguf("Q4_0")(tmp_path)
+    with load_offloaded(path, device="cpu", slots=6, experts="packed", dtype="bf16") as offloaded:
+        expected, model = greedy(offloaded, IDS, 3), offloaded.model
+        assert next(model.parameters()).dtype == torch.uint8
+        for move in (model.half, model.double, lambda: model.to(torch.float16), model.model.layers[0].float):
+            with refused("close the offload before moving or converting"):
+                move()
+        assert_same(greedy(offloaded, IDS, 3), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_torchs_default_dtype_changes_no_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Neither while a model is loaded nor while it runs."""
+    path, given = _gguf("Q4_0")(tmp_path), {"device": "cpu", "slots": 6, "experts": "packed", "dtype": "bf16"}
+    with load_offloaded(path, **given) as offloaded:
+        expected = greedy(offloaded, IDS, 3)
+        torch.set_default_dtype(dtype)
+        try:
+            found = greedy(offloaded, IDS, 3)
+            loaded = load_offloaded(path, **given)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert_same(found, expected)
+    with loaded:
+        assert_same(greedy(loaded, IDS, 3), expected)
+
+
+def test_models_are_loaded_in_two_threads(tmp_path: Path) -> None:
+    """transformers sets torch's default dtype while it loads; it is as before when both are done."""
+    path, begin = _gguf("Q4_0")(tmp_path), threading.Barrier(2)
+
+    def loaded(_number: int) -> Any:
+        begin.wait()
+        with load_offloaded(path, device="cpu", slots=6, experts="packed", dtype="bf16") as offloaded:
+            return greedy(offloaded, IDS, 3)
+
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(3):
+            assert_same(*threads.map(loaded, range(2)))
+            assert torch.get_default_dtype() == torch.float32
 
 
 def _act_order(said: bool) -> Callable[[Path], str]:
