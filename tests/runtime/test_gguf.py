@@ -243,9 +243,7 @@ def test_a_file_runs_without_options(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert offloaded.store.name == "memory"
         assert is_packed(offloaded.view[0].experts)
     monkeypatch.setattr(machine, "available_memory", lambda: 1000)
-    with pytest.raises(
-        ExpertcastError, match=r"1 kB of free memory hold 0 experts .* give \d+ bytes or"
-    ) as caught:
+    with pytest.raises(ExpertcastError, match=r"1 kB of free memory hold 0 experts .* give \d+ bytes or") as caught:
         load_offloaded(path, device="cpu", on_plan=plans.append)
     least = int(re.search(r"give (\d+)", str(caught.value))[1])  # type: ignore[index]
     with pytest.raises(ExpertcastError, match=f"give {least} bytes or more"):

@@ -29,7 +29,7 @@ from expertcast.commands.options import (
 from expertcast.commands.output import Outcome, folder, say, write_json
 from expertcast.commands.predictors import QualityOptions, check_shape, evaluated, policy_quality
 from expertcast.data.inspection import OpenModel
-from expertcast.data.packed_experts import make_packed
+from expertcast.data.packed_experts import Forms, make_packed
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.routing_file import Ids, Routing, is_routing_file, read_routing
 from expertcast.data.traces import TraceDataset
@@ -247,12 +247,13 @@ def _pack(options: Options, view: MoEView) -> None:
     from expertcast.runtime.config import EXPERTS_BITS
     from expertcast.runtime.loading import rounded_forms
 
-    by_layer = rounded_forms(options.experts, view)
-    if options.experts not in (*EXPERTS_BITS, Options.experts):
-        if options.model is None:
-            raise ExpertcastError(f"--experts {options.experts} needs the checkpoint of the traces: give --model")
-        source = options.source_of(options.model)
-        with OpenModel(source) as opened:
+    by_layer: Sequence[Forms]
+    if options.experts in (*EXPERTS_BITS, Options.experts):
+        by_layer = rounded_forms(options.experts, view)
+    elif options.model is None:
+        raise ExpertcastError(f"--experts {options.experts} needs the checkpoint of the traces: give --model")
+    else:
+        with OpenModel(options.source_of(options.model)) as opened:
             by_layer = checkpoint_forms(opened, options.experts)
     for layer, forms in zip(view, by_layer, strict=True):
         make_packed(layer.experts, layer.num_experts, forms)
