@@ -62,7 +62,7 @@ class PackedEmbedding(PackedModule):
         """Return the rows of ids, [..., I] in the model's dtype."""
         matrix: PackedMatrix = self.__dict__["matrix"]
         ((piece, rows),) = self.form.split(matrix.blocks[0])
-        return expanded(piece.kind, rows[ids.reshape(-1)]).view(*ids.shape, -1).to(matrix.dtype)
+        return expanded(piece.kind, rows[ids.reshape(-1)]).view(*ids.shape, self.embedding_dim).to(matrix.dtype)
 
 
 class PackedLinear(PackedModule):

@@ -704,7 +704,7 @@ def test_experts_function_outside_an_offload() -> None:
         ({"predictor": "quasi_hidden"}, "'quasi_hidden' must be trained"),
         ({"predictor": "oracle"}, "unknown predictor 'oracle'"),
         ({"predictor": "next_norm", "ahead": 2}, "layers ahead, not 2"),
-        ({"predictor": "next_norm", "ahead": 0}, "ahead='0': must be greater than or equal to 1"),
+        ({"predictor": "next_norm", "ahead": 0}, "ahead=0: must be greater than or equal to 1"),
         ({"link": "telepathy"}, "unknown link 'telepathy'"),
         ({"link": "cuda"}, "link 'cuda' needs a model on CUDA"),
         ({"link": "instant", "bandwidth": 1e9}, "bandwidth"),
