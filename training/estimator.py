@@ -374,7 +374,8 @@ def _distil(
     run(module, TrainingData(source, options, config.step_tokens), source, options, name)
     report = {"loss": module.loss, **module.finish()}
     recall_GP = torch.tensor(module.best.recall_GP, dtype=torch.float64)
-    best_P = pooled(recall_GP, source, options, torch.tensor(maps["strengths"]).isinf()).argmax(dim=0)
+    untrained_P = torch.tensor([strength is None for strength in maps["strengths"]])
+    best_P = pooled(recall_GP, source, options, untrained_P).argmax(dim=0)
     gates_P, recall_P = torch.tensor(GATES)[best_P], recall_GP.gather(0, best_P[None])[0]
     report |= {"gates": gates_P.tolist(), "validation_recall": recall_P.tolist()}
     return report, gates_P.to(scales[0]) * scales[0]

@@ -10,6 +10,7 @@ Shrinking towards W0 instead of 0 needs a tenth of the tokens. The candidate of 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 
@@ -54,7 +55,7 @@ def fit_ridge(predictor: Linear, source: TraceSource, ahead: int, config: Linear
         options: number of tokens, and the folder for training states.
 
     Returns:
-        The chosen `strengths` (infinity: the router itself) and their `validation_recall`, by pair.
+        The chosen `strengths` (None: the router itself) and their `validation_recall`, by pair.
 
     Raises:
         ExpertcastError: a split is empty, or has numbers that are not finite.
@@ -78,7 +79,8 @@ def fit_ridge(predictor: Linear, source: TraceSource, ahead: int, config: Linear
         for values, value in zip((*maps, chosen_P, recall_P), found, strict=True):
             values[pair] = value
     sum_over_ranks(share, [*maps, chosen_P, recall_P])
-    return {"strengths": chosen_P.tolist(), "validation_recall": recall_P.tolist()}
+    strengths = [None if math.isinf(each) else each for each in chosen_P.tolist()]  # JSON has no infinity
+    return {"strengths": strengths, "validation_recall": recall_P.tolist()}
 
 
 def pairs_at_once(shape: ModelShape, features: int, strengths: int) -> int:
