@@ -63,8 +63,7 @@ def fidelity(name: str, tokens: int, form: str) -> Json:
             _rounded(model, int(form[3:])) if "int" in form else stack.enter_context(_of_gguf(model, form))
         )
         sides = {"bf16": (model, "grouped_mm"), "packed": (packed, None), "steps": (packed, _STEPS),
-                 "expanded": (expanded, "grouped_mm"),
-                 "eager": (expanded, "eager")}  # fmt: skip
+                 "expanded": (expanded, "grouped_mm"), "eager": (expanded, "eager")}  # fmt: skip
         for window in windows:
             logits = {side: _logits(*given, window) for side, given in sides.items()}
             for what, side, truth in _PAIRS:

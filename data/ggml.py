@@ -62,8 +62,10 @@ TYPES = {
     "IQ4_NL": BlockType(20, 32, 18), "IQ4_XS": BlockType(23, 256, 136),
 }  # fmt: skip
 """Types by their names in GGUF files."""
-FLOATS = ("F32", "F16", "BF16")
-"""Types that are not quantised."""
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types that are not quantised, with torch's."""
+KINDS = {dtype: kind for kind, dtype in FLOATS.items()}
+"""Names of torch's types of floats."""
 
 
 def row_bytes(kind: str, inputs: int) -> int:
@@ -339,13 +341,8 @@ def dequantise(kind: str, blocks: Tensor, out: Tensor | None = None) -> Tensor:
 
 _GRAPHS = 4096
 """Most graphs of a thread: some for each layer and number of rows that comes again."""
-_NUMBERS = {
-    torch.float32: TYPES["F32"].number, torch.float16: TYPES["F16"].number, torch.bfloat16: TYPES["BF16"].number,
-    torch.int32: 26,
-}  # fmt: skip
+_NUMBERS = {dtype: TYPES[kind].number for dtype, kind in KINDS.items()} | {torch.int32: 26}
 """Values of `ggml_type` of torch's types."""
-KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""Names of torch's types of floats."""
 _NODES = 12
 """Most tensors of a product's graph."""
 _LARGE = 1 << 27

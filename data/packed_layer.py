@@ -26,8 +26,6 @@ from expertcast.data.taps import OBSERVES
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _NODES = 16
 """Most tensors of a graph."""
-_NEAR = 0.02
-"""Largest difference of a router's outputs in a trial, relative to their norm."""
 _STEP = "_step"
 """Attribute of a layer."""
 _GIVEN = "_product"
@@ -120,7 +118,7 @@ class _Router:
             pairs = list(zip(expected, found, strict=True))
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return False
-        return all((made.float() - own.float()).norm() <= _NEAR * own.float().norm() for own, made in pairs)
+        return all(packed_attention.near(made, own) for own, made in pairs)
 
 
 def weights_of(router: Any) -> ggml.Matrices | None:

@@ -106,7 +106,7 @@ def _fit_pairs(
         weight_SFE, bias_SE = sums.pop(pair).solve(strengths, None if router is None else router[0])
         if router is not None:
             weight_SFE, bias_SE = torch.cat([router[0][None], weight_SFE]), torch.cat([router[1][None], bias_SE])
-        candidates[pair] = weight_SFE, bias_SE, torch.tensor([float("inf")] * (router is not None) + strengths)
+        candidates[pair] = weight_SFE, bias_SE, torch.tensor([math.inf] * (router is not None) + strengths)
 
     def forecasts(state: RouterState) -> Iterable[Tensor]:
         x_TF, layer = predictor.features(state, ahead), view[state.layer + ahead]

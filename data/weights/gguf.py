@@ -42,7 +42,6 @@ _UNMAPPED = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 """Sizes in a file's metadata that transformers does not read, with the configuration's fields."""
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +137,8 @@ class GgufFile(WeightFiles):
         architecture = _metadata(paths[0])["general.architecture"]
         kinds = {each.kind.name for each in stored.values()}
         newer = is_gguf_arch_supported(architecture)
-        plain = next((_FLOATS[kind] for kind in ("BF16", "F16", "F32") if kind in kinds), torch.float32)
-        self._dtype = dtype or (plain if newer and kinds <= set(_FLOATS) else torch.float32)
+        plain = next((ggml.FLOATS[kind] for kind in ("BF16", "F16", "F32") if kind in kinds), torch.float32)
+        self._dtype = dtype or (plain if newer and kinds <= set(ggml.FLOATS) else torch.float32)
         made = _converted(stored, model, architecture, self._dtype) if newer else _mapped(stored, model, architecture)
         self._made = made
         state = model.state_dict()
@@ -161,7 +160,7 @@ class GgufFile(WeightFiles):
         return {each.name: _Stored(each.name, _rows(file, each), each.tensor_type) for each in _tensors(path)}
 
     def quantised(self, name: str) -> bool:
-        return any(each.kind.name not in _FLOATS for each in self._made[name].stored)
+        return any(each.kind.name not in ggml.FLOATS for each in self._made[name].stored)
 
     def _in_files(self) -> Iterator[FileTensor]:
         rows = (each.rows for made in self._made.values() for each in made.stored)
@@ -284,7 +283,7 @@ def complete_config(config: PretrainedConfig, paths: list[str]) -> None:
     Quantised files have no dtype of their own: bf16 is faster where the processor multiplies in it, and takes half the
     memory.
     """
-    if config.dtype is None and {tensor.tensor_type.name for tensor in _tensors(paths[0])} - _FLOATS.keys():
+    if config.dtype is None and {tensor.tensor_type.name for tensor in _tensors(paths[0])} - ggml.FLOATS.keys():
         config.dtype = native_dtype()
     metadata, tokens = _metadata(paths[0]), _header(paths[0]).fields.get("tokenizer.ggml.tokens")
     if tokens is not None and f"{metadata['general.architecture']}.vocab_size" not in metadata:
@@ -318,8 +317,8 @@ def _converted(
 
     def weights(tensor: _Stored, part: Part) -> Tensor:
         read = tensor.rows[part]
-        if tensor.kind.name in _FLOATS:
-            return read.view(_FLOATS[tensor.kind.name])
+        if tensor.kind.name in ggml.FLOATS:
+            return read.view(ggml.FLOATS[tensor.kind.name])
         block, octets = GGML_BLOCK[int(tensor.kind)]
         columns = read.shape[-1] // octets * block
         flat = read.reshape(-1, read.shape[-1])

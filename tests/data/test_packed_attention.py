@@ -19,14 +19,14 @@ from expertcast.data.packed_linear import PackedLinear, pack_linears
 from tests.families.models import tiny_model
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral"]
-"""With norms of heads, with biases, with neither."""
-_SIZES = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""With norms of heads, with biases and shared experts, with neither."""
+SIZES = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 _PACKED = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def _packed(family: str = "qwen3_moe", kind: str = "Q8_0") -> PreTrainedModel:
     """A tiny model whose attention is packed."""
-    model = tiny_model(family, **_SIZES)
+    model = tiny_model(family, **SIZES)
     pack_attention(model, kind)
     pack_linears(model, {}, {})
     return model
@@ -67,7 +67,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Runs]:
     return _Runs(monkeypatch)
 
 
-def _decoded(model: PreTrainedModel, tokens: int = 6) -> Tensor:
+def decoded(model: PreTrainedModel, tokens: int = 6) -> Tensor:
     """Logits of tokens read one by one behind three others."""
     ids = torch.arange(3, 3 + 3 + tokens)[None] % model.config.vocab_size
     with torch.no_grad():
@@ -94,7 +94,8 @@ def _steps(module: Any, tokens: int = 6, *, own: bool = False) -> tuple[Tensor, 
     return torch.cat(found, dim=1).float(), cache
 
 
-def _near(found: Tensor, expected: Tensor, bound: float) -> None:
+def near(found: Tensor, expected: Tensor, bound: float) -> None:
+    """Check that numbers differ by a share of their norm at most."""
     assert found.shape == expected.shape
     assert (found.float() - expected.float()).norm() <= bound * expected.float().norm()
 
@@ -104,16 +105,16 @@ def _near(found: Tensor, expected: Tensor, bound: float) -> None:
 def test_outputs(family: str, kind: str, runs: _Runs) -> None:
     """Those of the module's own code up to rounding, and so are keys and values, in order."""
     for dtype, bound in ((torch.bfloat16, 0.02), (torch.float32, 0.003)):
-        model = tiny_model(family, dtype, **_SIZES)
+        model = tiny_model(family, dtype, **SIZES)
         pack_attention(model, kind)
         pack_linears(model, {}, {})
         module, before = _attention(model)[1], runs.count
         (expected, held), (found, cache) = _steps(module, own=True), _steps(module)
         assert runs.count == before + 6
-        _near(found, expected, bound)
+        near(found, expected, bound)
         for own, layer in zip(held.layers[1:], cache.layers[1:], strict=True):
-            _near(layer.keys, own.keys, bound)
-            _near(layer.values, own.values, bound)
+            near(layer.keys, own.keys, bound)
+            near(layer.values, own.values, bound)
         assert torch.equal(_steps(copy.deepcopy(module))[0], found)
 
 
@@ -121,7 +122,7 @@ def test_every_layer_of_a_model_runs(runs: _Runs) -> None:
     """Also after a prompt, and with the rotation of each step's own place."""
     model = _packed()
     runs.count = 0
-    assert _decoded(model).isfinite().all()
+    assert decoded(model).isfinite().all()
     assert runs.count == 6 * len(_attention(model))
 
 
@@ -143,7 +144,7 @@ def test_another_model_in_the_same_memory(change: Callable[[Any], object], runs:
     runs.count = 0
     (expected, _), (found, _) = _steps(module, own=True), _steps(module)
     assert runs.count == 6
-    _near(found, expected, 0.02)
+    near(found, expected, 0.02)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_parameters_are_followed(family: str, name: str, runs: _Runs) -> None:
         parameter.data.mul_(2).add_(1)
     found = _steps(module)[0]
     assert not torch.equal(found, before)
-    _near(found, _steps(module, own=True)[0], 0.02)
+    near(found, _steps(module, own=True)[0], 0.02)
     assert runs.count >= 12
 
 
@@ -171,7 +172,7 @@ def test_modes_of_autograd() -> None:
     model = _packed()
     model.base_model.layers[0].self_attn.q_norm.weight.requires_grad_()
     modes = [torch.enable_grad, torch.inference_mode, torch.no_grad, torch.enable_grad]
-    expected = _decoded(model)
+    expected = decoded(model)
     found: list[Tensor] = []
 
     def steps() -> None:
@@ -211,7 +212,7 @@ def test_changed_modules_run_their_own_code(change: Callable[[Any], None], runs:
     module = _attention(_packed())[0]
     change(module)
     runs.count = 0
-    _near(_steps(module)[0], _steps(module, own=True)[0], 0.02)
+    near(_steps(module)[0], _steps(module, own=True)[0], 0.02)
     assert not runs.count
 
 
@@ -259,13 +260,13 @@ def test_unknown_structures_are_left(runs: _Runs) -> None:
         module.__class__ = type("Other", (type(module),), {"forward": _doubled})
 
     for change in (with_parameter, with_child, with_other_outputs):
-        model = tiny_model("qwen3_moe", **_SIZES)
+        model = tiny_model("qwen3_moe", **SIZES)
         for module in _attention(model):
             change(module)
         pack_attention(model, "Q8_0")
         pack_linears(model, {}, {})
         runs.count = 0
-        assert _decoded(model).isfinite().all()
+        assert decoded(model).isfinite().all()
         for module in _attention(model):
             assert "forward" not in vars(module)
             assert len(module._forward_pre_hooks) == 1  # its heads are grouped by a mask

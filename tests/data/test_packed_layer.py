@@ -15,12 +15,11 @@ from expertcast.data import ggml, packed_layer
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_linear import pack_linears
 from expertcast.data.taps import RouterTaps
-from tests.data.test_packed_attention import pack_attention
+from tests.data.test_packed_attention import FAMILIES, SIZES, decoded, near, pack_attention
 from tests.families.models import tiny_model
 
-FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral"]
-"""With norms of heads, with biases and shared experts, with neither."""
-_SIZES = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+_ROUNDING = 0.003
+"""Largest difference in float32, relative to the norm."""
 
 
 def _routers(model: PreTrainedModel) -> list[str]:
@@ -28,7 +27,7 @@ def _routers(model: PreTrainedModel) -> list[str]:
 
 
 def _packed(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model = tiny_model(family, dtype, **_SIZES)
+    model = tiny_model(family, dtype, **SIZES)
     pack_attention(model, "Q8_0")
     pack_linears(model, {}, {}, _routers(model))
     return model
@@ -62,15 +61,6 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Counts]:
     return _Counts(monkeypatch)
 
 
-def _decoded(model: PreTrainedModel, tokens: int = 6) -> Tensor:
-    """Logits of tokens read one by one behind three others."""
-    ids = torch.arange(3, 3 + 3 + tokens)[None] % model.config.vocab_size
-    with torch.no_grad():
-        past = model(ids[:, :3], use_cache=True).past_key_values
-        found = [model(ids[:, at : at + 1], past_key_values=past).logits for at in range(3, ids.shape[1])]
-    return torch.cat(found, dim=1).float()
-
-
 def _own(model: PreTrainedModel) -> PreTrainedModel:
     """A copy whose layers and routers run the code of their classes."""
     made = copy.deepcopy(model)
@@ -82,27 +72,22 @@ def _own(model: PreTrainedModel) -> PreTrainedModel:
     return made
 
 
-def _near(found: Tensor, expected: Tensor, bound: float = 0.003) -> None:
-    assert found.shape == expected.shape
-    assert (found - expected).norm() <= bound * expected.norm()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs(family: str, counts: _Counts) -> None:
     """Those of the model's own code up to rounding, by the graphs in each layer and for each router."""
     model = _packed(family)
     counts.clear()
-    found, layers = _decoded(model), model.config.num_hidden_layers
+    found, layers = decoded(model), model.config.num_hidden_layers
     assert (counts.layers, counts.products) == (6 * layers, 6 * len(_routers(model)))
-    expected = _decoded(_own(model))
+    expected = decoded(_own(model))
     assert (counts.layers, counts.products) == (6 * layers, 6 * len(_routers(model)))
-    _near(found, expected)
-    assert torch.equal(_decoded(copy.deepcopy(model)), found)
+    near(found, expected, _ROUNDING)
+    assert torch.equal(decoded(copy.deepcopy(model)), found)
     assert counts.layers == 12 * layers
 
 
 def test_half_precision(counts: _Counts) -> None:
-    """Of one layer, since rounding changes what the next routers choose."""
+    """One layer alone gives its own output up to rounding, which would change what the next routers choose."""
     model = _packed(dtype=torch.bfloat16)
     hidden, turn = torch.randn(1, 1, 64).bfloat16(), torch.rand(1, 1, 16).repeat(1, 1, 2) * 6
     found = []
@@ -115,7 +100,7 @@ def test_half_precision(counts: _Counts) -> None:
                 )
             )  # fmt: skip
     assert counts.layers == 2, "the trial's and this one"
-    _near(found[0].float(), found[1].float(), 0.02)
+    near(found[0], found[1], 0.02)
 
 
 @pytest.mark.parametrize("name", ["input_layernorm", "post_attention_layernorm", "mlp.gate", "self_attn.o_proj"])
@@ -123,7 +108,7 @@ def test_half_precision(counts: _Counts) -> None:
 def test_parameters_are_followed(name: str, replaced: bool, counts: _Counts) -> None:
     """Changes in place and new parameters count from the next step."""
     model = _packed()
-    before, layer = _decoded(model), model.base_model.layers[0]
+    before, layer = decoded(model), model.base_model.layers[0]
     module, packed = layer.get_submodule(name), name.endswith("o_proj")
     (key,) = module._parameters.keys() - {"bias"}
     other = torch.randn(64, module.in_features) if packed else module.weight.data * 2 + 0.5
@@ -133,10 +118,10 @@ def test_parameters_are_followed(name: str, replaced: bool, counts: _Counts) -> 
     else:
         module._parameters[key].data.copy_(other)
     counts.clear()
-    found = _decoded(model)
+    found = decoded(model)
     assert counts.layers == 24
     assert not torch.equal(found, before)
-    _near(found, _decoded(_own(model)))
+    near(found, decoded(_own(model)), _ROUNDING)
 
 
 def _hooked(name: str) -> Callable[[Any], None]:
@@ -167,12 +152,12 @@ def _patched(layer: Any) -> None:
 )  # fmt: skip
 def test_changed_layers_run_their_own_code(change: Callable[[Any], None], counts: _Counts) -> None:
     model = _packed()
-    _decoded(model)
+    decoded(model)
     change(model.base_model.layers[0])
     counts.clear()
-    found = _decoded(model)
+    found = decoded(model)
     assert counts.layers == 18
-    _near(found, _decoded(_own(model)))
+    near(found, decoded(_own(model)), _ROUNDING)
 
 
 def test_taps_see_what_the_norms_take(counts: _Counts) -> None:
@@ -183,22 +168,22 @@ def test_taps_see_what_the_norms_take(counts: _Counts) -> None:
         calls: list[Any] = []
         taps = RouterTaps(each, find_moe_layers(each), lambda call, calls=calls: calls.append(call))  # type: ignore[misc]
         counts.clear()
-        _decoded(each)
+        decoded(each)
         taps.close()
         found.append((calls, counts.layers))
     (calls, ran), (others, other) = found
     assert (ran, other) == (24, 0)
     assert len(calls) == len(others)
     for call, own in zip(calls, others, strict=True):
-        _near(call.residual_TD, own.residual_TD)
-        _near(call.router_input_TD, own.router_input_TD)
-        _near(call.logits_TE, own.logits_TE)
+        near(call.residual_TD, own.residual_TD, _ROUNDING)
+        near(call.router_input_TD, own.router_input_TD, _ROUNDING)
+        near(call.logits_TE, own.logits_TE, _ROUNDING)
         assert torch.equal(call.ids_TK, own.ids_TK)
 
 
 def test_routers_that_use_their_input_otherwise_multiply_for_themselves(counts: _Counts) -> None:
     """A router may scale its input before the product, or use it behind."""
-    model = tiny_model("qwen3_moe", torch.float32, **_SIZES)
+    model = tiny_model("qwen3_moe", torch.float32, **SIZES)
     pack_attention(model, "Q8_0")
     own = type(model.get_submodule(_routers(model)[0]))
 
@@ -210,14 +195,14 @@ def test_routers_that_use_their_input_otherwise_multiply_for_themselves(counts: 
         model.get_submodule(name).__class__ = type("Router", (own,), {"forward": forward})
     pack_linears(model, {}, {}, _routers(model))
     counts.clear()
-    found = _decoded(model)
+    found = decoded(model)
     assert (counts.layers, counts.products) == (24, 0)
-    _near(found, _decoded(_own(model)))
+    near(found, decoded(_own(model)), _ROUNDING)
 
 
 def test_layers_that_compute_otherwise_run_their_own_code(counts: _Counts) -> None:
     """Some families scale what they add to the residual."""
-    model = tiny_model("qwen3_moe", torch.float32, **_SIZES)
+    model = tiny_model("qwen3_moe", torch.float32, **SIZES)
     pack_attention(model, "Q8_0")
     own = type(model.base_model.layers[0])
 
@@ -228,5 +213,5 @@ def test_layers_that_compute_otherwise_run_their_own_code(counts: _Counts) -> No
         layer.__class__ = type("Layer", (own,), {"forward": forward})
     pack_linears(model, {}, {}, _routers(model))
     counts.clear()
-    assert _decoded(model).isfinite().all()
+    assert decoded(model).isfinite().all()
     assert not counts.layers

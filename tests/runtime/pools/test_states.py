@@ -1,4 +1,4 @@
-"""What experts in each state need and take, and the makespan of reads in order by the tick."""
+"""Parts and bytes of experts in each state, and the makespan of reads in order by the tick."""
 
 from __future__ import annotations
 
