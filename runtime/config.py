@@ -139,8 +139,8 @@ class OffloadConfig:
     mode: str = "exact"
     """exact: forecasts only prefetch; speculate: layers execute them; hybrid: some layers do."""
     slots: int | None = None
-    """Number of slots (default: as many as fit `memory`; `offload` of a loaded model: a quarter of all experts, on
-    the CPU at most what is free; without a cache: those of a token at three layers)."""
+    """Number of slots, places for one expert each (default: as many as fit `memory`; for a loaded model, as in `bench`
+    and `advise`, a quarter of all experts, on the CPU at most what is free; without a cache, three layers' experts)."""
     memory: str | int | None = None
     """Memory of the whole process on the device that computes: bytes, or text such as 8GB. Experts get what all else
     leaves (default: free memory, less a reserve)."""
@@ -172,22 +172,22 @@ class OffloadConfig:
     speculate_prefill: bool = False
     """Forecast and execute in prefill steps too; otherwise prefill is exact."""
     draft: str = NONE
-    """Default draft of `generate`: none, auto, int4, int8, resident, a lossy policy and others. `memory` includes the
-    experts of int4 and int8."""
+    """Draft of lossless drafting, verified by the model itself: none, auto, int4, int8, resident, a lossy policy and
+    others. `memory` includes the experts of int4 and int8."""
     store: str | ExpertStore = "memory"
     """Storage of the experts: memory (page-locked for CUDA, within a budget; if they do not fit, `load_offloaded` reads
     them from the checkpoint's own files), or disk (a file)."""
     store_folder: str | Path | None = None
-    """With disk, the folder of the file, one per model (default: a temporary file)."""
+    """With a store on disk, the folder of its file, one per model (default: a temporary file)."""
     in_place: bool = False
-    """With disk, read the experts from the checkpoint's own files instead of a second copy; other forms
-    are converted after each read. Also without it if the disk has no room."""
+    """With a store on disk, read the experts from the checkpoint's own files instead of a second copy; other forms
+    than the file's are converted after each read. The default if the disk has no room for a copy."""
     experts: str = BY_FORM
     """Form of the experts: auto (on the CPU packed if ggml has the checkpoint's form, else expanded); expanded (the
     model's dtype); packed (the blocks of a quantised checkpoint, by ggml); int4 or int8 (rounded)."""
     codec: str | None = None
-    """With disk, compression of the experts: raw, or bitsplit (bf16 without loss, two thirds of the bytes; default:
-    that of store_folder, else raw)."""
+    """With a store on disk, compression of the experts: raw, or bitsplit (bf16 without loss, two thirds of the bytes;
+    default: that of store_folder, else raw)."""
     pools: str = ""
     """With a codec, memory for compressed experts by state: C (whole), S (without exponents), E (exponents only), such
     as C=2GB,E=300MB. `memory` includes these pools."""

@@ -42,11 +42,11 @@ DEFAULT_PREDICTOR = "next_norm"
 """It needs no training."""
 _OFFLOAD = Fields(
     slots=COUNT,
-    memory=Option(metavar="BYTES", help="bench and advise count slots alone"),
+    memory=Option(metavar="BYTES", help="bench and advise: bytes of the slots alone"),
     bandwidth=BANDWIDTH,
     latency=Option(metavar="S", read=not_negative),
     misses=Option(metavar="WAY"),
-    link=Option(metavar="NAME", help="on the CPU bench emulates a link, and advise does with a speed"),
+    link=Option(metavar="NAME", help="on the CPU auto is emulated in bench, and in advise if a speed is given"),
 )
 
 
@@ -60,11 +60,11 @@ class TargetOptions(ModelOptions):
 
     target: Model
     experts: Annotated[str | None, Option(choices=EXPERTS)] = None
-    """Form of the experts, as in `expertcast generate` (default: expanded; advise: auto)."""
+    """Form of the experts, as in `expertcast generate` (default: bench expanded, advise auto)."""
     offload: Annotated[OffloadConfig, _OFFLOAD]
     """Offloading of the experts."""
     copy_over_compute: Annotated[float | None, Option(metavar="R", read=positive_number)] = None
-    """Speed of the emulated link: K copies take R layers' time (default: 5; advise: the real link)."""
+    """Speed of the emulated link: K copies take R layers' time (default: bench 5, advise the real link)."""
     predictor: Annotated[str | None, PREDICTOR] = None
     """Predictor (default: next_norm)."""
 

@@ -73,7 +73,7 @@ class PolicyOptions:
     routing: _Named = ("standard",)
     """Choice of the experts that a layer executes."""
     pre_eviction: _Named = ("none",)
-    """Eviction before the routing is known."""
+    """Eviction before a layer's routing is known: none, or gap (makes room for its forecast)."""
     scope: _Named = ("global",)
     """Competition for slots: global (all experts), or layer (equal shares per layer)."""
     preset: _Named = ()
@@ -191,25 +191,25 @@ class Options(QualityOptions):
     policies: Annotated[PolicyOptions, Fields()]
     """NAME or NAME:OPTION=VALUE,...; several of a kind are all combined."""
     predictor: Annotated[tuple[str, ...], PREDICTOR] = ()
-    """Predictors of prefetches; names are fitted on the train split."""
+    """Predictors whose forecasts are prefetched; those given by name are fitted on the train split."""
     ahead: Count = 1
-    """Layers ahead."""
+    """Distance in layers between a forecast and its target."""
     slots: Annotated[tuple[Count, ...], Option(metavar="S")] = ()
-    """Number of slots."""
+    """Number of slots, places for one expert each."""
     capacity: Annotated[tuple[float, ...], Option(metavar="C", read=positive_number)] = ()
     """Slots as shares of all experts (default: 0.25)."""
     memory: Annotated[tuple[str, ...], Option(metavar="BYTES")] = ()
-    """Slots in bytes, such as 3000MiB."""
+    """Bytes of all slots together, such as 3000MiB."""
     experts_per_layer: Count | None = None
     """For a routing file, experts per layer (default: largest id + 1)."""
     expert_bytes: Annotated[str | None, Option(metavar="BYTES")] = None
     """For a routing file without a column expert_bytes, the size of an expert."""
     machine: Annotated[MachineOptions, Fields()]
-    """Link and computing."""
+    """Link and computing; a routing file reads no --layer-time."""
     texts: Annotated[SequenceSelection, Fields(split=Option(choices=(*SPLITS, ALL)), prefill=COUNT, batch=COUNT)]
     """Documents to simulate."""
     tokens: Count = 10_000
-    """Most tokens of the split."""
+    """Largest number of tokens of the split."""
     model: Annotated[str | None, Option(metavar="MODEL")] = None
     """Measure the effect of lossy policies on this model's output (default: the bundled model, for its own traces)."""
     no_quality: bool = False
