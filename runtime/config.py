@@ -139,15 +139,16 @@ class OffloadConfig:
     mode: str = "exact"
     """exact: forecasts only prefetch; speculate: layers execute them; hybrid: some layers do."""
     slots: int | None = None
-    """Number of slots, places for one expert each (default: as many as fit `memory`; for a loaded model, as in `bench`
-    and `advise`, a quarter of all experts, on the CPU at most what is free; without a cache, three layers' experts)."""
+    """Number of slots, places for one expert each (default: as many as fit `memory`; in `bench`, `advise` and for a
+    loaded model a quarter of all experts, on the CPU at most what is free)."""
     memory: str | int | None = None
     """Memory of the whole process on the device that computes: bytes, or text such as 8GB. Experts get what all else
     leaves (default: free memory, less a reserve)."""
     context: Annotated[int, Field(ge=1)] = 4096
     """Longest sequence in tokens, for whose keys, values and activations memory is reserved."""
     cache: bool = True
-    """Keep experts until their slot is needed; false frees a slot as soon as its layer has run."""
+    """Keep experts until their slot is needed; false frees a slot as soon as its layer has run, and takes slots for a
+    token's experts at three layers by default."""
     bandwidth: float | None = None
     """Bytes per second of the link: emulated on the CPU, a limit for a disk."""
     latency: float = 0.0
@@ -172,16 +173,16 @@ class OffloadConfig:
     speculate_prefill: bool = False
     """Forecast and execute in prefill steps too; otherwise prefill is exact."""
     draft: str = NONE
-    """Draft of lossless drafting, verified by the model itself: none, auto, int4, int8, resident, a lossy policy and
-    others. `memory` includes the experts of int4 and int8."""
+    """Draft that the exact model verifies: none, auto, int4, int8, resident, a lossy policy and others. `memory`
+    includes the experts of int4 and int8."""
     store: str | ExpertStore = "memory"
     """Storage of the experts: memory (page-locked for CUDA, within a budget; if they do not fit, `load_offloaded` reads
     them from the checkpoint's own files), or disk (a file)."""
     store_folder: str | Path | None = None
     """With a store on disk, the folder of its file, one per model (default: a temporary file)."""
     in_place: bool = False
-    """With a store on disk, read the experts from the checkpoint's own files instead of a second copy; other forms
-    than the file's are converted after each read. The default if the disk has no room for a copy."""
+    """With a store on disk, read the experts from the checkpoint's own files, not from a copy (default if the disk has
+    no room for one); forms other than the file's are converted after each read."""
     experts: str = BY_FORM
     """Form of the experts: auto (on the CPU packed if ggml has the checkpoint's form, else expanded); expanded (the
     model's dtype); packed (the blocks of a quantised checkpoint, by ggml); int4 or int8 (rounded)."""
@@ -513,15 +514,13 @@ def slots_for(
         block_bytes, parts = store.layout.block_bytes, memory_beside(config, store, beside)
         slots = store.slots_in(budget - sum(parts.values()))
         if slots < top_k:
-            given = (
-                f"{format_bytes(budget)} of free memory hold"
-                if config.memory is None
-                else f"memory={config.memory!r} holds"
-            )
-            words = f" beside {listed(parts)}" if parts else ""
+            given = f"memory={config.memory!r} holds"
+            if config.memory is None:
+                given = f"{format_bytes(budget)} of free memory hold"
+            words, enough = f" beside {listed(parts)}" if parts else "", sum(parts.values()) + top_k * block_bytes
             raise ExpertcastError(
                 f"{given} {slots} experts of {format_bytes(block_bytes)}{words}; one token "
-                f"needs {top_k}: give {sum(parts.values()) + top_k * block_bytes} bytes or more"
+                f"needs {top_k}: give {enough} bytes or more, such as {format_bytes(1.01 * enough).replace(' ', '')}"
             )
         if config.memory is None and not config.cache:
             slots = min(slots, least)

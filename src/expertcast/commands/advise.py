@@ -153,15 +153,16 @@ def advice_from(measured: Bench, view: MoEView) -> tuple[Json, str]:
     best = max(saved_s, key=saved_s.__getitem__)
     if slots >= experts or saved_s[best] <= WORTH * on_demand.tpot_s:
         best = ON_DEMAND
-    report = measured.reports[ON_DEMAND]
-    tpot_s, hideable = on_demand.tpot_s, report["hideable_s"] / on_demand.tpot_s
+    report, tpot_s = measured.reports[ON_DEMAND], on_demand.tpot_s
+    waiting = report["copy_s"] / report["tpot_mean_s"]
+    hideable = min(waiting, report["hideable_s"] / tpot_s)
     if slots >= experts:
         reason = f"all {experts} experts fit the slots: each is copied once, so prefetching gains nothing"
     elif not others:
         reason = "this link copies in the model's own thread: compute cannot hide its copies"
     else:
         reason = (
-            f"on demand, waiting for copies is {report['copy_s'] / report['tpot_mean_s']:.0%} of the time per token "
+            f"on demand, waiting for copies is {waiting:.0%} of the time per token "
             f"(hit rate {report['hit_rate']:.0%}): prefetching can hide at most {hideable:.0%}"
         )
     advised = "load on demand" if best == ON_DEMAND else f"prefetch with {best}"

@@ -191,7 +191,7 @@ class Options(QualityOptions):
     policies: Annotated[PolicyOptions, Fields()]
     """NAME or NAME:OPTION=VALUE,...; several of a kind are all combined."""
     predictor: Annotated[tuple[str, ...], PREDICTOR] = ()
-    """Predictors whose forecasts are prefetched; those given by name are fitted on the train split."""
+    """Predictors whose forecasts are prefetched; a predictor given by name is fitted on the train split."""
     ahead: Count = 1
     """Distance in layers between a forecast and its target."""
     slots: Annotated[tuple[Count, ...], Option(metavar="S")] = ()
