@@ -90,13 +90,15 @@ class MoELayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of router inputs: that of the norm's weight, or of the experts if the norm has no weight. The router's
-        own weight may have another dtype."""
-        for module in (self.norm, self.experts, self.router):
-            for parameter in module.parameters():
-                if parameter.is_floating_point():
-                    return parameter.dtype
-        return torch.get_default_dtype()
+        """Dtype of router inputs: that of the weights of norm, router or experts. A model in half precision may keep
+        the norm or the router in float32."""
+        found = None
+        for module in (self.norm, self.router, self.experts):
+            kinds = (each.dtype for each in module.parameters() if each.is_floating_point())
+            found = next(kinds, found)
+            if found not in (None, torch.float32):
+                break
+        return found or torch.get_default_dtype()
 
     def router_input(self, residual_TD: Tensor) -> Tensor:
         """Apply this layer's norm to residuals [T, D] of any float dtype: s_l = LN_l(r_l)."""

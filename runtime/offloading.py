@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -341,15 +341,23 @@ def _close_dropped(link: Link) -> None:
         threading.Thread(target=link.close, name="expertcast-close").start()
 
 
-def _refuse_use(view: MoEView) -> None:
-    """Refuse forwards and state dicts of a model whose experts are freed, until others are put in their place."""
+class _Refusal:
+    """Refuses forwards, state dicts and pickles of a layer whose experts are freed, until others are in their place."""
 
-    def refuse(freed: nn.Parameter, experts: nn.Module, *_args: object) -> None:
-        if next(experts.parameters()) is freed:
+    def __init__(self, freed: nn.Parameter) -> None:
+        self._freed = freed
+
+    def __call__(self, experts: nn.Module, *_args: object) -> None:
+        if next(experts.parameters()) is self._freed:
             raise ExpertcastError(_EXPERTS_FREED)
 
+    def __reduce__(self) -> NoReturn:
+        raise ExpertcastError(_EXPERTS_FREED)
+
+
+def _refuse_use(view: MoEView) -> None:
     for layer in view:
-        refusal = partial(refuse, next(layer.experts.parameters()))
+        refusal = _Refusal(next(layer.experts.parameters()))
         layer.experts.register_forward_pre_hook(refusal)
         layer.experts.register_state_dict_pre_hook(refusal)  # type: ignore[no-untyped-call]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -121,6 +123,19 @@ def test_a_store_is_made_again_for_other_weights_of_one_size_and_time(tmp_path: 
             assert_same(greedy(offloaded, IDS, 4), greedy(load_model(path), IDS, 4))
 
 
+@pytest.mark.parametrize("predictor", ["next_norm", "router_input"])
+def test_norms_in_float32(predictor: str, tmp_path: Path) -> None:
+    """transformers keeps them so in gpt-oss of fp16, whose router inputs are in fp16."""
+    path = _saved("gpt_oss", tmp_path / "model")
+    model = load_model(path, dtype="fp16")
+    norm = model.base_model.layers[0].post_attention_layernorm
+    assert (norm.weight.dtype, model.dtype) == (torch.float32, torch.float16)
+    expected = greedy(model, IDS, 4)
+    with load_offloaded(path, dtype="fp16", slots=7, predictor=predictor, forecasts="always") as offloaded:
+        assert_same(greedy(offloaded, IDS, 4), expected)
+        assert {layer.dtype for layer in offloaded.view} == {torch.float16}
+
+
 def test_close_frees_the_experts_for_good(tmp_path: Path) -> None:
     path = _saved("gpt_oss", tmp_path / "model")
     offloaded = load_offloaded(path, slots=5)
@@ -135,6 +150,9 @@ def test_close_frees_the_experts_for_good(tmp_path: Path) -> None:
         lambda: model.state_dict(),
         lambda: model.save_pretrained(tmp_path / "copy"),
         lambda: offload(model),
+        lambda: pickle.dumps(model),
+        lambda: torch.save(model, tmp_path / "model.pt"),
+        lambda: copy.deepcopy(model),
     ):
         with pytest.raises(ExpertcastError, match=line):
             use()
