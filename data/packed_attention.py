@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.utils import output_capturing
 
 from expertcast.data import ggml
 from expertcast.data.packed_experts import PackedMatrix
@@ -173,7 +174,15 @@ def is_plain(module: nn.Module) -> bool:
 
 def observed(module: nn.Module) -> bool:
     """Whether a module has hooks on its forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return observing(module._forward_hooks) or observing(module._forward_pre_hooks)
+
+
+def observing(hooks: Mapping[Any, Any]) -> bool:
+    """Whether hooks do anything: those that transformers leaves after a forward with gathered outputs do not."""
+    return bool(hooks) and any(
+        output_capturing._active_collector.get() or getattr(each, "__module__", None) != output_capturing.__name__
+        for each in hooks.values()
+    )
 
 
 def projections(module: nn.Module) -> tuple[ggml.Matrices, ...]:

@@ -229,7 +229,7 @@ class _Step(NamedTuple):
     def holds(self) -> bool:
         """Return whether nothing has changed."""
         return (
-            not any(self.hooks)
+            not (any(self.hooks) and any(map(packed_attention.observing, self.hooks)))
             and all(own.get(name) is each for own, name, each in self.parts)
             and all(own[name].data_ptr() == address for own, name, address in self.places)
         )

@@ -215,3 +215,28 @@ def test_layers_that_compute_otherwise_run_their_own_code(counts: _Counts) -> No
     counts.clear()
     assert decoded(model).isfinite().all()
     assert not counts.layers
+
+
+def test_gathered_outputs_leave_layers_by_graphs(counts: _Counts) -> None:
+    """The hooks with which transformers gathers outputs stay in the model, and matter in such a call alone."""
+    model = _packed()
+    expected = decoded(model)
+    with torch.no_grad():
+        output = model(
+            torch.tensor([[5]]), output_hidden_states=True, output_attentions=True, output_router_logits=True
+        )
+    assert len(output.hidden_states) == model.config.num_hidden_layers + 1
+    assert model.base_model.layers[0].self_attn._forward_hooks
+    counts.clear()
+    assert torch.equal(decoded(model), expected)
+    assert (counts.layers, counts.products) == (24, 24)
+    counts.clear()
+    calls, steps = [], [[5], [7]]
+    for each in (model, _own(model)):
+        cache = DynamicCache()
+        with torch.no_grad():
+            for step in steps:
+                made = each(torch.tensor([step]), past_key_values=cache, output_hidden_states=True)
+        calls.append(made.hidden_states)
+    for found, own in zip(*calls, strict=True):
+        near(found, own, _ROUNDING)
