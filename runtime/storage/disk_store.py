@@ -36,7 +36,7 @@ from expertcast.runtime.storage.expert_file import (
 )
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.memory import HostMemory, trim_heap
-from expertcast.runtime.storage.reader import DirectReader, OpenFile, Read
+from expertcast.runtime.storage.reader import DirectReader, OpenFile, Read, shown
 from expertcast.runtime.storage.store import ExpertStore, Write
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class DiskStore(ExpertStore):
                 return
             parts = (self._writer or self.file).read(key)
         except OSError as error:
-            raise ExpertcastError(f"{str(self.path)!r} cannot be read: {error.strerror or error}") from error
+            raise ExpertcastError(f"{shown(self.path)} cannot be read: {error.strerror or error}") from error
         self.codec.decode(parts, block)
 
     def reader(self, threads: int, pace: float | None) -> DirectReader | CodedReader:

@@ -37,14 +37,12 @@ from expertcast.predictors.artefacts import PARTIAL, digest, open_file, read_ran
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import Part
 from expertcast.runtime.storage.layout import SECTOR, BlockLayout, sectors
-from expertcast.runtime.storage.reader import stamp_of
+from expertcast.runtime.storage.reader import HANDLES, stamp_of
 
 FILE_NAME = "experts.safetensors"
 REMEDY = "remove it or give another store_folder"
 _FORMAT = "expertcast-experts-1"
 _BEGIN = f'{{"__metadata__": {{"format": "{_FORMAT}'.encode()
-_HANDLES = Path("/dev/fd")
-"""Folder in which a process finds its open files by descriptor, including those without a name."""
 _NUMBER = itertools.count()
 _MOST_HEADER = 1 << 22
 """Maximum bytes of a header."""
@@ -215,7 +213,7 @@ class ExpertWriter:
         """Create and lock an empty file for writing and reading."""
         if self._target is None:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by drop)
-            self._path = _HANDLES / str(self._file.fileno())
+            self._path = HANDLES / str(self._file.fileno())
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         _remove_left_over(self._target)
@@ -287,7 +285,7 @@ class ExpertWriter:
             os.utime(file.fileno(), (changed, changed))
             complete = ExpertFile(self._path)  # opened before another process can replace the renamed file
             if self._target is None:
-                complete.path = _HANDLES / str(complete.handle)
+                complete.path = HANDLES / str(complete.handle)
             else:
                 os.replace(self._path, self._target)
                 complete.path = self._target

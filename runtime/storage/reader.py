@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import tempfile
 import threading
 import time
 import warnings
@@ -154,6 +155,13 @@ def stamp_of(file: int) -> tuple[int, int]:
 
 THREADS = 4
 """Default number of threads of a reader."""
+HANDLES = Path("/dev/fd")
+"""Folder in which a process finds its open files by descriptor, including those without a name."""
+
+
+def shown(path: Path) -> str:
+    """Return how messages name a file."""
+    return f"the temporary store in {tempfile.gettempdir()!r}" if path.parent == HANDLES else repr(str(path))
 
 
 class OpenFile(NamedTuple):
@@ -167,7 +175,7 @@ class OpenFile(NamedTuple):
 
     def changed(self) -> ExpertcastError:
         """Return the error for a file that has changed."""
-        return ExpertcastError(f"{str(self.path)!r} was changed or truncated while it was in use: load the model again")
+        return ExpertcastError(f"{shown(self.path)} was changed or truncated while it was in use: load the model again")
 
 
 class DirectReader(TransferQueue[Read]):
@@ -247,7 +255,7 @@ class DirectReader(TransferQueue[Read]):
             except BaseException as error:  # raised in the threads that wait for the ranges
                 if isinstance(error, OSError):
                     path = self._files[reads[0].pieces[piece].file].path
-                    error = ExpertcastError(f"{str(path)!r} cannot be read: {error.strerror or error}")
+                    error = ExpertcastError(f"{shown(path)} cannot be read: {error.strerror or error}")
                 for read in reads:
                     read.error = error
             self._arrive(reads, start, time.perf_counter())
@@ -334,7 +342,7 @@ def _open(file: OpenFile) -> tuple[int, bool]:
                 return os.open(place, os.O_RDONLY | os.O_DIRECT), True
         opened = os.open(path, os.O_RDONLY) if handle is None else os.dup(handle)
     except OSError as error:
-        raise ExpertcastError(f"cannot read {str(path)!r}: {error.strerror}") from error
+        raise ExpertcastError(f"cannot read {shown(path)}: {error.strerror}") from error
     warnings.warn(
         f"the file system of {os.path.realpath(path)!r} has no direct reads: experts are read through the system's "
         "page cache",

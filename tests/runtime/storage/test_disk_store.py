@@ -294,6 +294,19 @@ def test_it_is_filled_again_beside_what_is_in_use() -> None:
     store.close()
 
 
+@EITHER
+@pytest.mark.skipif(sys.platform != "linux", reason="truncates a file without a name")
+def test_errors_of_a_file_without_a_name_name_its_folder(
+    codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    offloaded = offload(tiny_model("qwen3_moe"), store="disk", codec=codec, slots=6)
+    os.truncate(offloaded.store.path, 5000)  # type: ignore[attr-defined]
+    for use in (lambda: greedy(offloaded, INPUTS), offloaded.close):
+        with refused(f"^the temporary store in '{tmp_path}' (was changed or truncated|cannot be read: it was trunc)"):
+            use()
+
+
 def _open_files() -> set[tuple[int, int]]:
     """Device and number of each file that this process has open."""
     found = set()
