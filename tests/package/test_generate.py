@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.cli import main
 from expertcast.commands import serve
+from expertcast.commands.chat import Interrupt
 from expertcast.data.models import load_model
 from expertcast.predictors.messages import format_bytes
 from expertcast.runtime.storage.expert_file import FILE_NAME, read_header
@@ -175,6 +177,14 @@ def test_chat(capsys: pytest.CaptureFixture[str], chatting: Path, tmp_path: Path
     )
     said = fails(capsys, "generate", str(chatting), *SHORT, "--chat", "--system", "Be brief.")
     assert said.endswith("refuses this: no system role; leave --system out")
+
+
+def test_lines_of_another_encoding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokenizer takes what Python reads for such bytes."""
+    raw = io.BytesIO("caf\u00e9\n".encode("latin-1") + "caf\u00e9\n \n".encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape"))
+    assert list(Interrupt().lines()) == ["caf\u00e9"]
+    assert capsys.readouterr().err == "this line is not valid Unicode: write it in UTF-8\n"
 
 
 class Terminal:

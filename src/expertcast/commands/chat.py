@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -108,7 +109,9 @@ class Interrupt(StoppingCriteria):  # type: ignore[misc]
                 print()
                 return
             else:
-                if text.strip():
+                if re.search("[\ud800-\udfff]", text):  # bytes of another encoding
+                    say("this line is not valid Unicode: write it in UTF-8")
+                elif text.strip():
                     yield text
 
 
