@@ -78,10 +78,9 @@ def main() -> None:
     """Load, run, and write the results."""
     torch.set_num_threads(SPEC["threads"])
     warnings.filterwarnings("ignore", message=".*is rebuilt.*")
-    # the slots leave room for all that a run without a limit took: the plan need not keep memory for the text again
-    options = {"context": 1, "store_folder": SPEC["store_folder"], **SPEC["options"]}
+    options = {"store_folder": SPEC["store_folder"], **SPEC["options"]}
     config = replace(OffloadConfig.from_dict(options), predictor=SPEC["predictor"])
-    with load_offloaded(SPEC["model"], config, device="cpu", dtype=SPEC["dtype"]) as offloaded:
+    with load_offloaded(SPEC["model"], config, device="cpu") as offloaded:
         ready()
         end(SPEC, measured(offloaded, SPEC))
 

@@ -34,13 +34,13 @@ BLOCKS, INTERLEAVED = "_blocks", "_blocks8"
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 WIDE = torch.bfloat16 if _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 """Dtype of products with expanded weights: bf16 where oneDNN multiplies in it, else float32, which rounds less."""
-MANY_ROWS = 16
+MANY_ROWS = 16 if WIDE.itemsize == 2 else 48
 """Rows of one expert from which expanding its weights takes less time; fixed, since the choice changes bits. Measured
-for 1,536 x 2,048 weights: 11 to 20 in bf16, 15 to 45 in float32."""
-_MANY_INTERLEAVED = 64
-"""The same for interleaved matrices, which are multiplied with four rows at once."""
+for 1,536 x 2,048 weights: 11 to 20 in bf16; in float32, on a processor with AVX2, 30 to 100."""
+_MANY_INTERLEAVED = 64 if WIDE.itemsize == 2 else 256
+"""The same for interleaved matrices, which are multiplied with four rows at once; in float32 more than 384."""
 _SLOW = ("F16", "Q2_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ4_NL", "IQ4_XS")
-"""Types that ggml expands slowly: from three times as many rows, measured 40 to 71 in bf16."""
+"""Types that ggml expands slowly: from three times as many rows, measured 40 to 71 in bf16, 110 to 250 in float32."""
 _EXPANDED, _MULTIPLIED = 1 << 19, 1 << 23
 """Weights that are expanded at once to float32, in 2 MB, and multiplied at once, in at most 16 MB of bf16. With 32 rows
 and 1,536 x 2,048 weights one product takes .65 ms and six take 1.09."""

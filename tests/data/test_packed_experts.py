@@ -277,7 +277,7 @@ def test_groups_of_rows_by_interleaved_matrices() -> None:
     blocks = torch.stack([torch.empty(form.nbytes, dtype=torch.uint8) for _ in range(_EXPERTS)])
     form.put(_random("Q4_0"), blocks)
     matrix = packed_experts.PackedMatrix({"up_blocks8": blocks}, "up", form, False, torch.float32)
-    rows, groups = torch.randn(101, 512), [(1, 1), (2, 20), (0, 80)]
+    rows, groups = torch.randn(21 + form.many_rows, 512), [(1, 1), (2, 20), (0, form.many_rows)]
     found = matrix.products(rows, groups).clone()
     alone = [matrix.by_ggml(rows[i : i + 1, None], None, 1 if i == 0 else 2)[0].clone() for i in range(21)]
     assert torch.equal(found[:21], torch.cat(alone))
