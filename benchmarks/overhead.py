@@ -2,10 +2,11 @@
 
     python -m benchmarks overhead
 
-The real engine runs decode steps with the routing recorded from Qwen3-30B-A3B (`benchmarks/routing`), of all 48 layers
-or of the first six, with slots for a twelfth of the experts, and forecasts that are right nine times in ten. Everything
-it would launch is replaced: copies arrive at once and move nothing, experts return their input, forecasts come from a
-list. Times are processor times of the only thread.
+The real engine runs decode steps of six layers and of 48, with the routing recorded from the first six layers of
+Qwen3-30B-A3B (`benchmarks/routing`), once or eight times so that layers miss equally often, with slots for a twelfth of
+the experts, and forecasts that are right nine times in ten. Everything it would launch is replaced: copies arrive at
+once and move nothing, experts return their input, forecasts come from a list. Times are processor times of the only
+thread.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Transfer
 
 SHAPE, LAYERS, SLOTS = "qwen3-30b-a3b", (6, 48), 12
-"""The model, how many of its layers, and experts for each slot."""
+"""The model, numbers of layers, and experts for each slot."""
 
 
 class NoLink(Link):
@@ -105,21 +106,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(tables: RoutingTables, cut: int, *, forecasts: bool) -> tuple[float, float]:
-    """Return (seconds per layer and token, copies per request) of the first `cut` layers, without the first steps,
-    which fill the slots."""
+    """Return (seconds per layer and token, copies per request) of `cut` layers, without the first steps, which fill the
+    slots."""
     engine, layers, speculator, stats = build(cut, forecasts)
+    read = torch.arange(cut) % LAYERS[0]
     hidden_TD = torch.zeros(1, layers.shape.hidden)
     logits_TE = torch.zeros(1, layers.shape.experts)
     steps = [[RouterCall(
         layer=layer, sequences=1, tokens=1, residual_TD=hidden_TD, router_input_TD=hidden_TD, logits_TE=logits_TE,
         weights_TK=torch.ones(ids_TK.shape), ids_TK=ids_TK,
-    ) for layer, ids_TK in enumerate(ids_LK.split(1))] for ids_LK in tables.ids_PLK[tables.prompt :, :cut]]  # fmt: skip
+    ) for layer, ids_TK in enumerate(ids_LK.split(1))] for ids_LK in tables.ids_PLK[tables.prompt :, read]]  # fmt: skip
     warm, begin = len(steps) // 4, 0.0
     for index, (calls, forecast_LK) in enumerate(zip(steps, tables.forecast_NLK, strict=True)):
         if index == warm:
             stats.reset()
             begin = time.process_time()
-        speculator.listed = forecast_LK[:cut].split(1) if forecasts else ()
+        speculator.listed = forecast_LK[read].split(1) if forecasts else ()
         engine.on_start(False)
         for layer, call in zip(layers, calls, strict=True):
             engine.on_router(call)

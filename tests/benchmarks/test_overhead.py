@@ -16,3 +16,5 @@ def test_every_run_copies_its_experts(tmp_path: Path, capsys: pytest.CaptureFixt
     assert list(copied) == [("on_demand", "6"), ("on_demand", "48"), ("prefetch", "6"), ("prefetch", "48")]
     for layers in ("6", "48"):
         assert 0.3 < copied["on_demand", layers] < copied["prefetch", layers] < 0.9
+    for name in ("on_demand", "prefetch"):
+        assert copied[name, "48"] == pytest.approx(copied[name, "6"], rel=0.05)  # equal work per layer
