@@ -200,8 +200,7 @@ class TimedDevice(CudaDevice):
 
     # interface of CudaDevice
 
-    def new_stream(self, priority: int = 0) -> TimedStream:
-        del priority
+    def new_stream(self) -> TimedStream:
         self._streams.append(TimedStream(self, len(self._streams)))
         return self._streams[-1]
 
@@ -227,9 +226,9 @@ class TimedDevice(CudaDevice):
     def to_device(self, target: Tensor, source: Tensor, stream: TimedStream) -> None:
         self._copy(target.data_ptr(), source.data_ptr(), source.nbytes, stream, "to_device")
 
-    def to_host(self, source: Tensor, stream: TimedStream) -> Tensor:
+    def to_host(self, source: Tensor) -> Tensor:
         host = torch.empty_like(source)
-        self._copy(host.data_ptr(), source.data_ptr(), source.nbytes, stream, "to_host")
+        self._copy(host.data_ptr(), source.data_ptr(), source.nbytes, self._current, "to_host")
         return host
 
     def send(self, values: Tensor, stream: TimedStream) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.links.base import Link
+from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.transfer import Sent, Transfer
@@ -84,9 +85,17 @@ class CudaLink(Link):
         arrived = device.record(self._stream)
         return Sent(sent, lambda: device.current_stream().wait_event(arrived))
 
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
+        if not (urgent and self.by_address and precision == FULL):
+            return super().submit(key, slot, urgent=urgent, precision=precision)
+        copy = Transfer(key, slot, urgent)
+        self._run(copy)  # no urgent copy waits in the queue
+        return copy
+
     def wait(self, copy: Transfer) -> None:
         """Make the current stream wait for the copy. The host does not wait."""
-        self.promote(copy)
+        if not copy.started:
+            self.promote(copy)
         if copy.error is not None:
             raise copy.error
         if not copy.done:
@@ -137,7 +146,7 @@ class CudaLink(Link):
         last = self._issued[-1].arrived if self._issued else None
         copy.begun = self._record() if last is None or last.query() else last
         source = self._source(copy)
-        self._device.to_device(self._pool.block(copy.slot)[: len(source)], source, self._stream)
+        self._device.to_device(self._pool.block(copy.slot)[: source.numel()], source, self._stream)
         copy.arrived = self._record()
         self._issued.append(copy)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ class CudaDevice:
         """Return the host's time in seconds, from an arbitrary origin."""
         return time.perf_counter()
 
-    def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """Return a new stream on this device. A lower `priority` runs first."""
-        return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+    def new_stream(self) -> torch.cuda.Stream:
+        """Return a new stream on this device."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> torch.cuda.Stream:
         """Return the stream of the caller's kernels."""
@@ -70,16 +71,9 @@ class CudaDevice:
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
-    def to_host(self, source: Tensor, stream: torch.cuda.Stream) -> Tensor:
-        """Queue a copy device -> host on a stream, into new page-locked memory, and return that memory.
-
-        The caller may free the source at once: torch does not reuse its memory before the copy is over.
-        """
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        with torch.cuda.stream(stream):
-            host.copy_(source, non_blocking=True)
-        source.record_stream(stream)
-        return host
+    def to_host(self, source: Tensor) -> Tensor:
+        """Queue a copy device -> host on the current stream, into new page-locked memory, and return that memory."""
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
 
     def send(self, values: Tensor, stream: torch.cuda.Stream) -> Tensor:
         """Queue a copy host -> device on a stream, into new memory for the current stream to read; return that memory.
@@ -143,10 +137,9 @@ class Pending:
 
 
 class Readback:
-    """Copies small tensors to the host on a separate stream. All calls come from one thread.
+    """Copies small tensors to the host. All calls come from one thread.
 
-    A copy runs after the work that the tensor's stream has so far. Only the reader of the values waits for it. Later
-    kernels of that stream must not write to the tensor before its values have been read.
+    A copy runs on the current stream, between earlier and later work. Only the reader of the values waits for it.
 
     Args:
         driver: the CUDA device that holds the tensors; None on the CPU, where nothing is copied.
@@ -155,15 +148,11 @@ class Readback:
 
     def __init__(self, driver: CudaDevice | None, meanwhile: Callable[[], None] = lambda: None) -> None:
         self._driver, self._meanwhile = driver, meanwhile
-        self._stream = None if driver is None else driver.new_stream(priority=-1)
 
     def start(self, tensor: Tensor) -> Pending:
         """Queue a copy of `tensor` after the current stream's work so far."""
-        driver, stream = self._driver, self._stream
-        if driver is None or stream is None:
+        driver = self._driver
+        if driver is None:
             return Pending(tensor)
-        source = tensor.contiguous()
-        stream.wait_event(driver.record(driver.current_stream()))
-        host = driver.to_host(source, stream)
-        arrived = driver.record(stream)
-        return Pending(host, lambda: driver.wait(arrived, self._meanwhile))
+        host = driver.to_host(tensor.contiguous())
+        return Pending(host, partial(driver.wait, driver.record(driver.current_stream()), self._meanwhile))

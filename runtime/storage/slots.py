@@ -59,6 +59,7 @@ class SlotPool:
         """Region of each slot."""
         self._starts = list(accumulate((self._regions[number].block_bytes for number in self._region_of), initial=0))
         """First byte of each slot, and the end of the last one."""
+        self._blocks: dict[int, Tensor] = {}
         self.views = self.views_of(0)
         """Each parameter of the first layer as [S, ...], the shape that transformers' kernels take."""
         self.slots: dict[int, int] = {}
@@ -83,6 +84,7 @@ class SlotPool:
     def free(self) -> None:
         """Free the memory. A view held elsewhere keeps it allocated."""
         self.views.clear()
+        self._blocks.clear()
         self._buffer = self._buffer.new_empty(0)
 
     def region_of(self, layer: int) -> int:
@@ -102,7 +104,9 @@ class SlotPool:
 
     def block(self, slot: int) -> Tensor:
         """Return the memory of one slot, uint8 [bytes of its region's blocks]."""
-        return self._buffer[self._starts[slot] : self._starts[slot + 1]]
+        if slot not in self._blocks:
+            self._blocks[slot] = self._buffer[self._starts[slot] : self._starts[slot + 1]]
+        return self._blocks[slot]
 
     def expand(self, slot: int, packed: PackedExperts) -> None:
         """Expand the packed copy in a slot's first bytes to the full block, on the current stream."""

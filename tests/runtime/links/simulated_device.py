@@ -86,8 +86,7 @@ class SimulatedDevice(CudaDevice):
         """Whether operations run only when the host waits for them."""
         self.compute = SimulatedStream(self)
 
-    def new_stream(self, priority: int = 0) -> SimulatedStream:
-        del priority
+    def new_stream(self) -> SimulatedStream:
         return SimulatedStream(self)
 
     def current_stream(self) -> SimulatedStream:
@@ -111,13 +110,15 @@ class SimulatedDevice(CudaDevice):
         stream.push(lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), half))
         stream.push(lambda: ctypes.memmove(target.data_ptr() + half, source.data_ptr() + half, size - half))
 
-    def to_host(self, source: torch.Tensor, stream: SimulatedStream) -> torch.Tensor:
+    def to_host(self, source: torch.Tensor) -> torch.Tensor:
         host = torch.full_like(source, -1)
-        self.to_device(host, source, stream)
+        self.to_device(host, source, self.current_stream())
         return host
 
     def send(self, values: torch.Tensor, stream: SimulatedStream) -> torch.Tensor:
-        return self.to_host(values, stream)
+        sent = torch.full_like(values, -1)
+        self.to_device(sent, values, stream)
+        return sent
 
     def steps(self, count: int) -> None:
         """Run up to `count` queued operations."""
