@@ -78,8 +78,7 @@ def main() -> None:
     """Load, run, and write the results."""
     torch.set_num_threads(SPEC["threads"])
     warnings.filterwarnings("ignore", message=".*is rebuilt.*")
-    options = {"store_folder": SPEC["store_folder"], **SPEC["options"]}
-    config = replace(OffloadConfig.from_dict(options), predictor=SPEC["predictor"])
+    config = replace(OffloadConfig.from_dict(SPEC["options"]), predictor=SPEC["predictor"])
     with load_offloaded(SPEC["model"], config, device="cpu") as offloaded:
         ready()
         end(SPEC, measured(offloaded, SPEC))

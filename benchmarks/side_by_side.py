@@ -142,10 +142,8 @@ class SideBySide:
 
     def _run(self, side: Side, cell: Json) -> Json:
         limit, count = self._limit(cell["memory"]), int(self.result["model"]["count"])
-        if limit is None or side.peer:
-            found = self._child(side, cell, limit, count)
-        elif cell["memory"] > 1 and not side.pool:  # as a user runs it
-            found = self._child(side, cell, limit, None)
+        if limit is None or side.peer or (cell["memory"] > 1 and not side.pool):  # sizes: as a user runs it
+            found = self._child(side, cell, limit, count if limit is None else None)
         else:
             room = limit - _SPARE - self._beside(side)
             pool = int(side.pool * max(0, room))
@@ -186,16 +184,15 @@ class SideBySide:
         return int(known[name])
 
     def _child(self, side: Side, cell: Json, limit: int | None, slots: int | None, pools: str = "") -> Json:
-        args, options, store = self._args, dict(side.options), self._folder / f"store-{side.name.partition(',')[0]}"
-        if not side.peer:
-            options |= {"store": "disk", "context": args.prompt + args.warm + args.new_tokens}
-            if slots is not None:  # they leave room for all that a run without a limit took
-                options |= {"slots": slots, "pools": pools, "context": 1}
+        args, options, store = self._args, side.options, self._folder / f"store-{side.name.partition(',')[0]}"
+        if not side.peer:  # slots that are given leave room for all that a run without a limit took
+            given = {"context": len(self._tokens)} if slots is None else {"slots": slots, "pools": pools, "context": 1}
+            options = {"store": "disk", "store_folder": str(store), **options, **given}
         # a peer reads a second prompt without a limit alone, our sides always
         spec: Json = {
             "model": str(self._path), "tokens": self._tokens, "prompt": args.prompt, "warm": args.warm,
             "timed": args.new_tokens, "threads": args.threads, "options": options, "predictor": side.predictor,
-            "store_folder": str(store), "again": limit is None,
+            "again": limit is None,
         }  # fmt: skip
         module, python = (PEER, str(args.peer)) if side.peer else (OURS, sys.executable)
         # a store, where a side needs one, is written while its first run loads

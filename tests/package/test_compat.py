@@ -108,6 +108,9 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_grouped_mm": "Product inside this projection, replaced as well (engine.kernels).",
         "_is_expert_parallel": "Marks modules of experts (data.moe_layers, engine.kernels).",
     },
+    "transformers.utils.output_capturing": {
+        "_active_collector": "Whether a call gathers outputs, else its hooks do nothing (data.packed_attention).",
+    },
 }
 """By module, or by module and class, the private members that modules read, with their use."""
 
