@@ -179,7 +179,7 @@ def observed(module: nn.Module) -> bool:
 
 def observing(hooks: Mapping[Any, Any]) -> bool:
     """Whether hooks do anything: those that transformers leaves after a forward with gathered outputs do not."""
-    return bool(hooks) and any(
+    return any(
         output_capturing._active_collector.get() or getattr(each, "__module__", None) != output_capturing.__name__
         for each in hooks.values()
     )
