@@ -397,7 +397,7 @@ class _Backend:
         library.threadpool_params_init(byref(params), threads)
         params.poll = 0  # threads that spin would take the processors that torch computes on
         self._pool = library.threadpool_new(byref(params))
-        self._backend = library.backend_cpu_init()
+        self._backend, self._threads = library.backend_cpu_init(), 0
         library.backend_cpu_set_threadpool(self._backend, self._pool)
         self._teams: dict[object, _Team] = {}
 
@@ -416,7 +416,9 @@ class _Backend:
         team.took(alone, perf_counter() - start, work)
 
     def _run(self, graph: int, threads: int) -> None:
-        self._library.backend_cpu_set_n_threads(self._backend, threads)
+        if threads != self._threads:
+            self._library.backend_cpu_set_n_threads(self._backend, threads)
+            self._threads = threads
         status = self._library.backend_graph_compute(self._backend, graph)
         if status:
             raise ExpertcastError(f"ggml has no memory for a product (status {status}): give fewer tokens at once")
@@ -572,7 +574,7 @@ class Product(Graph):
         each = matrices.outputs * matrices.inputs + (0 if down is None else down.outputs * down.inputs)
         super().__init__(matrices.kind, ids.numel() * each, _NODES, between)
         self._rows, self._ids, self._output, self._count = rows, ids, output, matrices.experts
-        self._numbers = ids.view(-1).numpy().view(np.uint32)
+        self._numbers = (c_uint32 * ids.numel()).from_address(ids.data_ptr())
         numbers = self.tensor(ids)
         first = self.weights(matrices), self.tensor(rows), numbers
         if down is None:
@@ -587,10 +589,10 @@ class Product(Graph):
         if ids is not None:
             if numbers is None:
                 self._ids.copy_(ids)
-                inside = self._numbers.max() < self._count  # negative ones are large
+                inside = max(self._numbers) < self._count  # negative ones are large
             else:
                 inside = min(numbers) >= 0 and max(numbers) < self._count
-                self._numbers[:] = numbers if inside else 0
+                self._numbers[:] = list(numbers) if inside else [0] * len(self._numbers)
             if not inside:
                 raise ExpertcastError(f"an expert's number is out of range: there are {self._count}")
         self.run()

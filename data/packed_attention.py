@@ -237,7 +237,7 @@ class _Attention:
         self._heads = [own.outputs // size for own in matrices]
         heads, pairs, _ = self._heads
         memory = ggml.scratch(
-            ((1, hidden), torch.float32), ((heads + 2 * pairs, 1, size), torch.float32),
+            ((1, hidden), torch.float32), ((1, heads + 2 * pairs, 1, size), torch.float32),
             ((5, heads * size), torch.float32), (((heads + pairs) * size * _STEPS * 4 + 8 * hidden,), torch.uint8),
             ((1, hidden), torch.float32),
         )  # fmt: skip
@@ -250,7 +250,7 @@ class _Attention:
         if norm is not None:
             row = graph.apply("mul", graph.apply("rms_norm", row, norm.variance_epsilon), graph.tensor(self._norm))
         projected: list[int] = []
-        *turned, values = torch.split(self._made, self._heads)
+        *turned, values = self._made.split_with_sizes(self._heads, 1)
         for own, name, out in zip(matrices, _PROJECTIONS, (None, None, values), strict=True):
             biased = module._modules[name].bias is not None
             made = graph.apply("mul_mat", graph.weights(own), row, out=None if biased else out)
@@ -283,8 +283,7 @@ class _Attention:
         self._input.copy_(hidden[0])
         self._turn.follow(*positions)
         self._graph.run()
-        made = self._made.to(hidden.dtype).unsqueeze(0)
-        query, keys, values = torch.split(made, self._heads, dim=1)
+        query, keys, values = self._made.to(hidden.dtype).split_with_sizes(self._heads, 1)
         keys, values = cache.update(keys, values, module.layer_idx)
         query = query.view(1, pairs, heads // pairs, -1)
         seen: Tensor = nn.functional.scaled_dot_product_attention(query, keys, values, scale=module.scaling)

@@ -557,10 +557,10 @@ def run_experts(
     up, down = packed
     apart = up is None or grouped or hidden_TD.device.type != "cpu"
     if not apart and 0 < len(hidden_TD) < min(up.few_tokens, down.few_tokens):
-        ids_P = ids_TK.reshape(-1)
         if not experts.has_bias and up.has_one_piece and down.has_one_piece and _has_swiglu(experts):
             made_TKD = ggml.product(up.single(), hidden_TD.unsqueeze(1), ids_TK, down.single(), ids)
             return combine(normed(made_TKD.flatten(0, 1)), weights_TK, hidden_TD.dtype)
+        ids_P = ids_TK.reshape(-1)
         inner_PN = biased(names[0], up.by_ggml(hidden_TD.unsqueeze(1), ids_TK).flatten(0, 1), ids_P)
         inner_TKI = activated(experts, inner_PN).view(*ids_TK.shape, -1)
         output_PD = biased(names[1], down.by_ggml(inner_TKI, ids_TK).flatten(0, 1), ids_P)

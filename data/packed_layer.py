@@ -245,16 +245,17 @@ class _After:
     """
 
     def __init__(self, matrix: ggml.Matrices, weights: ggml.Matrices | None, norm: Any) -> None:
-        row = (1, matrix.outputs), torch.float32
+        row, both = ((1, matrix.outputs), torch.float32), ((2, 1, 1, matrix.outputs), torch.float32)
         product = (1, 0 if weights is None else weights.outputs), torch.float32
         between = (8 * matrix.outputs + 64,), torch.uint8
-        memory = ggml.scratch(((1, matrix.inputs), torch.float32), row, row, row, row, product, between)
-        self._seen, self._before, self._norm, self._residual, self._normed, self._product, space = memory
+        memory = ggml.scratch(((1, matrix.inputs), torch.float32), row, row, both, product, between)
+        self._seen, self._before, self._norm, self._made, self._product, space = memory
+        residual, normed = self._made
         self._graph = graph = ggml.Graph("attention", matrix.outputs * matrix.inputs, _NODES, space)
         made = graph.apply("mul_mat", graph.weights(matrix), graph.tensor(self._seen))
-        made = graph.apply("add", made, graph.tensor(self._before), out=self._residual)
+        made = graph.apply("add", made, graph.tensor(self._before), out=residual)
         made = graph.apply("rms_norm", made, norm.variance_epsilon)
-        made = graph.apply("mul", made, graph.tensor(self._norm), out=self._normed)
+        made = graph.apply("mul", made, graph.tensor(self._norm), out=normed)
         if weights is not None:
             graph.apply("mul_mat", graph.weights(weights), made, out=self._product)
 
@@ -265,7 +266,7 @@ class _After:
         self._before.copy_(hidden[0])
         self._norm.copy_(norm._parameters["weight"])
         self._graph.run()
-        residual, normed = (each.unsqueeze(0).to(hidden.dtype, copy=True) for each in (self._residual, self._normed))
+        residual, normed = self._made.to(hidden.dtype, copy=True).unbind()
         return residual, normed, self._product.clone()
 
 

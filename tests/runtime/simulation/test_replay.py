@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from expertcast.data.routing_file import Routing, read_routing
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime.plan import missing
 from expertcast.runtime.policies import EVICTION, Policies
 from expertcast.runtime.simulation.byte_cache import Replayed, forwards_of, replay
 from tests.runtime.policies.references import ORDERS, History
@@ -46,6 +48,14 @@ def test_the_published_replay(name: str, mib: int) -> None:
     routing = read_routing(ROUTING / f"{name}.parquet")
     found = [100 * run(routing, policy, mib * 2**20, scope).decode.hits for policy, scope in COLUMNS]
     assert found == pytest.approx(PUBLISHED[name, mib], abs=0.0501)
+
+
+@pytest.mark.parametrize("share", [0.10, 0.14, 0.18, 0.25, 0.30])
+def test_a_plans_reads_follow_recorded_routing(share: float) -> None:
+    routing = read_routing(ROUTING / "qwen3-30b-a3b-k6.parquet")
+    slots = round(share * routing.layers * routing.experts)
+    found = run(replace(routing, bytes_LE=None), "lrfu", slots).decode
+    assert 1 - found.hits == pytest.approx(missing(share, routing.experts), rel=0.2)
 
 
 def small(choose: random.Random, *, sizes: Sequence[int] = (1,), tokens: int = 6) -> Routing:
