@@ -243,12 +243,16 @@ def _for_the_cpu(device: torch.device) -> ExpertcastError:
     return ExpertcastError(f"a model that was packed for the CPU cannot run on {device}: load it for that device")
 
 
-def activation_bytes(layer: MoELayer, itemsize: int) -> int:
-    """Return the bytes that one token's activations take in a layer: inputs and outputs of each projection in float32,
-    for each of its experts, and rows of attention of `itemsize` bytes a number."""
+def activation_bytes(layer: MoELayer, itemsize: int, tokens: int) -> int:
+    """Return the bytes of the activations of some tokens in a layer, with `itemsize` bytes a number: inputs and outputs
+    of each projection in float32, of the rows that :func:`run_groups` runs at once; experts' outputs, and rows of
+    attention."""
     shapes = [each.shape for each in matrices(layer.experts, layer.num_experts).values()]
     shapes += [each.shape for each in packed_matrices(layer.experts).values()]  # type: ignore[misc]
-    return 4 * layer.top_k * sum(sum(shape[1:]) for shape in shapes) + 16 * itemsize * layer.hidden_size
+    rows = min(tokens * layer.top_k, max(tokens, _AT_ONCE))
+    return (
+        4 * rows * sum(sum(shape[1:]) for shape in shapes) + tokens * (layer.top_k + 28) * itemsize * layer.hidden_size
+    )
 
 
 def for_device(form: BlockForm, device: str) -> BlockForm:
@@ -272,13 +276,15 @@ def for_device(form: BlockForm, device: str) -> BlockForm:
 
 Groups: TypeAlias = Sequence[tuple[int, int]]
 """(expert, number of its rows), in the order of the rows."""
+_AT_ONCE = 4096
+"""Rows whose projections are held at once: all of a long prompt would take .9 GB."""
 _COMBINED = 1024
 """Tokens whose experts' outputs are weighted at once."""
 
 
 def run_groups(
     outputs: Callable[[Tensor, Groups, Tensor], Tensor], hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor,
-    order_P: Tensor | None = None, ids: Sequence[int] | None = None,
+    order_P: Tensor | None = None, ids: Sequence[int] | None = None, at_once: int = _AT_ONCE,
 ) -> Tensor:  # fmt: skip
     """Return the weighted sum [T, D] of experts' outputs.
 
@@ -288,6 +294,7 @@ def run_groups(
         order_P: order of the token-expert pairs, those of one expert adjacent; None: that of torch's sort, or for one
             token that of its experts.
         ids: `ids_TK`, flat, where the host has them.
+        at_once: rows that run together, up to those of one expert more.
     """
     tokens, top_k = ids_TK.shape
     ids_P = ids_TK.reshape(-1)
@@ -299,10 +306,14 @@ def run_groups(
     if order_P is None:
         order_P = torch.sort(ids_P).indices
     sorted_P = ids_P[order_P]
+    output_PD, start = hidden_TD.new_empty(len(ids_P), hidden_TD.shape[1]), 0
     groups = [(expert, len(list(rows))) for expert, rows in groupby(sorted_P.tolist())]
-    sorted_PD = outputs(hidden_TD[order_P // top_k], groups, sorted_P)
-    output_PD = torch.empty_like(sorted_PD)
-    output_PD[order_P] = sorted_PD
+    starts = accumulate((count for _, count in groups), initial=0)
+    for _, some in groupby(zip(groups, starts, strict=False), lambda each: each[1] // at_once):
+        part = [group for group, _ in some]
+        some_P = order_P[start : (end := start + sum(count for _, count in part))]
+        output_PD[some_P] = outputs(hidden_TD[some_P // top_k], part, sorted_P[start:end])
+        start = end
     return combine(output_PD, weights_TK, hidden_TD.dtype)
 
 
@@ -542,7 +553,7 @@ def run_experts(
         hidden_TD, ids_TK, weights_TK: arguments of transformers' experts functions.
         order: returns the order of the token-expert pairs, those of one expert adjacent; None: that of torch's sort.
         ids: `ids_TK`, flat, where the host has them.
-        grouped: compute the rows in this order, also where it changes nothing, for observers of inner activations.
+        grouped: compute all rows in this order at once, for observers of inner activations.
     """
     names = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
     packed = [experts.__dict__.get(name) for name in names]
@@ -580,7 +591,8 @@ def run_experts(
         return normed(project(1, inner_PI, groups, ids_P))
 
     order_P = None if order is None or (len(hidden_TD) == 1 and not grouped) else order()
-    return run_groups(outputs, hidden_TD, ids_TK, weights_TK, order_P, ids)
+    at_once = ids_TK.numel() if grouped else _AT_ONCE
+    return run_groups(outputs, hidden_TD, ids_TK, weights_TK, order_P, ids, at_once)
 
 
 def over_parts(experts: nn.Module, parts: Mapping[str, Tensor]) -> nn.Module:

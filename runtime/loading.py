@@ -49,6 +49,7 @@ def load_offloaded(
     dtype: str | torch.dtype | None = None,
     observers: Sequence[Observer] = (),
     on_plan: Callable[[str], None] | None = None,
+    at_once: int | None = None,
     **fields: object,
 ) -> OffloadedModel:
     """Load a model into its offloaded form without ever holding it whole.
@@ -64,6 +65,7 @@ def load_offloaded(
         dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None or `auto`: the dtype of the model's configuration,
             or for a quantised GGUF file bf16 where the processor multiplies in it, else float32.
         on_plan: called with a line about memory, slots and reads before any weight is loaded.
+        at_once: most tokens of one forward, for whose activations memory is reserved; None: `context`.
         config, observers, fields: as for :func:`expertcast.offload`. Without `slots` and `memory` experts take the free
             memory, less a reserve. Experts that do not fit into memory are read from the checkpoint's own files. With
             `store="disk"` the packed experts stay in
@@ -106,7 +108,7 @@ def load_offloaded(
         with one_line(source.name):
             linears = linear_forms(skeleton, view, linear)
         beside = _other_weights(skeleton, sources, linears) | context_bytes(
-            config, skeleton.config, view, skeleton.dtype
+            config, skeleton.config, view, skeleton.dtype, at_once
         )
         for layer, layer_forms in zip(view, forms, strict=True):
             make_packed(layer.experts, layer.num_experts, layer_forms)

@@ -93,9 +93,12 @@ class OffloadedModel:
         """Whether policies may change the output."""
         self.executed_layers = speculator.layers
         """Layers that execute their forecast."""
+        self.context = config.context
+        """Tokens of the longest sequence for which memory is reserved."""
         self._draft = config.draft
         room = context_bytes(replace(config, draft=NONE), model.config, self.view, model.dtype)
-        self._activations = sum(room.values()), activation_bytes(self.view[0], 4)  # while the experts have their shapes
+        each = activation_bytes(self.view[0], model.dtype.itemsize, 1)  # while the experts have their shapes
+        self._activations = sum(room.values()), each
         self._reloadable = not next(self.view[0].experts.parameters()).is_meta
         self._closed = False
         self._stack = ExitStack()

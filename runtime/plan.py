@@ -37,7 +37,9 @@ def missing(share: float, experts: int) -> float:
     return (1 - share) ** (_LOCALITY if experts >= _MANY_EXPERTS else 1)
 
 
-def context_bytes(config: OffloadConfig, model: PretrainedConfig, view: MoEView, dtype: torch.dtype) -> dict[str, int]:
+def context_bytes(
+    config: OffloadConfig, model: PretrainedConfig, view: MoEView, dtype: torch.dtype, at_once: int | None = None
+) -> dict[str, int]:
     """Return the bytes that the longest sequence and drafts take on the device, each with its name.
 
     Args:
@@ -45,13 +47,15 @@ def context_bytes(config: OffloadConfig, model: PretrainedConfig, view: MoEView,
         model: the model's configuration.
         view: its MoE layers.
         dtype: its dtype.
+        at_once: most tokens of one forward; None: those of the longest sequence.
     """
     text, layer = model.get_text_config(), view[0]
     tokens = min(config.context, getattr(text, "max_position_embeddings", None) or config.context)
+    together = min(at_once or tokens, tokens)
     cache = dtype.itemsize * sum(_pairs(each, layer.hidden_size) for each in text.per_layer_config)
     return {
         f"keys and values of {tokens} tokens": tokens * cache,
-        f"the activations of {tokens} tokens": tokens * activation_bytes(layer, dtype.itemsize),
+        f"the activations of {together} tokens": activation_bytes(layer, dtype.itemsize, together),
         f"draft={config.draft!r}": draft_bytes(config, view),
     }
 

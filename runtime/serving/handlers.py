@@ -101,8 +101,10 @@ class GenerationRunner:
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._hooks = [layer.experts.register_forward_pre_hook(self._check_stop) for layer in offloaded.view]
         self._positions = _positions(offloaded)
+        self.context = offloaded.context
+        """Tokens of the longest sequence for which memory is reserved."""
 
-    def admit(self, key: str, tokens: int, config: GenerationConfig, room: int | None = None) -> Request:
+    def admit(self, key: str, tokens: int, config: GenerationConfig, room: int | None, option: str) -> Request:
         """Check a prompt's length, limit the new tokens to the remaining positions, and return the request.
 
         Args:
@@ -110,13 +112,14 @@ class GenerationRunner:
             tokens: length of its prompt.
             config: its generation config; changed in place.
             room: capacity of the KV cache in tokens; None: unlimited.
+            option: the server's option that sets it.
 
         Raises:
             HTTPException: the prompt is empty or leaves no position for a new token.
         """
         if not tokens:
             raise HTTPException(400, "the prompt has no tokens: send some text")
-        for most, limit in ((self._positions, "the model"), (room, "--kv-tokens of this server")):
+        for most, limit in ((self._positions, "the model"), (room, f"{option} of this server")):
             if most is not None:
                 if tokens >= most:
                     raise HTTPException(400, f"the prompt has {tokens} tokens, but {limit} allows at most {most - 1}")
@@ -263,7 +266,8 @@ class SequentialManager(GenerateManager):  # type: ignore[misc]
     def _stoppable(
         self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str
     ) -> StoppableModel:
-        request = self._generating.admit(key, inputs["input_ids"].shape[-1], config)
+        room, tokens = self._generating.context, inputs["input_ids"].shape[-1]
+        request = self._generating.admit(key, tokens, config, room, "--context")
         return StoppableModel(self._generating, model, request)
 
 
@@ -352,7 +356,7 @@ class BatchedManager(CBGenerateManager):  # type: ignore[misc]
             self._cb.output_router.result_handlers.pop(key, None)
 
     def _admit(self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str) -> Request:
-        request = self._generating.admit(key, len(inputs["input_ids"]), config, self._room)
+        request = self._generating.admit(key, len(inputs["input_ids"]), config, self._room, "--kv-tokens")
         sampler = Sampler(model, config, request.seed)
         request.sampler = sampler if sampler.changes else None
         return request

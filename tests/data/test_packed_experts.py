@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.integrations.gguf.kernels import dequantize_blocks
 
 from expertcast.data import ggml, packed_experts
+from expertcast.data.experts import inner_activations
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.packed_experts import BlockForm, Piece, pack_module
 from expertcast.data.packed_linear import PackedEmbedding, PackedLinear
@@ -282,6 +283,44 @@ def test_groups_of_rows_by_interleaved_matrices() -> None:
     alone = [matrix.by_ggml(rows[i : i + 1, None], None, 1 if i == 0 else 2)[0].clone() for i in range(21)]
     assert torch.equal(found[:21], torch.cat(alone))
     assert torch.equal(found[21:], form.multiply(rows[21:], blocks[0]))
+
+
+def test_rows_of_a_long_prompt_run_in_parts() -> None:
+    """No more rows than the limit and one expert's are held at once, and no bit changes."""
+    draw, most, counts = torch.Generator().manual_seed(0), 12, list[int]()
+    hidden, ids = torch.randn(30, 8, generator=draw), torch.randint(5, (30, 3), generator=draw)
+    weights = torch.rand(30, 3, generator=draw)
+
+    def outputs(rows_PD: Tensor, groups: packed_experts.Groups, ids_P: Tensor) -> Tensor:
+        counts.append(len(rows_PD))
+        assert len(ids_P) == len(rows_PD) == sum(count for _, count in groups)
+        return rows_PD * (ids_P + 1).unsqueeze(1)
+
+    expected = packed_experts.run_groups(outputs, hidden, ids, weights)
+    assert counts == [90]
+    assert torch.equal(packed_experts.run_groups(outputs, hidden, ids, weights, at_once=most), expected)
+    assert sum(counts[1:]) == 90
+    assert max(counts[1:]) <= most + max(torch.bincount(ids.flatten()).tolist()) < 90
+
+
+@torch.no_grad()
+def test_observed_rows_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Observers of inner activations get those of all experts in one call."""
+    monkeypatch.setattr(packed_experts, "_AT_ONCE", 4)
+    layer, draw, seen = find_moe_layers(tiny_model("qwen3_moe"))[0], torch.Generator().manual_seed(0), list[int]()
+    hidden = torch.randn(9, layer.hidden_size, generator=draw).to(layer.dtype)
+    ids = torch.stack([torch.randperm(layer.num_experts, generator=draw)[: layer.top_k] for _ in range(9)])
+    weights, order = torch.rand(ids.shape, generator=draw).to(layer.dtype), torch.sort(ids.flatten()).indices
+    outputs = []
+    for grouped in (True, False):
+        with inner_activations(layer.experts, lambda inner: seen.append(len(inner))):
+            outputs.append(
+                packed_experts.run_experts(layer.experts, hidden, ids, weights, lambda: order, grouped=grouped)
+            )
+    assert seen[0] == ids.numel()
+    assert len(seen) > 2
+    assert sum(seen[1:]) == ids.numel()
+    assert torch.equal(*outputs)
 
 
 def test_a_large_matrix_is_interleaved_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

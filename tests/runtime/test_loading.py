@@ -20,11 +20,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import expertcast
-from expertcast import OffloadedModel, load_offloaded, offload
+from expertcast import OffloadConfig, OffloadedModel, load_offloaded, offload
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.data.models import load_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.source import ADAPTER
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime.plan import context_bytes
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy, refused
@@ -369,6 +371,18 @@ def test_on_cuda(reference_tokenizer: Any) -> None:
             pinned = [memory is not None and memory.pinned for memory in offloaded.store._memory]
             assert all(pinned) == (store == "memory")
             assert_same(greedy(offloaded, inputs, 8), expected)
+
+
+def test_batches_reserve_activations_of_one_forward_alone() -> None:
+    """Their caches hold many more tokens than run at once."""
+    model = tiny_model("qwen3_moe")
+    whole, few = (
+        context_bytes(OffloadConfig(context=64), model.config, find_moe_layers(model), torch.float32, at_once)
+        for at_once in (None, 8)
+    )
+    held = "keys and values of 64 tokens"
+    assert few[held] == whole[held] > 0
+    assert few["the activations of 8 tokens"] < whole["the activations of 64 tokens"] / 4
 
 
 def test_more_experts_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:

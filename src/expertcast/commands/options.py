@@ -365,8 +365,8 @@ class ModelOptions(CheckpointOptions):
         """Return the tokenizer of the model `name`."""
         return load_tokenizer(name, **self.passed_on(name))
 
-    def offloaded(self, name: str, config: OffloadConfig) -> OffloadedModel:
-        """Load the model `name` offloaded.
+    def offloaded(self, name: str, config: OffloadConfig, at_once: int | None = None) -> OffloadedModel:
+        """Load the model `name` offloaded; `at_once` as for :func:`expertcast.load_offloaded`.
 
         Raises:
             ExpertcastError: as :func:`expertcast.load_offloaded`.
@@ -376,7 +376,9 @@ class ModelOptions(CheckpointOptions):
         os.environ.setdefault(*_FEW_KERNELS)
         shown = partial(print, file=sys.stderr, flush=True)
         given = self.passed_on(name)
-        return load_offloaded(name, config, device=self.device_name, dtype=self.dtype, on_plan=shown, **given)
+        return load_offloaded(
+            name, config, device=self.device_name, dtype=self.dtype, on_plan=shown, at_once=at_once, **given
+        )
 
 
 _FEW_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")

@@ -51,6 +51,7 @@ def run(options: Options) -> Outcome:
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install '.[serve]' in the checkout")
+    from expertcast.runtime.serving.handlers import MOST_AT_ONCE
     from expertcast.runtime.serving.server import ModelServer, listen
 
     config = options.configuration()
@@ -60,12 +61,13 @@ def run(options: Options) -> Outcome:
     logging.getLogger("expertcast.serving").setLevel(logging.INFO)
     name = options.served_name or options.model
     cache = options.kv_tokens or (KV_TOKENS if options.device_name == "cpu" else None)
+    at_once = None
     if options.continuous_batching and cache is not None:
-        config = replace(config, context=max(cache, config.context))
+        config, at_once = replace(config, context=max(cache, config.context)), MOST_AT_ONCE
     with ExitStack() as stack:
         listening = stack.enter_context(listen(options.host, options.port))
         tokenizer = options.tokenizer(options.model)
-        offloaded = options.offloaded(options.model, config)
+        offloaded = options.offloaded(options.model, config, at_once)
         stack.callback(_close, offloaded)
         server = ModelServer(
             offloaded, tokenizer, name, continuous_batching=options.continuous_batching, kv_tokens=cache,

@@ -246,6 +246,22 @@ def test_the_key(reference_tokenizer: Any) -> None:
             assert running.get("/health", headers=headers).status_code == 200
 
 
+def test_requests_end_where_reserved_memory_does(reference_tokenizer: Any) -> None:
+    with (
+        load_offloaded(REFERENCE, dtype="fp32", slots=192, context=ROOM) as offloaded,
+        served(offloaded, reference_tokenizer) as server,
+    ):
+
+        def ask(words: int) -> httpx2.Response:
+            body = {"prompt": "river " * words, "max_tokens": 900, "logit_bias": ENDLESS}
+            return server.post("/v1/completions", body)
+
+        assert ask(90).json()["usage"]["total_tokens"] == ROOM
+        refused = ask(300)
+        assert refused.status_code == 400
+        assert f"--context of this server allows at most {ROOM - 1}" in refused.json()["error"]["message"]
+
+
 ROOM = 256
 ENDLESS = {"0": -100}
 """Biases against the end of the text."""
