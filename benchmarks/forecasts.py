@@ -244,8 +244,7 @@ class Grid:
                 options: Json = {} if name in (ON_DEMAND, AUTO) else {"forecasts": "always"}
                 if name != ON_DEMAND:
                     options["predictor"] = self._checkpoints[LADDER if name == AUTO else name]
-                own = copy.copy(store)  # one store object for each offload, with the same blocks
-                own._view = find_moe_layers(model)  # its experts become views of the store again at the end
+                own = shared_store(store, model)
                 config = OffloadConfig(store=own, bandwidth=bandwidth, cache=slots is not None, slots=slots, **options)
                 offloaded = stack.enter_context(offload(model, config))
                 sides[name] = Side(offloaded, DynamicCache(config=model.config), own_times)
@@ -258,6 +257,13 @@ class Grid:
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model with modules of its own and the same parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def shared_store(store: BorrowedStore, model: PreTrainedModel) -> BorrowedStore:
+    """Return a store of the same blocks for the offload of a copy of the model."""
+    own = copy.copy(store)
+    own._view = find_moe_layers(model)  # its experts become views of the store again at the end
+    return own
 
 
 def turn_order(names: Sequence[str], turn: int) -> list[str]:

@@ -1,0 +1,140 @@
+"""Runs of `misses` in virtual time, with recorded routing.
+
+Cache, policies, queue of copies and the choice of `auto` are the runtime's code, on the clock of the simulator. A layer
+takes 1 ms: half until the routing is known, half in its K experts. The host takes so many times as long for an expert
+as the device, with a jitter of a tenth, and .05 ms until it begins; it computes beside the device. `auto` knows none of
+these figures: it measures them. R is the time of K copies over that of a layer. A hostile link becomes ten times
+slower, and fast again, after 16 tokens each. All forecasts are made: the governor that leaves out bad ones needs
+measured steps.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from benchmarks.timed.routing import recorded, routing_of
+from torch import Tensor
+
+from expertcast.predictors.view import ModelShape
+from expertcast.runtime.engine.engine import LayerFlow
+from expertcast.runtime.engine.host import HostExperts
+from expertcast.runtime.links.base import Link
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.simulation.link import VirtualLink
+from expertcast.runtime.simulation.machine import Case, Machine, constant_times
+from expertcast.runtime.simulation.simulator import VirtualRuntime
+from expertcast.runtime.simulation.trace import Forward, Hints, Trace, request_order
+from expertcast.runtime.storage.layout import FULL
+
+LAYER_S, HAND_OVER_S, PHASE = 1e-3, 5e-5, 16
+STEADY, HOSTILE = "steady", "tenfold"
+
+
+class MeasuredLink(VirtualLink):
+    """A link that knows its speed from its copies alone, and whose speed may change."""
+
+    copy_s = Link.copy_s
+
+    def take(self, seconds: float) -> None:
+        """Let later copies take so long."""
+        self._seconds[FULL] = seconds
+
+
+class MeasuredMachine(Machine):
+    """A machine with such a link."""
+
+    def link(self) -> MeasuredLink:
+        return MeasuredLink(self.block_bytes, self.bandwidth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableHints(Hints):
+    """Forecasts of the next layer's experts, by row."""
+
+    ids_NLK: Tensor
+    prompt: int
+
+    def due(self, layer: int, forward: Forward) -> bool:
+        return layer + 1 < self.ids_NLK.shape[1]
+
+    def submit(self, layer: int, forward: Forward, flow: LayerFlow) -> None:
+        assert isinstance(forward.rows, slice)
+        flow.prefetch(layer + 1, self.ids_NLK[forward.rows.start - self.prompt, layer + 1].tolist())
+
+
+class VirtualSide(VirtualRuntime):
+    """A simulated run whose host may compute missing experts.
+
+    Args:
+        trace, case: as for :class:`VirtualRuntime`.
+        misses: copy, host or auto.
+        expert_s: seconds of the host for an expert.
+    """
+
+    def __init__(self, trace: Trace, case: Case, *, misses: str, expert_s: float) -> None:
+        super().__init__(trace, case)
+        self._expert_s, self._random = expert_s, random.Random(0)
+        if misses != "copy":
+            unused: Any = None
+            self.flow.host = HostExperts(unused, unused, self.residency, auto=misses == "auto")
+
+    def _compute(self, layer: int, expert_s: float, chunks: list[list[int]], precision: Any) -> None:
+        host, left, link = self.flow.host, self.flow.left, self.link
+        start = link.now
+        if chunks[0]:
+            super()._compute(layer, expert_s, chunks, precision)
+        if host is None or len(chunks) > 1:
+            return
+        if chunks[0]:
+            host.computed_in_slots(len(chunks[0]), expert_s * len(chunks[0]))
+        if left:
+            each_s = self._expert_s * self._random.uniform(0.9, 1.1)
+            host.computed_on_host(HAND_OVER_S, each_s)
+            end = start + HAND_OVER_S + len(left) * each_s
+            self.residency.count_wait(layer, max(0.0, end - link.now))
+            link.run_until(max(link.now, end))
+
+
+def recorded_trace(name: str, new_tokens: int, accuracy: float | None) -> Trace:
+    """Return the trace of a recorded prompt and its first decoded tokens, with forecasts of this accuracy."""
+    routing = routing_of(name)
+    shape = ModelShape(layers=routing.layers, hidden=0, experts=routing.experts, top_k=routing.top_k)
+    prompt = int(routing.prompt_T.sum())
+    tables = recorded(name, prompt=prompt, new_tokens=new_tokens, accuracy=accuracy or 0.0, seed=1)
+    keys_PLK = tables.ids_PLK + shape.experts * torch.arange(shape.layers)[:, None]
+
+    def forward(rows: slice) -> Forward:
+        keys = [request_order(keys_PK.flatten().tolist()) for keys_PK in keys_PLK[rows].unbind(1)]
+        return Forward(fresh=not rows.start, rows=rows, keys=keys)
+
+    spans = [slice(0, prompt), *(slice(at, at + 1) for at in range(prompt, prompt + new_tokens))]
+    hints = TableHints(ahead=1, forecasts={}, ids_NLK=tables.forecast_NLK, prompt=prompt)
+    return Trace(shape=shape, forwards=[*map(forward, spans)], hints={} if accuracy is None else {"forecasts": hints})
+
+
+def tokens_ms(
+    name: str, ratio: float, misses: str, accuracy: float | None, link: str, *, held_back: float = 2.0,
+    new_tokens: int = 64,
+) -> list[float]:  # fmt: skip
+    """Return the milliseconds of each token after the prompt, with a quarter of the experts cached."""
+    trace = recorded_trace(name, new_tokens, accuracy)
+    shape, copy_s = trace.shape, ratio * LAYER_S / trace.shape.top_k
+    machine = MeasuredMachine(
+        times=constant_times(shape.layers, LAYER_S), block_bytes={FULL: 1_000_000}, bandwidth=1e6 / copy_s
+    )
+    case = Case(
+        policies=Policies(prefetch="none" if accuracy is None else "top_k"), machine=machine,
+        slots=shape.layers * shape.experts // 4, predictor=None if accuracy is None else "forecasts",
+    )  # fmt: skip
+    run = VirtualSide(trace, case, misses=misses, expert_s=held_back * LAYER_S / 2 / shape.top_k)
+    found = []
+    for place, forward in enumerate(trace.forwards):
+        if link == HOSTILE and isinstance(run.link, MeasuredLink):
+            run.link.take(copy_s * (10.0 if place // PHASE % 2 else 1.0))
+        seconds = run.run(forward)
+        if not forward.fresh:
+            found.append(1e3 * seconds)
+    return found
