@@ -147,13 +147,14 @@ class Linear(LooksEarly, QuasiInput):
 
     def _folded(self, map_FX: Tensor, bias_X: Tensor, layer: int, ahead: int) -> Maps:
         """Return a map of the features by input; its bias has the centring of `previous` and its training mean."""
-        of, usual_E, defaults = dict(zip(self.inputs, map_FX.split_with_sizes(self.sizes), strict=True)), None, None
+        parts, usual_E = zip(self.inputs, map_FX.split_with_sizes(self.sizes), strict=True), None
+        # the target's own router reads the first input alone
+        of = {name: map_VX for name, map_VX in parts if name == self.inputs[0] or map_VX.any()}
         if "previous" in of:
             usual_E = self.get_buffer("usual_LE")[layer + ahead]
             bias_X = bias_X + usual_E @ of["previous"]
             of["previous"] = of["previous"] - of["previous"].mean(dim=0)
-        if "quasi_hidden" in of:
-            defaults = self.expert_LED[layer], self.shared_LD[layer]
+        defaults = (self.expert_LED[layer], self.shared_LD[layer]) if "quasi_hidden" in of else None
         return Maps(of=of, bias_X=bias_X, usual_E=usual_E, defaults=defaults)
 
     def rungs(self) -> Mapping[str, Predictor]:

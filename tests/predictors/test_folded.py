@@ -136,6 +136,23 @@ def test_hints_of_a_hybrid_are_those_of_its_members() -> None:
 
 
 @torch.no_grad()
+def test_a_pair_that_kept_the_targets_router_reads_early_attention_alone() -> None:
+    view = find_moe_layers(tiny_model("qwen3_moe", torch.float32))
+    predictor = random_predictor("linear_of_wide_models", view)
+    trained, router = predictor.maps(0, 1), random_predictor("early_attention", view).maps(0, 1)
+    assert trained is not None
+    assert router is not None
+    assert list(trained.of) == ["early", "routing", "previous"]
+    predictor.get_buffer("weight_PFE_1")[0].zero_()[: view.shape.hidden] = router.of["early"]
+    predictor.get_buffer("bias_PE_1")[0] = router.bias_X
+    kept = predictor.maps(0, 1)
+    assert kept is not None
+    assert list(kept.of) == ["early"]
+    assert torch.equal(kept.bias_X, router.bias_X)
+    assert recall(predictor, view, 0, STATES) >= 0.999
+
+
+@torch.no_grad()
 def test_hints_of_fitted_predictors_in_bf16(reference_view: MoEView, fitted_predictors: dict[str, Fitted]) -> None:
     for name in ("quasi_hidden", "linear", "early_attention", "estimator"):
         assert recall(fitted_predictors[name].predictor, reference_view, 5, 100) >= 0.98, name
