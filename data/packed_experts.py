@@ -243,16 +243,12 @@ def _for_the_cpu(device: torch.device) -> ExpertcastError:
     return ExpertcastError(f"a model that was packed for the CPU cannot run on {device}: load it for that device")
 
 
-def activation_bytes(layer: MoELayer, itemsize: int, tokens: int) -> int:
-    """Return the bytes of the activations of some tokens in a layer, with `itemsize` bytes a number: inputs and outputs
-    of each projection in float32, of the rows that :func:`run_groups` runs at once; experts' outputs, and rows of
-    attention."""
+def activation_bytes(layer: MoELayer, itemsize: int) -> int:
+    """Return the bytes that one token's activations take: inputs and outputs of each projection in float32, for each of
+    its experts, and rows of attention of `itemsize` bytes a number. Half of it is room for what the C library keeps."""
     shapes = [each.shape for each in matrices(layer.experts, layer.num_experts).values()]
     shapes += [each.shape for each in packed_matrices(layer.experts).values()]  # type: ignore[misc]
-    rows = min(tokens * layer.top_k, max(tokens, _AT_ONCE))
-    return (
-        4 * rows * sum(sum(shape[1:]) for shape in shapes) + tokens * (layer.top_k + 28) * itemsize * layer.hidden_size
-    )
+    return 4 * layer.top_k * sum(sum(shape[1:]) for shape in shapes) + 16 * itemsize * layer.hidden_size
 
 
 def for_device(form: BlockForm, device: str) -> BlockForm:

@@ -97,8 +97,7 @@ class OffloadedModel:
         """Tokens of the longest sequence for which memory is reserved."""
         self._draft = config.draft
         room = context_bytes(replace(config, draft=NONE), model.config, self.view, model.dtype)
-        each = activation_bytes(self.view[0], model.dtype.itemsize, 1)  # while the experts have their shapes
-        self._activations = sum(room.values()), each
+        self._activations = sum(room.values()), activation_bytes(self.view[0], 4)  # while the experts have their shapes
         self._reloadable = not next(self.view[0].experts.parameters()).is_meta
         self._closed = False
         self._stack = ExitStack()

@@ -55,7 +55,7 @@ def context_bytes(
     cache = dtype.itemsize * sum(_pairs(each, layer.hidden_size) for each in text.per_layer_config)
     return {
         f"keys and values of {tokens} tokens": tokens * cache,
-        f"the activations of {together} tokens": activation_bytes(layer, dtype.itemsize, together),
+        f"the activations of {together} tokens": together * activation_bytes(layer, dtype.itemsize),
         f"draft={config.draft!r}": draft_bytes(config, view),
     }
 
