@@ -375,10 +375,8 @@ class ModelOptions(CheckpointOptions):
 
         os.environ.setdefault(*_FEW_KERNELS)
         shown = partial(print, file=sys.stderr, flush=True)
-        given = self.passed_on(name)
-        return load_offloaded(
-            name, config, device=self.device_name, dtype=self.dtype, on_plan=shown, at_once=at_once, **given
-        )
+        given = self.passed_on(name) | {"at_once": at_once}
+        return load_offloaded(name, config, device=self.device_name, dtype=self.dtype, on_plan=shown, **given)
 
 
 _FEW_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
