@@ -244,8 +244,9 @@ def _for_the_cpu(device: torch.device) -> ExpertcastError:
 
 
 def activation_bytes(layer: MoELayer, itemsize: int) -> int:
-    """Return the bytes that one token's activations take: inputs and outputs of each projection in float32, for each of
-    its experts, and rows of attention of `itemsize` bytes a number. Half of it is room for what the C library keeps."""
+    """Return the bytes to reserve for one token's activations: inputs and outputs of each projection in float32, for
+    each of its experts, and rows of attention of `itemsize` bytes a number. Rows in parts take less at once, but the C
+    library keeps freed ones: .5 GB after 4,200 tokens through 48 layers of 128 experts."""
     shapes = [each.shape for each in matrices(layer.experts, layer.num_experts).values()]
     shapes += [each.shape for each in packed_matrices(layer.experts).values()]  # type: ignore[misc]
     return 4 * layer.top_k * sum(sum(shape[1:]) for shape in shapes) + 16 * itemsize * layer.hidden_size
@@ -302,14 +303,16 @@ def run_groups(
     if order_P is None:
         order_P = torch.sort(ids_P).indices
     sorted_P = ids_P[order_P]
-    output_PD, start = hidden_TD.new_empty(len(ids_P), hidden_TD.shape[1]), 0
     groups = [(expert, len(list(rows))) for expert, rows in groupby(sorted_P.tolist())]
     starts = accumulate((count for _, count in groups), initial=0)
-    for _, some in groupby(zip(groups, starts, strict=False), lambda each: each[1] // at_once):
-        part = [group for group, _ in some]
-        some_P = order_P[start : (end := start + sum(count for _, count in part))]
-        output_PD[some_P] = outputs(hidden_TD[some_P // top_k], part, sorted_P[start:end])
-        start = end
+    neighbours = groupby(zip(groups, starts, strict=False), lambda each: each[1] // at_once)
+    parts = [[group for group, _ in some] for _, some in neighbours]
+    rows = [sum(count for _, count in part) for part in parts]
+    output_PD = hidden_TD.new_empty(len(ids_P), hidden_TD.shape[1])
+    for part, some_P, experts_P in zip(
+        parts, order_P.split_with_sizes(rows), sorted_P.split_with_sizes(rows), strict=True
+    ):
+        output_PD[some_P] = outputs(hidden_TD[some_P // top_k], part, experts_P)
     return combine(output_PD, weights_TK, hidden_TD.dtype)
 
 

@@ -246,6 +246,11 @@ def test_the_key(reference_tokenizer: Any) -> None:
             assert running.get("/health", headers=headers).status_code == 200
 
 
+ROOM = 256
+ENDLESS = {"0": -100}
+"""Biases against the end of the text."""
+
+
 def test_requests_end_where_reserved_memory_does(reference_tokenizer: Any) -> None:
     with (
         load_offloaded(REFERENCE, dtype="fp32", slots=192, context=ROOM) as offloaded,
@@ -260,11 +265,6 @@ def test_requests_end_where_reserved_memory_does(reference_tokenizer: Any) -> No
         refused = ask(300)
         assert refused.status_code == 400
         assert f"--context of this server allows at most {ROOM - 1}" in refused.json()["error"]["message"]
-
-
-ROOM = 256
-ENDLESS = {"0": -100}
-"""Biases against the end of the text."""
 
 
 @pytest.mark.slow
