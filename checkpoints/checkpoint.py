@@ -17,6 +17,7 @@ import contextlib
 import glob
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from typing_extensions import TypedDict
 from expertcast.checkpoints.hub import Kind, located, real_folder, repository_in_errors
 from expertcast.checkpoints.provenance import check_fingerprints, fingerprints, provenance, without_folders
 from expertcast.predictors import ModelShape, MoEView, predictor_class
-from expertcast.predictors.artefacts import CLOSED, check_file, digest, is_finite, read_json, read_tensors, seal
+from expertcast.predictors.artefacts import CLOSED, check_file, digest, is_finite, locked, read_json, read_tensors, seal
 from expertcast.predictors.base import PREDICTORS, LogOdds, Predictor, PredictorConfig
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.options import from_values
@@ -272,6 +273,16 @@ def replace_folder(new: Path, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _remove_left_over(folder: Path) -> None:
+    """Remove the folders that killed processes left beside a complete checkpoint."""
+    own = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}(\.\d+{_OLD})?")
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
+        with contextlib.suppress(OSError):
+            if own.fullmatch(left.name) and any(left.iterdir()):  # an empty one may be about to be locked
+                with locked(left):
+                    shutil.rmtree(left)
+
+
 def recover(folder: Path) -> None:
     """Restore the old checkpoint if a save was killed between its two renames."""
     with contextlib.suppress(OSError, ValueError):  # reading the folder reports other problems
@@ -475,10 +486,14 @@ def save_predictor(
     temporary = real.parent / f".{real.name}.{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
-        written = write_files(temporary, predictor, config, metrics or {}, where=str(folder))
-        replace_folder(temporary, real)
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # a file system without locks, where no folder is removed
+                stack.enter_context(locked(temporary))
+            written = write_files(temporary, predictor, config, metrics or {}, where=str(folder))
+            replace_folder(temporary, real)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    _remove_left_over(real)
     return replace(written, folder=folder)
 
 

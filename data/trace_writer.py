@@ -35,9 +35,9 @@ from expertcast.data.trace_format import (
 )
 from expertcast.predictors.artefacts import (
     CLOSED,
-    PARTIAL,
     check_file,
     file_digest,
+    final_name,
     parse_json,
     read_tensors,
     seal,
@@ -153,7 +153,7 @@ def claim(
         return found
     # files that a process killed before the first trace.json leaves behind
     begun = (layout.SKELETON_FOLDER, layout.CARD, layout.TRACE_FILE, layout.shard_file(0, 0), *layout.FOR_DATASETS)
-    if folder.exists() and any(path.name.removesuffix(PARTIAL) not in begun for path in folder.iterdir()):
+    if folder.exists() and any(final_name(path.name) not in begun for path in folder.iterdir()):
         raise ExpertcastError(f"{folder} is not empty and has no traces: use a new or an empty folder")
     save_skeleton(view, config, folder / layout.SKELETON_FOLDER)
     return None

@@ -10,15 +10,18 @@ these files is an error.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import math
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
@@ -208,7 +211,49 @@ def is_finite(tensor: Tensor) -> bool:
 
 # Atomic writes
 
-PARTIAL = ".partial"
+_PARTIAL = re.compile(r"(.+)\.[0-9a-f]{8}\.partial")
+
+
+def final_name(name: str) -> str:
+    """Return the name that a temporary file would have got; other names are returned as they are."""
+    found = _PARTIAL.fullmatch(name)
+    return found[1] if found else name
+
+
+def create_partial(path: Path) -> tuple[Path, BinaryIO]:
+    """Create a temporary file beside `path`, locked until it is closed, and remove those of killed processes."""
+    remove_left_over(path)
+    while True:  # another process may remove the file before it is locked
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+        file = partial.open("x+b")
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks, where no file is removed
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        if partial.exists():
+            return partial, file
+        file.close()
+
+
+def remove_left_over(path: Path) -> None:
+    """Remove the temporary files of `path` that killed processes left."""
+    for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
+        if final_name(partial.name) == path.name:
+            with contextlib.suppress(OSError), locked(partial):
+                partial.unlink()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Lock a file or folder until the block ends; raises OSError if another process holds its lock."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
@@ -217,17 +262,17 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         file.write(content)
 
 
-@contextmanager
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path`, or the file behind a link, once it is completely on disk."""
     path = Path(os.path.realpath(path))
-    partial = path.with_name(path.name + PARTIAL)
+    partial, file = create_partial(path)
     try:
-        with partial.open("wb") as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+            os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -42,7 +42,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.models import load_tokenizer
 from expertcast.data.plan import PlannedDocument
 from expertcast.data.traces import TraceSource
-from expertcast.predictors.artefacts import PARTIAL, read_json, write_atomically
+from expertcast.predictors.artefacts import final_name, read_json, remove_left_over, write_atomically
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.training import figures
@@ -490,7 +490,7 @@ def _check(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ExpertcastError(f"{folder} is a file: use a folder for the report")
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    present -= {name + PARTIAL for name in FILES}  # of a killed process
+    present -= {name for name in present if name != final_name(name) in FILES}  # of a killed process
     foreign = sorted(present - set(FILES))
     if foreign or (present and not _is_report(folder / DATA)):
         what = f"{foreign[0]!r}" if foreign else f"files of something else (no {DATA} of a report)"
@@ -509,8 +509,9 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         write_atomically(folder / name, data)
-    for name in {*FILES, *(name + PARTIAL for name in FILES)} - set(files):
+    for name in set(FILES) - set(files):
         (folder / name).unlink(missing_ok=True)
+        remove_left_over(folder / name)
 
 
 def page(data: Json, pictures: Mapping[str, bytes]) -> str:

@@ -13,8 +13,6 @@ N experts of all layers, P parts of each, L MoE layers, E routed experts per lay
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import itertools
 import json
 import os
 import shutil
@@ -33,7 +31,7 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from expertcast.predictors.artefacts import PARTIAL, digest, open_file, read_range
+from expertcast.predictors.artefacts import create_partial, digest, open_file, read_range
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import Part
 from expertcast.runtime.storage.layout import SECTOR, BlockLayout, sectors
@@ -43,7 +41,6 @@ FILE_NAME = "experts.safetensors"
 REMEDY = "remove it or give another store_folder"
 _FORMAT = "expertcast-experts-1"
 _BEGIN = f'{{"__metadata__": {{"format": "{_FORMAT}'.encode()
-_NUMBER = itertools.count()
 _MOST_HEADER = 1 << 22
 """Maximum bytes of a header."""
 _MOST = 10**15
@@ -216,13 +213,7 @@ class ExpertWriter:
             self._path = HANDLES / str(self._file.fileno())
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        _remove_left_over(self._target)
-        while True:  # another process may remove the file before it is locked
-            self._path = self._target.with_name(f"{self._target.name}.{os.getpid()}-{next(_NUMBER)}{PARTIAL}")
-            self._file = self._path.open("w+b")
-            if _lock(self._file.fileno()) and self._path.exists():
-                return
-            self._file.close()
+        self._path, self._file = create_partial(self._target)
 
     def add(self, parts: Sequence[Part]) -> None:
         """Append the parts of the next expert.
@@ -329,23 +320,6 @@ def _open_direct(descriptor: int) -> FileIO | None:
     with contextlib.suppress(OSError, AttributeError):
         return FileIO(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_DIRECT), "w")
     return None
-
-
-def _lock(descriptor: int) -> bool:
-    """Try to lock a file exclusively. Returns False if another process holds the lock; a killed process does not."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _remove_left_over(path: Path) -> None:
-    """Remove the incomplete files of processes that were killed while packing."""
-    for partial in path.parent.glob(f"{path.name}.*{PARTIAL}"):
-        with contextlib.suppress(OSError), open_file(partial) as file:
-            if _lock(file.fileno()):
-                partial.unlink()
 
 
 class ExpertFile:

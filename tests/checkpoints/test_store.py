@@ -18,7 +18,7 @@ from expertcast.checkpoints.card import model_card
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names
-from expertcast.predictors.artefacts import write_user_file
+from expertcast.predictors.artefacts import locked, write_user_file
 from expertcast.predictors.linear import LinearConfig
 from expertcast.training.scoring import Fitted
 from tests.sealed import edit_json
@@ -134,6 +134,21 @@ def test_a_failed_save_leaves_the_old_checkpoint_whole(
     assert [path.name for path in linear.parent.iterdir()] == ["linear"]
     save_predictor(fitted_predictors["frequency"].predictor, linear, view=reference_traces.view)
     assert load_predictor(linear).name == "frequency"
+
+
+def test_a_save_removes_what_killed_processes_left(
+    linear: Path, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
+) -> None:
+    """But not what another process is writing, nor folders of other names."""
+    parent = linear.parent
+    left, held = parent / f".linear.{'0' * 32}", parent / f".linear.{'1' * 32}"
+    others = [held, parent / ".linear.mine", parent / f".linear.x.{'2' * 32}"]
+    for folder in (left, left.with_name(left.name + ".0.old"), *others):
+        folder.mkdir()
+        (folder / "config.json").touch()
+    with locked(held):
+        save_predictor(fitted_predictors["frequency"].predictor, linear, view=reference_traces.view)
+    assert sorted(parent.iterdir()) == sorted([linear, *others])
 
 
 @pytest.mark.parametrize("opened", [False, True])

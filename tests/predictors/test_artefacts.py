@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -11,7 +14,17 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.artefacts import CLOSED, check_file, digest, file_digest, read_json, seal
+from expertcast.predictors.artefacts import (
+    CLOSED,
+    check_file,
+    digest,
+    file_digest,
+    read_json,
+    remove_left_over,
+    replacing,
+    seal,
+    write_atomically,
+)
 from tests.irregular import IRREGULAR, in_seconds, put
 
 
@@ -117,3 +130,58 @@ def test_only_files_are_read(kind: str, tmp_path: Path) -> None:
             read_json(path, _Made, "make it again")
         with pytest.raises(ExpertcastError, match=r"^cannot read .*made.json: .*; make it again$"):
             check_file(path, digest(b""), "make it again")
+
+
+def test_two_may_replace_one_file(tmp_path: Path) -> None:
+    """Each has a temporary file of its own; the last one to end wins, and nothing else is left."""
+    path = tmp_path / "r[1].json"
+    with replacing(path) as first:
+        first.write(b"first")
+        with replacing(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    """But not what another process is writing, nor the user's own files."""
+    path, own = tmp_path / "r[1].json", tmp_path / "r[1].json.my.partial"
+    own.touch()
+    if (child := os.fork()) == 0:
+        with replacing(path):
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 2
+    with replacing(path) as held:
+        held.write(b"held")
+        write_atomically(path, b"other")
+    assert path.read_bytes() == b"held"
+    assert sorted(tmp_path.iterdir()) == [path, own]
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with replacing(tmp_path / "r.json") as file:
+        file.write(b"first")
+        write_atomically(tmp_path / "r.json", b"second")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("r.json", b"first")]
+
+
+def test_a_temporary_file_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its creation and its lock, another process takes it for one that was left behind."""
+    lock = fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        remove_left_over(tmp_path / "r.json")
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    write_atomically(tmp_path / "r.json", b"whole")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("r.json", b"whole")]

@@ -96,7 +96,7 @@ def test_a_folder_on_another_file_system(
         move(source, target)
 
     monkeypatch.setattr(os, "replace", within_a_folder)
-    (tmp_path / "report.json.partial").write_text("{")
+    (tmp_path / "report.json.00000001.partial").write_text("{")
     write_report(tmp_path, values, chosen="same")
     assert not list(tmp_path.glob("*.partial"))
 

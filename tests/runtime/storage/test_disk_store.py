@@ -477,7 +477,7 @@ def test_a_header_is_not_longer_than_its_file(path: Path) -> None:
     assert _refused(path)
 
 
-@pytest.mark.parametrize("name", ["_lock", "bytes"])
+@pytest.mark.parametrize("name", ["create_partial", "bytes"])
 def test_an_interrupt_leaves_no_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -491,33 +491,16 @@ def test_an_interrupt_leaves_no_file(name: str, tmp_path: Path, monkeypatch: pyt
 
 def test_what_killed_processes_left_is_removed(path: Path) -> None:
     """But not what another one is writing."""
-    left, empty = path.with_name(f"{FILE_NAME}.1.partial"), path.with_name(f"{FILE_NAME}.2.partial")
+    left, empty = path.with_name(f"{FILE_NAME}.00000001.partial"), path.with_name(f"{FILE_NAME}.00000002.partial")
     left.write_bytes(bytes(1000))
     empty.touch()  # killed before the first bytes were written
     form = read_header(path)
     writing = ExpertWriter(path, form)
     assert sorted(path.parent.iterdir()) == sorted([path, writing._path])
-    held = writing._path.with_name(f"{FILE_NAME}.3.partial")
+    held = writing._path.with_name(f"{FILE_NAME}.00000003.partial")
     writing._path.rename(held)
     ExpertWriter(path, form)
     assert held.exists()
     del writing
     ExpertWriter(path, form)
     assert not held.exists()
-
-
-def test_a_file_removed_before_it_is_locked_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its creation and its lock, another process takes it for one that was left behind."""
-    lock = expert_file._lock
-
-    def late(descriptor: int) -> bool:
-        monkeypatch.setattr(expert_file, "_lock", lock)
-        expert_file._remove_left_over(path)
-        return lock(descriptor)
-
-    monkeypatch.setattr(expert_file, "_lock", late)
-    writing = ExpertWriter(path, read_header(path))
-    assert writing._path.exists()
-    other = ExpertWriter(path, read_header(path))
-    assert writing._path.exists()
-    assert other._path.exists()
