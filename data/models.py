@@ -227,7 +227,7 @@ def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokeniz
     try:
         if "gguf_file" in arguments and any(map(source.file, ("tokenizer.json", "tokenizer_config.json"))):
             del arguments["gguf_file"]
-        with light_headers() if "gguf_file" in arguments else nullcontext():
+        with light_headers(source.gguf()) if "gguf_file" in arguments else nullcontext():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path, **arguments)
     except Exception as error:  # invalid files raise any kind of exception, depending on the family
         if isinstance(error, ExpertcastError):
@@ -274,7 +274,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     if paths:
         check_package(source.name)
     try:
-        with light_headers() if paths else nullcontext():
+        with light_headers(paths) if paths else nullcontext():
             config: PretrainedConfig = AutoConfig.from_pretrained(source.path, **source.config)
         if paths:
             complete_config(config, paths)

@@ -328,13 +328,18 @@ def weight_files(source: ModelSource) -> list[str]:
     Files of a hub id are downloaded into the hub's cache.
 
     Raises:
-        ExpertcastError: the checkpoint has none.
+        ExpertcastError: the checkpoint has none, or its index names files outside of its folder.
     """
     try:
         if (single := source.file(SAFE_WEIGHTS_NAME)) is not None:
             return [single]
         if (index := source.file(SAFE_WEIGHTS_INDEX_NAME)) is not None:
             try:
+                names = sorted(json.loads(Path(index).read_text())["weight_map"].values())
+                if outside := [name for name in names if os.path.isabs(name) or os.pardir in Path(name).parts]:
+                    raise ExpertcastError(
+                        f"{index} names a file outside of its folder, {outside[0]}: take the checkpoint from its source"
+                    )
                 return list(get_checkpoint_shard_files(source.path, index, **source.files)[0])
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise damaged(index, error) from error

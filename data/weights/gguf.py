@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -157,7 +157,7 @@ class GgufFile(WeightFiles):
 
     def _read(self, path: str) -> dict[str, _Stored]:
         file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
-        return {each.name: _Stored(each.name, _rows(file, each), each.tensor_type) for each in _tensors(path)}
+        return {each.name: _Stored(each.name, _rows(file, each), each.tensor_type) for each in _header(path).tensors}
 
     def quantised(self, name: str) -> bool:
         return any(each.kind.name not in ggml.FLOATS for each in self._made[name].stored)
@@ -179,18 +179,6 @@ def _rows(file: BinaryIO, tensor: Any) -> TensorFile:
     return FileTensor(file, int(tensor.data_offset), tensor.data.shape, getattr(torch, tensor.data.dtype.name))
 
 
-def _tensors(path: str) -> list[Any]:
-    """Return a file's descriptions of its tensors.
-
-    Raises:
-        ExpertcastError: the file is cut off or damaged.
-    """
-    try:
-        return list(_header(path).tensors)
-    except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
-        raise damaged(path, error) from error
-
-
 _LONG = 1024
 """Arrays of a header with more elements are a vocabulary's."""
 _COUNT = 4
@@ -198,9 +186,16 @@ _COUNT = 4
 
 
 def _header(path: str | Path) -> Any:
-    """Return gguf's reader of a file without the vocabulary; each file is read once per process."""
-    file = os.stat(path)
-    return _read_header(str(path), file.st_size, file.st_mtime_ns)
+    """Return gguf's reader of a file without the vocabulary; each file is read once per process.
+
+    Raises:
+        ExpertcastError: the file is cut off or damaged.
+    """
+    try:
+        file = os.stat(path)
+        return _read_header(str(path), file.st_size, file.st_mtime_ns)
+    except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
+        raise damaged(path, error) from error
 
 
 @lru_cache(maxsize=64)
@@ -235,13 +230,18 @@ def _read_header(path: str, size: int, changed: int) -> Any:
 
 
 @contextmanager
-def light_headers() -> Iterator[None]:
+def light_headers(paths: Iterable[str] = ()) -> Iterator[None]:
     """Let transformers read headers of GGUF files by `_header`, and make gguf's map of names once.
 
     Its own code reads the vocabulary and makes the map anew for each module: 85 s for a model of 48 layers.
+
+    Raises:
+        ExpertcastError: one of the files, `paths`, is cut off or damaged.
     """
     import gguf
 
+    for path in paths:
+        _header(path)
     with patch.object(gguf, "GGUFReader", _header), patch.object(gguf, "get_tensor_name_map", _name_map()):
         yield
 
@@ -283,7 +283,7 @@ def complete_config(config: PretrainedConfig, paths: list[str]) -> None:
     Quantised files have no dtype of their own: bf16 is faster where the processor multiplies in it, and takes half the
     memory.
     """
-    if config.dtype is None and {tensor.tensor_type.name for tensor in _tensors(paths[0])} - ggml.FLOATS.keys():
+    if config.dtype is None and {tensor.tensor_type.name for tensor in _header(paths[0]).tensors} - ggml.FLOATS.keys():
         config.dtype = native_dtype()
     metadata, tokens = _metadata(paths[0]), _header(paths[0]).fields.get("tokenizer.ggml.tokens")
     if tokens is not None and f"{metadata['general.architecture']}.vocab_size" not in metadata:
@@ -292,7 +292,7 @@ def complete_config(config: PretrainedConfig, paths: list[str]) -> None:
         size = metadata.get(f"{metadata['general.architecture']}.{end}")
         if size is not None and hasattr(config, name):
             setattr(config, name, int(size))
-    if any(tensor.name == "output.weight" for path in paths[1:] for tensor in _tensors(path)):
+    if any(tensor.name == "output.weight" for path in paths[1:] for tensor in _header(path).tensors):
         config.tie_word_embeddings = False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,9 @@ def test_generate_with_the_files_own_tokenizer(tmp_path: Path, capsys: pytest.Ca
     assert load_tokenizer(path)("The old man").input_ids == load_tokenizer("reference")("The old man").input_ids
 
 
-def _cut_off(path: Path) -> None:
+def _cut_off(path: Path, end: int = -1000) -> None:
     write(path, tiny("qwen3_moe"), "Q8_0")
-    path.write_bytes(path.read_bytes()[:-1000])
+    path.write_bytes(path.read_bytes()[:end])
 
 
 def _no_gguf(path: Path) -> None:
@@ -170,10 +171,21 @@ def _unmapped(path: Path) -> None:
     write(path, tiny("gpt_oss"), "Q8_0", "gpt-oss")
 
 
+_CUT_OFF = r"cannot read .*model.gguf, which is cut off or damaged \(.*\): download it again"
+
+
+@pytest.mark.parametrize("end", [0, 8, 24, 100, 1000, -1])
+def test_the_tokenizer_of_a_file_that_is_cut_off(end: int, tmp_path: Path) -> None:
+    _cut_off(tmp_path / "model.gguf", end)
+    with pytest.raises(ExpertcastError, match=_CUT_OFF):
+        load_tokenizer(tmp_path / "model.gguf")
+
+
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (_cut_off, "cannot load model .*model.gguf': "),
+        (_cut_off, _CUT_OFF),
+        (partial(_cut_off, end=100), _CUT_OFF),
         (_no_gguf, "cannot load model .*model.gguf': .*GGUF"),
         (_split, "is one of 2 parts: join them with llama-gguf-split --merge"),
         (_without_an_expert, r"gives model\.layers\.1\.mlp\.experts\.down_proj no weights: it is incomplete, or"),

@@ -282,6 +282,8 @@ INDEX = "model.safetensors.index.json"
         (lambda folder, shard: shard.unlink(), "{shard} is missing"),
         (lambda folder, shard: (folder / INDEX).unlink(), f"and no {INDEX}: download that too"),
         (lambda folder, shard: (folder / INDEX).write_text("{}"), f"cannot read .*{INDEX}, which is"),
+        (lambda folder, shard: _moved(folder, shard, "../{name}"), "names a file outside of its folder, ../model-0"),
+        (lambda folder, shard: _moved(folder, shard, "{parent}/{name}"), "names a file outside of its folder, /"),
         (lambda folder, shard: (folder / "config.json").rename(folder / "a.gguf"), "but a GGUF file: use .*a.gguf"),
         (lambda folder, shard: (folder / "config.json").rename(folder / ADAPTER), "has an adapter .* and no model"),
         (
@@ -292,12 +294,20 @@ INDEX = "model.safetensors.index.json"
     ],
 )
 def test_the_file_at_fault_is_named(edit: Callable[[Path, Path], Any], line: str, tmp_path: Path) -> None:
-    _saved("qwen3_moe", tmp_path, max_shard_size="100KB")
-    shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    edit(tmp_path, shard)
+    folder = tmp_path / "model"
+    _saved("qwen3_moe", folder, max_shard_size="100KB")
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    edit(folder, shard)
     for load in (load_offloaded, load_model):
         with refused(line.format(shard=re.escape(str(shard)))):
-            load(tmp_path)
+            load(folder)
+
+
+def _moved(folder: Path, shard: Path, name: str) -> None:
+    """Move a shard out of its folder, and say so in the index."""
+    shard.rename(folder.parent / shard.name)
+    there = name.format(parent=folder.parent, name=shard.name)
+    (folder / INDEX).write_text((folder / INDEX).read_text().replace(shard.name, there))
 
 
 def test_a_gguf_file_by_another_name(tmp_path: Path) -> None:
