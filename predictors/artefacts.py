@@ -273,8 +273,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # writing names no file, and renaming the temporary one
         raise
 
 
@@ -282,13 +284,15 @@ def write_user_file(path: Path, content: bytes) -> None:
     """Write a file atomically at a path chosen by the user. A device or a pipe, such as /dev/null, is not replaced.
 
     Raises:
-        ExpertcastError: the folder does not exist or is not writable.
+        ExpertcastError: the folder does not exist or is not writable, or the disk is full.
     """
     write = Path.write_bytes if path.exists() and not path.is_file() else write_atomically
     try:
         write(path, content)
     except OSError as error:
-        raise ExpertcastError(f"cannot write {path}: {error.strerror}; use a path in an existing folder") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "free some space, or use a path on another disk" if full else "use a path in an existing folder"
+        raise ExpertcastError(f"cannot write {path}: {error.strerror}; {remedy}") from error
 
 
 def _object(data: bytes | str, what: str, remedy: str) -> Json:

@@ -282,7 +282,8 @@ def _run(module: ModuleType, args: argparse.Namespace) -> str:
     from transformers.utils import logging as transformers_logging
 
     from expertcast.commands.options import read_options
-    from expertcast.commands.output import write_json
+    from expertcast.commands.output import show, write_json
+    from expertcast.predictors.messages import ExpertcastError
 
     transformers_logging.disable_progress_bar()
     if args.threads is not None:
@@ -291,7 +292,11 @@ def _run(module: ModuleType, args: argparse.Namespace) -> str:
     if os.environ.get("RANK", "0") != "0":
         return ""
     if (path := getattr(args, "json", None)) is not None:
-        write_json(path, result)
+        try:
+            write_json(path, result)
+        except ExpertcastError:
+            show(str(text))  # minutes of computing may be in it
+            raise
     return str(text)
 
 

@@ -170,6 +170,15 @@ def test_a_full_disk_is_one_line(
     )
 
 
+def test_a_result_that_cannot_be_written_is_printed(
+    tiny_traces: TraceDataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(tiny_traces.folder), "--predictor", "next_norm", "--json", "/dev/full"]) == 2
+    printed = capsys.readouterr()
+    assert "recall" in printed.out
+    assert printed.err.startswith("expertcast: cannot write /dev/full: No space left on device; free some space")
+
+
 def test_what_is_no_disks_answer_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(_: object) -> None:
         raise ConnectionError(errno.ECONNRESET, "reset")

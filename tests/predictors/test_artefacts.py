@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -24,6 +25,7 @@ from expertcast.predictors.artefacts import (
     replacing,
     seal,
     write_atomically,
+    write_user_file,
 )
 from tests.irregular import IRREGULAR, in_seconds, put
 
@@ -185,3 +187,20 @@ def test_a_temporary_file_removed_before_it_is_locked_is_made_again(
     monkeypatch.setattr(fcntl, "flock", late)
     write_atomically(tmp_path / "r.json", b"whole")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("r.json", b"whole")]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The file is named, with a remedy, and its old contents stay."""
+    with pytest.raises(ExpertcastError, match="cannot write /dev/full: No space left on device; free some space"):
+        write_user_file(Path("/dev/full"), b"content")
+    path = tmp_path / "r.json"
+    path.write_bytes(b"old")
+    if (child := os.fork()) == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        try:
+            write_atomically(path, bytes(1000))
+        except OSError as error:
+            os._exit(error.filename == str(path))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("r.json", b"old")]
